@@ -1,0 +1,48 @@
+# `make chat` and `make test` do all the set-up themselves.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+
+# The CUDA extra is chosen by the driver that is there: "12" or "13", empty without one.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p' | sed 's/^1[4-9]$$/13/')
+EXTRA := $(if $(filter 12 13,$(CUDA)),cuda$(CUDA))
+comma := ,
+
+.DEFAULT_GOAL := help
+.PHONY: help chat test lint bench readme clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
+
+$(VENV)/.installed: pyproject.toml
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing polarlm into $(VENV)$(if $(EXTRA), with the extra '$(EXTRA)')"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the test tools into $(VENV)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@touch $@
+
+chat: $(VENV)/.installed  ## chat with the demonstration model (PROMPT="…" answers once, ARGS="…" adds flags)
+	@$(PY) -m engine.chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS)
+chat: export PROMPT := $(PROMPT)
+
+# One BLAS thread: two test processes with two threads each on two cores are many times slower than one.
+test: export OMP_NUM_THREADS = 1
+test: export OPENBLAS_NUM_THREADS = 1
+test: $(VENV)/.installed-dev lint  ## run every check
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check --quiet .
+	@$(PY) -m mypy
+
+bench: $(VENV)/.installed-dev  ## speed and quality of the demonstration model
+	@$(PY) -m bench.speed $(ARGS)
+	@$(PY) -m bench.quality $(ARGS)
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,24 @@
+"""A local inference engine whose KV cache is stored as polar codes.
+
+>>> from engine import Engine, SamplingParams  # doctest: +SKIP
+>>> with Engine.load("./llama3") as engine:  # doctest: +SKIP
+...     for chunk in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
+...         print(chunk.text, end="", flush=True)
+"""
+
+from engine.config import EngineConfig, SamplingParams
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.outputs import CacheStats, Chunk, Completion, Score, Usage
+
+__all__ = [
+    "CacheStats",
+    "Chunk",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "SamplingParams",
+    "Score",
+    "Usage",
+]

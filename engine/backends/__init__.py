@@ -1,0 +1,1 @@
+"""The op set (`ops.py`) and its implementations, one file per backend."""

@@ -1,0 +1,208 @@
+"""Every op in NumPy: the definition of correct for the other backends, and the fallback without a GPU.
+
+All arithmetic is float32 through BLAS. Loops run over sequences and over tiles of a size that fits the cache, never
+over tokens, heads or blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.backends.ops import CacheSpan, LayerCache
+from engine.conditioning import centre
+
+# Tiles of attention: rows of queries per KV head, keys, and coded blocks that are decoded at once.
+_QUERY_TILE = 768
+_KEY_TILE = 1024
+_BLOCK_TILE = 64
+
+
+class NumpyOps:
+    """See `engine.backends.ops.Ops`."""
+
+    name = "cpu"
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def empty(self, shape: tuple[int, ...]) -> np.ndarray:
+        return np.empty(shape, np.float32)
+
+    def to_device(self, x: Any) -> np.ndarray:
+        return np.ascontiguousarray(x, np.float32)
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def embed(self, table: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+        return table[np.asarray(ids)]
+
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+        mean_square = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
+        normed = x * (1 / np.sqrt(mean_square + np.float32(eps)))
+        normed *= weight
+        return normed
+
+    def linear(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+        y = x @ weight.T
+        if bias is not None:
+            y += bias
+        return y
+
+    def rope(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+        half = x.shape[-1] // 2
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        low, high = x[..., :half], x[..., half:]
+        turned = low * cos - high * sin
+        high *= cos
+        high += low * sin
+        low[...] = turned
+
+    def rotate(self, x: np.ndarray, rotation: np.ndarray | None) -> np.ndarray:
+        return x if rotation is None else x @ rotation
+
+    def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
+        gate, up = np.split(gate_up, 2, axis=-1)
+        # exp overflows to inf for gates below −88, where silu is 0 = gate / inf.
+        with np.errstate(over="ignore"):
+            y = np.exp(-gate)
+        y += 1
+        np.divide(gate, y, out=y)
+        y *= up
+        return y
+
+    def append_kv(self, spans: Sequence[CacheSpan], k: np.ndarray, v: np.ndarray) -> None:
+        for span in spans:
+            start = span.position - span.now_start
+            slots = slice(start, start + span.rows.stop - span.rows.start)
+            span.now_k[:, slots] = k[span.rows].swapaxes(0, 1)
+            span.now_v[:, slots] = v[span.rows].swapaxes(0, 1)
+
+    def attention(
+        self, q: np.ndarray, cache: LayerCache, spans: Sequence[CacheSpan], scale: float, window: int | None
+    ) -> np.ndarray:
+        out = np.empty(q.shape, np.float32)
+        kv_heads = cache.exact_k.shape[1]
+        heads, dim = q.shape[1:]
+        tile = max(1, _QUERY_TILE // (heads // kv_heads))
+        for span in spans:
+            for first in range(span.rows.start, span.rows.stop, tile):
+                rows = slice(first, min(first + tile, span.rows.stop))
+                # (T, K·G, D) → (K, G, T, D): the query group of a KV head shares one pass over its keys.
+                grouped = q[rows].reshape(-1, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
+                position = span.position + first - span.rows.start
+                tile_out = _attend(grouped * np.float32(scale), position, cache, span, window)
+                out[rows] = tile_out.transpose(2, 0, 1, 3).reshape(out[rows].shape)
+        return out
+
+    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], k: np.ndarray, v: np.ndarray) -> None:
+        if cache.k_mean is not None:
+            k, cache.k_mean[:, blocks] = centre(k)
+        for field, codes in cache.codec_k.encode(k).items():
+            cache.k[field][:, blocks] = codes
+        for field, codes in cache.codec_v.encode(v).items():
+            cache.v[field][:, blocks] = codes
+
+    def copy_exact(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+        cache.exact_k[slot, :, : k.shape[1]] = k
+        cache.exact_v[slot, :, : v.shape[1]] = v
+
+
+def _attend(q: np.ndarray, position: int, cache: LayerCache, span: CacheSpan, window: int | None) -> np.ndarray:
+    """Attention of q (K, G, T, D), scaled, whose first row stands at `position`, by online softmax over key tiles."""
+    kv_heads, group, count, dim = q.shape
+    last = position + count - 1
+    flat = q.reshape(kv_heads, group * count, dim)
+    top: np.ndarray | None = None
+    total = mix = np.zeros(0, np.float32)
+    for start, k, v, mean in _visible_tiles(cache, span, position, last, window):
+        scores = flat @ k.swapaxes(1, 2)  # (K, G·T, S)
+        if mean is not None:  # q·k = q·(k − μ) + q·μ, one μ per block of N keys
+            by_block = scores.reshape(*scores.shape[:2], mean.shape[1], -1)
+            by_block += (flat @ mean.swapaxes(1, 2))[..., None]
+        _mask(scores.reshape(kv_heads, group, count, -1), position, start, window)
+        tile_top = scores.max(axis=-1, keepdims=True)
+        tile_top = tile_top if top is None else np.maximum(tile_top, top)
+        # A row that sees nothing of this tile yet has no maximum; 0 keeps exp(−inf − top) = 0 free of NaN.
+        safe_top = np.where(np.isneginf(tile_top), np.float32(0), tile_top) if window is not None else tile_top
+        scores -= safe_top
+        np.exp(scores, out=scores)
+        tile_total, tile_mix = scores.sum(axis=-1, keepdims=True), scores @ v
+        if top is None:
+            total, mix = tile_total, tile_mix
+        else:
+            fade = np.exp(top - safe_top)
+            total = total * fade + tile_total
+            mix = mix * fade + tile_mix
+        top = tile_top
+    mix /= total
+    return mix.reshape(q.shape)
+
+
+def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> None:
+    """Hide from scores (K, G, T, S), rows from `position` and keys from `start`, what a row may not see."""
+    count, size = scores.shape[2:]
+    ahead = start + size - 1 > position
+    behind = window is not None and start <= position + count - 1 - window
+    if not (ahead or behind):
+        return
+    rows = position + np.arange(count)[:, None]
+    keys = start + np.arange(size)
+    hidden = keys > rows
+    if window is not None:
+        hidden |= keys <= rows - window
+    scores[:, :, hidden] = -np.inf
+
+
+def _visible_tiles(
+    cache: LayerCache, span: CacheSpan, position: int, last: int, window: int | None
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]:
+    """(position of the first key, k (K, S, D), v (K, S, D), means (K, S/N, D) or None) of every tile that is seen."""
+    block_size = cache.exact_k.shape[2]
+    oldest = 0 if window is None else max(0, position - window + 1)
+    if span.sink is not None and oldest < block_size:
+        yield 0, cache.exact_k[span.sink], cache.exact_v[span.sink], None
+
+    skipped = max(0, (oldest - span.table_start) // block_size)
+    for first in range(skipped, len(span.table), _BLOCK_TILE):
+        ids = np.asarray(span.table[first : first + _BLOCK_TILE])
+        k, v, mean = read_blocks(cache, ids)
+        yield span.table_start + first * block_size, k, v, mean
+
+    now_k, now_v = span.now_k, span.now_v
+    if span.now_as_codes:
+        now_k, now_v = _as_codes(cache, now_k[:, : last + 1 - span.now_start], now_v[:, : last + 1 - span.now_start])
+    skipped = max(0, (oldest - span.now_start) // _KEY_TILE * _KEY_TILE)
+    for first in range(skipped, last + 1 - span.now_start, _KEY_TILE):
+        tile = slice(first, min(first + _KEY_TILE, last + 1 - span.now_start))
+        yield span.now_start + first, now_k[:, tile], now_v[:, tile], None
+
+
+def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Decode coded blocks: k without its means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
+    kv_heads, _, dim = cache.exact_k.shape[1:]
+    k = cache.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})
+    v = cache.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})
+    mean = None if cache.k_mean is None else cache.k_mean.take(ids, axis=1).astype(np.float32)
+    return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean
+
+
+def _as_codes(cache: LayerCache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """k, v (K, S ≤ N, D) as they read back from one encoded block. A part of a block is filled up with its mean."""
+    count, block_size = k.shape[1], cache.exact_k.shape[2]
+
+    def fill(x: np.ndarray) -> np.ndarray:
+        mean = np.broadcast_to(x.mean(axis=1, keepdims=True), (x.shape[0], block_size - count, x.shape[2]))
+        return np.concatenate([x, mean], axis=1)
+
+    k, v, mean = fill(k), fill(v), None
+    if cache.k_mean is not None:
+        k, mean = centre(k)
+    k = cache.codec_k.decode(cache.codec_k.encode(k))
+    v = cache.codec_v.decode(cache.codec_v.encode(v))
+    if mean is not None:
+        k = k + mean.astype(np.float32)[:, None, :]
+    return k[:, :count], v[:, :count]

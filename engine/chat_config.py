@@ -1,0 +1,144 @@
+"""The chat's own settings, and what each value on its command line may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from engine.assembly import settle
+from engine.config import EngineConfig, SamplingParams, setting
+from engine.errors import EngineError
+from engine.flags import Check, FlagError, parse
+from engine.kv.plan import parse_size
+from engine.sampling import resolve
+from model_loaders.config import GenerationDefaults
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """What the terminal chat is asked to do."""
+
+    prompt: str | None = setting(
+        None, "-p", "--prompt", metavar="TEXT", help="the first message; with -no-cnv, the text to go on from"
+    )
+    file: str | None = setting(None, "-f", "--file", metavar="FILE", help="read the prompt from FILE (UTF-8)")
+    system_prompt: str | None = setting(
+        None, "-sys", "--system-prompt", metavar="TEXT", help="what the model is told before the conversation"
+    )
+    conversation: bool = setting(
+        True,
+        "-no-cnv",
+        "--no-conversation",
+        help="go on from the prompt as plain text, without a chat template, and exit",
+    )
+    single_turn: bool = setting(False, "-st", "--single-turn", help="answer one message and exit")
+    show_timings: bool = setting(
+        False, "--show-timings", help="after each answer, print speed, context and size of the cache"
+    )
+    color: str = setting(
+        "auto",
+        "--color",
+        choices=("on", "off", "auto"),
+        bare="on",
+        help="colour the prompt and the notes; auto does so on a terminal, unless NO_COLOR is set",
+    )
+    verbose: bool = setting(False, "-v", "--verbose", help="show where an unexpected error came from")
+    gpu_layers: str | None = setting(
+        None,
+        "-ngl",
+        "--n-gpu-layers",
+        "--gpu-layers",
+        metavar="N",
+        bare="all",
+        help="has no effect: the whole model runs on one device, which --device names",
+    )
+    flash_attn: str | None = setting(
+        None,
+        "-fa",
+        "--flash-attn",
+        metavar="MODE",
+        bare="on",
+        help="has no effect: attention never holds a whole row of scores for the context in memory",
+    )
+
+
+GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Sampling": SamplingParams, "Chat": ChatConfig}
+
+
+def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
+    """Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0)."""
+    engine, sampling, chat = parse(
+        argv,
+        GROUPS,
+        prog="python -m engine.chat",
+        description=(
+            "Chat with a local language model; /help in the chat lists its commands. "
+            "Piped input is one message per line, and standard output holds the answers alone."
+        ),
+        checks=_CHECKS,
+    )
+    # Looked at before a model is fetched and read.
+    settle(None, engine, {})
+    if engine.kv_memory is not None:
+        parse_size(engine.kv_memory)
+    if chat.prompt is not None and chat.file is not None:
+        raise FlagError("-p/--prompt and -f/--file both give the prompt; leave one of them out")
+    return engine, sampling, chat
+
+
+def read_prompt(chat: ChatConfig) -> str | None:
+    """The text of -p, or of the file of -f without its last line end. Raises FlagError."""
+    if chat.file is None:
+        return chat.prompt
+    try:
+        return Path(chat.file).read_text(encoding="utf-8").removesuffix("\n")
+    except OSError as error:
+        raise FlagError(f"-f/--file: {chat.file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FlagError(f"-f/--file: {chat.file} is not UTF-8 text") from None
+
+
+def ignored_flags(chat: ChatConfig) -> list[str]:
+    """A sentence for each flag that was given and does nothing here."""
+    return [
+        f"{field.metadata['flags'][0]} {field.metadata['help']}"
+        for field in fields(chat)
+        if field.name in ("gpu_layers", "flash_attn") and getattr(chat, field.name) is not None
+    ]
+
+
+def _that(holds: Callable[[Any], bool], complaint: str) -> Check:
+    return lambda value: None if holds(value) else complaint
+
+
+def _as_sampling_takes(name: str) -> Check:
+    """The limits of a sampling parameter are those of `sampling.resolve`."""
+
+    def check(value: Any) -> str | None:
+        try:
+            resolve(SamplingParams(**{name: value}), GenerationDefaults())
+        except EngineError as error:
+            return str(error)
+        return None
+
+    return check
+
+
+def _is_text(text: str) -> bool:
+    """Bytes of the command line that are no UTF-8 arrive as lone surrogates, which no tokenizer takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+_UTF8 = _that(_is_text, "this is not UTF-8 text")
+
+_CHECKS: Mapping[str, Check] = {
+    **{field.name: _as_sampling_takes(field.name) for field in fields(SamplingParams)},
+    "logit_bias": _that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
+    "seed": _that(lambda seed: seed >= -1, "a seed is 0 or more, and -1 takes a different one each time"),
+    "stop": _that(lambda text: text != "" and _is_text(text), "this needs UTF-8 text that is not empty"),
+    "prompt": _UTF8,
+    "system_prompt": _UTF8,
+}

@@ -1,0 +1,82 @@
+"""KV codecs: how the K or V vectors of one block become bytes, and back. One codec per file.
+
+A module of this folder whose name does not begin with an underscore is a codec. It has two names: `NAMES`, what the
+command line calls it, and `create(name, options)`, which makes it. There is no list to edit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Field(NamedTuple):
+    """One array of an encoded block: N tokens of one KV head."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Codec(Protocol):
+    """What every codec can do. N tokens in a block, D values in a vector; `...` are any leading dimensions."""
+
+    @property
+    def name(self) -> str:
+        """The name on the command line that gives this codec, options included."""
+
+    def check(self, head_dim: int, block_size: int) -> None:
+        """Raises ValueError, with a sentence for the user, if the codec cannot serve this head dim and block size."""
+
+    def rotation(self, head_dim: int) -> np.ndarray | None:
+        """Orthogonal W, (D, D) float32, read-only: a vector x is encoded as x @ W. None: as it is."""
+
+    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
+        """The arrays of one encoded block, in the order in which they are stored."""
+
+    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """x: (..., N, D) float32, already rotated → every field, (..., *shape). ValueError on NaN or infinity."""
+
+    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+        """Fields of `encode` → (..., N, D) float32, C-contiguous and rotated; in `out` where one is given."""
+
+
+@cache
+def _modules() -> dict[str, ModuleType]:
+    """Codec name → the module that creates it, in the order of file names."""
+    stems = sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_"))
+    modules = [importlib.import_module(f"{__name__}.{stem}") for stem in stems]
+    return {name: module for module in modules for name in module.NAMES}
+
+
+def available() -> tuple[str, ...]:
+    """Names that `get` knows, without their options."""
+    return tuple(_modules())
+
+
+def get(name: str) -> Codec:
+    """The codec called `name`, such as "polarquant" or, with an option, "polarquant+dense".
+
+    Raises ValueError, with a sentence for the user, on a name or an option that there is not.
+    """
+    base, *options = name.split("+")
+    module = _modules().get(base)
+    if module is None:
+        raise ValueError(f"There is no cache type {base!r}: choose one of {', '.join(available())}.")
+    return module.create(base, tuple(options))
+
+
+def bits_per_value(codec: Codec, block_size: int, head_dim: int) -> float:
+    """Bytes of one encoded block, in bits, over its values."""
+    stored = sum(field.nbytes for field in codec.fields(block_size, head_dim).values())
+    return 8 * stored / (block_size * head_dim)

@@ -1,0 +1,41 @@
+"""Optimal scalar quantizers of a known density: Lloyd's algorithm on the density itself, not on samples.
+
+Nothing runs here when the engine does. Codecs hold the results as constants, and tests derive them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
+
+
+def lloyd(density: Callable[[np.ndarray], np.ndarray], low: float, high: float, count: int) -> np.ndarray:
+    """`count` ascending centres on [low, high] of least mean squared error, (count,) float64.
+
+    `density` maps an array of points to weights of any scale. Cells end halfway between centres, and a centre is the
+    mean of its cell (Lloyd, IEEE Trans. Inf. Theory 28(2), 1982); the integrals are Gauss–Legendre sums. For a density
+    whose logarithm is concave the optimum is unique, so where the search starts does not matter.
+    """
+    centres = low + (high - low) * (np.arange(count) + 0.5) / count
+    while True:
+        edges = np.concatenate([[low], (centres[1:] + centres[:-1]) / 2, [high]])
+        half = np.diff(edges)[:, None] / 2
+        points = edges[:-1, None] + half * (1 + _NODES)
+        mass = density(points) * _WEIGHTS * half
+        moved = (mass * points).sum(1) / mass.sum(1)
+        if np.abs(moved - centres).max() < 1e-14 * (high - low):
+            return moved
+        centres = moved
+
+
+def polar_angles(level: int) -> np.ndarray:
+    """The four centres of a polar angle of level ≥ 2 on [0, π/2], in radians.
+
+    An angle between two radii of 2^(level−1) Gaussian values each has a density that goes as sin^(2^(level−1) − 1)(2θ)
+    (Han et al., "PolarQuant", 2025, Lemma 2).
+    """
+    exponent = 2 ** (level - 1) - 1
+    return lloyd(lambda angle: np.sin(2 * angle) ** exponent, 0.0, np.pi / 2, 4)

@@ -1,0 +1,45 @@
+"""Random orthogonal matrices that are the same everywhere and for ever: codes on disk depend on them.
+
+Random bits come from PCG64's raw stream, which NumPy keeps stable, and not from a Generator, which it does not.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+_SEED = 20250204
+
+
+def _frozen(matrix: np.ndarray) -> np.ndarray:
+    matrix = np.ascontiguousarray(matrix, np.float32)
+    matrix.flags.writeable = False
+    return matrix
+
+
+@cache
+def signed_hadamard(head_dim: int) -> np.ndarray:
+    """diag(±1) · H/√n, (D, D) float32, read-only; n is the largest power of two that divides D.
+
+    Where n < D, the Hadamard matrix H of order n stands D/n times on the diagonal.
+    """
+    order = head_dim & -head_dim
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < order:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    signs = np.where(np.random.PCG64(_SEED).random_raw(head_dim) >> 63, -1.0, 1.0)
+    return _frozen(signs[:, None] * np.kron(np.eye(head_dim // order), hadamard / np.sqrt(order)))
+
+
+@cache
+def dense(head_dim: int) -> np.ndarray:
+    """An orthogonal matrix from the uniform (Haar) distribution, (D, D) float32, read-only.
+
+    The Q of a Gaussian matrix, its columns turned so that R has a positive diagonal: without that Q is not uniform
+    (Mezzadri, Notices of the AMS 54(5), 2007).
+    """
+    uniform = (np.random.PCG64(_SEED).random_raw((2, head_dim, head_dim)) >> 11) * 2.0**-53
+    gaussian = np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * np.pi * uniform[1])
+    q, r = np.linalg.qr(gaussian)
+    return _frozen(q * np.sign(np.diag(r)))

@@ -1,0 +1,47 @@
+"""Half precision, nothing else: every value rounded to a float16. Not rotated.
+
+Bits per value: 16. Decode: three integer passes and one multiplication (`_arrays.widen`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.codecs import Field
+from engine.codecs._arrays import HALF_MAX, checked, destination, widen
+
+NAMES = ("f16",)
+
+
+@dataclass(frozen=True)
+class Half:
+    """The identity up to rounding. Values beyond ±65504 become ±65504."""
+
+    name: str = "f16"
+
+    def check(self, head_dim: int, block_size: int) -> None:
+        """Serves every head dim and block size."""
+
+    def rotation(self, head_dim: int) -> None:
+        """Not rotated."""
+
+    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
+        return {"values": Field((block_size, head_dim), np.dtype(np.float16))}
+
+    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        return {"values": np.clip(checked(x, self.name), -HALF_MAX, HALF_MAX).astype(np.float16)}
+
+    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+        out = destination(out, codes["values"].shape)
+        widen(codes["values"], out)
+        return out
+
+
+def create(name: str, options: tuple[str, ...]) -> Half:
+    """Raises ValueError on any option: there is none."""
+    if options:
+        raise ValueError(f"Cache type {name} has no options, and it was given {'+'.join(options)!r}: write {name}.")
+    return Half()

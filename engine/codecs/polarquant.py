@@ -1,0 +1,215 @@
+"""PolarQuant: every 16 values as one radius and 15 quantized angles.
+
+    (x₂ⱼ, x₂ⱼ₊₁) = r·(cos θ, sin θ), and again with the radii r of neighbours, four levels up: 16 values → 1 radius
+
+Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025: Definition 1 and Algorithm 1
+(the transform and its inverse), Lemma 2 (the densities of the angles), §4.1 (four levels, bits 4/2/2/2, fp16 radius).
+Bits per value: (16 + 8·4 + 4·2 + 2·2 + 1·2) / 16 = 3.875. Mean squared error on Gaussian vectors: .0321 per variance.
+Decode, per 8 values: 2 lookups of 4 values (a byte of level 1 each), 1 lookup of 8 factors (all levels above); then
+two multiplications a value, by the factor and by the radius.
+
+A head dim that is a multiple of 8 but not of 16 takes three levels, a radius for every 8 values: 4.75 bits per value.
+
+**Codes.** Level 1: θ in [0, 2π), uniform, so that sixteen equal arcs are optimal wherever they begin. They begin at 0:
+code c is the arc [c, c+1)·π/8 and decodes to its middle, which makes the signs of x and y bits of their own. Level
+ℓ ≥ 2: θ in [0, π/2] with a density that goes as sin^(2^(ℓ−1)−1)(2θ), cut into four halfway between `CENTRES`.
+Every level therefore splits a quadrant into four at a threshold τ, at π/4 and at π/2 − τ, and no angle is computed:
+with squares, θ > τ is b² > tan²(τ)·a². The squares add up to the next level's; one root is taken, of the last.
+The arithmetic is float32 without fused multiply-add, so that codes are the same wherever they are computed. Squares of
+magnitudes under 1e-19 underflow, which costs nothing: half precision has no such radius but 0.
+
+**Bytes.** N tokens of one KV head, G = D/16 groups. Of a group's 14 bits above level 1, two are level 4's; either half
+of 8 values has six: `level3 << 4 | second level2 << 2 | first level2`.
+
+    radius  (N, G)       float16  norm of the group, at most 65504
+    level1  (N, D/4)     uint8    pairs 2i (low four bits) and 2i+1 (high) of the token
+    upper8  (N, G)       uint8    level4 << 6 | six bits of the first half
+    upper6  (3, N/4, G)  uint8    six bits of the second half, tokens t, t+N/4, t+N/2, t+3N/4 in three bytes
+
+With three levels, G = D/8, there is no upper8, and upper6 holds the six bits of each group. How four times six bits
+share three bytes: `_bits.pack_sixes`. In a block of four tokens, a vector (3, −4, 0, …, 0, 12) at token 1:
+
+>>> x = np.zeros((4, 16), np.float32)
+>>> x[1, [0, 1, 15]] = 3, -4, 12
+>>> codes = create("polarquant", ()).encode(x)
+>>> codes["radius"].ravel().tolist()
+[0.0, 13.0, 0.0, 0.0]
+>>> [f"{byte:08b}" for byte in codes["level1"][1]]  # pair 0: 306.9° is in arc 13; pair 7: 90° closes arc 3
+['00001101', '00000000', '00000000', '00110000']
+>>> f"{codes['upper8'][1, 0]:08b}"  # level 4: atan2(12, 5) = 67.4° has code 3; first half: all at 0°
+'11000000'
+>>> [f"{byte:08b}" for byte in codes["upper6"].ravel()]  # token 1 = t + N/4, so byte 1: 90° has code 3
+['00000000', '00111100', '00000000']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from engine.codecs import Field
+from engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
+from engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
+from engine.codecs._rotation import dense, signed_hadamard
+
+NAMES = ("polarquant",)
+OPTIONS = ("hadamard", "dense", "none")
+
+# Level → what its angles decode to, radians; `_lloyd.polar_angles` derives levels 2 to 4. They mirror at π/4.
+CENTRES = {
+    1: tuple((code + 0.5) * np.pi / 8 for code in range(16)),
+    2: (0.309756116982453, 0.6339802399913297, 0.9368160868035673, 1.2610402098124438),
+    3: (0.4262496930707171, 0.6743849977574353, 0.8964113290374609, 1.1445466337241796),
+    4: (0.5242140911034305, 0.7059094056614765, 0.8648869211334204, 1.0465822356914662),
+}
+# Level → tan²(τ), τ being the first threshold of a quadrant.
+TAN_SQUARED = {level: np.float32(np.tan((first + second) / 2) ** 2) for level, (first, second, *_) in CENTRES.items()}
+
+
+def _levels(head_dim: int) -> int:
+    return 4 if head_dim % 16 == 0 else 3
+
+
+def _quarter(squares: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
+    """squares (..., 2n): a², b² alternating → codes within a quadrant (..., n) uint8, a² + b² (..., n)."""
+    a, b = squares[..., 0::2], squares[..., 1::2]
+    tan_squared = TAN_SQUARED[level]
+    code = (b > tan_squared * a).view(np.uint8)
+    code += b > a
+    code += tan_squared * b > a
+    return code, a + b
+
+
+@cache
+def _level1_table() -> np.ndarray:
+    """A byte of level 1 → its four values at radius 1, (256, 4) float32."""
+    angles = np.array(CENTRES[1])[unpack_nibbles(np.arange(256, dtype=np.uint8)[:, None])]
+    return np.stack([np.cos(angles), np.sin(angles)], -1).reshape(256, 4).astype(np.float32)
+
+
+@cache
+def _upper_table(levels: int) -> np.ndarray:
+    """Codes of a half (`level4 << 6`, if there is one, and the six bits) → what its 8 values are multiplied by.
+
+    (4 ** levels, 8) float32, a radius for either value of a pair. A first half shrinks by the cosine of the angle of
+    level 4, a second by its sine, which is the cosine at the complement of the code.
+    """
+    index = np.arange(4**levels)
+    cosine = {level: np.cos(CENTRES[level]) for level in (2, 3, 4)}
+
+    def split(level: int, code: np.ndarray) -> np.ndarray:
+        """(..., 2): the two radii under a radius of 1."""
+        return np.stack([cosine[level][code], cosine[level][3 - code]], -1)
+
+    low = np.stack([split(2, index & 3), split(2, index >> 2 & 3)], 1)
+    radii = split(3, index >> 4 & 3)[:, :, None] * low
+    if levels == 4:
+        radii *= cosine[4][index >> 6][:, None, None]
+    return np.repeat(radii.reshape(-1, 4), 2, axis=1).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class PolarQuant:
+    """The codec after one of three preconditionings: a signed Hadamard matrix, a dense random rotation, none."""
+
+    name: str = "polarquant"
+    preconditioning: str = "hadamard"
+
+    def check(self, head_dim: int, block_size: int) -> None:
+        if head_dim % 8:
+            raise ValueError(
+                f"Cache type {self.name} needs a head dimension that is a multiple of 8, "
+                f"and this model's is {head_dim}: choose another cache type, such as f16."
+            )
+        if block_size % 4:
+            raise ValueError(
+                f"Cache type {self.name} packs four tokens at a time, and a block has {block_size}: "
+                "choose a block size that is a multiple of 4."
+            )
+
+    def rotation(self, head_dim: int) -> np.ndarray | None:
+        if self.preconditioning == "none":
+            return None
+        return dense(head_dim) if self.preconditioning == "dense" else signed_hadamard(head_dim)
+
+    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
+        levels = _levels(head_dim)
+        groups = head_dim >> levels
+        byte = np.dtype(np.uint8)
+        upper8 = {"upper8": Field((block_size, groups), byte)} if levels == 4 else {}
+        return {
+            "radius": Field((block_size, groups), np.dtype(np.float16)),
+            "level1": Field((block_size, head_dim // 4), byte),
+            **upper8,
+            "upper6": Field((3, block_size // 4, groups), byte),
+        }
+
+    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        x = checked(x, self.name)
+        *lead, block_size, head_dim = x.shape
+        self.check(head_dim, block_size)
+        fields = self.fields(block_size, head_dim)
+        blocks = np.ascontiguousarray(x).reshape(-1, block_size, head_dim)
+        codes = {name: np.empty((len(blocks), *field.shape), field.dtype) for name, field in fields.items()}
+        for part in slabs(len(blocks), block_size * head_dim):
+            _encode(blocks[part], {name: code[part] for name, code in codes.items()})
+        return {name: code.reshape(*lead, *fields[name].shape) for name, code in codes.items()}
+
+    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+        *lead, block_size, quads = codes["level1"].shape
+        head_dim = 4 * quads
+        out = destination(out, (*lead, block_size, head_dim))
+        levels = _levels(head_dim)
+        upper = _upper_codes(codes, levels).reshape(-1, head_dim // 8)
+        level1 = codes["level1"].reshape(-1, quads)
+        radius = np.empty((len(upper), head_dim >> levels), np.float32)
+        widen(codes["radius"].reshape(radius.shape), radius)
+        tokens = out.reshape(len(upper), head_dim)
+        for part in slabs(len(upper), head_dim):
+            values = tokens[part]
+            np.take(_level1_table(), level1[part], axis=0, mode="clip", out=values.reshape(-1, quads, 4))
+            values *= np.take(_upper_table(levels), upper[part], axis=0, mode="clip").reshape(values.shape)
+            values *= np.repeat(radius[part], 2**levels).reshape(values.shape)
+        return out
+
+
+def _encode(x: np.ndarray, codes: dict[str, np.ndarray]) -> None:
+    """x (M, N, D) → the fields in `codes`, each (M, *shape). A square over 3e38 is infinite, and so saturates."""
+    with np.errstate(over="ignore"):
+        negative = (x < 0).view(np.uint8)
+        level1, squares = _quarter(x * x, 1)
+        # Mirrored at the y axis an angle in the arc c falls in 7 − c, at the x axis in 15 − c.
+        level1 ^= negative[..., 0::2] * np.uint8(7)
+        level1 ^= negative[..., 1::2] * np.uint8(15)
+        level2, squares = _quarter(squares, 2)
+        level3, squares = _quarter(squares, 3)
+        sixes = level3 << 4 | level2[..., 1::2] << 2 | level2[..., 0::2]
+        if "upper8" in codes:
+            level4, squares = _quarter(squares, 4)
+            codes["upper8"][:] = level4 << 6 | sixes[..., 0::2]
+            sixes = sixes[..., 1::2]
+    codes["level1"][:] = pack_nibbles(level1)
+    codes["upper6"][:] = pack_sixes(sixes)
+    codes["radius"][:] = np.minimum(np.sqrt(squares), HALF_MAX)
+
+
+def _upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
+    """Fields (..., *shape) → rows of `_upper_table` for every 8 values, (..., N, D/8) uint8."""
+    *lead, block_size, groups = codes["radius"].shape
+    halves = 2 ** (levels - 3)
+    upper = np.empty((*lead, block_size, groups, halves), np.uint8)
+    unpack_sixes(codes["upper6"], upper[..., -1].reshape(*lead, 4, block_size // 4, groups))
+    if levels == 4:
+        upper[..., 0] = codes["upper8"]
+        upper[..., 1] |= ~codes["upper8"] & 0xC0
+    return upper
+
+
+def create(name: str, options: tuple[str, ...]) -> PolarQuant:
+    """Raises ValueError unless there is at most one option, and it is a preconditioning."""
+    if len(options) > 1 or not set(options) <= set(OPTIONS):
+        raise ValueError(f"Cache type {name} takes one option out of {', '.join(OPTIONS)}, as in {name}+{OPTIONS[1]}.")
+    return PolarQuant("+".join((name, *options)), *options)

@@ -1,0 +1,105 @@
+"""Settings as frozen dataclasses. Command-line flags, `--help` and the README's tables are generated from them."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+DEFAULT_CACHE_TYPE = "polarquant"
+
+
+def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
+    """A dataclass field with its command-line names and the sentence that explains it.
+
+    `more` may hold `metavar` and `choices`; a field without flags is not on the command line.
+    """
+    metadata = {"flags": flags, "help": help, **more}
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is loaded and how much memory its KV store may take."""
+
+    weights: str | None = setting(
+        None,
+        "--weights",
+        "-m",
+        "--model",
+        metavar="PATH",
+        help="folder of safetensors or a .gguf file; without it, the demonstration model (SmolLM2-135M-Instruct)",
+    )
+    device: str = setting(
+        "auto", "--device", choices=("auto", "cpu", "cuda"), help="where the model runs; auto takes a GPU if it can"
+    )
+    ctx_size: int = setting(
+        0, "-c", "--ctx-size", metavar="N", help="tokens of context; 0 takes the model's own, as far as memory allows"
+    )
+    cache_type_k: str = setting(
+        DEFAULT_CACHE_TYPE, "-ctk", "--cache-type-k", metavar="TYPE", help="how keys are stored: f16, polarquant, …"
+    )
+    cache_type_v: str = setting(
+        DEFAULT_CACHE_TYPE, "-ctv", "--cache-type-v", metavar="TYPE", help="how values are stored: f16, polarquant, …"
+    )
+    kv_memory: str | None = setting(
+        None,
+        "--kv-memory",
+        metavar="SIZE",
+        help="memory for the KV store, such as 512M or 2G; without it, what the context needs",
+    )
+    key_conditioning: bool = setting(
+        True,
+        "--no-key-conditioning",
+        help="quantize keys as they come, without taking out the mean of each block first",
+    )
+    threads: int = setting(0, "-t", "--threads", metavar="N", help="CPU threads; 0 follows OMP_NUM_THREADS")
+    mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
+    block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
+    kept_sequences: int = setting(4, help="finished sequences whose cache stays, so that a next turn can go on from it")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen, and when generation ends. None takes the model's default, else the one named."""
+
+    max_tokens: int = setting(
+        -1, "-n", "--predict", metavar="N", help="tokens to generate at most; -1 goes on to the end of the context"
+    )
+    temperature: float | None = setting(None, "--temp", metavar="T", help="0 is greedy [the model's, else 0.8]")
+    top_k: int | None = setting(
+        None, "--top-k", metavar="K", help="keep the K best tokens; 0 keeps all [the model's, else 40]"
+    )
+    top_p: float | None = setting(
+        None,
+        "--top-p",
+        metavar="P",
+        help="keep the best tokens that together have probability P [the model's, else 0.95]",
+    )
+    min_p: float | None = setting(
+        None, "--min-p", metavar="P", help="drop tokens less likely than P times the best [the model's, else 0.05]"
+    )
+    repeat_penalty: float | None = setting(
+        None,
+        "--repeat-penalty",
+        metavar="X",
+        help="divide the logits of the last 64 tokens; 1 is off [the model's, else 1]",
+    )
+    presence_penalty: float = setting(
+        0.0, "--presence-penalty", metavar="X", help="subtract X from tokens among the last 64"
+    )
+    frequency_penalty: float = setting(
+        0.0, "--frequency-penalty", metavar="X", help="subtract X for each time a token is among the last 64"
+    )
+    logit_bias: dict[int, float] = setting(
+        dict,
+        "--logit-bias",
+        metavar="ID(+|-)BIAS",
+        help="add BIAS to a token's logit, as in 42+1.5 or 42-inf; may be repeated",
+    )
+    seed: int = setting(-1, "-s", "--seed", metavar="N", help="-1 takes a different seed each time")
+    stop: tuple[str, ...] = setting(
+        (), "-r", "--reverse-prompt", metavar="TEXT", help="end the answer where TEXT appears; may be repeated"
+    )
+    ignore_eos: bool = setting(False, "--ignore-eos", help="go on after an end-of-sequence token")

@@ -1,0 +1,217 @@
+"""The chat's terminal: line editing, the model's text, notes and progress.
+
+Standard output carries the model's text and nothing else; notes, errors and progress go to standard error. The input
+prompt is only drawn when a person is there: standard input and one of the two outputs are terminals.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import platformdirs
+from prompt_toolkit import PromptSession
+from prompt_toolkit.formatted_text import ANSI
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import ColorDepth, create_output
+from tqdm import tqdm
+
+from engine.errors import EngineError
+
+PROMPT = "> "
+_DIM, _RED, _GREEN, _PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
+# A model's text must not move the cursor or retitle the window: control characters but \t and \n show as symbols.
+_VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+
+
+class Console:
+    """Reads messages from standard input and keeps the model's text apart from everything else."""
+
+    def __init__(self, color: str = "auto") -> None:
+        """`color` is on, off or auto."""
+        self._in, self._out, self._err = sys.stdin, sys.stdout, sys.stderr
+        self.on_terminal = self._out.isatty()
+        self.interactive = self._in.isatty() and (self.on_terminal or self._err.isatty())
+        self._colored = color == "on" or (color == "auto" and self._err.isatty() and _colors_wanted())
+        self._line_open = False
+        self._bar: tqdm[None] | None = None
+        self._editor = self._line_editor() if self.interactive else None
+
+    def read(self) -> str:
+        """The next message; piped input gives a line, or several where each but the last ends in a backslash.
+
+        Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C at the empty prompt, and EngineError for
+        piped input that is not UTF-8.
+        """
+        if self._editor is not None:
+            return str(self._editor.prompt())
+        lines: list[str] = []
+        while line := self._piped(self._in.readline):
+            lines.append(line.removesuffix("\n"))
+            if not lines[-1].endswith("\\"):
+                break
+            lines[-1] = lines[-1][:-1]
+        if not lines:
+            raise EOFError
+        return "\n".join(lines)
+
+    def read_all(self) -> str:
+        """What is left of piped input, without its last line end. Raises EngineError where it is not UTF-8."""
+        return self._piped(self._in.read).removesuffix("\n")
+
+    def show_message(self, text: str) -> None:
+        """Shows a message that came from the command line as if it had been typed."""
+        if self.interactive:
+            print(
+                "\n" + self._paint(_GREEN, PROMPT) + text, file=self._out if self.on_terminal else self._err, flush=True
+            )
+
+    def write(self, text: str) -> None:
+        """The model's text, at once."""
+        if text:
+            self.end_progress()
+            self._out.write(text.translate(_VISIBLE) if self.on_terminal else text)
+            self._out.flush()
+            self._line_open = not text.endswith("\n")
+
+    def end_answer(self) -> None:
+        """Ends the line of the model's text, if it is open."""
+        if self._line_open:
+            self._out.write("\n")
+            self._out.flush()
+            self._line_open = False
+
+    def note(self, text: str) -> None:
+        self._tell(self._paint(_DIM, text))
+
+    def error(self, text: str) -> None:
+        self._tell(self._paint(_RED, "error: ") + text)
+
+    def prefill(self, done: int, total: int) -> None:
+        """How many tokens of the prompt have been read, as a bar that appears after a second."""
+        if self._bar is None and self._err.isatty():
+            layout = "reading the prompt {percentage:3.0f}% |{bar:30}| {n:.0f}/{total} tokens, {remaining} left"
+            self._bar = tqdm(total=total, file=self._err, delay=1, leave=False, bar_format=layout)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def end_progress(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _piped(self, read: Callable[[], str]) -> str:
+        try:
+            return read()
+        except UnicodeDecodeError:
+            raise EngineError("Standard input is not UTF-8 text: convert it first") from None
+
+    def _tell(self, text: str) -> None:
+        self.end_progress()
+        if self.on_terminal and self._err.isatty():
+            self.end_answer()
+        print(text, file=self._err, flush=True)
+
+    def _paint(self, code: str, text: str) -> str:
+        return f"{code}{text}{_PLAIN}" if self._colored else text
+
+    def _line_editor(self) -> PromptSession[str]:
+        return PromptSession(
+            ANSI("\n" + self._paint(_GREEN, PROMPT)),
+            prompt_continuation=" " * len(PROMPT),
+            multiline=True,
+            history=_history(),
+            key_bindings=_keys(),
+            color_depth=None if self._colored else ColorDepth.DEPTH_1_BIT,
+            output=create_output(always_prefer_tty=True),
+        )
+
+
+@contextmanager
+def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
+    """Makes Ctrl-C a question for the loop inside, so that the engine is never stopped half way through a step.
+
+    A second Ctrl-C, before the first was answered, raises KeyboardInterrupt.
+    """
+    asked = False
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def use_utf8() -> None:
+    """Input must be UTF-8; output never fails for a character that its encoding lacks."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def discard_output() -> None:
+    """Points both outputs at nothing, so that the interpreter's last flush does not meet a closed pipe again."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nothing, stream.fileno())
+
+
+def _colors_wanted() -> bool:
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _history() -> History:
+    """Messages of earlier chats, readable by their owner alone; kept in memory where the folder is read-only."""
+    path = platformdirs.user_state_path("polarlm") / "chat_history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        if not os.access(path, os.R_OK | os.W_OK):
+            return InMemoryHistory()
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+def _keys() -> KeyBindings:
+    """Enter sends; after a backslash, Enter starts a new line, as Alt-Enter always does; Ctrl-C clears the line."""
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.text.endswith("\\"):
+            buffer.cursor_position = len(buffer.text)
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            # Bytes that are not UTF-8 come as lone surrogates, which neither the history nor a tokenizer takes.
+            buffer.text = buffer.text.encode("utf-8", "replace").decode()
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    return keys

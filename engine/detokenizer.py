@@ -1,0 +1,70 @@
+"""Ids to text as they come: never half a character, and never past a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from model_loaders.tokenizers import Tokenizer
+
+
+class Detokenizer:
+    """Turns ids into text incrementally; bytes of an unfinished UTF-8 character wait for the rest."""
+
+    def __init__(self, tokenizer: Tokenizer, *, at_start: bool):
+        """`at_start`: the text begins here, so a SentencePiece model's leading space is not part of it."""
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = at_start and tokenizer.strips_leading_space
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text that is complete now."""
+        return self._text(b"".join(self._tokenizer.token_bytes(i) for i in ids), final=False)
+
+    def finish(self) -> str:
+        """What is left: U+FFFD for a character that never became whole."""
+        return self._text(b"", final=True)
+
+    def _text(self, data: bytes, *, final: bool) -> str:
+        text = self._decoder.decode(data, final)
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+
+class StopFilter:
+    """Lets text through up to the first stop string; text that may yet become one is held back.
+
+    >>> stop = StopFilter(["END"])
+    >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.stopped
+    ('one ', 'EN two', ' ', True)
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max(self._overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """Text that was held back and did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` with which `stop` begins."""
+        longest = min(len(text), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

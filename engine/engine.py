@@ -1,0 +1,294 @@
+"""The embeddable engine: load a model, stream text. Everything else folds `Engine.stream`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any, cast
+
+import numpy as np
+
+from engine import assembly, score
+from engine.config import EngineConfig, SamplingParams
+from engine.detokenizer import Detokenizer
+from engine.errors import EngineError
+from engine.kept import KeptSequences
+from engine.kv.blocks import OutOfBlocks
+from engine.outputs import CacheStats, Chunk, Completion, Score, fold
+from engine.request import Request, Walk
+from engine.sampling import resolve
+from engine.scheduler import Scheduler
+from engine.scheduler import Sequence as Tokens
+from model_loaders.prompt import chat_ids
+
+Chunks = Generator[Chunk, None, None]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+
+class Engine:
+    """A loaded model with its KV store. May be shared by threads; requests are served in the order they come."""
+
+    def __init__(self, parts: assembly.Parts):
+        self.config = parts.config
+        self.model = parts.source
+        self.context = parts.plan.tokens
+        self._parts = parts
+        self._model = parts.model
+        self._store = parts.model.store
+        self._kept = KeptSequences(self._store, parts.config.kept_sequences)
+        self._scheduler = Scheduler()
+        self._requests: dict[Tokens, Request] = {}
+        self._turn = threading.Condition()
+        self._busy = False
+        self._closed = False
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str] | None = None,
+        *,
+        config: EngineConfig | None = None,
+        verbose: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> Engine:
+        """Load a folder of safetensors, a .gguf file, or, for None, the demonstration model.
+
+        `settings` are fields of EngineConfig and override `config`; `verbose` is told what happens, in sentences.
+        Raises LoadError or EngineError with a sentence for the user.
+        """
+        return cls(assembly.assemble(assembly.settle(path, config, settings), verbose))
+
+    # -- generating --------------------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False) -> Chunks:
+        """Generate behind `prompt`, chunk by chunk; the last chunk has a finish_reason and the usage.
+
+        prompt: text for raw completion, messages for the chat template, or token ids as they are. With `progress`,
+        chunks without text report how far a prompt is. Closing the iterator cancels the request. Raises EngineError
+        for a prompt that cannot be served ("context_length_exceeded", "invalid_request").
+        """
+        return self._drain(self._request(prompt, params or SamplingParams(), progress))
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+        """The whole answer at once."""
+        return fold(self.stream(prompt, params))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
+        """The answer to a conversation: messages with "role" and "content".
+
+        An assistant message may carry the "token_ids" it was generated as; the next turn then finds them in the cache.
+        """
+        return fold(self.stream(messages, params))
+
+    def score(self, ids: Sequence[int], every_token_coded: bool = False) -> Score:
+        """Teacher-forced log-probabilities of `ids` (T ≥ 2) through the cache as steps see it.
+
+        With `every_token_coded`, all tokens behind the first block are read as codes, the current block's too: the
+        figure to compare with engines that have no full-precision tail.
+        """
+        ids = self._checked_ids(ids, room=0)
+        if len(ids) < 2:
+            raise EngineError(f"score needs at least 2 token ids, not {len(ids)}")
+        with self._exclusive():
+            kv = self._store.new_sequence()
+            try:
+                return score.score(self._model, self._kept, kv, ids, every_token_coded=every_token_coded)
+            except OutOfBlocks:
+                raise EngineError(
+                    "The KV store is in use by other requests; score again later", "out_of_memory"
+                ) from None
+            finally:
+                self._store.release(kv)
+
+    def tokenize(self, text: str, *, control: bool = False) -> list[int]:
+        """Ids of `text`, nothing added; with `control`, names of control tokens in it become those tokens."""
+        return self.model.tokenizer.tokenize(text, control=control)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of `ids` from the start of a sequence."""
+        whole = Detokenizer(self.model.tokenizer, at_start=True)
+        return whole.push(ids) + whole.finish()
+
+    # -- one unit of work --------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One unit of the work at hand: a part of a prompt's prefill, or one more token."""
+        sequence = self._scheduler.schedule()
+        if sequence is None:
+            return
+        request, started = self._requests[sequence], time.perf_counter()
+        prefilling = sequence.generated == 0
+        try:
+            hidden = self._prefill_unit(request) if prefilling else self._next_token(request)
+            logits = None if hidden is None else self._model.logits(hidden)[0]
+            request.clock.add(prefilling, time.perf_counter() - started)
+            if logits is not None:
+                request.accept(logits)
+        except OutOfBlocks:
+            request.finish("length")
+        except Exception as error:
+            request.fail(error)
+        if sequence.finished:
+            self._retire(request)
+
+    def _prefill_unit(self, request: Request) -> Any:
+        """Hidden state (1, E) of the prompt's last token once the prefill is done; None before."""
+        if request.walk is None:
+            ids = request.sequence.prompt
+            request.kv = self._kept.resume(ids)
+            request.cached = request.kv.length
+            span = self._kept.open(request.kv, len(ids) - request.cached)
+            request.walk = Walk(span, self._model.walk([span], ids[request.cached :]))
+        try:
+            request.walk.rows += next(request.walk.units)
+        except StopIteration as end:
+            self._store.commit(request.walk.span)
+            request.walk = None
+            return end.value[-1:]
+        request.report_progress(self._model.config.layers)
+        return None
+
+    def _next_token(self, request: Request) -> Any:
+        """Feed the newest token: hidden state (1, E). Raises OutOfBlocks where the context or the store ends."""
+        kv = request.kv
+        assert kv is not None
+        if kv.length >= self.context:
+            raise OutOfBlocks
+        span = self._kept.open(kv, 1)
+        try:
+            hidden = self._model.run([span], request.sequence.ids[-1:])
+        except BaseException:
+            self._store.abort(span)
+            raise
+        self._store.commit(span)
+        return hidden
+
+    def _retire(self, request: Request) -> None:
+        """Take a finished request out; what it computed stays for a next turn."""
+        self._scheduler.remove(request.sequence)
+        self._requests.pop(request.sequence, None)
+        if request.walk is not None:
+            self._store.abort(request.walk.span)
+            request.walk = None
+        if request.kv is not None:
+            self._kept.add(request.sequence.ids, request.kv)
+            request.kv = None
+
+    # -- requests and threads ----------------------------------------------------------------------------------
+
+    def _request(self, prompt: Prompt, params: SamplingParams, progress: bool) -> Request:
+        sampling = resolve(params, self.model.generation)
+        tokenizer = self.model.tokenizer
+        chat = False
+        if isinstance(prompt, str):
+            ids = self.tokenize(prompt)
+            ids = ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            chat = True
+            try:
+                ids = chat_ids(cast(Sequence[Mapping[str, Any]], prompt), self.model.template, tokenizer)
+            except ValueError as error:
+                raise EngineError(str(error)) from None
+        else:
+            ids = list(prompt)  # type: ignore[arg-type]
+        ids = self._checked_ids(ids, room=1)
+        return Request(
+            Tokens(tuple(ids), params.max_tokens),
+            params,
+            sampling,
+            tokenizer,
+            Detokenizer(tokenizer, at_start=chat),
+            wants_progress=progress,
+        )
+
+    def _checked_ids(self, ids: Sequence[int], room: int) -> list[int]:
+        """`ids` as ints. Raises EngineError where there are none, too many, or unknown ones."""
+        vocabulary = self._model.config.vocab_size
+        if len(ids) == 0:
+            raise EngineError("The prompt is empty: give at least one token")
+        wrong = [i for i in ids if not isinstance(i, (int, np.integer)) or not 0 <= i < vocabulary]
+        if wrong:
+            raise EngineError(f"The prompt holds {wrong[0]!r}, which is no token id below {vocabulary}")
+        if len(ids) + room > self.context:
+            raise EngineError(
+                f"The prompt has {len(ids)} tokens, but the context holds {self.context}: "
+                "shorten it, or raise --ctx-size or --kv-memory",
+                "context_length_exceeded",
+            )
+        return [int(i) for i in ids]
+
+    def _drain(self, request: Request) -> Chunks:
+        """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""
+        with self._exclusive():
+            self._requests[request.sequence] = request
+            self._scheduler.submit(request.sequence)
+        try:
+            finished = False
+            while not finished:
+                with self._exclusive(unless=request.outbox) as alone:
+                    if alone:
+                        self.step()
+                while request.outbox:
+                    chunk = request.outbox.popleft()
+                    if isinstance(chunk, BaseException):
+                        raise chunk
+                    finished = chunk.finish_reason is not None
+                    yield chunk
+        finally:
+            with self._exclusive(even_closed=True):
+                if request.sequence in self._requests:
+                    request.sequence.finish_reason = "cancelled"
+                    self._retire(request)
+
+    @contextmanager
+    def _exclusive(self, unless: Any = (), *, even_closed: bool = False) -> Iterator[bool]:
+        """The engine's state for one thread at a time; False, and no exclusion, once `unless` has become true."""
+        with self._turn:
+            self._turn.wait_for(lambda: unless or not self._busy)
+            if unless:
+                yield False
+                return
+            if self._closed and not even_closed:
+                raise EngineError("The engine is closed", "closed")
+            self._busy = True
+        try:
+            yield True
+        finally:
+            with self._turn:
+                self._busy = False
+                self._turn.notify_all()
+
+    # -- what it takes -----------------------------------------------------------------------------------------
+
+    def fit_line(self) -> str:
+        """One line for people: model, weights, KV store, and how many tokens fit."""
+        return assembly.fit_line(self._parts)
+
+    def cache_stats(self) -> CacheStats:
+        """The cache of the most recent sequence."""
+        with self._exclusive():
+            kv = self._kept.newest() or self._store.new_sequence()
+            shape = self._store.shape
+            return CacheStats(
+                tokens=kv.length,
+                bytes=self._store.bytes_held(kv),
+                bits_per_value=shape.bits_per_value,
+                f16_bytes=kv.length * shape.f16_bytes_per_token,
+                context=self.context,
+            )
+
+    def close(self) -> None:
+        """Let go of weights and store; later calls raise EngineError. Closing twice is fine."""
+        with self._exclusive(even_closed=True):
+            if not self._closed:
+                self._closed = True
+                self._parts.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,12 @@
+"""The errors of the engine: sentences for the user, with a code that programs can read."""
+
+
+class EngineError(Exception):
+    """Something the user asked for cannot be done. The message says what, where, and what to do.
+
+    `code` is stable: "context_length_exceeded", "invalid_request", "device_unavailable", "out_of_memory", "closed".
+    """
+
+    def __init__(self, message: str, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,188 @@
+"""A command line out of frozen dataclasses: flags, defaults and `--help` come from the fields' metadata.
+
+Metadata is what `config.setting` stores: `flags`, `help`, and where they apply `metavar`, `choices` and `bare`
+(the value of a flag that is given without one). A field without flags is not on the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+Check = Callable[[Any], "str | None"]
+"""What is wrong with a value, as a sentence for the user, or None."""
+
+
+class FlagError(Exception):
+    """The command line cannot be understood. The message names the flag."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise FlagError(message.removeprefix("argument "))
+
+
+class _Help(argparse.HelpFormatter):
+    """Names the value once, after the last spelling of a flag."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        if action.nargs == 0:
+            return names
+        return f"{names} {self._format_args(action, action.dest.upper())}"
+
+
+def parse(
+    argv: Sequence[str], groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
+) -> list[Any]:
+    """One instance per dataclass of `groups` (title: class), with the values of `argv` over the fields' defaults.
+
+    `checks` is keyed by field name. Raises FlagError; `--help` prints and raises SystemExit(0).
+    """
+    parser = _Parser(
+        prog=prog,
+        usage="%(prog)s [flags]",
+        description=description,
+        formatter_class=_Help,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for title, cls in groups.items():
+        group = parser.add_argument_group(title)
+        types = typing.get_type_hints(cls)
+        for field in _on_command_line(cls):
+            _add(group, field, types[field.name], checks.get(field.name))
+    given = vars(parser.parse_args(_join_values(argv, groups)))
+    return [cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in groups.values()]
+
+
+def describe(cls: type) -> Iterator[tuple[str, str]]:
+    """The flags of a dataclass for people: ("-c, --ctx-size N", "tokens of context; … (default: 0)")."""
+    for field in _on_command_line(cls):
+        names = ", ".join(field.metadata["flags"])
+        if not _is_switch(field):
+            value = _value_name(field)
+            names += f" [{value}]" if "bare" in field.metadata else f" {value}"
+        yield names, _explain(field)
+
+
+def _on_command_line(cls: type) -> list[Field[Any]]:
+    return [field for field in fields(cls) if field.metadata.get("flags")]
+
+
+def _is_switch(field: Field[Any]) -> bool:
+    return isinstance(field.default, bool)
+
+
+def _value_name(field: Field[Any]) -> str:
+    if "choices" in field.metadata:
+        return "{" + ",".join(field.metadata["choices"]) + "}"
+    return str(field.metadata.get("metavar", field.name.upper()))
+
+
+def _explain(field: Field[Any]) -> str:
+    meaning = str(field.metadata["help"])
+    silent = field.default is MISSING or field.default is None or field.default == () or _is_switch(field)
+    return meaning if silent else f"{meaning} (default: {field.default})"
+
+
+def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
+    """`-p -x` as `--prompt=-x`: a flag that needs a value takes the next word as it is, also one with a dash."""
+    long_names = {
+        flag: field.metadata["flags"][-1]
+        for cls in groups.values()
+        for field in _on_command_line(cls)
+        for flag in field.metadata["flags"]
+        if not _is_switch(field) and "bare" not in field.metadata
+    }
+    words, joined = iter(argv), []
+    for word in words:
+        value = next(words, None) if word in long_names else None
+        joined.append(word if value is None else f"{long_names[word]}={value}")
+    return joined
+
+
+def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, check: Check | None) -> None:
+    options: dict[str, Any] = {"dest": field.name, "help": _explain(field).replace("%", "%%")}
+    if _is_switch(field):
+        group.add_argument(*field.metadata["flags"], action="store_false" if field.default else "store_true", **options)
+        return
+    # argparse writes choices after a colon of its own, so they need no metavar.
+    if "choices" in field.metadata:
+        options["choices"] = field.metadata["choices"]
+    else:
+        options["metavar"] = _value_name(field)
+    if "bare" in field.metadata:
+        options |= {"nargs": "?", "const": field.metadata["bare"]}
+    container, read = _reader(annotation)
+    if container is not None:
+        options["action"] = _collect(container)
+    group.add_argument(*field.metadata["flags"], type=_checked(read, check), **options)
+
+
+def _collect(container: type) -> type[argparse.Action]:
+    """An action that gathers the values of a repeated flag in a tuple or a dict."""
+
+    class Collect(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+            earlier = getattr(namespace, self.dest, container())
+            setattr(namespace, self.dest, container([*_items(earlier), values]))
+
+    return Collect
+
+
+def _items(collected: tuple[Any, ...] | dict[Any, Any]) -> list[Any]:
+    return list(collected.items() if isinstance(collected, dict) else collected)
+
+
+def _checked(read: Callable[[str], Any], check: Check | None) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        value = read(text)
+        if check is not None and (complaint := check(value)):
+            raise argparse.ArgumentTypeError(complaint)
+        return value
+
+    return convert
+
+
+def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
+    """How the words of a flag become a field's value: the container of a repeated flag, and one word's reader."""
+    of = [a for a in typing.get_args(annotation) if a not in (type(None), ...)]
+    container = typing.get_origin(annotation)
+    if container is dict:
+        return dict, _read_bias
+    if container is tuple:
+        return tuple, _READERS[of[0]]
+    return None, _READERS[of[0] if of else annotation]
+
+
+def _read_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes a whole number, not {text!r}") from None
+
+
+def _read_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"takes a number, not {text!r}") from None
+
+
+def _read_bias(text: str) -> tuple[int, float]:
+    """`42-1.5` as (42, -1.5): a token id, a sign, a number."""
+    found = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"takes a token id and a signed number, as in 42-1.5, not {text!r}")
+    return int(found[1]), float(found[2])
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {int: _read_int, float: _read_float, str: str}

@@ -1,0 +1,162 @@
+"""How much memory the KV store takes and what fits into it. Arithmetic only; nothing is allocated here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.codecs import Codec, get
+from engine.errors import EngineError
+
+
+def _block_bytes(codec: Codec, block_size: int, head_dim: int) -> int:
+    """Bytes of one encoded block of one KV head."""
+    return sum(field.nbytes for field in codec.fields(block_size, head_dim).values())
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one block of K/V is, and which layers share block tables."""
+
+    codec_k: Codec
+    codec_v: Codec
+    centre_keys: bool
+    block_size: int  # N
+    kv_heads: int  # K
+    head_dim: int  # D
+    groups: tuple[tuple[int | None, tuple[int, ...]], ...]  # (window, layers that have it)
+
+    @property
+    def layers(self) -> int:
+        return sum(len(layers) for _, layers in self.groups)
+
+    @property
+    def coded_bytes(self) -> int:
+        """One coded block of one layer: both codecs' fields and the key means."""
+        n, d = self.block_size, self.head_dim
+        means = 2 * d if self.centre_keys else 0
+        return self.kv_heads * (_block_bytes(self.codec_k, n, d) + _block_bytes(self.codec_v, n, d) + means)
+
+    @property
+    def exact_bytes(self) -> int:
+        """One exact slot of one layer, in float32."""
+        return 2 * self.kv_heads * self.block_size * self.head_dim * 4
+
+    @property
+    def f16_bytes_per_token(self) -> int:
+        """What a plain half-precision cache takes for one token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of a complete encoded block for each of its K/V values."""
+        return 8 * self.coded_bytes / (2 * self.kv_heads * self.block_size * self.head_dim)
+
+    def coded_blocks(self, tokens: int) -> tuple[int, ...]:
+        """Coded blocks that one sequence of `tokens` needs, per group. Block 0 is never coded.
+
+        A window needs its blocks twice: a prompt's first tokens still see the old ones while its last are encoded.
+        """
+        complete = max(0, tokens // self.block_size - 1)
+        return tuple(
+            complete if window is None else min(complete, 2 * (window // self.block_size + 2))
+            for window, _ in self.groups
+        )
+
+    def bytes(self, coded_blocks: tuple[int, ...], exact_slots: int) -> int:
+        return sum(
+            len(layers) * (coded * self.coded_bytes + exact_slots * self.exact_bytes)
+            for (_, layers), coded in zip(self.groups, coded_blocks, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """A store that holds one sequence of `tokens`, or several shorter ones."""
+
+    shape: CacheShape
+    tokens: int
+    coded_blocks: tuple[int, ...]  # per group
+    exact_slots: int
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.bytes(self.coded_blocks, self.exact_slots)
+
+
+# A sequence holds a sink and a tail, and for a moment the slot of the tail that a prompt has just completed.
+_SLOTS_PER_SEQUENCE = 2
+_SPARE_SLOTS = 1
+
+
+def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int) -> StorePlan:
+    """The smallest store in which one sequence of `tokens` fits beside the exact slots of `sequences` sequences."""
+    return StorePlan(shape, tokens, shape.coded_blocks(tokens), _SLOTS_PER_SEQUENCE * sequences + _SPARE_SLOTS)
+
+
+def plan_for_memory(shape: CacheShape, memory: int, max_tokens: int, sequences: int) -> StorePlan:
+    """The store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
+
+    Exact slots are large; where they would take more than a quarter of the memory, fewer sequences are kept.
+    Raises EngineError where not even two blocks fit.
+    """
+    while sequences > 1 and plan_for_tokens(shape, 0, sequences).bytes > memory // 4:
+        sequences -= 1
+    least = plan_for_tokens(shape, 2 * shape.block_size, sequences)
+    if least.bytes > memory:
+        raise EngineError(
+            f"--kv-memory of {format_bytes(memory)} is too little for this model: "
+            f"the first blocks alone take {format_bytes(least.bytes)}",
+            "out_of_memory",
+        )
+    low, high = least.tokens, max(least.tokens, max_tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan_for_tokens(shape, middle, sequences).bytes <= memory:
+            low = middle
+        else:
+            high = middle - 1
+    return plan_for_tokens(shape, min(low, max_tokens), sequences)
+
+
+def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
+    """How many tokens an f16 cache would hold in the memory of `plan`."""
+    f16 = replace(plan.shape, codec_k=get("f16"), codec_v=get("f16"), centre_keys=False)
+    low, high = 0, max_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if f16.bytes(f16.coded_blocks(middle), plan.exact_slots) <= plan.bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512M", "2G", "1.5GiB", "800000". Raises EngineError.
+
+    >>> parse_size("1.5G")
+    1610612736
+    """
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    scale = units.get(number[-1:], 1)
+    try:
+        size = float(number[:-1] if scale > 1 else number) * scale
+        if not 0 < size < 1 << 60:
+            raise ValueError
+    except ValueError:
+        raise EngineError(f"--kv-memory: {text!r} is not a size; write 512M, 2G or a number of bytes") from None
+    return int(size)
+
+
+def format_bytes(size: float) -> str:
+    """A size for people, in binary units.
+
+    >>> format_bytes(1536), format_bytes(3 << 30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,80 @@
+"""What the engine hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one request took. Seconds are time spent computing, without time in the queue."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt: already in the KV store, not prefilled again
+    completion_tokens: int
+    prefill_seconds: float  # up to the logits of the first token
+    generation_seconds: float  # steps after it
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prefilled tokens a second."""
+        return (self.prompt_tokens - self.cached_tokens) / max(self.prefill_seconds, 1e-9)
+
+    @property
+    def generation_rate(self) -> float:
+        """Steps a second; the first token comes out of the prefill."""
+        return max(0, self.completion_tokens - 1) / max(self.generation_seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer. `text` holds whole characters only and may be empty."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None  # on the last chunk: "stop", "length" or "cancelled"
+    usage: Usage | None = None  # on the last chunk
+    prefilled: int = 0  # progress of a prompt: tokens done, of prompt_tokens
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+
+
+def fold(chunks: Iterable[Chunk]) -> Completion:
+    """The completion that a stream amounts to."""
+    pieces = list(chunks)
+    last = pieces[-1]
+    assert last.finish_reason is not None
+    assert last.usage is not None
+    ids = tuple(i for piece in pieces for i in piece.token_ids)
+    return Completion("".join(piece.text for piece in pieces), ids, last.finish_reason, last.usage)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Teacher-forced results for ids (T,)."""
+
+    logprobs: np.ndarray  # (T − 1,) float32: log p(ids[t + 1] | ids[: t + 1])
+    logits: np.ndarray  # (T, V) float32
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What the cache of the most recent sequence takes."""
+
+    tokens: int
+    bytes: int  # blocks and exact slots it holds
+    bits_per_value: float  # of a complete encoded block
+    f16_bytes: int  # the same tokens in half precision
+    context: int  # tokens that fit

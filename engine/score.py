@@ -1,0 +1,45 @@
+"""Teacher-forced scoring through the cache, as steps would see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.kept import KeptSequences
+from engine.kv.store import SequenceKV
+from engine.model import Model
+from engine.outputs import Score
+
+
+def score(
+    model: Model, kept: KeptSequences, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False
+) -> Score:
+    """Feed `ids` (T,) to the empty sequence `kv` in chunks of one block each, and score every next id.
+
+    A step sees complete blocks as codes, the first and the current block exact; a chunk of one block sees the same.
+    With `every_token_coded` the current block, too, is seen as it reads after encoding. Raises OutOfBlocks.
+    """
+    size = model.store.shape.block_size
+    logits = np.empty((len(ids), model.config.vocab_size), np.float32)
+    for start in range(0, len(ids), size):
+        chunk = ids[start : start + size]
+        span = kept.open(kv, len(chunk), now_as_codes=every_token_coded)
+        try:
+            hidden = model.run([span], chunk)
+        except BaseException:
+            model.store.abort(span)
+            raise
+        model.store.commit(span)
+        logits[start : start + len(chunk)] = model.logits(hidden)
+    return Score(logprobs_of(logits[:-1], ids[1:]), logits)
+
+
+def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+    """log softmax of logits (T, V) at ids (T,) → (T,) float32, summed in float64."""
+    top = logits.max(axis=-1)
+    total = np.empty(len(logits))
+    for first in range(0, len(logits), 64):  # float64 copies of 64 rows at a time
+        rows = slice(first, first + 64)
+        total[rows] = np.log(np.exp((logits[rows] - top[rows, None]).astype(np.float64)).sum(axis=-1))
+    return (logits[np.arange(len(logits)), np.asarray(ids)] - top - total).astype(np.float32)

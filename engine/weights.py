@@ -1,0 +1,80 @@
+"""From a file's tensors to the fused matrices of the forward pass, each tensor read once into its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from engine.backends.ops import Array, Ops
+from engine.model import LayerWeights, ModelWeights
+from model_loaders.config import ModelConfig
+from model_loaders.weights import WeightSource
+
+
+class _Reader:
+    """Reads named tensors into float32 arrays and brings them to the device."""
+
+    def __init__(self, ops: Ops, source: WeightSource, progress: Callable[[int], None] | None):
+        self._ops, self._source, self._progress = ops, source, progress
+        self.bytes = 0
+
+    def stacked(self, names: Sequence[str]) -> Array:
+        """Tensors (rows_i, …) under each other in one array; a single name is that tensor itself."""
+        shapes = [self._source.shape(name) for name in names]
+        fused = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
+        row = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self._source.read_into(name, fused[row : row + shape[0]])
+            row += shape[0]
+            if self._progress:
+                self._progress(4 * int(np.prod(shape)))
+        self.bytes += fused.nbytes
+        return self._ops.to_device(fused)
+
+    def optional(self, names: Sequence[str], present: bool) -> Array | None:
+        return self.stacked(names) if present else None
+
+
+def load_weights(
+    ops: Ops, config: ModelConfig, source: WeightSource, progress: Callable[[int], None] | None = None
+) -> ModelWeights:
+    """Every weight on the device. `progress` is told the float32 bytes that have been read since its last call."""
+    read = _Reader(ops, source, progress)
+    embedding = read.stacked(["model.embed_tokens.weight"])
+    layers = [_layer(read, config, f"model.layers.{i}.") for i in range(config.layers)]
+    norm = read.stacked(["model.norm.weight"])
+    head = embedding if config.tied_head else read.stacked(["lm_head.weight"])
+    return ModelWeights(embedding, layers, norm, head, read.bytes)
+
+
+def weight_bytes(source: WeightSource) -> int:
+    """Float32 bytes of all tensors, for a progress bar."""
+    return sum(4 * int(np.prod(source.shape(name))) for name in source.names())
+
+
+def _layer(read: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
+    qkv = [f"{prefix}self_attn.{x}_proj" for x in "qkv"]
+    gate_up = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")]
+    out, down = f"{prefix}self_attn.o_proj", f"{prefix}mlp.down_proj"
+
+    def weights(names: Sequence[str]) -> list[str]:
+        return [f"{name}.weight" for name in names]
+
+    def biases(names: Sequence[str]) -> list[str]:
+        return [f"{name}.bias" for name in names]
+
+    return LayerWeights(
+        attention_norm=read.stacked([f"{prefix}input_layernorm.weight"]),
+        qkv=read.stacked(weights(qkv)),
+        qkv_bias=read.optional(biases(qkv), config.qkv_bias),
+        q_norm=read.optional([f"{prefix}self_attn.q_norm.weight"], config.qk_norm),
+        k_norm=read.optional([f"{prefix}self_attn.k_norm.weight"], config.qk_norm),
+        out=read.stacked(weights([out])),
+        out_bias=read.optional(biases([out]), config.out_bias),
+        ffn_norm=read.stacked([f"{prefix}post_attention_layernorm.weight"]),
+        gate_up=read.stacked(weights(gate_up)),
+        gate_up_bias=read.optional(biases(gate_up), config.mlp_bias),
+        down=read.stacked(weights([down])),
+        down_bias=read.optional(biases([down]), config.mlp_bias),
+    )

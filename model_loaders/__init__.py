@@ -1,0 +1,153 @@
+"""From a path to a model: configuration, weights, tokenizer and chat template, whatever the file format."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
+from model_loaders.errors import LoadError
+from model_loaders.fields import read_json
+from model_loaders.folder import generation_defaults, open_folder
+from model_loaders.gguf_file import GgufFile
+from model_loaders.gguf_source import open_gguf
+from model_loaders.rope import rope_frequencies
+from model_loaders.weights import WeightSource, main_dtype
+
+if TYPE_CHECKING:
+    from model_loaders.templates import ChatTemplate
+    from model_loaders.tokenizers import Tokenizer
+
+__all__ = [
+    "GenerationDefaults",
+    "LoadError",
+    "Model",
+    "ModelConfig",
+    "RopeConfig",
+    "WeightSource",
+    "load",
+    "load_weights",
+    "rope_frequencies",
+]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything that generating text with one model takes."""
+
+    name: str  # short, for the user: the folder's name, or the file's without its quantization
+    path: Path
+    config: ModelConfig
+    weights: WeightSource
+    tokenizer: Tokenizer
+    template: ChatTemplate  # the model's own or a default
+    generation: GenerationDefaults
+    dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
+
+
+def load(path: str | Path | None, *, mmap: bool = True, verbose: Callable[[str], None] | None = None) -> Model:
+    """Loads a folder in Hugging Face's layout, a .gguf file, or (None) the demonstration model.
+
+    Weights are not read yet: `Model.weights.read_into` converts them one at a time. With `mmap` it maps the files,
+    otherwise it reads them piece by piece. `verbose` receives lines of progress. Raises LoadError.
+    """
+    if path is None:
+        from model_loaders.demo import demo_model
+
+        path = demo_model(verbose)
+    where = _existing(path)
+    model = _load_folder(where, mmap) if where.is_dir() else _load_gguf(where, mmap)
+    if verbose is not None:
+        verbose(f"{model.name}: {model.config.family}, {model.config.layers} layers, {model.dtype} weights")
+    return model
+
+
+def load_weights(path: str | Path, mmap: bool = True) -> tuple[ModelConfig, WeightSource, str]:
+    """Configuration, weights and the type that most of them are stored in; needs no tokenizer. Raises LoadError."""
+    where = _existing(path)
+    if where.is_dir():
+        config, weights = open_folder(where, mmap)
+        return config, weights, main_dtype(weights)
+    gguf = GgufFile(where, mmap)
+    try:
+        config, weights = open_gguf(gguf)
+    except BaseException:
+        gguf.close()
+        raise
+    return config, weights, main_dtype(weights)
+
+
+def _load_folder(folder: Path, mmap: bool) -> Model:
+    from model_loaders import templates, tokenizers
+
+    config, weights = open_folder(folder, mmap)
+    try:
+        return Model(
+            name=folder.resolve().name,
+            path=folder,
+            config=config,
+            weights=weights,
+            tokenizer=tokenizers.load_for_folder(
+                folder,
+                read_json(folder / "config.json"),
+                read_json(folder / "generation_config.json", required=False),
+            ),
+            template=templates.for_folder(folder, read_json(folder / "tokenizer_config.json", required=False)),
+            generation=generation_defaults(folder),
+            dtype=main_dtype(weights),
+        )
+    except BaseException:
+        weights.close()
+        raise
+
+
+def _load_gguf(file: Path, mmap: bool) -> Model:
+    from model_loaders import templates, tokenizers
+
+    gguf = GgufFile(file, mmap)
+    try:
+        config, weights = open_gguf(gguf)
+        return Model(
+            name=_DTYPE_SUFFIX.sub("", file.stem),
+            path=file,
+            config=config,
+            weights=weights,
+            tokenizer=tokenizers.load_for_gguf(gguf),
+            template=templates.for_gguf(gguf),
+            generation=GenerationDefaults(),
+            dtype=main_dtype(weights),
+        )
+    except BaseException:
+        gguf.close()
+        raise
+
+
+def _existing(path: str | Path) -> Path:
+    """The path of a folder or .gguf file; LoadError says what else it is."""
+    where = Path(os.path.expanduser(path))
+    if os.path.isdir(where):
+        return where
+    if not os.path.exists(where):  # never raises, unlike Path.exists
+        if isinstance(path, str) and _HUB_ID.fullmatch(path) and where.suffix != ".gguf":
+            raise LoadError(
+                f"{path} is no folder here but looks like a model's name on a hub; download its config.json, "
+                "tokenizer files and safetensors files into a folder and give that."
+            )
+        raise LoadError(
+            f"{where} does not exist; give a folder with config.json and safetensors files, or a .gguf file."
+        )
+    if where.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
+        raise LoadError(
+            f"{where} is a pickle checkpoint, which can run any code when opened and is not read; "
+            "give a folder with safetensors files, or a .gguf file."
+        )
+    if where.suffix == ".safetensors":
+        raise LoadError(f"{where} is only the weights; give its folder, {where.parent}, with config.json beside it.")
+    return where

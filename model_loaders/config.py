@@ -1,0 +1,70 @@
+"""What a model is, independent of the file format it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding in the half-split form: channel j turns with channel j + D/2.
+
+    `kind` is one of "default", "linear", "llama3", "yarn"; the other fields are read only by the kinds that have them.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0  # linear, llama3, yarn: how much longer than trained
+    original_context: int = 0  # llama3, yarn: tokens the model was first trained on
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: multiplies cos and sin; derived from `factor` when None
+    mscale: float = 0.0  # yarn: the two terms that some configs derive the attention factor from
+    mscale_all_dim: float = 0.0
+    truncate: bool = True  # yarn: round the correction range to whole channels
+    divisors: tuple[float, ...] = ()  # any kind: one per channel pair, as GGUF files of Llama 3.1 store them
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and arithmetic of a Llama-family decoder.
+
+    Letters used everywhere: E hidden size, F feed-forward size, H query heads, K KV heads, D head dim, L layers,
+    V vocabulary size.
+    """
+
+    family: str  # the file in model_loaders/families that configured it
+    layers: int  # L
+    hidden_size: int  # E
+    ffn_size: int  # F
+    heads: int  # H
+    kv_heads: int  # K, divides H
+    head_dim: int  # D, not necessarily E / H
+    vocab_size: int  # V: rows of the embedding
+    max_context: int  # tokens
+    norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool = False
+    out_bias: bool = False  # o_proj
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over D on q and k, before RoPE
+    tied_head: bool = False  # the output head is the embedding
+    windows: tuple[int | None, ...] = ()  # per layer: attend to this many last tokens (itself included); None: all
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of `layer` in tokens, None where it attends to everything."""
+        return self.windows[layer] if self.windows else None
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a model's own generation_config asks for; None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    greedy: bool = False  # do_sample: false was written down

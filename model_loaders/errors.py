@@ -1,0 +1,5 @@
+"""The one error of this floor: a sentence for the user."""
+
+
+class LoadError(ValueError):
+    """A model that cannot be loaded. The message names the file, what is wrong with it, and what to do."""

@@ -1,0 +1,81 @@
+"""What the families have in common: the shape of the decoder, and how the Qwen families write down their windows."""
+
+from __future__ import annotations
+
+from model_loaders.config import ModelConfig
+from model_loaders.fields import Fields
+from model_loaders.rope import rope_config
+
+_ACTIVATIONS = ("silu", "swish")  # two names of one function
+_MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
+_MAX_LAYERS = 4096
+_MAX_HEADS = 65536
+
+
+def decoder(
+    fields: Fields,
+    family: str,
+    *,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    windows: tuple[int | None, ...] = (),
+) -> ModelConfig:
+    """Reads the keys that all families share. `head_dim` is the family's own default; None: E / H."""
+    hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
+    heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
+    kv_heads = fields.integer("num_key_value_heads", heads, maximum=_MAX_HEADS)
+    if heads % kv_heads:
+        raise fields.refuse("num_attention_heads", f"which is not a multiple of the {kv_heads} key/value heads")
+    if head_dim is None and not fields.has("head_dim") and hidden_size % heads:
+        raise fields.refuse("hidden_size", f"which {heads} attention heads do not divide, and no head_dim is given")
+    head_dim = fields.integer("head_dim", head_dim or hidden_size // heads, maximum=_MAX_SIZE)
+    if head_dim % 2:
+        key = "head_dim" if fields.has("head_dim") else "hidden_size"
+        raise fields.refuse(key, f"but RoPE needs an even number of channels per head, not {head_dim}")
+    if fields.text("hidden_act", "silu") not in _ACTIVATIONS:
+        raise fields.refuse("hidden_act", "but only silu is supported")
+    max_context = fields.integer("max_position_embeddings")
+    rope = rope_config(fields, max_context)
+    if rope.kind == "yarn":  # some files give the trained length as the maximum, some the stretched one
+        max_context = max(max_context, int(rope.original_context * rope.factor))
+    return ModelConfig(
+        family=family,
+        layers=layer_count(fields),
+        hidden_size=hidden_size,
+        ffn_size=fields.integer("intermediate_size", maximum=_MAX_SIZE),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size", maximum=_MAX_SIZE),
+        max_context=max_context,
+        norm_eps=fields.positive("rms_norm_eps"),
+        rope=rope,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        tied_head=fields.flag("tie_word_embeddings", False),
+        windows=windows,
+    )
+
+
+def layer_count(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+
+
+def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    """`sliding_window` counts only beside `use_sliding_window: true`, and then for `layer_types`, else for the layers
+    from `max_window_layers` on."""
+    if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
+        return ()
+    layers, window = layer_count(fields), fields.integer("sliding_window")
+    kinds = fields.texts("layer_types")
+    if not kinds:
+        first = fields.integer("max_window_layers", minimum=0)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise fields.refuse("layer_types", f"but must say sliding_attention or full_attention for {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

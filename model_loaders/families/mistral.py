@@ -1,0 +1,14 @@
+"""Mistral 7B and its successors: Llama with a sliding window in every layer, where the configuration gives one."""
+
+from model_loaders.config import ModelConfig
+from model_loaders.families._decoder import decoder, layer_count
+from model_loaders.fields import Fields
+
+ARCHITECTURE = "MistralForCausalLM"
+
+
+def configure(fields: Fields) -> ModelConfig:
+    windows: tuple[int | None, ...] = ()
+    if fields.has("sliding_window"):
+        windows = (fields.integer("sliding_window"),) * layer_count(fields)
+    return decoder(fields, "mistral", windows=windows)

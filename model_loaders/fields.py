@@ -1,0 +1,129 @@
+"""Typed, bounds-checked access to a configuration that someone else wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from model_loaders.errors import LoadError
+
+_MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e12
+_SMALLEST_POSITIVE = 1e-12
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
+    """The JSON object in `path`; an empty one where the file is absent and not required."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise LoadError(f"{path} is missing; download the model's folder completely.") from None
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError):
+        raise LoadError(f"{path} is not valid JSON; download it again.") from None
+    if not isinstance(content, dict):
+        raise LoadError(f"{path} should hold a JSON object but holds a {type(content).__name__}; download it again.")
+    return content
+
+
+class Fields:
+    """The keys of one configuration; null counts as absent.
+
+    `where` names the file in errors, and `names` gives the file's own spelling of keys that were translated. A
+    default of None makes a key required. Every method raises LoadError for a value of another type or out of range.
+    """
+
+    def __init__(self, values: Mapping[str, object], where: str | Path, names: Mapping[str, str] | None = None) -> None:
+        self._values = values
+        self.where = str(where)
+        self._names = names or {}
+
+    def has(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def refuse(self, key: str, problem: str) -> LoadError:
+        """The error for a key whose value cannot be used; the caller raises it."""
+        value = repr(self._values.get(key))
+        shown = value if len(value) <= 60 else value[:57] + "..."
+        return LoadError(f"{self.where}: {self._names.get(key, key)} is {shown}, {problem}.")
+
+    def _missing(self, key: str) -> LoadError:
+        return LoadError(
+            f"{self.where} lacks the key {self._names.get(key, key)!r}, which the model cannot be built without; "
+            "use a complete copy of the model."
+        )
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+        value = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise self._missing(key)
+            return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.refuse(key, f"but must be a whole number from {minimum} to {maximum}")
+        return value
+
+    def number(
+        self, key: str, default: float | None = None, *, minimum: float = 0.0, maximum: float = _MAX_NUMBER
+    ) -> float:
+        value = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise self._missing(key)
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
+            raise self.refuse(key, f"but must be a number from {minimum:g} to {maximum:g}")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        return self.number(key, default, minimum=_SMALLEST_POSITIVE)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.refuse(key, "but must be true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise self._missing(key)
+            return default
+        if not isinstance(value, str):
+            raise self.refuse(key, "but must be a string")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings; empty where the key is absent."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refuse(key, "but must be a list of strings")
+        return value
+
+    def section(self, key: str) -> Fields | None:
+        """The object under `key`; None where it is absent or empty."""
+        value = self._values.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self.refuse(key, "but must be an object")
+        return Fields(value, f"{self.where}, {key}", self._names)
+
+    def names(self) -> list[str]:
+        """All keys, in the file's order."""
+        return list(self._values)
+
+    def sections(self) -> list[str]:
+        """The keys that hold objects themselves."""
+        return [key for key, value in self._values.items() if isinstance(value, dict)]

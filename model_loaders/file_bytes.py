@@ -1,0 +1,69 @@
+"""Byte ranges of a weight file, mapped into memory or read on demand."""
+
+from __future__ import annotations
+
+import mmap as _mmap
+from pathlib import Path
+
+import numpy as np
+
+from model_loaders.errors import LoadError
+
+
+class FileBytes:
+    """One open file.
+
+    With `mmap` a range is a view of the page cache and costs nothing until touched; without it every range is read
+    into memory of its own. Either way nothing outlives the arrays handed out, so that a tensor can be converted
+    slab by slab without the file ever being in memory twice.
+    """
+
+    def __init__(self, path: Path, mmap: bool) -> None:
+        self.path = path
+        self._map: _mmap.mmap | None = None
+        try:
+            self._file = path.open("rb", buffering=0)
+            self.size = path.stat().st_size
+            if mmap and self.size:
+                self._map = _mmap.mmap(self._file.fileno(), 0, access=_mmap.ACCESS_READ)
+        except OSError as error:
+            raise LoadError(f"{path} cannot be opened: {error.strerror or error}.") from error
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from `offset`; fewer only where the file ends."""
+        chunks = []
+        try:
+            self._file.seek(offset)
+            while count > 0 and (chunk := self._file.read(count)):
+                chunks.append(chunk)
+                count -= len(chunk)
+        except OSError as error:
+            raise LoadError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+        return b"".join(chunks)
+
+    def view(self, offset: int, count: int) -> np.ndarray:
+        """uint8 (count,), read-only; the range must lie inside the file."""
+        if self._map is not None:
+            return np.frombuffer(self._map, np.uint8, count, offset)
+        data = self.read(offset, count)
+        if len(data) < count:
+            raise LoadError(f"{self.path} has become shorter while it was read; wait until its download has finished.")
+        return np.frombuffer(data, np.uint8)
+
+    def release(self, offset: int, count: int) -> None:
+        """Lets the system drop the pages of a range that will not be read again."""
+        advice = getattr(_mmap, "MADV_DONTNEED", None)  # absent on Windows, which trims by itself
+        if self._map is None or advice is None:
+            return
+        start = -(-offset // _mmap.PAGESIZE) * _mmap.PAGESIZE
+        end = (offset + count) // _mmap.PAGESIZE * _mmap.PAGESIZE
+        if end > start:
+            self._map.madvise(advice, start, end - start)
+
+    def close(self) -> None:
+        if self._map is not None:
+            try:
+                self._map.close()
+            except BufferError:  # a view is still alive: the mapping goes with it
+                self._map = None
+        self._file.close()

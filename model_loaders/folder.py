@@ -1,0 +1,76 @@
+"""A model in a folder: configuration, weights and what belongs to them, in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model_loaders.config import GenerationDefaults, ModelConfig
+from model_loaders.errors import LoadError
+from model_loaders.families import configure
+from model_loaders.fields import Fields, read_json
+from model_loaders.safetensors_source import INDEX, SINGLE, open_safetensors
+from model_loaders.stored import StoredWeights
+from model_loaders.weights import fit
+
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
+
+
+def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
+    """Raises LoadError for everything but a plain checkpoint of a supported family."""
+    _refuse_other_layouts(folder)
+    fields = Fields(read_json(folder / "config.json"), folder / "config.json")
+    if fields.has("quantization_config"):
+        raise LoadError(
+            f"{fields.where} has a quantization_config, and weights quantized this way are not supported; "
+            "use the model's F16 or BF16 weights, or a GGUF file."
+        )
+    config = configure(fields)
+    weights = open_safetensors(folder, mmap)
+    try:
+        return fit(config, weights)
+    except BaseException:
+        weights.close()
+        raise
+
+
+def generation_defaults(folder: Path) -> GenerationDefaults:
+    """What `generation_config.json` asks for; a file that is not there asks for nothing.
+
+    `do_sample: false` means greedy only where no temperature is written beside it: many files carry it as a leftover.
+    """
+    path = folder / "generation_config.json"
+    fields = Fields(read_json(path, required=False), path)
+    temperature = _number(fields, "temperature", 100.0)
+    return GenerationDefaults(
+        temperature=temperature,
+        top_k=fields.integer("top_k", minimum=0) if fields.has("top_k") else None,
+        top_p=_number(fields, "top_p", 1.0),
+        min_p=_number(fields, "min_p", 1.0),
+        repeat_penalty=_number(fields, "repetition_penalty", 100.0),
+        greedy=not fields.flag("do_sample", True) and temperature is None,
+    )
+
+
+def _number(fields: Fields, key: str, maximum: float) -> float | None:
+    return fields.number(key, maximum=maximum) if fields.has(key) else None
+
+
+def _refuse_other_layouts(folder: Path) -> None:
+    """Says what a folder is that is not a whole model in safetensors."""
+    has_config = (folder / "config.json").is_file()
+    if has_config and any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise LoadError(
+            f"{folder} holds an adapter (LoRA), not a model; merge it into its base model and give that folder."
+        )
+    if pickles := sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern)):
+        raise LoadError(
+            f"{folder} holds its weights as a pickle ({pickles[0]}), which can run any code when opened and is not "
+            "read; use the model's safetensors files."
+        )
+    if files := sorted(folder.glob("*.gguf")):
+        raise LoadError(f"{folder} holds GGUF files, not a folder of weights; give one of them, such as {files[0]}.")
+    if not has_config:
+        raise LoadError(f"{folder} has no config.json; give the folder that holds the model's config.json and weights.")
+    raise LoadError(f"{folder} has no weights ({SINGLE}, or {INDEX} with its parts); download the model completely.")

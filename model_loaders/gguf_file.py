@@ -1,0 +1,242 @@
+"""The header of a GGUF file: metadata and the table of tensors.
+
+Layout as specified in ggml's docs/gguf.md, versions 2 and 3, little-endian. The package `gguf` has a reader, but it
+makes several NumPy objects per vocabulary entry and needs over ten seconds for a vocabulary of 128K; here a whole
+header takes a fraction of a second. Dequantization and the constants of the format are still that package's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
+
+from model_loaders.errors import LoadError
+from model_loaders.file_bytes import FileBytes
+
+_READ_AHEAD = 1 << 20  # bytes fetched at a time while the header is parsed
+_MAX_KEY = 1 << 16  # bytes; the format's own limit on the length of a key
+_MAX_DIMS = 4
+_SMALLEST_ENTRY = 13  # bytes a metadata entry takes at least: empty key, type, one byte of value
+_SMALLEST_TENSOR = 24  # bytes a tensor's entry takes at least: empty name, no dimensions, type, offset
+_NUMBERS = {
+    GGUFValueType.UINT8: "<u1",
+    GGUFValueType.INT8: "<i1",
+    GGUFValueType.UINT16: "<u2",
+    GGUFValueType.INT16: "<i2",
+    GGUFValueType.UINT32: "<u4",
+    GGUFValueType.INT32: "<i4",
+    GGUFValueType.FLOAT32: "<f4",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "<u8",
+    GGUFValueType.INT64: "<i8",
+    GGUFValueType.FLOAT64: "<f8",
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies: `shape` has the rows first, as NumPy has it; `offset` counts from the file's start."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # the format's name: "F32", "Q4_1", ...
+    offset: int
+    nbytes: int
+
+
+class GgufFile:
+    """An open GGUF file.
+
+    `metadata` maps each key to a str, int, float, bool, or a list of one of these (`tokenizer.ggml.tokens`: list of
+    str). Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError where the header does not hold together
+    or promises more than the file has.
+    """
+
+    metadata: Mapping[str, object]
+    tensors: Mapping[str, GgufTensor]
+
+    def __init__(self, path: str | Path, mmap: bool = True) -> None:
+        self.path = Path(path)
+        self.bytes = FileBytes(self.path, mmap)
+        try:
+            self._parse(_Cursor(self.bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the file; arrays already read stay valid."""
+        self.bytes.close()
+
+    def _parse(self, cursor: _Cursor) -> None:
+        magic, version = cursor.take(4), cursor.number("<u4")
+        if magic != b"GGUF":
+            raise LoadError(f"{self.path} is not a GGUF file: it does not begin with the letters GGUF.")
+        if version not in (2, 3):
+            raise LoadError(
+                f"{self.path} is a GGUF file of a kind that is not read here (version field {version:#x}); "
+                "convert it to little-endian GGUF version 3."
+            )
+        tensor_count, entry_count = cursor.count(_SMALLEST_TENSOR), cursor.count(_SMALLEST_ENTRY)
+        metadata: dict[str, object] = {}
+        for _ in range(entry_count):
+            key = cursor.string(_MAX_KEY)
+            if key in metadata:
+                raise LoadError(f"{self.path} has the metadata key {key!r} twice; download it again.")
+            metadata[key] = cursor.value(cursor.number("<u4"))
+        self.metadata = MappingProxyType(metadata)
+        entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
+        self._place(entries, cursor.position)
+
+    def _place(self, entries: list[_Entry], header_end: int) -> None:
+        """Turns offsets into the data section into offsets into the file, and checks them."""
+        alignment = self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise LoadError(f"{self.path} has the alignment {alignment!r}, which is not a power of two.")
+        data_start = -(-header_end // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for entry in entries:
+            tensor = entry.at(self.path, data_start)
+            if tensor.name in tensors:
+                raise LoadError(f"{self.path} has the tensor {tensor.name!r} twice; download it again.")
+            if tensor.offset + tensor.nbytes > self.bytes.size:
+                raise LoadError(
+                    f"{self.path} is truncated: the tensor {tensor.name!r} ends at byte "
+                    f"{tensor.offset + tensor.nbytes:,}, the file at {self.bytes.size:,}; download it again."
+                )
+            tensors[tensor.name] = tensor
+        self.tensors = MappingProxyType(tensors)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor as the header tells it: the fastest dimension first, the offset from the start of the data."""
+
+    name: str
+    dims: tuple[int, ...]
+    type_id: int
+    offset: int
+
+    def at(self, path: Path, data_start: int) -> GgufTensor:
+        try:
+            dtype = GGMLQuantizationType(self.type_id)
+        except ValueError:
+            raise LoadError(
+                f"{path} stores the tensor {self.name!r} in type number {self.type_id}, which is unknown; "
+                "use a file quantized to Q4_K, Q6_K, Q8_0 or F16."
+            ) from None
+        block, block_bytes = GGML_QUANT_SIZES[dtype]
+        if (self.dims[0] if self.dims else 1) % block:
+            raise LoadError(
+                f"{path}: rows of the tensor {self.name!r} have {self.dims[0]} values, not a multiple of the {block} "
+                f"in a block of {dtype.name}."
+            )
+        return GgufTensor(
+            self.name,
+            self.dims[::-1],
+            dtype.name,
+            data_start + self.offset,
+            prod(self.dims) // block * block_bytes,
+        )
+
+
+def _tensor_entry(cursor: _Cursor) -> _Entry:
+    name = cursor.string(_MAX_KEY)
+    rank = int(cursor.number("<u4"))
+    if rank > _MAX_DIMS:
+        raise LoadError(f"{cursor.path} gives the tensor {name!r} {rank} dimensions; at most {_MAX_DIMS} are allowed.")
+    dims = tuple(int(cursor.number("<u8")) for _ in range(rank))
+    return _Entry(name, dims, int(cursor.number("<u4")), int(cursor.number("<u8")))
+
+
+class _Cursor:
+    """Reads the header from front to back; every length is checked against the file before memory is taken for it."""
+
+    def __init__(self, source: FileBytes) -> None:
+        self.path = source.path
+        self.position = 0
+        self._source = source
+        self._buffer = bytearray()
+
+    def _need(self, end: int) -> None:
+        """Has the bytes up to `end` in the buffer."""
+        if end <= len(self._buffer):
+            return
+        if end <= self._source.size:
+            have = len(self._buffer)
+            self._buffer += self._source.read(have, max(end - have, _READ_AHEAD))
+        if end > len(self._buffer):
+            raise LoadError(
+                f"{self.path} is truncated or damaged: its header reaches past byte {self._source.size:,}, "
+                "the end of the file; download it again."
+            )
+
+    def take(self, count: int) -> bytes:
+        start = self.position
+        self._need(start + count)
+        self.position = start + count
+        return bytes(self._buffer[start : self.position])
+
+    def number(self, dtype: str) -> int:
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize), dtype)[0].item()
+
+    def count(self, item_bytes: int) -> int:
+        """A 64-bit count of things that take at least `item_bytes` each in what is left of the file."""
+        count = self.number("<u8")
+        if count * item_bytes > self._source.size - self.position:
+            raise LoadError(
+                f"{self.path} is truncated or damaged: its header counts {count:,} entries, more than the file can "
+                "hold; download it again."
+            )
+        return count
+
+    def string(self, limit: int | None = None) -> str:
+        length = self.count(1)
+        if limit is not None and length > limit:
+            raise LoadError(
+                f"{self.path} is damaged: a name in its header is {length:,} bytes long; download it again."
+            )
+        return self.take(length).decode("utf-8", "replace")
+
+    def value(self, type_id: int) -> object:
+        if type_id == GGUFValueType.STRING:
+            return self.string()
+        if type_id == GGUFValueType.ARRAY:
+            return self._array(self.number("<u4"))
+        return self.number(self._number_type(type_id))
+
+    def _array(self, type_id: int) -> list[object]:
+        if type_id == GGUFValueType.STRING:
+            return self._strings(self.count(8))
+        dtype = np.dtype(self._number_type(type_id))
+        return np.frombuffer(self.take(self.count(dtype.itemsize) * dtype.itemsize), dtype).tolist()
+
+    def _number_type(self, type_id: int) -> str:
+        try:
+            return _NUMBERS[GGUFValueType(type_id)]
+        except (ValueError, KeyError):
+            raise LoadError(
+                f"{self.path} is damaged or too new: a metadata value has type number {type_id}; download it again."
+            ) from None
+
+    def _strings(self, count: int) -> list[object]:
+        """The loop that a vocabulary of hundreds of thousands of entries goes through: no call per entry."""
+        unpack, buffer, position = struct.Struct("<Q").unpack_from, self._buffer, self.position
+        strings: list[object] = []
+        for _ in range(count):
+            if position + 8 > len(buffer):
+                self._need(position + 8)
+            start = position + 8
+            position = start + unpack(buffer, position)[0]
+            if position > len(buffer):
+                self._need(position)
+            strings.append(buffer[start:position].decode("utf-8", "replace"))
+        self.position = position
+        return strings

@@ -1,0 +1,176 @@
+"""Configuration and weights from a GGUF file, translated into Hugging Face's vocabulary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from model_loaders.config import ModelConfig
+from model_loaders.errors import LoadError
+from model_loaders.families import configure
+from model_loaders.fields import Fields
+from model_loaders.gguf_file import GgufFile
+from model_loaders.stored import StoredTensor, StoredWeights
+from model_loaders.weights import EMBEDDING, FINAL_NORM, HEAD, fit
+
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # `llama` is Mistral's too
+_KEYS = {  # ours (Hugging Face's): the file's, after the architecture and a dot
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+_ROPE_KEYS = {
+    "rope_type": "rope.scaling.type",
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+_TOP = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": FINAL_NORM}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+
+def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
+    """Raises LoadError for an architecture or a feature that is not supported, and for tensors that do not fit."""
+    arch = gguf.metadata.get("general.architecture")
+    if arch not in _ARCHITECTURES:
+        raise LoadError(
+            f"{gguf.path} holds a model of architecture {arch!r}, which is not supported; "
+            f"supported are {', '.join(_ARCHITECTURES)} (Mistral's files call themselves llama)."
+        )
+    _refuse_unsupported(gguf, f"{arch}.")
+    config = configure(_fields(gguf, f"{arch}."))
+    _check_head_channels(gguf, f"{arch}.", config)
+    if _ROPE_DIVISORS in gguf.tensors:
+        config = replace(config, rope=replace(config.rope, divisors=_rope_divisors(gguf, config.head_dim)))
+    # Files of this architecture keep Meta's interleaved order of RoPE channels, the others the half-split one.
+    tensors = _tensors(gguf, config if arch == "llama" else None)
+    return fit(config, StoredWeights(gguf.path, tensors, [gguf.bytes]))
+
+
+def _refuse_unsupported(gguf: GgufFile, prefix: str) -> None:
+    def given(key: str) -> object:
+        """The value, but None for a zero or the like: the feature is switched off."""
+        return gguf.metadata.get(key) or None
+
+    if prefix + "expert_count" in gguf.metadata and given(prefix + "expert_count"):
+        raise LoadError(f"{gguf.path} holds a mixture of experts, which is not supported; use a dense model.")
+    if given(prefix + "rope.scaling.yarn_log_multiplier"):
+        raise LoadError(f"{gguf.path} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
+    parts = given("split.count")
+    if isinstance(parts, int) and parts > 1:
+        raise LoadError(
+            f"{gguf.path} is one of {parts} parts; join them into one file with `llama-gguf-split --merge`."
+        )
+
+
+def _fields(gguf: GgufFile, prefix: str) -> Fields:
+    """The metadata as the families know it, with the file's own keys for errors."""
+    metadata = gguf.metadata
+    names = {ours: prefix + theirs for ours, theirs in {**_KEYS, **_ROPE_KEYS}.items()}
+    values = {ours: metadata.get(names[ours]) for ours in _KEYS}
+    names["rope_parameters"] = prefix + "rope.scaling"
+    names["model_type"] = "general.architecture"
+    values["model_type"] = prefix[:-1]
+    values["rope_parameters"] = _rope_parameters(metadata, prefix)
+    values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+    values["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise LoadError(f"{gguf.path} holds no token embedding, so it is not a whole model; use another file.")
+    values["vocab_size"] = embedding.shape[0]
+    if values["model_type"] == "llama" and metadata.get(prefix + "attention.sliding_window"):
+        names["sliding_window"] = prefix + "attention.sliding_window"
+        values |= {"model_type": "mistral", "sliding_window": metadata[names["sliding_window"]]}
+    return Fields(values, gguf.path, names)
+
+
+def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, object]:
+    rope = {ours: metadata[prefix + key] for ours, key in _ROPE_KEYS.items() if prefix + key in metadata}
+    if "rope_type" not in rope and prefix + "rope.scale_linear" in metadata:  # how older files put it
+        return {"rope_type": "linear", "factor": metadata[prefix + "rope.scale_linear"]}
+    if rope.get("rope_type", "none") == "none":
+        return {}
+    magnitude = metadata.get(prefix + "rope.scaling.attn_factor")
+    factor = rope.get("factor")
+    if rope["rope_type"] == "yarn" and isinstance(magnitude, float) and isinstance(factor, float) and factor >= 1:
+        # Here it multiplies yarn's own factor, in Hugging Face's files it replaces it.
+        rope["attention_factor"] = magnitude * (1 + 0.1 * float(np.log(factor)))
+    return rope
+
+
+def _check_head_channels(gguf: GgufFile, prefix: str, config: ModelConfig) -> None:
+    for key, meaning in (("attention.value_length", "values"), ("rope.dimension_count", "RoPE")):
+        channels = gguf.metadata.get(prefix + key, config.head_dim)
+        if channels != config.head_dim:
+            raise LoadError(
+                f"{gguf.path}: {prefix}{key} is {channels!r}, but keys have {config.head_dim} channels per head; "
+                f"another number for {meaning} is not supported."
+            )
+
+
+def _rope_divisors(gguf: GgufFile, head_dim: int) -> tuple[float, ...]:
+    """Llama 3.1's frequencies, one divisor per channel pair, worked out when the file was made."""
+    place = gguf.tensors[_ROPE_DIVISORS]
+    if place.shape != (head_dim // 2,) or place.dtype != "F32":
+        raise LoadError(
+            f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {place.dtype} {place.shape}, "
+            f"but RoPE needs F32 ({head_dim // 2},); use another file of the model."
+        )
+    divisors = gguf.bytes.view(place.offset, place.nbytes).view("<f4").astype(np.float64)
+    if not (np.isfinite(divisors).all() and (divisors > 0).all()):
+        raise LoadError(f"{gguf.path}: the tensor {_ROPE_DIVISORS} holds values that are not positive numbers.")
+    return tuple(divisors.tolist())
+
+
+def _tensors(gguf: GgufFile, interleaved: ModelConfig | None) -> dict[str, StoredTensor]:
+    """The tensors under their Hugging Face names; q and k with the order of their rows if RoPE is interleaved."""
+    orders: dict[str, np.ndarray] = {}
+    if interleaved is not None:
+        orders["attn_q"] = half_split_order(interleaved.heads, interleaved.head_dim)
+        orders["attn_k"] = half_split_order(interleaved.kv_heads, interleaved.head_dim)
+    tensors = {}
+    for label, place in gguf.tensors.items():
+        order = None
+        if match := _LAYER_TENSOR.fullmatch(label):
+            layer, part, kind = match.groups()
+            order = orders.get(part)
+            name = f"model.layers.{layer}.{_IN_LAYER.get(part, part)}.{kind}"
+        else:
+            name = _TOP.get(label, label)
+        tensors[name] = StoredTensor(gguf.bytes, label, place.shape, place.dtype, place.offset, order)
+    return tensors
+
+
+def half_split_order(heads: int, head_dim: int) -> np.ndarray:
+    """For each row of a file with interleaved RoPE, int64 (heads * D,), its row in the half-split form.
+
+    A pair of channels lies side by side in the file, and D/2 apart here.
+
+    >>> half_split_order(1, 6).tolist()
+    [0, 3, 1, 4, 2, 5]
+    """
+    return np.arange(heads * head_dim).reshape(heads, 2, head_dim // 2).swapaxes(1, 2).ravel()

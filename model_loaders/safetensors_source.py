@@ -1,0 +1,153 @@
+"""Weights in safetensors files: one, or several with an index.
+
+Layout: eight bytes of header length, a JSON header, the data. The header is read here because the package's NumPy
+loader knows no bfloat16 and hands out whole tensors, where we convert slab by slab.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import TypeGuard
+
+from model_loaders.errors import LoadError
+from model_loaders.fields import Fields, read_json
+from model_loaders.file_bytes import FileBytes
+from model_loaders.stored import StoredTensor, StoredWeights
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MAX_DIMS = 8
+_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+
+
+def open_safetensors(folder: Path, mmap: bool) -> StoredWeights:
+    """All tensors of a model's folder. Raises LoadError for missing, truncated or hostile files."""
+    if (folder / SINGLE).is_file():
+        wanted: dict[Path, set[str] | None] = {folder / SINGLE: None}
+    else:
+        wanted = _shards(folder)
+    files: list[FileBytes] = []
+    tensors: dict[str, StoredTensor] = {}
+    try:
+        for path, names in wanted.items():
+            files.append(FileBytes(path, mmap))
+            found = read_header(files[-1])
+            for name in found if names is None else names:
+                if name not in found:
+                    raise LoadError(f"{path} lacks the tensor {name!r}, which {INDEX} places there; download it again.")
+                tensors[name] = found[name]
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return StoredWeights(folder, tensors, files)
+
+
+def _shards(folder: Path) -> dict[Path, set[str] | None]:
+    """The files that the index names, each with the tensors that it should hold."""
+    index = folder / INDEX
+    weight_map = Fields(read_json(index), index).section("weight_map")
+    if weight_map is None:
+        raise LoadError(f"{index} lacks the key 'weight_map'; download it again.")
+    shards: dict[Path, set[str] | None] = {}
+    for name in weight_map.names():
+        file = weight_map.text(name)
+        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise LoadError(f"{index} names the file {file!r}, which is no safetensors file of this folder.")
+        path = folder / file
+        if path not in shards and not path.is_file():
+            raise LoadError(f"{path} is missing, although {INDEX} names it; download the model completely.")
+        names = shards.setdefault(path, set())
+        assert names is not None
+        names.add(name)
+    return shards
+
+
+def read_header(source: FileBytes) -> dict[str, StoredTensor]:
+    """The table of tensors of one file.
+
+    As the format demands, the tensors must fill the data section without gaps or overlaps; so no tensor is larger
+    than the file, and a truncated file is noticed before anything is read.
+    """
+    length = int.from_bytes(source.read(0, 8), "little")
+    if source.size < 8 or length > _MAX_HEADER or 8 + length > source.size:
+        raise LoadError(
+            f"{source.path} is truncated or not a safetensors file: it has {source.size:,} bytes, "
+            f"its first eight announce a header of {length:,}; download it again."
+        )
+    entries = _parse(source, source.read(8, length))
+    end = 0
+    tensors = {}
+    for (start, stop), tensor in sorted((_entry(source, name, e, 8 + length) for name, e in entries), key=_by_place):
+        if start != end:
+            raise _damaged(source, f"the tensor {tensor.label!r} begins at byte {start:,} of the data, not at {end:,}")
+        end = stop
+        tensors[tensor.label] = tensor
+    data_bytes = source.size - 8 - length
+    if end > data_bytes:
+        raise LoadError(
+            f"{source.path} is truncated: its tensors take {end:,} bytes, {data_bytes:,} are there; download it again."
+        )
+    if end < data_bytes:
+        raise _damaged(source, f"{data_bytes - end:,} bytes follow the last tensor")
+    return tensors
+
+
+def _by_place(item: tuple[tuple[int, int], StoredTensor]) -> tuple[int, int]:
+    return item[0]
+
+
+def _damaged(source: FileBytes, problem: str) -> LoadError:
+    return LoadError(f"{source.path} is damaged: {problem}; download it again.")
+
+
+def _parse(source: FileBytes, text: bytes) -> Iterable[tuple[str, object]]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            raise _damaged(source, "a name occurs twice in its header")
+        return table
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except LoadError:
+        raise
+    except (ValueError, RecursionError):
+        raise _damaged(source, "its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise _damaged(source, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return header.items()
+
+
+def _entry(source: FileBytes, name: str, entry: object, data_start: int) -> tuple[tuple[int, int], StoredTensor]:
+    """One tensor with its range in the data section, checked except for the range's upper end."""
+    if not isinstance(entry, dict):
+        raise _damaged(source, f"its header describes the tensor {name!r} without a type, shape and place")
+    dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise LoadError(
+            f"{source.path}: the tensor {name!r} has the type {dtype!r}, which is not supported; "
+            "use a copy of the model in F32, F16 or BF16."
+        )
+    if not _naturals(shape) or len(shape) > _MAX_DIMS:
+        raise _damaged(source, f"the tensor {name!r} has the shape {shape!r}")
+    if not _naturals(place) or len(place) != 2:
+        raise _damaged(source, f"the tensor {name!r} has the place {place!r}")
+    start, stop = place
+    if stop - start != prod(shape) * _ITEM_BYTES[dtype]:
+        raise _damaged(source, f"the tensor {name!r} of shape {tuple(shape)} in {dtype} takes {stop - start:,} bytes")
+    return (start, stop), StoredTensor(source, name, tuple(shape), dtype, data_start + start)
+
+
+def _naturals(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= sys.maxsize for item in value)

@@ -1,0 +1,116 @@
+"""Chat templates: how a model wants a conversation written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from model_loaders.errors import LoadError
+from model_loaders.gguf_file import GgufFile
+from model_loaders.template_process import TemplateFailed, TemplateProcess
+from model_loaders.tokenizers._special import token_string
+
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_PLAIN = (
+    "{% for message in messages %}{{ message.role | capitalize + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+
+class ChatTemplate:
+    """A Jinja template that turns messages into the text a model was trained on."""
+
+    def __init__(
+        self, source: str, *, origin: str, bos_token: str = "", eos_token: str = "", is_default: bool = False
+    ) -> None:
+        """`origin` names the template in error messages: the file it came from."""
+        self.source = source
+        self.is_default = is_default
+        self._origin = origin
+        self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
+        self._process = TemplateProcess(source)
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True, **variables: object
+    ) -> str:
+        """The conversation as text, ending where the assistant is to write if `add_generation_prompt`.
+
+        `variables` are passed to the template ("enable_thinking", ...). Raises LoadError where the template is
+        invalid, refuses the conversation, or needs more time or memory than a conversation can.
+        """
+        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._process.render({**self._constants, **given, **variables})
+        except TemplateFailed as error:
+            raise LoadError(f"The chat template of {self._origin} failed: {str(error).rstrip('.')}.") from error
+
+
+def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:
+    """The template of a model folder: chat_template.jinja, else tokenizer_config.json's, else a default.
+
+    Raises LoadError where it is there but cannot be read.
+    """
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        source: str | None = _text(file)
+    else:
+        file = folder / "tokenizer_config.json"
+        source = _named_template(file, tokenizer_config.get("chat_template"))
+    vocabulary = folder / "tokenizer.json"
+    spellings = json.dumps(tokenizer_config) + (_text(vocabulary) if not source and vocabulary.is_file() else "")
+    return _template(
+        source,
+        str(file),
+        bos_token=token_string(tokenizer_config.get("bos_token")) or "",
+        eos_token=token_string(tokenizer_config.get("eos_token")) or "",
+        speaks_chatml="<|im_start|>" in spellings,
+    )
+
+
+def for_gguf(gguf: GgufFile) -> ChatTemplate:
+    """The template inside a GGUF file, else a default. Raises LoadError where it is no text."""
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []
+
+    def spelling(name: str) -> str:
+        token_id = gguf.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return str(tokens[token_id]) if isinstance(token_id, int) and 0 <= token_id < len(tokens) else ""
+
+    source = _named_template(gguf.path, gguf.metadata.get("tokenizer.chat_template"))
+    return _template(
+        source,
+        str(gguf.path),
+        bos_token=spelling("bos"),
+        eos_token=spelling("eos"),
+        speaks_chatml=not source and "<|im_start|>" in tokens,
+    )
+
+
+def _template(
+    source: str | None, origin: str, *, bos_token: str, eos_token: str, speaks_chatml: bool
+) -> ChatTemplate:
+    chosen = source or (_CHATML if speaks_chatml else _PLAIN)
+    return ChatTemplate(chosen, origin=origin, bos_token=bos_token, eos_token=eos_token, is_default=not source)
+
+
+def _named_template(file: Path, value: object) -> str | None:
+    """A template is written as text, or as a list of named ones of which "default" is for chats."""
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
+        value = named.get("default", next(iter(named.values()), None))
+    if value is not None and not isinstance(value, str):
+        raise LoadError(f"{file} has a chat_template that is not text: download it again.")
+    return value
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{file} cannot be read ({error}): download it again.") from error

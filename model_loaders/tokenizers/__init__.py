@@ -1,0 +1,52 @@
+"""Tokenizers: one file per kind of vocabulary, all of them a `Tokenizer`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from model_loaders.errors import LoadError
+from model_loaders.gguf_file import GgufFile
+from model_loaders.tokenizers import gguf_vocab, hf_json, sentence_piece, tiktoken_file
+from model_loaders.tokenizers._protocol import Tokenizer
+from model_loaders.tokenizers._special import FolderSettings
+
+__all__ = ["Tokenizer", "load_for_folder", "load_for_gguf"]
+
+
+def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapping[str, object]) -> Tokenizer:
+    """The tokenizer of a model folder. `config` and `generation` are its config.json and generation_config.json.
+
+    tokenizer.json is preferred to tokenizer.model, which may be SentencePiece's or tiktoken's. Raises LoadError where
+    neither is there or one is damaged.
+    """
+    whole, model = folder / "tokenizer.json", folder / "tokenizer.model"
+    settings = FolderSettings(folder, config, generation, _tokenizer_config(folder / "tokenizer_config.json"))
+    if whole.is_file():
+        return hf_json.load(whole, settings)
+    if not model.is_file():
+        raise LoadError(
+            f"{folder} has no tokenizer: put the model's tokenizer.json or tokenizer.model beside its weights."
+        )
+    try:
+        content = model.read_bytes()
+    except OSError as error:
+        raise LoadError(f"{model} cannot be read: {error.strerror}.") from error
+    kind = tiktoken_file if tiktoken_file.recognises(content) else sentence_piece
+    return kind.load(model, content, settings)
+
+
+def load_for_gguf(gguf: GgufFile) -> Tokenizer:
+    """The tokenizer of a GGUF file. Raises LoadError where its vocabulary is of an unknown kind or incomplete."""
+    return gguf_vocab.load(gguf)
+
+
+def _tokenizer_config(file: Path) -> Mapping[str, object]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{file} cannot be read ({error}): download it again.") from error
+    if not isinstance(settings, dict):
+        raise LoadError(f"{file} is not a JSON object: download it again.")
+    return settings

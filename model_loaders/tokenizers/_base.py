@@ -1,0 +1,98 @@
+"""What all kinds of tokenizer do alike: keep control tokens apart from text."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """The ids that a sequence begins with (None: nothing) and that end a generation."""
+
+    bos_id: int | None
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class LeadingSpace:
+    """Where a SentencePiece-style vocabulary puts a space in front of text."""
+
+    at_start: bool = False
+    after_control: bool = False
+
+
+class BaseTokenizer(ABC):
+    """Implements `Tokenizer` over two questions that a kind answers about its own vocabulary.
+
+    The libraries underneath are only ever given plain text: control strings are found here, so that "does user text
+    become control tokens" has one answer for all kinds.
+    """
+
+    def __init__(self, vocab_size: int, control: Mapping[str, int], special: SpecialIds, space: LeadingSpace) -> None:
+        self.vocab_size = vocab_size
+        self.bos_id = special.bos_id
+        self.eos_ids = special.eos_ids
+        self.strips_leading_space = space.at_start
+        self._space = space
+        self._control = {string: token_id for string, token_id in control.items() if string}
+        self._control_names = {token_id: string for string, token_id in self._control.items()}
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @abstractmethod
+    def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
+        """Ids of non-empty text without any control token."""
+
+    @abstractmethod
+    def _piece_bytes(self, token_id: int) -> bytes:
+        """The bytes of an id that is no control token, b"" for a hole in the numbering."""
+
+    def tokenize(self, text: str, *, control: bool = False, continued: bool = False, mark: str = "") -> list[int]:
+        ids: list[int] = []
+        leading_space = self._space.at_start and not continued
+        for part in self._split(_valid_unicode(text)) if control else (_valid_unicode(text),):
+            if isinstance(part, int):
+                ids.append(part)
+                leading_space = self._space.after_control
+                continue
+            plain = part.replace(mark, "") if mark else part
+            if plain:
+                ids += self._tokenize_plain(plain, leading_space)
+                leading_space = False
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self._check(token_id)
+        return b"" if token_id in self._control_names else self._piece_bytes(token_id)
+
+    def control_tokens(self) -> Mapping[str, int]:
+        return MappingProxyType(self._control)
+
+    def token_name(self, token_id: int) -> str:
+        text = self.token_bytes(token_id)
+        return self._control_names.get(token_id) or text.decode("utf-8", "backslashreplace")
+
+    def _split(self, text: str) -> Iterator[str | int]:
+        end = 0
+        for match in self._control_pattern.finditer(text):
+            yield text[end : match.start()]
+            yield self._control[match.group()]
+            end = match.end()
+        yield text[end:]
+
+    def _check(self, token_id: int) -> None:
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"There is no token {token_id}: ids of this vocabulary are 0 to {self.vocab_size - 1}.")
+
+
+def _valid_unicode(text: str) -> str:
+    """Half a surrogate pair has no UTF-8 form (it comes from cut JSON escapes): U+FFFD stands in for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,36 @@
+"""What every kind of tokenizer offers to the rest of the house."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Ids are the rows of the model's embedding.
+
+    A *control token* is one that the model's authors flagged special ("<|im_end|>", "</s>"): it steers the model and
+    is no text. Added tokens without that flag ("<tool_call>") are ordinary text.
+    """
+
+    vocab_size: int  # ids are 0 .. vocab_size-1; the embedding may have more rows, as padding
+    bos_id: int | None  # to be put in front of a sequence; None where the model does not want one
+    eos_ids: frozenset[int]  # every id that ends a generation
+    strips_leading_space: bool  # the first text of a sequence gains a space that is not the user's
+
+    def tokenize(self, text: str, *, control: bool = False, continued: bool = False, mark: str = "") -> list[int]:
+        """Ids of `text`; never adds BOS or EOS, never truncates.
+
+        control: control-token strings in `text` become their ids; otherwise they stay plain text.
+        continued: `text` follows other text of the same sequence, so no leading space is added to it.
+        mark: a character that is taken out after control strings were looked for, so that it can hide some of them.
+        """
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes an id contributes to text, b"" for a control token; ValueError if there is no such id."""
+
+    def control_tokens(self) -> Mapping[str, int]:
+        """All strings that `tokenize(..., control=True)` turns into one control id."""
+
+    def token_name(self, token_id: int) -> str:
+        """The token as people read it, for logs; ValueError if there is no such id."""

@@ -1,0 +1,75 @@
+"""Which ids begin a sequence and which end a generation, as far as the files around a vocabulary say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_loaders.tokenizers._base import SpecialIds
+
+# Ends of a text or of a turn in the chat formats of the Llama family. Where a vocabulary has one as a control token,
+# the model means "I am done" by it, even if its configuration forgot to say so.
+_WELL_KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+
+
+@dataclass(frozen=True)
+class FolderSettings:
+    """The JSON files beside a vocabulary, {} for one that is absent."""
+
+    folder: Path
+    config: Mapping[str, object]
+    generation: Mapping[str, object]
+    tokenizer: Mapping[str, object]  # tokenizer_config.json
+
+    def added_tokens(self) -> dict[str, tuple[int, bool]]:
+        """String → (id, is it a control token) of tokenizer_config.json."""
+        added = self.tokenizer.get("added_tokens_decoder")
+        if not isinstance(added, Mapping):
+            return {}
+        return {
+            str(entry.get("content", "")): (int(token_id), bool(entry.get("special", False)))
+            for token_id, entry in added.items()
+            if str(token_id).isdigit() and isinstance(entry, Mapping)
+        }
+
+
+def for_folder(
+    settings: FolderSettings,
+    control: Mapping[str, int],
+    lookup: Callable[[str], int | None],
+    *,
+    adds_bos: bool,
+    default_bos: int | None = None,
+) -> SpecialIds:
+    """`adds_bos` and `default_bos` are what the vocabulary's own file says; tokenizer_config.json overrules both."""
+    named = token_string(settings.tokenizer.get("bos_token"))
+    bos = lookup(named) if named else None
+    for candidate in (default_bos, settings.config.get("bos_token_id")):
+        bos = candidate if bos is None and isinstance(candidate, int) else bos
+    asked = settings.tokenizer.get("add_bos_token")
+    wants = asked if isinstance(asked, bool) else adds_bos
+
+    ends = well_known_ends(control)
+    for source in (settings.config, settings.generation):
+        ends |= ids_in(source.get("eos_token_id"))
+    named = token_string(settings.tokenizer.get("eos_token"))
+    end = lookup(named) if named else None
+    return SpecialIds(bos if wants else None, frozenset(ends if end is None else ends | {end}))
+
+
+def well_known_ends(control: Mapping[str, int]) -> set[int]:
+    """Ids of the end-of-turn and end-of-text strings that a vocabulary has as control tokens."""
+    return {control[string] for string in _WELL_KNOWN_ENDS if string in control}
+
+
+def ids_in(value: object) -> set[int]:
+    """Ids of a setting that is one id, a list of ids or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return {item for item in values if isinstance(item, int) and not isinstance(item, bool) and item >= 0}
+
+
+def token_string(value: object) -> str | None:
+    """The string of a token that is written as itself or as an object with its `content`."""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) else None

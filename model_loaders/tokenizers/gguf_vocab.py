@@ -1,0 +1,144 @@
+"""The vocabulary inside a GGUF file: `tokenizer.ggml.*` holds lists, from which the libraries' models are rebuilt.
+
+Keys and token types as in ggml's docs/gguf.md; defaults of absent keys as in llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.models import BPE
+
+from model_loaders.errors import LoadError
+from model_loaders.gguf_file import GgufFile
+from model_loaders.tokenizers import patterns
+from model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
+from model_loaders.tokenizers._special import ids_in, well_known_ends
+from model_loaders.tokenizers.hf_json import LibraryTokenizer
+from model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer, protobuf
+
+
+class _Type(IntEnum):
+    """GGUF's token types; SentencePiece numbers its own alike."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    path: Path
+    metadata: Mapping[str, object]
+    tokens: list[str]  # V
+    types: list[int]  # V
+
+    @property
+    def control(self) -> dict[str, int]:
+        kinds = (_Type.CONTROL, _Type.UNKNOWN)
+        return {token: i for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if kind in kinds}
+
+    def special(self, *, adds_bos: bool) -> SpecialIds:
+        """BOS and the ends; `adds_bos` where the file does not say."""
+        asked = self.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
+        bos = ids_in(self.metadata.get("tokenizer.ggml.bos_token_id"))
+        ends = well_known_ends(self.control)
+        for name in ("eos", "eot", "eom"):
+            ends |= ids_in(self.metadata.get(f"tokenizer.ggml.{name}_token_id"))
+        return SpecialIds(min(bos) if bos and asked else None, frozenset(ends))
+
+    def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> list:
+        """A list in the metadata; LoadError where it is missing, of another type or not `length` long."""
+        values = self.metadata.get(key)
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise LoadError(f"{self.path} has no usable {key}: its vocabulary is incomplete, convert the model again.")
+        if length is not None and len(values) != length:
+            raise LoadError(f"{self.path} lists {length} tokens but {len(values)} entries in {key}: download it again.")
+        return values
+
+
+def load(gguf: GgufFile) -> BaseTokenizer:
+    """Rebuilds the tokenizer of a GGUF file. LoadError for an unknown kind or an incomplete vocabulary."""
+    kind = gguf.metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_level_bpe, "llama": _sentence_piece}
+    if not isinstance(kind, str) or kind not in builders:
+        raise LoadError(
+            f"{gguf.path} has a vocabulary of the kind {kind!r} (tokenizer.ggml.model); "
+            f"supported are {' and '.join(builders)}."
+        )
+    vocabulary = _Vocabulary(gguf.path, gguf.metadata, [], [])
+    tokens = vocabulary.list_of("tokenizer.ggml.tokens", str)
+    types = [int(_Type.NORMAL)] * len(tokens)
+    if "tokenizer.ggml.token_type" in gguf.metadata:
+        types = vocabulary.list_of("tokenizer.ggml.token_type", int, len(tokens))
+    return builders[kind](_Vocabulary(gguf.path, gguf.metadata, tokens, types))
+
+
+def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
+    name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
+    pre_tokenizer = patterns.pre_tokenizer(str(name))
+    if pre_tokenizer is None:
+        raise LoadError(
+            f"{vocabulary.path} cuts text into words the way {name!r} does (tokenizer.ggml.pre), which is not known "
+            f"here; known are {', '.join(patterns.KNOWN)}: use the model's safetensors folder instead."
+        )
+    control = vocabulary.control
+    ids = {token: i for i, token in enumerate(vocabulary.tokens) if token not in control}
+    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.list_of("tokenizer.ggml.merges", str)]
+    whole_words = patterns.takes_known_words_whole(str(name))
+    try:
+        library = tokenizers.Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=whole_words))
+    except Exception as error:  # the library raises bare Exception
+        raise LoadError(
+            f"{vocabulary.path} has merges that do not fit its tokens ({error}): convert it again."
+        ) from error
+    library.pre_tokenizer = pre_tokenizer
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if kind == _Type.USER_DEFINED and token:
+            library.add_tokens([tokenizers.AddedToken(token, normalized=False)])
+    special = vocabulary.special(adds_bos=whole_words)  # of these kinds, Llama 3 alone begins with BOS
+    return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=len(vocabulary.tokens))
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
+    scores = vocabulary.list_of("tokenizer.ggml.scores", (int, float), len(vocabulary.tokens))
+    model = protobuf.ModelProto()
+    spellings: set[str] = set()
+    for token_id, (token, kind, score) in enumerate(zip(vocabulary.tokens, vocabulary.types, scores, strict=True)):
+        if not token or token in spellings:  # padding; the library wants every piece to be unique
+            token, kind = f"<unused {token_id}>", int(_Type.UNUSED)
+        spellings.add(token)
+        model.pieces.add(piece=token, type=kind, score=score)
+    _specify(model, vocabulary)
+    special = vocabulary.special(adds_bos=True)
+    try:
+        return SentencePieceTokenizer(model, special, space_after_control=True)
+    except RuntimeError as error:
+        raise LoadError(f"{vocabulary.path} has an inconsistent vocabulary ({error}): convert it again.") from error
+
+
+def _specify(model: Any, vocabulary: _Vocabulary) -> None:
+    """Training and normalization settings: what SentencePiece's own file has beside the pieces."""
+    byte_count = sum(kind == _Type.BYTE for kind in vocabulary.types)
+    model.trainer_spec.model_type = protobuf.TrainerSpec.BPE
+    model.trainer_spec.byte_fallback = byte_count == 256
+    if _Type.UNKNOWN not in vocabulary.types:
+        unknown = min(ids_in(vocabulary.metadata.get("tokenizer.ggml.unknown_token_id")) or {0})
+        if unknown < len(model.pieces):
+            model.pieces[unknown].type = _Type.UNKNOWN
+    setting = vocabulary.metadata.get
+    normalizer = model.normalizer_spec
+    normalizer.name = "identity"
+    normalizer.add_dummy_prefix = setting("tokenizer.ggml.add_space_prefix", True) is True
+    normalizer.remove_extra_whitespaces = setting("tokenizer.ggml.remove_extra_whitespaces", False) is True
+    charsmap = setting("tokenizer.ggml.precompiled_charsmap", [])
+    if isinstance(charsmap, list) and charsmap:
+        normalizer.precompiled_charsmap = bytes(value & 0xFF for value in charsmap)

@@ -1,0 +1,127 @@
+"""`tokenizer.json`: everything about a vocabulary in one file, run by the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from model_loaders.errors import LoadError
+from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
+from model_loaders.tokenizers._byte_level import spelt_bytes
+from model_loaders.tokenizers._pieces import byte_of, text_of
+from model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
+
+
+class LibraryTokenizer(BaseTokenizer):
+    """A vocabulary of the `tokenizers` library, byte-level (GPT-2) or SentencePiece-style ("▁", "<0x0A>")."""
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        control: Mapping[str, int],
+        special: SpecialIds,
+        *,
+        byte_level: bool,
+        space: LeadingSpace = LeadingSpace(),  # noqa: B008 - frozen
+        vocab_size: int | None = None,
+    ) -> None:
+        size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+        super().__init__(vocab_size or size, control, special, space)
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True  # control strings are found by the base class alone
+        self._library = library
+        self._byte_level = byte_level
+
+    @cached_property
+    def _without_space(self) -> tokenizers.Tokenizer:
+        """The same vocabulary, adding no leading space."""
+        if not self._space.at_start:
+            return self._library
+        description = json.loads(self._library.to_str())
+        for step in _steps(description):
+            if step["type"] == "Prepend":
+                step["prepend"] = ""
+            elif step["type"] == "Metaspace":
+                step["prepend_scheme"] = "never"
+        library = tokenizers.Tokenizer.from_str(json.dumps(description))
+        library.encode_special_tokens = True
+        return library
+
+    def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
+        library = self._library if leading_space else self._without_space
+        return library.encode(text, add_special_tokens=False).ids
+
+    def _piece_bytes(self, token_id: int) -> bytes:
+        piece = self._library.id_to_token(token_id) or ""
+        if self._byte_level:
+            return spelt_bytes(piece)
+        byte = byte_of(piece)
+        return text_of(piece) if byte is None else byte
+
+
+def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
+    """Reads a tokenizer.json. LoadError where it is damaged or of a kind without exact bytes (WordPiece)."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        description = json.loads(text)
+        library = tokenizers.Tokenizer.from_str(text)
+        steps = list(_steps(description))
+        control = {entry["content"]: entry["id"] for entry in description["added_tokens"] if entry["special"]}
+    except OSError as error:
+        raise LoadError(f"{file} cannot be read: {error.strerror}.") from error
+    except Exception as error:  # the library raises bare Exception for whatever it does not like
+        raise LoadError(f"{file} is not a valid tokenizer.json ({error}): download it again.") from error
+    kinds = {step["type"] for step in steps}
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        kind = description["model"].get("type", "unknown")
+        raise LoadError(f"{file} holds a {kind} vocabulary; byte-level BPE and SentencePiece ones are supported.")
+    first = _first_control_token(steps)
+    special = for_folder(
+        settings,
+        control,
+        library.token_to_id,
+        adds_bos=first is not None or _is_known_to_begin_with_bos(settings),
+        default_bos=library.token_to_id(first) if first else None,
+    )
+    return LibraryTokenizer(library, control, special, byte_level="ByteLevel" in kinds, space=_leading_space(steps))
+
+
+def _steps(description: Mapping[str, object]) -> Iterator[dict]:
+    """Every processing step of a tokenizer.json, those inside sequences included."""
+    waiting = [description.get(stage) for stage in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    while waiting:
+        step = waiting.pop(0)
+        if isinstance(step, dict) and "type" in step:
+            yield step
+            for inner in ("normalizers", "pretokenizers", "processors", "decoders"):
+                waiting += step.get(inner, [])
+
+
+def _leading_space(steps: list[dict]) -> LeadingSpace:
+    for step in steps:
+        if step["type"] == "Prepend" and step["prepend"] == "▁":
+            return LeadingSpace(at_start=True, after_control=True)
+        if step["type"] == "Metaspace":
+            older = "always" if step.get("add_prefix_space", True) else "never"
+            scheme = step.get("prepend_scheme", older)
+            return LeadingSpace(at_start=scheme != "never", after_control=scheme == "always")
+    return LeadingSpace()
+
+
+def _first_control_token(steps: list[dict]) -> str | None:
+    """The control token that the post-processor puts in front of a sequence."""
+    for step in steps:
+        if step["type"] == "TemplateProcessing" and step["single"]:
+            return step["single"][0].get("SpecialToken", {}).get("id")
+    return None
+
+
+def _is_known_to_begin_with_bos(settings: FolderSettings) -> bool:
+    """Llama 2's class adds BOS in code; Llama 3's first files had no post-processor to say so."""
+    llama_class = str(settings.tokenizer.get("tokenizer_class", "")).startswith("LlamaTokenizer")
+    return llama_class or token_string(settings.tokenizer.get("bos_token")) == "<|begin_of_text|>"

@@ -1,0 +1,88 @@
+"""SentencePiece vocabularies: `tokenizer.model`, and the one inside a GGUF, rebuilt as the same protobuf."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2
+
+from model_loaders.errors import LoadError
+from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
+from model_loaders.tokenizers._pieces import byte_of, text_of
+from model_loaders.tokenizers._special import FolderSettings, for_folder
+
+# The classes of a protobuf module are made at import, where a type checker cannot see them.
+protobuf: Any = sentencepiece_model_pb2
+_Piece = protobuf.ModelProto.SentencePiece
+
+
+class SentencePieceTokenizer(BaseTokenizer):
+    """A vocabulary run by the `sentencepiece` library."""
+
+    def __init__(self, model: Any, special: SpecialIds, *, space_after_control: bool) -> None:
+        """`model` is a ModelProto. RuntimeError where the library does not accept it."""
+        adds_space = model.normalizer_spec.add_dummy_prefix
+        super().__init__(
+            len(model.pieces),
+            control_pieces(model),
+            special,
+            LeadingSpace(at_start=adds_space, after_control=adds_space and space_after_control),
+        )
+        self._serialized = model.SerializeToString()
+        self._library = sentencepiece.SentencePieceProcessor(model_proto=self._serialized)
+
+    @cached_property
+    def _without_space(self) -> sentencepiece.SentencePieceProcessor:
+        """The same vocabulary, adding no leading space."""
+        model = protobuf.ModelProto.FromString(self._serialized)
+        model.normalizer_spec.add_dummy_prefix = False
+        return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+
+    def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
+        library = self._library if leading_space or not self._space.at_start else self._without_space
+        return library.encode(text, out_type=int)
+
+    def _piece_bytes(self, token_id: int) -> bytes:
+        piece = self._library.id_to_piece(token_id)
+        byte = byte_of(piece) if self._library.is_byte(token_id) else None
+        return text_of(piece) if byte is None else byte
+
+
+def control_pieces(model: Any) -> dict[str, int]:
+    """String → id of the pieces that never stand for text: control ones and the unknown one of a ModelProto."""
+    kinds = (_Piece.CONTROL, _Piece.UNKNOWN)
+    return {piece.piece: token_id for token_id, piece in enumerate(model.pieces) if piece.type in kinds}
+
+
+def load(file: Path, content: bytes, settings: FolderSettings) -> SentencePieceTokenizer:
+    """Reads a SentencePiece model. LoadError where it is damaged."""
+    model = protobuf.ModelProto()
+    try:
+        model.ParseFromString(content)
+        _append_added_tokens(model, settings)
+        ids = {piece.piece: token_id for token_id, piece in enumerate(model.pieces)}
+        special = for_folder(
+            settings, control_pieces(model), ids.get, adds_bos=True, default_bos=ids.get(model.trainer_spec.bos_piece)
+        )
+        # transformers' fixed ("non-legacy") tokenizer adds the space at the start of a text only.
+        legacy = settings.tokenizer.get("legacy") is not False
+        return SentencePieceTokenizer(model, special, space_after_control=legacy)
+    except (DecodeError, RuntimeError) as error:
+        raise LoadError(
+            f"{file} is neither a SentencePiece model nor a tiktoken vocabulary: download it again."
+        ) from error
+
+
+def _append_added_tokens(model: Any, settings: FolderSettings) -> None:
+    """Fine-tunes number their own tokens after the vocabulary's end, in tokenizer_config.json only."""
+    added = sorted((token_id, string, special) for string, (token_id, special) in settings.added_tokens().items())
+    limit = len(model.pieces) + len(added)
+    for token_id, string, special in added:
+        if len(model.pieces) <= token_id < limit:
+            while len(model.pieces) < token_id:
+                model.pieces.add(piece=f"<unused {len(model.pieces)}>", type=_Piece.UNUSED)
+            model.pieces.add(piece=string, type=_Piece.CONTROL if special else _Piece.USER_DEFINED)

@@ -1,0 +1,189 @@
+"""Makes the tiny models under tests/fixtures with transformers, the second implementation that the tests compare with.
+
+    python -m venv /tmp/reference && /tmp/reference/bin/pip install torch transformers
+    /tmp/reference/bin/python scripts/make_fixtures.py
+
+Every model has random weights, scaled so that logits spread over a few units and the order of the tokens matters.
+`reference.npz` beside each holds ids int64 (T,), logits float32 (T, V), inv_freq float32 (D/2,) and the scalar
+attention_factor, all computed by transformers in float32 from the files as they were stored. `rope.json` holds
+frequencies of realistic RoPE settings.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
+TOKENS = 48
+SEED = 20_240_607
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+# name: (model type, how the weights are stored, spelling of config.json, what differs from COMMON).
+# The RoPE settings are scaled down to the context so that every branch of every kind acts on some channel.
+MODELS = {
+    "llama_mha": ("llama", "float32", "old", {"num_key_value_heads": 4}),
+    "llama_gqa_linear": (
+        "llama",
+        "float16",
+        "old",
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+        },
+    ),
+    "llama_gqa_llama3_tied": (
+        "llama",
+        "bfloat16",
+        "old",
+        {
+            "hidden_size": 64,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 500.0},
+        },
+    ),
+    "llama_mqa_yarn": (
+        "llama",
+        "bfloat16",
+        "new",
+        {
+            "hidden_size": 64,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 500.0,
+            },
+        },
+    ),
+    "llama_wide_heads_biases": ("llama", "float16", "new", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "mistral_window_sharded": ("mistral", "float16", "new", {"num_hidden_layers": 3, "sliding_window": 16}),
+    "qwen2_bias": ("qwen2", "bfloat16", "old", {"use_sliding_window": False}),
+    "qwen2_mixed_windows": (
+        "qwen2",
+        "float32",
+        "old",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    ),
+    "qwen3_qk_norm_tied": ("qwen3", "float16", "new", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+# Settings as released: Llama 2, a fourfold linear stretch, Llama 3.1 and 3.2, Qwen2.5 with yarn, and yarn's variants.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768, "rope_theta": 1e6}
+ROPES = {
+    "llama2": (128, {"rope_type": "default", "rope_theta": 10_000.0}),
+    "linear": (64, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}),
+    "llama3.1": (128, {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 500_000.0}),
+    "llama3.2": (64, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192, "rope_theta": 500_000.0}),
+    "yarn": (128, YARN),
+    "yarn without rounding": (128, {**YARN, "truncate": False}),
+    "yarn with its own magnitude": (64, {**YARN, "attention_factor": 1.25}),
+    "yarn with mscale": (64, {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}),
+    "yarn with betas": (64, {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}),
+}
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Matrices keep the size of what passes through them; q and k are larger, so that attention is selective."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.2 * torch.randn_like(parameter)
+        elif name.endswith("bias"):
+            parameter.data = 0.5 * torch.randn_like(parameter)
+        else:
+            gain = 1.6 if "q_proj" in name or "k_proj" in name else 2.0 if parameter.shape[0] == 96 else 1.0
+            parameter.data = gain * torch.randn_like(parameter) / parameter.shape[1] ** 0.5
+
+
+def spell_as_before(path: Path) -> None:
+    """Rewrites a config.json to the spelling that transformers 4 wrote and most published models have."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    if kind == "linear":
+        config["rope_scaling"] = {"type": kind, **rope}
+    else:
+        config["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    config.pop("layer_types", None)
+    if config.get("use_sliding_window") is False:
+        config["sliding_window"] = 8  # published Qwen2 models carry one that must not be used
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: dict) -> None:
+    folder = FIXTURES / "models" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    torch.manual_seed(SEED)
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model)
+    shard = {"max_shard_size": "24KB"} if name.endswith("sharded") else {}
+    model.to(getattr(torch, dtype)).save_pretrained(folder, **shard)
+    if spelling == "old":
+        spell_as_before(folder / "config.json")
+
+    stored = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    ids = torch.randint(0, COMMON["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(SEED))
+    with torch.no_grad():
+        logits = stored(ids).logits[0]
+    rotary = stored.model.rotary_emb
+    np.savez(
+        folder / "reference.npz",
+        ids=ids[0].numpy(),
+        logits=logits.numpy(),
+        inv_freq=rotary.inv_freq.numpy(),
+        attention_factor=np.float64(rotary.attention_scaling),
+    )
+    print(f"{name}: logits {logits.std():.2f} on average, from {logits.min():.1f} to {logits.max():.1f}")
+
+
+def make_ropes() -> None:
+    cases = {}
+    for name, (head_dim, rope) in ROPES.items():
+        config = transformers.LlamaConfig(
+            hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=131_072, rope_parameters=dict(rope)
+        )
+        if rope["rope_type"] == "default":
+            rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+            frequencies, factor = rotary.inv_freq, rotary.attention_scaling
+        else:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+        cases[name] = {
+            "head_dim": head_dim,
+            "max_position_embeddings": 131_072,
+            "rope_parameters": rope,
+            "inv_freq": frequencies.tolist(),
+            "attention_factor": factor,
+        }
+    (FIXTURES / "rope.json").write_text(json.dumps(cases) + "\n")
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.disable_progress_bar()
+    for name, settings in MODELS.items():
+        make_model(name, *settings)
+    make_ropes()

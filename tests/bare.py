@@ -1,0 +1,83 @@
+"""A model without tokenizer or engine: weights, store and forward pass, with everything open to a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from engine import codecs
+from engine.backends.numpy_ops import NumpyOps
+from engine.conditioning import Conditioning
+from engine.kv.plan import CacheShape, plan_for_tokens
+from engine.kv.store import KVStore, SequenceKV
+from engine.model import Model, ModelWeights
+from engine.weights import load_weights
+from model_loaders import load_weights as open_weights
+from model_loaders.config import ModelConfig
+
+
+def read_model(path: Path) -> tuple[ModelConfig, ModelWeights]:
+    config, source, _ = open_weights(path)
+    weights = load_weights(NumpyOps(), config, source)
+    source.close()
+    return config, weights
+
+
+def bare_model(
+    config: ModelConfig,
+    weights: ModelWeights,
+    types: tuple[str, str] = ("f16", "f16"),
+    *,
+    block_size: int = 16,
+    centred: bool = True,
+    tokens: int = 2048,
+) -> Model:
+    """A model with a store of its own; the weights may be shared."""
+    k, v = (codecs.get(name) for name in types)
+    windows: dict[int | None, list[int]] = {}
+    for layer in range(config.layers):
+        windows.setdefault(config.window(layer), []).append(layer)
+    groups = tuple((window, tuple(layers)) for window, layers in windows.items())
+    d = config.head_dim
+    shape = CacheShape(k, v, centred and types[0] != "f16", block_size, config.kv_heads, d, groups)
+    conditioning = Conditioning(k.rotation(d), v.rotation(d), shape.centre_keys)
+    ops = NumpyOps()
+    return Model(ops, config, weights, KVStore(ops, plan_for_tokens(shape, tokens, 4), conditioning))
+
+
+def feed(model: Model, kv: SequenceKV, ids: Sequence[int], *, now_as_codes: bool = False) -> np.ndarray:
+    """One span of `ids` → logits (T, V)."""
+    span = model.store.open(kv, len(ids), now_as_codes=now_as_codes)
+    hidden = model.run([span], ids)
+    model.store.commit(span)
+    return model.logits(hidden)
+
+
+def prefill_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
+    """Exact logits (T, V) of a prompt: its own K/V are full precision until its prefill ends."""
+    return feed(model, model.store.new_sequence(), ids)
+
+
+def step_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
+    """Logits (T, V) of one step after the other."""
+    kv = model.store.new_sequence()
+    return np.concatenate([feed(model, kv, [i]) for i in ids])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def kl(reference: np.ndarray, logits: np.ndarray) -> float:
+    """Mean KL divergence in nats of the distributions of `logits` from those of `reference`, (T, V) each."""
+    p, q = log_softmax(reference), log_softmax(logits)
+    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
+
+
+def spread(logits: np.ndarray) -> float:
+    """The range of logits that tolerances are relative to."""
+    return float(logits.max() - logits.min())

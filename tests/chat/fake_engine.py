@@ -1,0 +1,81 @@
+"""An engine without a model for the chat's tests; run as a script, it is the chat over that engine.
+
+It answers by what the last message says: "error" raises, "slow" is an answer and "long" a prompt of half a
+minute, "crash" fails unexpectedly, anything else comes back as "you said: …", a word per chunk.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from engine.chat import main
+from engine.config import EngineConfig, SamplingParams
+from engine.errors import EngineError
+from engine.outputs import CacheStats, Chunk, Usage
+
+
+@dataclass
+class FakeEngine:
+    config: EngineConfig = field(default_factory=EngineConfig)
+    prompts: list[Any] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    cancelled: int = 0
+    closed: bool = False
+
+    def load(self, path: str | None = None, *, config: EngineConfig, verbose: Any = None) -> FakeEngine:
+        self.config = config
+        verbose("Reading the weights of fake")
+        return self
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def fit_line(self) -> str:
+        return "fake: a context of 128 tokens fits"
+
+    def cache_stats(self) -> CacheStats:
+        return CacheStats(tokens=12, bytes=3 << 20, bits_per_value=4.25, f16_bytes=12 << 20, context=128)
+
+    def stream(self, prompt: Any, params: SamplingParams, *, progress: bool = False) -> Iterator[Chunk]:
+        self.prompts.append(prompt)
+        self.params.append(params)
+        said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        if said == "error":
+            raise EngineError("the prompt has 200 tokens and the context 128; shorten it", "context_length_exceeded")
+        if said == "crash":
+            raise ZeroDivisionError("division by zero")
+        units = 3000 if said == "long" else 2
+        for unit in range(units if progress else 0):
+            if said == "long":
+                time.sleep(0.01)
+            yield Chunk("", (), prefilled=unit + 1, prompt_tokens=units)
+        words = ("slow " * 3000).split(" ") if said == "slow" else f"you said: {said}".split(" ")
+        try:
+            for number, word in enumerate(words):
+                if said == "slow":
+                    time.sleep(0.01)
+                if number == params.max_tokens:
+                    yield self._last("length", number)
+                    return
+                yield Chunk(word if number == 0 else f" {word}", (100 + number,))
+            yield self._last("stop", len(words))
+        except GeneratorExit:
+            self.cancelled += 1
+            raise
+
+    def _last(self, reason: str, completion: int) -> Chunk:
+        return Chunk("", (), reason, Usage(30, 20, completion, prefill_seconds=0.5, generation_seconds=2.0))
+
+
+if __name__ == "__main__":
+    sys.exit(main(load=FakeEngine().load))

@@ -1,0 +1,263 @@
+"""The chat without a terminal: messages come through a pipe, answers go to one, everything else to standard error."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.chat import main
+from model_loaders.errors import LoadError
+
+from .fake_engine import FakeEngine
+
+FAKE_CHAT = Path(__file__).with_name("fake_engine.py")
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def chat(engine, capsys, monkeypatch):
+    """Runs the chat on lines of input; gives its exit code, standard output and standard error."""
+
+    def run(*argv, lines="", load=engine.load):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        code = main(argv, load=load)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def fails(error):
+    """A `load` that raises."""
+
+    def load(*_args, **_settings):
+        raise error
+
+    return load
+
+
+def test_a_single_turn_answers_once(chat, engine):
+    code, out, _ = chat("-p", "hi there", "-st", lines="not read\n")
+    assert (code, out) == (0, "you said: hi there\n")
+    assert engine.prompts == [[{"role": "user", "content": "hi there"}]]
+    assert engine.closed
+
+
+def test_a_single_turn_without_a_prompt_reads_one_message(chat):
+    assert chat("-st", lines="one\ntwo\n")[:2] == (0, "you said: one\n")
+
+
+def test_a_prompt_comes_from_a_file(chat, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file\n")
+    assert chat("-f", str(file), "-st")[:2] == (0, "you said: from a file\n")
+
+
+def test_every_line_of_a_pipe_is_one_turn(chat):
+    code, out, err = chat("-p", "zero", lines="one\n\ntwo \\\nlines")
+    assert (code, out) == (0, "you said: zero\nyou said: one\nyou said: two \nlines\n")
+    assert ">" not in err
+    assert "\x1b" not in err
+
+
+def test_what_is_loaded_is_told_on_standard_error(chat):
+    _, out, err = chat("-p", "hi", "-st")
+    assert "Reading the weights of fake" in err
+    assert err.count("fake: a context of 128 tokens fits") == 1
+    assert "fake" not in out
+
+
+def test_earlier_turns_and_their_token_ids_go_along(chat, engine):
+    chat("-sys", "Be brief.", lines="one\ntwo\n")
+    assert engine.prompts[-1] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "you said: one", "token_ids": (100, 101, 102)},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_sampling_flags_reach_the_engine(chat, engine):
+    chat("-p", "hi", "-st", "--temp", "0", "-r", "###", "-c", "64")
+    assert engine.params[0].temperature == 0
+    assert engine.params[0].stop == ("###",)
+    assert engine.config.ctx_size == 64
+
+
+def test_regen_answers_the_last_message_again(chat, engine):
+    _, out, err = chat(lines="/regen\none\n/regen\n")
+    assert "There is no answer yet." in err
+    assert out == "you said: one\n" * 2
+    assert engine.prompts[0] == engine.prompts[1] == [{"role": "user", "content": "one"}]
+
+
+def test_clear_keeps_only_the_system_prompt(chat, engine):
+    chat("-sys", "Be brief.", lines="one\n/clear\ntwo\n/regen\n")
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "two"}
+    assert engine.prompts[1] == engine.prompts[2] == [system, user]
+
+
+def test_system_shows_and_sets_the_system_prompt(chat, engine):
+    _, _, err = chat(lines="/system\none\n/system Answer in verse.\n/system\ntwo\n")
+    assert "There is no system prompt" in err
+    assert err.count("Answer in verse.") == 1
+    assert engine.prompts[-1] == [
+        {"role": "system", "content": "Answer in verse."},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_help_names_every_command(chat):
+    _, out, err = chat(lines="/help\n")
+    assert all(f"\n{name} " in f"\n{err}" for name in ("/help", "/clear", "/regen", "/system", "/stats", "/exit"))
+    assert out == ""
+
+
+def test_exit_leaves(chat):
+    assert chat(lines="/exit\nhi\n")[:2] == (0, "")
+
+
+def test_an_unknown_command_is_no_message(chat, engine):
+    _, _, err = chat(lines="/etc/hosts\n")
+    assert "There is no command /etc/hosts" in err
+    assert engine.prompts == []
+
+
+def test_a_double_slash_sends_a_slash(chat):
+    assert chat(lines="//etc/hosts\n")[1] == "you said: /etc/hosts\n"
+
+
+@pytest.mark.parametrize(("argv", "lines"), [(["--show-timings"], "hi\n"), ([], "hi\n/stats\n")])
+def test_the_numbers_of_a_turn(chat, argv, lines):
+    _, _, err = chat(*argv, lines=lines)
+    assert "prompt: 30 tokens, 20 of them cached, 20.0 tokens/s" in err  # 10 tokens in half a second
+    assert "answer: 3 tokens, 1.0 tokens/s" in err  # the first comes with the prompt, two more in two seconds
+    assert "context: 12 of 128 tokens" in err
+    assert "cache: 3.0 MiB, 4.25 bits per value (f16: 12.0 MiB, 16 bits)" in err
+
+
+def test_there_are_no_numbers_unless_asked_for(chat):
+    assert "tokens/s" not in chat(lines="hi\n")[2]
+    assert "There is no answer yet." in chat(lines="/stats\n")[2]
+
+
+def test_an_answer_that_was_cut_off_says_why(chat):
+    assert "-n/--predict" in chat("-p", "hi", "-st", "-n", "1")[2]
+
+
+def test_raw_completion_goes_on_from_the_text_itself(chat, engine):
+    code, out, err = chat("-no-cnv", "-p", "Once upon", "-sys", "Be brief.", lines="not read\n")
+    assert (code, out) == (0, "you said: Once upon\n")
+    assert engine.prompts == ["Once upon"]
+    assert "-sys has no effect with -no-cnv" in err
+
+
+def test_raw_completion_takes_a_pipe_as_a_whole(chat, engine):
+    chat("-no-cnv", lines="line one\nline two\n")
+    assert engine.prompts == ["line one\nline two"]
+
+
+@pytest.mark.parametrize("flag", [["-ngl"], ["-ngl", "99"], ["-fa"], ["-fa", "on"]])
+def test_flags_without_effect_are_noted(chat, flag):
+    code, _, err = chat(*flag, "-p", "hi", "-st")
+    assert code == 0
+    assert err.count(f"note: {flag[0]} has no effect") == 1
+
+
+def test_no_flag_means_no_note(chat):
+    assert "note:" not in chat("-p", "hi", "-st")[2]
+
+
+@pytest.mark.parametrize("argv", [["--nope"], ["-c", "-1"], ["-f", "/no/such/file"], ["-p", ""]])
+def test_a_flag_that_cannot_be_understood_ends_in_a_sentence(chat, argv):
+    code, out, err = chat(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_loaded_ends_in_its_sentence(chat):
+    sentence = "/models/x.gguf is cut short; fetch it again"
+    assert chat(load=fails(LoadError(sentence))) == (2, "", f"error: {sentence}\n")
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(chat, engine):
+    code, out, err = chat(lines="one\nerror\ntwo\n")
+    assert "error: the prompt has 200 tokens" in err
+    assert out == "you said: one\nyou said: two\n"
+    assert [message["content"] for message in engine.prompts[-1]] == ["one", "you said: one", "two"]
+    assert code == 2  # a script learns that one message has no answer
+
+
+def test_an_unexpected_error_is_one_sentence_or_a_traceback_on_request(chat):
+    code, _, err = chat("-p", "crash", "-st")
+    assert code == 1
+    assert "unexpected ZeroDivisionError: division by zero; run with --verbose" in err
+    assert "Traceback" not in err
+    code, _, err = chat("-p", "crash", "-st", "--verbose")
+    assert code == 1
+    assert "Traceback" in err
+
+
+def test_ctrl_c_while_loading_is_quiet(chat):
+    assert chat(load=fails(KeyboardInterrupt())) == (130, "", "")
+
+
+def test_input_that_is_not_utf8_ends_in_a_sentence(chat, monkeypatch, engine, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"gr\xfc\xdfe\n")))
+    assert main([], load=engine.load) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_input_is_utf8_whatever_the_locale_says():
+    done = run_fake(input="größe\n".encode(), env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
+    assert done.stdout == b"you said: gr??e\n"
+
+
+def test_color_is_forced_on_notes_but_never_on_the_answer(chat):
+    _, out, err = chat("--color", "on", "-p", "hi", "-st")
+    assert "\x1b[" in err
+    assert "\x1b" not in out
+
+
+def test_control_characters_of_the_model_reach_a_pipe_unchanged(chat):
+    assert chat("-p", "\x1b[2J", "-st")[1] == "you said: \x1b[2J\n"
+
+
+def run_fake(*argv, **options):
+    return subprocess.run([sys.executable, FAKE_CHAT, *argv], capture_output=True, timeout=60, **options)
+
+
+def start_fake(*argv, **options):
+    return subprocess.Popen(
+        [sys.executable, FAKE_CHAT, *argv], bufsize=0, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, **options
+    )
+
+
+def test_a_reader_that_leaves_ends_the_chat_quietly():
+    with start_fake("-p", "slow", "-st", stderr=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read().decode()
+        assert process.wait(timeout=60) == 141
+    assert "Traceback" not in err
+    assert "Exception" not in err
+    assert "error" not in err
+
+
+def test_ctrl_c_without_a_terminal_ends_the_chat():
+    with start_fake("-p", "slow", stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(4) == b"slow"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.endswith(b"\n")  # the line of the answer is not left open
+    assert b"Traceback" not in err

@@ -1,0 +1,175 @@
+"""The command line: what each flag means, and what is said about one that cannot be understood."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.chat_config import GROUPS, ChatConfig, read_command_line, read_prompt
+from engine.config import EngineConfig, SamplingParams
+from engine.errors import EngineError
+from engine.flags import FlagError, describe
+
+# flag, word on the command line, group (0 engine, 1 sampling, 2 chat), field, value
+WITH_VALUE = [
+    ("--weights", "./llama3", 0, "weights", "./llama3"),
+    ("-m", "x.gguf", 0, "weights", "x.gguf"),
+    ("--model", "x.gguf", 0, "weights", "x.gguf"),
+    ("--device", "cpu", 0, "device", "cpu"),
+    ("-c", "4096", 0, "ctx_size", 4096),
+    ("--ctx-size", "0", 0, "ctx_size", 0),
+    ("-ctk", "f16", 0, "cache_type_k", "f16"),
+    ("-ctv", "f16", 0, "cache_type_v", "f16"),
+    ("--kv-memory", "1.5GiB", 0, "kv_memory", "1.5GiB"),
+    ("-t", "4", 0, "threads", 4),
+    ("--threads", "4", 0, "threads", 4),
+    ("-n", "-1", 1, "max_tokens", -1),
+    ("--predict", "64", 1, "max_tokens", 64),
+    ("--temp", "0", 1, "temperature", 0.0),
+    ("--top-k", "0", 1, "top_k", 0),
+    ("--top-p", "1", 1, "top_p", 1.0),
+    ("--min-p", "0.05", 1, "min_p", 0.05),
+    ("--repeat-penalty", "1.1", 1, "repeat_penalty", 1.1),
+    ("--presence-penalty", "-0.5", 1, "presence_penalty", -0.5),
+    ("--frequency-penalty", "0.5", 1, "frequency_penalty", 0.5),
+    ("-s", "-1", 1, "seed", -1),
+    ("--seed", "42", 1, "seed", 42),
+    ("-p", "hello", 2, "prompt", "hello"),
+    ("--prompt", "- a list", 2, "prompt", "- a list"),
+    ("-f", "prompt.txt", 2, "file", "prompt.txt"),
+    ("--file", "prompt.txt", 2, "file", "prompt.txt"),
+    ("-sys", "Be brief.", 2, "system_prompt", "Be brief."),
+    ("--system-prompt", "Be brief.", 2, "system_prompt", "Be brief."),
+    ("--color", "off", 2, "color", "off"),
+    ("-ngl", "99", 2, "gpu_layers", "99"),
+    ("--gpu-layers", "-1", 2, "gpu_layers", "-1"),
+    ("-fa", "auto", 2, "flash_attn", "auto"),
+    ("--flash-attn", "off", 2, "flash_attn", "off"),
+]
+SWITCHES = [
+    ("--no-key-conditioning", 0, "key_conditioning", False),
+    ("--no-mmap", 0, "mmap", False),
+    ("--ignore-eos", 1, "ignore_eos", True),
+    ("-no-cnv", 2, "conversation", False),
+    ("--no-conversation", 2, "conversation", False),
+    ("-st", 2, "single_turn", True),
+    ("--single-turn", 2, "single_turn", True),
+    ("--show-timings", 2, "show_timings", True),
+    ("--verbose", 2, "verbose", True),
+    ("--color", 2, "color", "on"),
+]
+
+
+def test_no_flags_give_the_defaults_of_the_dataclasses():
+    assert read_command_line([]) == (EngineConfig(), SamplingParams(), ChatConfig())
+
+
+@pytest.mark.parametrize(("flag", "word", "group", "name", "value"), WITH_VALUE)
+def test_a_flag_sets_its_field(flag, word, group, name, value):
+    assert getattr(read_command_line([flag, word])[group], name) == value
+
+
+@pytest.mark.parametrize(("flag", "group", "name", "value"), SWITCHES)
+def test_a_switch_needs_no_value(flag, group, name, value):
+    settings = read_command_line([flag, "--temp", "0"])
+    assert getattr(settings[group], name) == value
+    assert settings[1].temperature == 0
+
+
+@pytest.mark.parametrize("flag", ["-ngl", "-fa"])
+def test_flags_that_mean_nothing_here_may_stand_alone(flag):
+    assert read_command_line([flag, "-n", "3"])[1].max_tokens == 3
+
+
+@pytest.mark.parametrize("title", GROUPS)
+def test_every_flag_of_a_group_is_explained(title, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        read_command_line(["--help"])
+    assert exit_.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{title}: " in shown
+    for names, meaning in describe(GROUPS[title]):
+        assert names in shown
+        assert meaning in shown
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1))
+def test_a_text_is_taken_as_it_is(text):
+    assert read_command_line(["-p", text])[2].prompt == text
+    assert read_command_line(["-sys", text, "-st"])[2].system_prompt == text
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1)))
+def test_reverse_prompts_add_up(texts):
+    words = [word for text in texts for word in ("-r", text)]
+    assert read_command_line(words)[1].stop == tuple(texts)
+
+
+@given(st.dictionaries(st.integers(0, 200_000), st.floats(-1e6, 1e6).map(lambda x: round(x, 3))))
+def test_logit_biases_add_up(biases):
+    words = [word for token, bias in biases.items() for word in ("--logit-bias", f"{token}{bias:+.3f}")]
+    assert read_command_line(words)[1].logit_bias == pytest.approx(biases)
+
+
+def test_a_bias_of_minus_infinity_bans_a_token():
+    assert read_command_line(["--logit-bias", "42-inf"])[1].logit_bias == {42: -math.inf}
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["-c", "-4"], "--ctx-size"),
+        (["-c", "many"], "--ctx-size"),
+        (["-c"], "--ctx-size"),
+        (["-t", "-1"], "--threads"),
+        (["-n", "-2"], "--predict"),
+        (["-n", "1.5"], "--predict"),
+        (["--temp", "nan"], "--temp"),
+        (["--temp", "-1"], "--temp"),
+        (["--temp", "warm"], "--temp"),
+        (["--top-k", "-1"], "--top-k"),
+        (["--top-p", "0"], "--top-p"),
+        (["--top-p", "1.5"], "--top-p"),
+        (["--top-p", "nan"], "--top-p"),
+        (["--min-p", "-0.1"], "--min-p"),
+        (["--repeat-penalty", "0"], "--repeat-penalty"),
+        (["--presence-penalty", "inf"], "--presence-penalty"),
+        (["--frequency-penalty", "nan"], "--frequency-penalty"),
+        (["--logit-bias", "42"], "--logit-bias"),
+        (["--logit-bias", "word-1"], "--logit-bias"),
+        (["--logit-bias", "42-nan"], "--logit-bias"),
+        (["--logit-bias", "42+inf"], "--logit-bias"),
+        (["--kv-memory", "lots"], "--kv-memory"),
+        (["--kv-memory", "0"], "--kv-memory"),
+        (["--kv-memory", "-2G"], "--kv-memory"),
+        (["--device", "toaster"], "--device"),
+        (["--color", "blue"], "--color"),
+        (["-r", ""], "--reverse-prompt"),
+        (["-p", "\udcff"], "--prompt"),
+        (["-p", "a", "-f", "b"], "--file"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--thread", "4"], "--thread"),
+        (["stray"], "stray"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_flag(words, name):
+    with pytest.raises((FlagError, EngineError)) as error:
+        read_command_line(words)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_file_loses_one_line_end(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Größe?\n\n", encoding="utf-8")
+    assert read_prompt(ChatConfig(file=str(file))) == "Größe?\n"
+
+
+def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path):
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    for path in (binary, tmp_path / "missing", tmp_path):
+        with pytest.raises(FlagError) as error:
+            read_prompt(ChatConfig(file=str(path)))
+        assert str(path) in str(error.value)

@@ -1,0 +1,256 @@
+"""The chat at a terminal: what a person sees and can press."""
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from engine.console import ctrl_c_asked
+
+FAKE_CHAT = Path(__file__).with_name("fake_engine.py")
+CTRL_C, CTRL_D, ENTER, ALT_ENTER, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[A"
+HANG = 30.0  # seconds after which a chat that says nothing counts as hung
+
+
+class Terminal:
+    """A chat behind a pseudo-terminal, driven by what it shows."""
+
+    def __init__(self, *argv: str, state: Path, **streams: int):
+        self._own, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+        settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state), "PYTHONUTF8": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, FAKE_CHAT, *argv],
+            **{"stdin": other, "stdout": other, "stderr": other, **streams},
+            env={**os.environ, **settings},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C becomes a signal
+        )
+        os.close(other)
+        self.shown = ""
+        self._seen = 0
+
+    def type(self, text: str) -> None:
+        os.write(self._own, text.encode())
+
+    def until(self, text: str) -> str:
+        """Waits until `text` is shown after what was waited for before; gives what came with it."""
+        while (end := self.shown.find(text, self._seen)) < 0:
+            assert self._receive(), f"{text!r} never came; shown so far:\n{self.shown}"
+        begin, self._seen = self._seen, end + len(text)
+        return self.shown[begin : self._seen]
+
+    def end(self) -> int:
+        """Waits until the chat is over; gives its exit code."""
+        while self._receive():
+            pass
+        return self.process.wait(timeout=HANG)
+
+    def _receive(self) -> bool:
+        ready, _, _ = select.select([self._own], [], [], HANG)
+        try:
+            data = os.read(self._own, 65536) if ready else b""
+        except OSError:  # how Linux says that the other side is closed
+            data = b""
+        self.shown += data.decode(errors="replace")
+        return data != b""
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._own)
+
+
+@pytest.fixture
+def open_chat(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    opened = []
+
+    def start(*argv, **streams):
+        opened.append(Terminal(*argv, state=tmp_path, **streams))
+        return opened[-1]
+
+    yield start
+    for terminal in opened:
+        terminal.close()
+
+
+def test_a_prompt_waits_and_ctrl_d_leaves(open_chat):
+    chat = open_chat()
+    chat.until("fake: a context of 128 tokens fits")
+    chat.until("> ")
+    chat.type("hello" + ENTER)
+    chat.until("you said: hello")
+    chat.until("> ")
+    chat.type(CTRL_D)
+    assert chat.end() == 0
+    assert "Traceback" not in chat.shown
+
+
+def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
+    chat = open_chat()
+    chat.until("> ")
+    chat.type("slow" + ENTER)
+    chat.until("slow slow slow")  # the whole answer takes half a minute
+    chat.type(CTRL_C)
+    chat.until("The answer was stopped.")
+    chat.until("> ")
+    chat.type("still there?" + ENTER)
+    chat.until("you said: still there?")
+    chat.until("> ")
+    chat.type("/exit" + ENTER)
+    assert chat.end() == 0
+
+
+def test_a_long_prompt_shows_how_far_it_is_and_can_be_stopped(open_chat):
+    chat = open_chat()
+    chat.until("> ")
+    chat.type("long" + ENTER)
+    chat.until("reading the prompt")
+    chat.until("/3000 tokens")
+    chat.type(CTRL_C)
+    chat.until("Stopped before the first token.")
+    chat.until("> ")
+    chat.type("/regen" + ENTER)
+    chat.until("There is no answer yet.")
+
+
+def test_ctrl_c_after_a_stopped_answer_leaves(open_chat):
+    chat = open_chat("-p", "slow")
+    chat.until("slow slow")
+    chat.type(CTRL_C)
+    chat.until("The answer was stopped.")
+    chat.until("> ")
+    chat.type(CTRL_C)
+    assert chat.end() == 0
+
+
+def test_ctrl_c_at_the_empty_prompt_leaves_the_second_time(open_chat):
+    chat = open_chat()
+    chat.until("> ")
+    chat.type(CTRL_C)
+    chat.until("Ctrl-C again")
+    chat.until("> ")
+    chat.type(CTRL_C)
+    assert chat.end() == 0
+    assert "Traceback" not in chat.shown
+
+
+def test_ctrl_c_clears_what_was_typed(open_chat):
+    chat = open_chat()
+    chat.until("> ")
+    chat.type("forget this")
+    chat.until("forget this")
+    chat.type(CTRL_C + "instead" + ENTER)
+    chat.until("you said: instead")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["one\\" + ENTER + "two", "one" + ALT_ENTER + "two", "\x1b[200~one\ntwo\x1b[201~"],
+    ids=["backslash", "alt-enter", "paste"],
+)
+def test_a_message_may_have_several_lines(open_chat, typed):
+    chat = open_chat()
+    chat.until("> ")
+    chat.type(typed + ENTER)
+    chat.until("you said: one\r\ntwo\r\n")
+
+
+def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
+    first = open_chat()
+    first.until("> ")
+    first.type("remember me" + ENTER)
+    first.until("you said: remember me")
+    first.until("> ")
+    first.type(CTRL_D)
+    first.end()
+    second = open_chat()
+    second.until("> ")
+    second.type(UP)
+    second.until("remember me")
+    second.type(ENTER)
+    second.until("you said: remember me")
+    (history,) = tmp_path.rglob("chat_history")
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_commands_answer_at_the_terminal(open_chat):
+    chat = open_chat()
+    chat.until("> ")
+    chat.type("/nonsense" + ENTER)
+    chat.until("There is no command /nonsense")
+    chat.until("> ")
+    chat.type("error" + ENTER)
+    chat.until("the prompt has 200 tokens")
+    chat.until("/clear forgets")
+    chat.until("> ")
+    chat.type("/help" + ENTER)
+    chat.until("/regen")
+    chat.until("> ")
+    chat.type("/exit" + ENTER)
+    assert chat.end() == 0  # a person saw the error of that turn
+
+
+def test_control_characters_of_the_model_do_not_reach_the_terminal(open_chat):
+    chat = open_chat("-st", "-p", "a\x1b]0;title\x07b")
+    chat.until("you said: a␛]0;title␇b")
+    assert chat.end() == 0
+
+
+def test_raw_completion_shows_its_prompt(open_chat):
+    chat = open_chat("-no-cnv", "-p", "Once ")
+    chat.until("Once you said: Once ")
+    assert chat.end() == 0
+
+
+def test_raw_completion_at_a_terminal_needs_a_prompt(open_chat):
+    chat = open_chat("-no-cnv")
+    chat.until("error: -no-cnv/--no-conversation needs a prompt")
+    assert chat.end() == 2
+
+
+def test_ctrl_c_in_a_single_turn_is_an_interrupt(open_chat):
+    chat = open_chat("-st", "-p", "slow")
+    chat.until("slow slow")
+    chat.type(CTRL_C)
+    assert chat.end() == 130
+
+
+@pytest.mark.parametrize(("argv", "no_color", "colored"), [([], "", True), ([], "1", False), (["--color"], "1", True)])
+def test_colors_can_be_refused(open_chat, monkeypatch, argv, no_color, colored):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    chat = open_chat(*argv, "-p", "hi", "-st")
+    assert chat.end() == 0
+    assert ("\x1b[2m" in chat.shown) == colored
+
+
+def test_with_output_in_a_file_the_dialogue_stays_on_the_terminal(open_chat, tmp_path):
+    with (tmp_path / "answers").open("wb") as file:
+        chat = open_chat(stdout=file.fileno())
+        chat.until("> ")
+        chat.type("hello" + ENTER)
+        chat.until("> ")
+        chat.type(CTRL_D)
+        assert chat.end() == 0
+    assert (tmp_path / "answers").read_text() == "you said: hello\n"
+
+
+def test_ctrl_c_is_asked_about_and_a_second_one_interrupts():
+    before = signal.getsignal(signal.SIGINT)
+    with ctrl_c_asked() as asked:
+        assert not asked()
+        signal.raise_signal(signal.SIGINT)
+        assert asked()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

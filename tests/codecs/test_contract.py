@@ -1,0 +1,240 @@
+"""What every codec promises, whatever it does inside."""
+
+import ast
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from engine import codecs
+
+NAMES = [*codecs.available(), "polarquant+hadamard", "polarquant+dense", "polarquant+none"]
+HEAD_DIMS = [8, 16, 24, 48, 64, 80, 96, 128, 256]
+BLOCK_SIZES = [16, 64]
+
+every_codec = pytest.mark.parametrize("name", NAMES)
+every_shape = [
+    pytest.mark.parametrize("head_dim", HEAD_DIMS),
+    pytest.mark.parametrize("block_size", BLOCK_SIZES),
+]
+
+
+def over_shapes(test):
+    for mark in every_shape:
+        test = mark(test)
+    return every_codec(test)
+
+
+def serving(name, block_size, head_dim):
+    """The codec, or a skip where it says that it does not serve this shape."""
+    codec = codecs.get(name)
+    try:
+        codec.check(head_dim, block_size)
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    return codec
+
+
+def gaussian(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+@over_shapes
+def test_round_trip_keeps_shape_and_direction(name, block_size, head_dim):
+    codec = serving(name, block_size, head_dim)
+    x = gaussian(2, 3, block_size, head_dim)
+    y = codec.decode(codec.encode(x))
+    assert y.shape == x.shape
+    assert y.dtype == np.float32
+    assert y.flags.c_contiguous
+    # A code of two bits a value or more keeps three quarters of the energy (Shannon: an error of 2^(−2·1) at one bit).
+    assert np.square(y - x).mean() < 0.25
+
+
+@over_shapes
+def test_fields_say_what_encode_gives_and_bits_per_value_counts_all_of_it(name, block_size, head_dim):
+    codec = serving(name, block_size, head_dim)
+    codes = codec.encode(gaussian(2, block_size, head_dim))
+    fields = codec.fields(block_size, head_dim)
+    assert list(codes) == list(fields)
+    for key, field in fields.items():
+        assert codes[key].shape == (2, *field.shape)
+        assert codes[key].dtype == field.dtype
+    stored = sum(code.nbytes for code in codes.values())
+    assert codecs.bits_per_value(codec, block_size, head_dim) == 8 * stored / (2 * block_size * head_dim)
+
+
+@over_shapes
+def test_a_block_is_coded_alone_and_the_same_each_time(name, block_size, head_dim):
+    codec = serving(name, block_size, head_dim)
+    x = gaussian(2, 3, block_size, head_dim)
+    together, values = codec.encode(x), codec.decode(codec.encode(x))
+    for i, j in np.ndindex(2, 3):
+        alone = codec.encode(x[i, j])
+        assert all(np.array_equal(alone[key], together[key][i, j]) for key in together)
+        assert np.array_equal(codec.decode(alone), values[i, j])
+
+
+@every_codec
+def test_more_blocks_than_one_slab_permute_with_their_codes(name):
+    codec = serving(name, 16, 128)
+    x = gaussian(150, 16, 128)
+    order = np.random.default_rng(1).permutation(len(x))
+    codes, permuted = codec.encode(x), codec.encode(x[order])
+    assert all(np.array_equal(permuted[key], codes[key][order]) for key in codes)
+    assert np.array_equal(codec.decode(permuted), codec.decode(codes)[order])
+
+
+@every_codec
+def test_strided_input_and_codes_count_by_their_values(name):
+    codec = serving(name, 16, 64)
+    x = gaussian(16, 6, 64).swapaxes(0, 1)
+    codes = codec.encode(x)
+    plain = codec.encode(np.ascontiguousarray(x))
+    assert all(np.array_equal(codes[key], plain[key]) for key in codes)
+    every_other = {key: code[::2] for key, code in codes.items()}
+    assert np.array_equal(codec.decode(every_other), codec.decode(codes)[::2])
+
+
+@every_codec
+def test_decode_fills_the_array_it_is_given(name):
+    codec = serving(name, 16, 64)
+    codes = codec.encode(gaussian(5, 16, 64))
+    out = np.full((5, 16, 64), np.nan, np.float32)
+    assert codec.decode(codes, out) is out
+    assert np.array_equal(out, codec.decode(codes))
+
+
+@every_codec
+@pytest.mark.parametrize(
+    "out",
+    [np.empty((5, 16, 32), np.float32), np.empty((5, 16, 64)), np.empty((16, 5, 64), np.float32).swapaxes(0, 1)],
+    ids=["shape", "dtype", "strides"],
+)
+def test_decode_refuses_an_array_it_cannot_fill(name, out):
+    codec = serving(name, 16, 64)
+    with pytest.raises(ValueError, match="C-contiguous float32"):
+        codec.decode(codec.encode(gaussian(5, 16, 64)), out)
+
+
+@every_codec
+def test_no_blocks(name):
+    codec = serving(name, 16, 64)
+    assert codec.decode(codec.encode(np.empty((3, 0, 16, 64), np.float32))).shape == (3, 0, 16, 64)
+
+
+@every_codec
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_refuses_what_is_not_finite(name, bad):
+    codec = serving(name, 16, 64)
+    x = gaussian(2, 16, 64)
+    x[1, 7, 33] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        codec.encode(x)
+
+
+@every_codec
+def test_refuses_what_is_not_a_block(name):
+    with pytest.raises(ValueError, match=r"shape \(64,\)"):
+        codecs.get(name).encode(np.zeros(64, np.float32))
+
+
+@over_shapes
+def test_zeros_stay_zero(name, block_size, head_dim):
+    codec = serving(name, block_size, head_dim)
+    assert not codec.decode(codec.encode(np.zeros((2, block_size, head_dim), np.float32))).any()
+
+
+@every_codec
+@pytest.mark.parametrize("scale", [1e5, 1e18, 1e30, 3e37])
+def test_huge_vectors_saturate(name, scale):
+    codec = serving(name, 16, 64)
+    x = gaussian(2, 16, 64) * np.float32(scale)
+    y = codec.decode(codec.encode(x))
+    assert np.isfinite(y).all()
+    assert np.abs(y).max() <= 65504
+    if scale == 1e5:
+        assert np.sum(x * y) > 0.8 * np.linalg.norm(x) * np.linalg.norm(y)
+
+
+@every_codec
+def test_denormal_vectors_stay_finite_and_small(name):
+    codec = serving(name, 16, 64)
+    x = gaussian(2, 16, 64) * np.float32(1e-40)
+    y = codec.decode(codec.encode(x))
+    assert np.isfinite(y).all()
+    assert np.abs(y).max() < 1e-30
+
+
+@every_codec
+@settings(deadline=None, max_examples=50)
+@given(
+    x=hnp.arrays(np.float32, (8, 16), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),
+    block=hnp.arrays(np.float32, (8, 16), elements=st.floats(-8, 8, width=32)),
+)
+def test_any_finite_vector_is_served_and_disturbs_no_other_block(name, x, block):
+    codec = serving(name, 8, 16)
+    pair = codec.decode(codec.encode(np.stack([x, block])))
+    assert np.isfinite(pair).all()
+    assert np.array_equal(pair[1], codec.decode(codec.encode(block)))
+
+
+@over_shapes
+def test_rotation_is_orthogonal_and_fits(name, block_size, head_dim):
+    w = serving(name, block_size, head_dim).rotation(head_dim)
+    if w is not None:
+        assert w.shape == (head_dim, head_dim)
+        assert w.dtype == np.float32
+        assert np.allclose(w @ w.T, np.eye(head_dim), atol=np.sqrt(head_dim) * np.finfo(np.float32).eps)
+
+
+@every_codec
+def test_a_codec_travels_by_name_and_by_pickle(name):
+    codec = codecs.get(name)
+    assert codec.name == name
+    assert codecs.get(codec.name) == codec
+    assert pickle.loads(pickle.dumps(codec)) == codec
+    assert len(pickle.dumps(codec)) < 1000
+
+
+@pytest.mark.parametrize("name", ["", "polar", "f16+dense", "polarquant+", "polarquant+dense+none", "polarquant+fast"])
+def test_unknown_names_and_options_are_refused_in_a_sentence(name):
+    with pytest.raises(ValueError, match=r"ache type .*\.$"):
+        codecs.get(name)
+
+
+def test_an_unknown_name_hears_of_all_the_others():
+    with pytest.raises(ValueError) as refusal:
+        codecs.get("q4_0")
+    assert all(name in str(refusal.value) for name in codecs.available())
+
+
+def test_every_codec_file_is_discovered():
+    folder = Path(codecs.__file__).parent
+    stems = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    assert stems <= {type(codecs.get(name)).__module__.rpartition(".")[2] for name in codecs.available()}
+
+
+def test_codecs_import_numpy_and_each_other_only():
+    allowed = {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "functools",
+        "importlib",
+        "math",
+        "pkgutil",
+        "types",
+        "typing",
+    }
+    for path in Path(codecs.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            for module in names:
+                assert module.split(".")[0] in allowed | {"numpy"} or module.startswith("engine.codecs"), (path, module)

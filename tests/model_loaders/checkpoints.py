@@ -1,0 +1,106 @@
+"""Checkpoints for the loader's tests: the stored tiny models, and files written on the spot."""
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from model_loaders import ModelConfig, WeightSource
+
+MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
+NAMES = sorted(folder.name for folder in MODELS.iterdir())
+
+# The families' parts under the names that ggml gives them.
+_GGUF_PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "lm_head.weight": "output.weight",
+    "model.norm.weight": "output_norm.weight",
+}
+
+
+def read(weights: WeightSource, name: str) -> np.ndarray:
+    out = np.full(weights.shape(name), np.nan, np.float32)
+    weights.read_into(name, out)
+    return out
+
+
+def read_all(weights: WeightSource) -> dict[str, np.ndarray]:
+    return {name: read(weights, name) for name in weights.names()}
+
+
+def safetensors_file(path: Path, header: object, data: bytes = b"") -> Path:
+    """A safetensors file with this header, whatever it is (bytes are taken as they are)."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def gguf_name(name: str) -> str:
+    if name in _GGUF_TOP:
+        return _GGUF_TOP[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_GGUF_PARTS[part]}.{kind}"
+
+
+def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """q or k as llama.cpp's converter writes it for the architecture `llama`: channel j beside channel j + D/2."""
+    halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -> gguf.GGUFWriter:
+    """A writer with the metadata of `config`; `changes` are further keys, with `__` for the dots."""
+    writer = gguf.GGUFWriter(path, arch)
+    numbers = {
+        "block_count": config.layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.ffn_size,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope.theta,
+        "context_length": config.max_context,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+    } | {key.replace("__", "."): value for key, value in changes.items()}
+    for key, value in numbers.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(key if key.startswith("split.") else f"{arch}.{key}", value)
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.ndarray], **changes: object) -> Path:
+    """The model as llama.cpp's converter would write it, in F32; tensors named as ggml names them stay as they are."""
+    writer = gguf_header(path, arch, config, **changes)
+    for name, tensor in tensors.items():
+        if arch == "llama" and ".q_proj." in name:
+            tensor = interleaved(tensor, config.heads)
+        if arch == "llama" and ".k_proj." in name:
+            tensor = interleaved(tensor, config.kv_heads)
+        writer.add_tensor(gguf_name(name) if name.startswith(("model.", "lm_head.")) else name, tensor)
+    finish(writer)
+    return path

@@ -1,0 +1,462 @@
+"""Bad input ends in one sentence that names the file, what is wrong with it, and what to do."""
+
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_loaders import LoadError, load_weights
+from model_loaders.file_bytes import FileBytes
+from model_loaders.gguf_file import GgufFile
+from model_loaders.safetensors_source import read_header
+from model_loaders.stored import READABLE, StoredTensor, StoredWeights
+from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read, read_all, safetensors_file
+
+
+def refused(path: Path | str) -> str:
+    """The sentence that loading `path` ends in."""
+    with pytest.raises(LoadError) as caught:
+        load_weights(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a model in one file, for breaking."""
+    return Path(shutil.copytree(MODELS / "llama_mha", tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODELS / "mistral_window_sharded", tmp_path / "model"))
+
+
+def edit_json(path: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_header(path: Path, change: Callable[[dict], object]) -> None:
+    """Changes the header of a safetensors file, and keeps its data."""
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    safetensors_file(path, header, raw[8 + length :])
+
+
+# Paths
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path / "nothing")
+    assert "does not exist" in refused(str(tmp_path / "model.gguf"))
+    assert "does not exist" in refused("x" * 5000)
+    assert "does not exist" in refused("a\0b")
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-0.5B-Instruct"])
+def test_a_name_on_a_hub(name: str) -> None:
+    message = refused(name)
+    assert name in message
+    assert "hub" in message
+    assert "into a folder" in message
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_a_pickle_is_not_opened(name: str, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    assert f"pickle ({name})" in refused(folder)
+    assert name in refused(folder / name)
+    (folder / "config.json").unlink()
+    assert f"pickle ({name})" in refused(folder)
+
+
+def test_weights_without_their_folder(folder: Path) -> None:
+    assert f"give its folder, {folder}" in refused(folder / "model.safetensors")
+
+
+def test_an_adapter(folder: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").touch()
+    assert "LoRA" in refused(folder)
+
+
+def test_folders_without_a_model(tmp_path: Path, folder: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no config.json" in refused(empty)
+    (empty / "a.gguf").touch()
+    assert "a.gguf" in refused(empty)
+    (folder / "model.safetensors").unlink()
+    assert "no weights" in refused(folder)
+
+
+# config.json
+
+
+@pytest.mark.parametrize("text", ["", "{", "hello", "[" * 100_000, '{"a": 1}}', "\xff", '{"a": ' + "9" * 5000 + "}"])
+def test_a_configuration_that_is_not_json(text: str, folder: Path) -> None:
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    assert "config.json is not valid JSON" in refused(folder)
+
+
+def test_a_configuration_that_is_no_object(folder: Path) -> None:
+    (folder / "config.json").write_text("[1]")
+    assert "holds a list" in refused(folder)
+
+
+def test_quantized_weights(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq"}))
+    message = refused(folder)
+    assert "config.json" in message
+    assert "quantization_config" in message
+
+
+def test_a_missing_key(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda config: config.pop("num_hidden_layers"))
+    assert "config.json lacks the key 'num_hidden_layers'" in refused(folder)
+
+
+# Tensors against the configuration
+
+
+def test_a_tensor_of_another_shape(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda config: config.update(intermediate_size=65))
+    message = refused(folder)
+    assert "model.layers.0.mlp.gate_proj.weight" in message
+    assert "(64, 32)" in message
+    assert "(65, 32)" in message
+
+
+def test_missing_tensors(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda config: config.update(num_hidden_layers=3))
+    message = refused(folder)
+    assert "lacks the tensor model.layers.2.input_layernorm.weight" in message
+    assert "and 6 more" in message
+
+
+def test_a_tensor_that_would_not_take_part(folder: Path) -> None:
+    """A bias that the configuration does not announce changes every result, so it must not be ignored."""
+
+    def rename(header: dict) -> None:
+        header["model.layers.0.self_attn.q_proj.bias"] = header.pop("lm_head.weight")
+
+    edit_header(folder / "model.safetensors", rename)
+    message = refused(folder)
+    assert "model.layers.0.self_attn.q_proj.bias" in message
+
+
+def test_derived_tensors_of_old_checkpoints_are_ignored_and_a_missing_head_is_tied(folder: Path) -> None:
+    def rename(header: dict) -> None:
+        header["model.layers.0.self_attn.rotary_emb.inv_freq"] = header.pop("lm_head.weight")
+
+    edit_header(folder / "model.safetensors", rename)
+    config, weights, _ = load_weights(folder)
+    assert config.tied_head
+    assert "lm_head.weight" not in weights.names()
+    assert "model.layers.0.self_attn.rotary_emb.inv_freq" not in weights.names()
+
+
+def test_a_tied_head_that_is_stored_all_the_same_is_left_out(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    assert "lm_head.weight" not in load_weights(folder)[1].names()
+
+
+@pytest.mark.parametrize("dtype", ["I32", "U32", "F8_E4M3FOURTH"])
+def test_types_that_are_not_supported(dtype: str, folder: Path) -> None:
+    edit_header(folder / "model.safetensors", lambda header: header["model.norm.weight"].update(dtype=dtype))
+    message = refused(folder)
+    assert "model.norm.weight" in message
+    assert dtype in message
+    assert "F32" in message
+
+
+# safetensors files
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 100, 3000, -1])
+def test_a_truncated_file(keep: int, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    message = refused(folder)
+    assert "model.safetensors" in message
+    assert "truncated" in message
+
+
+def test_bytes_behind_the_last_tensor(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"\0")
+    assert "1 bytes follow" in refused(folder)
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    (sharded / "model-00002-of-00004.safetensors").unlink()
+    message = refused(sharded)
+    assert "model-00002-of-00004.safetensors is missing" in message
+
+
+def test_a_shard_without_its_tensor(sharded: Path) -> None:
+    def move(index: dict) -> None:
+        index["weight_map"]["model.norm.weight"] = "model-00001-of-00004.safetensors"
+
+    edit_json(sharded / "model.safetensors.index.json", move)
+    assert "model-00001-of-00004.safetensors lacks the tensor model.norm.weight" in refused(sharded)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a\\b.safetensors", "weights.bin", "", 7])
+def test_an_index_that_leads_out_of_the_folder(name: object, sharded: Path) -> None:
+    edit_json(sharded / "model.safetensors.index.json", lambda index: index["weight_map"].update({"a.weight": name}))
+    assert "model.safetensors.index.json" in refused(sharded)
+
+
+def test_an_index_without_a_map(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    assert "weight_map" in refused(sharded)
+
+
+def header_error(path: Path, header: object, data: bytes = b"") -> str:
+    source = FileBytes(safetensors_file(path, header, data), mmap=True)
+    with pytest.raises(LoadError) as caught:
+        read_header(source)
+    source.close()
+    return str(caught.value)
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        (b"not json", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 50_000, "not JSON"),
+        ([], "not a JSON object"),
+        ({"x": 1}, "'x'"),
+        ({"x": {}}, "'x'"),
+        ({"x": entry(dtype=1)}, "type 1"),
+        ({"x": entry(dtype="F4")}, "F4"),
+        ({"x": entry(shape="2")}, "shape"),
+        ({"x": entry(shape=[-2])}, "shape"),
+        ({"x": entry(shape=[2.0])}, "shape"),
+        ({"x": entry(shape=[True])}, "shape"),
+        ({"x": entry(shape=[1] * 9)}, "shape"),
+        ({"x": entry(shape=[2**62, 2**62])}, "takes 8 bytes"),
+        ({"x": entry(data_offsets=[0])}, "place"),
+        ({"x": entry(data_offsets=[-8, 0])}, "place"),
+        ({"x": entry(data_offsets=[8, 0])}, "takes -8 bytes"),
+        ({"x": entry(data_offsets=[0, 2**70])}, "place"),
+        ({"x": entry(data_offsets=[4, 12])}, "not at 0"),
+        ({"x": entry(), "y": entry()}, "not at 8"),
+        ({"x": entry(), "y": entry(data_offsets=[4, 12])}, "not at 8"),
+        ({"x": entry(), "y": entry(data_offsets=[8, 16])}, "truncated"),
+        (b'{"x": {}, "x": {}}', "twice"),
+        ({"\ud800": entry(shape=[3])}, "ud800"),
+    ],
+)
+def test_hostile_headers(header: object, problem: str, tmp_path: Path) -> None:
+    message = header_error(tmp_path / "x.safetensors", header, bytes(8))
+    assert problem in message
+    assert str(tmp_path / "x.safetensors") in message
+    message.encode()  # can be printed
+
+
+def test_a_header_that_claims_to_be_huge(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for length in (2**64 - 1, 2**40, 101_000_000, 3):
+        path.write_bytes(struct.pack("<Q", length) + b"{}")
+        with pytest.raises(LoadError, match=f"header of {length:,}"):
+            read_header(FileBytes(path, mmap=False))
+
+
+# GGUF files
+
+
+def gguf_error(path: Path, raw: bytes) -> str:
+    path.write_bytes(raw)
+    with pytest.raises(LoadError) as caught:
+        GgufFile(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_that_is_not_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    assert "not a GGUF file" in gguf_error(path, b"PK\3\4" + bytes(100))
+    assert "version field 0x1" in gguf_error(path, b"GGUF" + struct.pack("<I", 1) + bytes(100))
+    assert "little-endian" in gguf_error(path, b"GGUF" + struct.pack(">I", 3) + bytes(100))
+    assert "truncated" in gguf_error(path, b"")
+    assert "truncated" in gguf_error(path, b"GGUF\3")
+
+
+def gguf_bytes(tensors: int, entries: int, rest: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + rest
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (gguf_bytes(2**60, 0, b""), "counts"),
+        (gguf_bytes(0, 2**60, b""), "counts"),
+        (gguf_bytes(0, 1, struct.pack("<Q", 2**63) + bytes(99)), "counts"),
+        (gguf_bytes(0, 1, text(b"k" * 70_000) + bytes(99)), "a name"),
+        (gguf_bytes(0, 1, text(b"key") + struct.pack("<I", 99) + bytes(99)), "type number 99"),
+        (gguf_bytes(0, 1, text(b"key") + struct.pack("<IIQ", 9, 9, 1) + bytes(99)), "type number 9"),
+        (gguf_bytes(0, 1, text(b"key") + struct.pack("<IIQ", 9, 8, 2**50) + bytes(99)), "counts"),
+        (gguf_bytes(0, 1, text(b"key") + struct.pack("<IIQQ", 9, 8, 1, 2**50) + bytes(99)), "truncated"),
+        (gguf_bytes(0, 1, text(b"key") + struct.pack("<IIQ", 9, 4, 2**62) + bytes(99)), "counts"),
+        (gguf_bytes(0, 2, 2 * (text(b"key") + struct.pack("<IB", 0, 1)) + bytes(99)), "twice"),
+        (gguf_bytes(0, 1, text(b"general.alignment") + struct.pack("<II", 4, 3)), "alignment 3"),
+        (gguf_bytes(1, 0, text(b"t") + struct.pack("<I", 5) + bytes(99)), "5 dimensions"),
+        (gguf_bytes(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 4, 77, 0) + bytes(99)), "type number 77"),
+        (gguf_bytes(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 33, 8, 0) + bytes(99)), "multiple of the 32"),
+        (gguf_bytes(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 2**63, 0, 0) + bytes(99)), "truncated"),
+        (gguf_bytes(1, 0, text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 2**63) + bytes(99)), "truncated"),
+        (gguf_bytes(2, 0, 2 * (text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 0)) + bytes(99)), "twice"),
+    ],
+)
+def test_hostile_gguf_headers(raw: bytes, problem: str, tmp_path: Path) -> None:
+    assert problem in gguf_error(tmp_path / "x.gguf", raw)
+
+
+def test_a_truncated_gguf_file(tmp_path: Path) -> None:
+    config, weights, _ = load_weights(MODELS / "llama_mha")
+    path = as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights))
+    whole = path.read_bytes()
+    for keep in (10, 100, 1000, len(whole) // 2, len(whole) - 33):  # the format pads the end to 32 bytes
+        path.write_bytes(whole[:keep])
+        assert "truncated" in refused(path)
+
+
+def test_gguf_types_that_are_not_supported(tmp_path: Path) -> None:
+    config, weights, _ = load_weights(MODELS / "llama_mha")
+    tensors = read_all(weights)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float64)
+    message = refused(as_gguf(tmp_path / "model.gguf", "llama", config, tensors))
+    assert "output_norm.weight" in message  # the file's own name
+    assert "F64" in message
+
+
+# Fuzz: whatever the bytes, it is a LoadError or a model
+
+
+def valid_safetensors() -> bytes:
+    header = json.dumps({"__metadata__": {"format": "pt"}, "x": entry(), "y": entry(data_offsets=[8, 16])}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(16)
+
+
+def valid_gguf() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_array("tokens", ["a", "bc"])
+        writer.add_uint32("general.alignment", 32)
+        writer.add_array("scores", [0.5, 1.0])
+        writer.add_tensor("x", np.zeros((2, 32), np.float32))
+        finish(writer)
+        return path.read_bytes()
+
+
+VALID_GGUF = valid_gguf()
+_EDITS = st.lists(
+    st.tuples(st.integers(0, 400), st.integers(0, 8), st.binary(max_size=8)), min_size=1, max_size=4
+)  # (where, how many bytes go, what comes instead)
+
+
+def edited(raw: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
+    for start, count, new in edits:
+        raw = raw[:start] + new + raw[start + count :]
+    return raw
+
+
+def parse(path: Path) -> StoredWeights:
+    """The tensors of a file of either format, whatever model they may be of."""
+    if path.suffix == ".gguf":
+        file = GgufFile(path, mmap=False)
+        places = file.tensors.values()
+        tensors = {p.name: StoredTensor(file.bytes, p.name, p.shape, p.dtype, p.offset) for p in places}
+        return StoredWeights(path, tensors, [file.bytes])
+    source = FileBytes(path, mmap=False)
+    try:
+        return StoredWeights(path, read_header(source), [source])
+    except LoadError:
+        source.close()
+        raise
+
+
+def read_or_refuse(path: Path, raw: bytes) -> bool:
+    """Whether the bytes are accepted; then all tensors of a type that a model may have must be readable."""
+    path.write_bytes(raw)
+    try:
+        weights = parse(path)
+    except LoadError as error:
+        assert str(path) in str(error)
+        return False
+    for name in weights.names():
+        if weights.stored_dtype(name) in READABLE:
+            read(weights, name)
+    weights.close()
+    return True
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@settings(max_examples=300)
+@given(edits=_EDITS)
+def test_edited_safetensors_files(edits: list[tuple[int, int, bytes]], scratch: Path) -> None:
+    assert read_or_refuse(scratch / "x.safetensors", valid_safetensors())
+    read_or_refuse(scratch / "x.safetensors", edited(valid_safetensors(), edits))
+
+
+@settings(max_examples=300)
+@given(edits=_EDITS)
+def test_edited_gguf_files(edits: list[tuple[int, int, bytes]], scratch: Path) -> None:
+    assert read_or_refuse(scratch / "x.gguf", VALID_GGUF)
+    read_or_refuse(scratch / "x.gguf", edited(VALID_GGUF, edits))
+
+
+@given(header=st.binary(max_size=60), data=st.binary(max_size=20))
+def test_any_bytes(header: bytes, data: bytes, scratch: Path) -> None:
+    read_or_refuse(scratch / "x.safetensors", struct.pack("<Q", len(header)) + header + data)
+    read_or_refuse(scratch / "x.safetensors", header + data)
+    read_or_refuse(scratch / "x.gguf", gguf_bytes(1, 1, header + data))
+
+
+_VALUES = st.none() | st.booleans() | st.integers(-3, 40) | st.text(max_size=4) | st.sampled_from(["F32", "BF16"])
+_ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "F16", "BF16", "I8"]) | _VALUES,
+        "shape": st.lists(st.integers(-1, 5), max_size=3) | _VALUES,
+        "data_offsets": st.tuples(st.integers(-1, 40), st.integers(-1, 40)) | _VALUES,
+    }
+)
+
+
+@settings(max_examples=200)
+@given(header=st.dictionaries(st.text(max_size=3), _ENTRIES | _VALUES, max_size=3), size=st.integers(0, 60))
+def test_any_json_header(header: dict[str, object], size: int, scratch: Path) -> None:
+    raw = json.dumps(header).encode()
+    read_or_refuse(scratch / "x.safetensors", struct.pack("<Q", len(raw)) + raw + bytes(size))

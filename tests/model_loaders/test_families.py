@@ -1,0 +1,275 @@
+"""What each family reads from a configuration, in either file format."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_loaders import LoadError, ModelConfig, RopeConfig, load_weights
+from model_loaders import families as families_package
+from model_loaders.families import configure, families
+from model_loaders.fields import Fields
+from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, read_all
+from tests.shared_data import shared
+
+BASE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 100,
+}
+
+
+def configured(**changes: object) -> ModelConfig:
+    return configure(Fields({**BASE, **changes}, "config.json"))
+
+
+def stored(name: str) -> ModelConfig:
+    config, weights, _ = load_weights(MODELS / name)
+    weights.close()
+    return config
+
+
+def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
+    files = {file.stem for file in Path(families_package.__file__).parent.glob("*.py") if file.stem[0] != "_"}
+    assert set(families()) == files
+    assert {stored(name).family for name in NAMES} == files
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama_mha", {"heads": 4, "kv_heads": 4, "head_dim": 8, "tied_head": False, "windows": ()}),
+        ("llama_gqa_linear", {"heads": 6, "kv_heads": 2, "head_dim": 8, "hidden_size": 48}),
+        ("llama_gqa_llama3_tied", {"kv_heads": 2, "tied_head": True, "qkv_bias": False}),
+        ("llama_mqa_yarn", {"kv_heads": 1, "head_dim": 16, "max_context": 128}),
+        ("llama_wide_heads_biases", {"head_dim": 16, "hidden_size": 32, "heads": 4, "qkv_bias": True}),
+        ("llama_wide_heads_biases", {"out_bias": True, "mlp_bias": True, "qk_norm": False}),
+        ("mistral_window_sharded", {"windows": (16, 16, 16), "qkv_bias": False}),
+        ("qwen2_bias", {"windows": (), "qkv_bias": True, "out_bias": False, "mlp_bias": False}),
+        ("qwen2_mixed_windows", {"windows": (None, 12, 12)}),
+        ("qwen3_qk_norm_tied", {"qk_norm": True, "qkv_bias": False, "head_dim": 16, "tied_head": True}),
+    ],
+)
+def test_stored_models(name: str, expected: dict[str, object]) -> None:
+    config = stored(name)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+def test_sizes_come_from_the_configuration() -> None:
+    assert configured(num_key_value_heads=2) == ModelConfig(
+        family="llama",
+        layers=3,
+        hidden_size=64,
+        ffn_size=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocab_size=100,
+        max_context=512,
+        norm_eps=1e-5,
+        rope=RopeConfig(),
+    )
+
+
+def test_absent_or_null_kv_heads_mean_one_per_query_head() -> None:
+    assert configured().kv_heads == configured(num_key_value_heads=None).kv_heads == 4
+
+
+def test_a_window_of_null_is_no_window() -> None:
+    assert configured(model_type="mistral", sliding_window=None).windows == ()
+    assert configured(model_type="mistral").windows == ()
+    assert configured(model_type="mistral", sliding_window=32).window(2) == 32
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_windows(family: str) -> None:
+    def windows(**changes: object) -> tuple[int | None, ...]:
+        return configured(model_type=family, **changes).windows
+
+    assert windows(sliding_window=32, max_window_layers=1) == ()
+    assert windows(sliding_window=32, max_window_layers=1, use_sliding_window=False) == ()
+    assert windows(sliding_window=32, max_window_layers=1, use_sliding_window=True) == (None, 32, 32)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(sliding_window=32, use_sliding_window=True, layer_types=kinds) == (32, None, 32)
+    with pytest.raises(LoadError, match="layer_types"):
+        windows(sliding_window=32, use_sliding_window=True, layer_types=kinds[:2])
+    with pytest.raises(LoadError, match="max_window_layers"):
+        windows(sliding_window=32, use_sliding_window=True)
+
+
+def test_qwen3_heads_have_128_channels_unless_said() -> None:
+    assert configured(model_type="qwen3").head_dim == 128
+    assert configured(model_type="qwen3", head_dim=32).head_dim == 32
+
+
+def test_yarn_stretches_the_context_if_the_configuration_gives_the_trained_one() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert configured(rope_scaling=yarn).max_context == 2048
+    assert configured(rope_scaling=yarn, max_position_embeddings=2048).max_context == 2048
+
+
+@pytest.mark.parametrize("key", [key for key in BASE])
+def test_a_missing_key_is_named(key: str) -> None:
+    with pytest.raises(LoadError, match=f"config.json lacks the key '{key}'"):
+        configured(**{key: None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gpt_neox"}, "gpt_neox.*supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "_decoder"}, "not supported"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4.*3 key/value heads"),
+        ({"head_dim": 15}, "head_dim.*even"),
+        ({"hidden_size": 60}, "hidden_size.*even"),
+        ({"hidden_size": 62}, "hidden_size.*no head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act.*silu"),
+        ({"hidden_size": float("nan")}, "hidden_size"),
+        ({"hidden_size": -64}, "hidden_size"),
+        ({"hidden_size": 10**30}, "hidden_size"),
+        ({"hidden_size": 64.5}, "hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+    ],
+)
+def test_unusable_configurations_name_the_key(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(LoadError, match=named) as caught:
+        configured(**changes)
+    assert str(caught.value).startswith("config.json")
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+_KEYS = [
+    *BASE,
+    *("num_key_value_heads", "head_dim", "architectures", "hidden_act", "rope_theta", "rope_scaling"),
+    *("rope_parameters", "attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+]
+_ROPES = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["linear", "llama3", "yarn"])},
+    optional={
+        key: _JSON
+        for key in ("factor", "original_max_position_embeddings", "low_freq_factor", "beta_fast", "rope_theta")
+    },
+)
+
+
+@given(
+    family=st.sampled_from(families()),
+    changes=st.dictionaries(st.sampled_from(_KEYS), _JSON | _ROPES, max_size=4),
+)
+def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes: dict[str, object]) -> None:
+    try:
+        config = configured(**{"model_type": family, **changes})
+    except LoadError as error:
+        assert str(error).startswith("config.json")
+    else:
+        assert config.heads % config.kv_heads == 0
+        assert config.head_dim % 2 == 0
+        assert len(config.windows) in (0, config.layers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None:
+    config, weights, _ = load_weights(MODELS / name)
+    tensors = read_all(weights)
+    scaling = {"linear": {"rope__scaling__type": "linear", "rope__scaling__factor": config.rope.factor}}
+    scaling["yarn"] = {
+        "rope__scaling__type": "yarn",
+        "rope__scaling__factor": config.rope.factor,
+        "rope__scaling__original_context_length": config.rope.original_context,
+    }
+    changes: dict[str, object] = dict(scaling.get(config.rope.kind, {}))
+    if config.family == "mistral":
+        changes["attention__sliding_window"] = config.windows[0]
+    arch = "llama" if config.family == "mistral" else config.family
+    got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, tensors, **changes))
+    assert dtype == "F32"
+    assert got.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # GGUF keeps it in float32
+    # llama3 is written as a tensor of divisors, which this file lacks; upper-layer windows have no key.
+    rope = RopeConfig(theta=config.rope.theta) if config.rope.kind == "llama3" else config.rope
+    windows = config.windows if config.family == "mistral" else ()
+    assert got == replace(config, norm_eps=got.norm_eps, rope=rope, windows=windows)
+    for key, tensor in read_all(copy).items():
+        np.testing.assert_array_equal(tensor, tensors[key], err_msg=key)
+
+
+def test_a_gguf_files_rope_divisors(tmp_path: Path) -> None:
+    config, weights, _ = load_weights(MODELS / "llama_mha")
+    divisors = np.array([1.0, 1.5, 4.0, 8.0], np.float32)
+    tensors = {**read_all(weights), "rope_freqs.weight": divisors}
+    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, tensors))
+    assert got.rope == replace(config.rope, divisors=(1.0, 1.5, 4.0, 8.0))
+    tensors["rope_freqs.weight"] = divisors[:3]
+    with pytest.raises(LoadError, match=r"rope_freqs.weight.*\(3,\).*\(4,\)"):
+        load_weights(as_gguf(tmp_path / "other.gguf", "llama", config, tensors))
+
+
+def test_a_gguf_files_yarn_magnitude_multiplies_yarns_own(tmp_path: Path) -> None:
+    config, weights, _ = load_weights(MODELS / "llama_mqa_yarn")
+    scaling = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5}
+    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
+    assert got.rope.attention_factor == pytest.approx(0.5 * (1 + 0.1 * np.log(4)), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "named"),
+    [
+        ("gemma", {}, "gemma.*supported are llama, qwen2, qwen3"),
+        ("llama", {"expert_count": 8}, "mixture of experts"),
+        ("llama", {"split.count": 3}, "one of 3 parts"),
+        ("llama", {"rope__dimension_count": 4}, "llama.rope.dimension_count is 4"),
+        ("llama", {"rope__scaling__type": "longrope"}, "llama.rope.scaling.type.*longrope"),
+        ("llama", {"attention__head_count": 3}, "llama.attention.head_count is 3"),
+        ("llama", {"context_length": 0}, "llama.context_length"),
+    ],
+)
+def test_unusable_gguf_metadata_names_the_files_own_key(
+    arch: str, changes: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    config, weights, _ = load_weights(MODELS / "llama_mha")
+    with pytest.raises(LoadError, match=named) as caught:
+        load_weights(as_gguf(tmp_path / "model.gguf", arch, config, read_all(weights), **changes))
+    assert "model.gguf" in str(caught.value)
+
+
+def test_a_gguf_file_with_only_a_vocabulary_is_no_model() -> None:
+    with pytest.raises(LoadError, match="no token embedding"):
+        load_weights(shared("tokenizers", "llama.cpp-vocab", "ggml-vocab-llama-spm.gguf"))
+
+
+def test_a_published_layout() -> None:
+    folder = shared("models", "stories260K")
+    config, weights, dtype = load_weights(folder)
+    written = json.loads((folder / "config.json").read_text())
+    assert (config.layers, config.kv_heads, dtype) == (written["num_hidden_layers"], 4, "F32")
+    assert weights.shape("model.embed_tokens.weight") == (written["vocab_size"], written["hidden_size"])
+
+
+def test_the_writer_of_these_tests_uses_the_formats_own_names() -> None:
+    """Guards the tests above against agreeing with the loader on a wrong name."""
+    from tests.model_loaders.checkpoints import gguf_name
+
+    official = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 3)
+    for model in ("llama_wide_heads_biases", "qwen3_qk_norm_tied"):
+        _, weights, _ = load_weights(MODELS / model)
+        for name in weights.names():
+            assert gguf_name(name) == official.get_name(name, try_suffixes=(".weight", ".bias"))

@@ -1,0 +1,122 @@
+"""RoPE frequencies against transformers' own, and the two spellings in which configurations ask for them."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_loaders import LoadError, RopeConfig, load_weights, rope_frequencies
+from model_loaders.fields import Fields
+from model_loaders.rope import rope_config
+from tests.model_loaders.checkpoints import MODELS, NAMES
+
+# The references are float32: a power whose exponent's rounding is multiplied by ln(theta) < 14, then a few products.
+RELATIVE = 20 * np.finfo(np.float32).eps
+CASES = json.loads((MODELS.parent / "rope.json").read_text())
+
+
+def parsed(**values: object) -> RopeConfig:
+    return rope_config(Fields(values, "config.json"), max_context=4096)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frequencies_of_the_stored_models(name: str) -> None:
+    reference = np.load(MODELS / name / "reference.npz")
+    config, weights, _ = load_weights(MODELS / name)
+    weights.close()
+    frequencies, factor = rope_frequencies(config.rope, config.head_dim)
+    assert frequencies.dtype == np.float64
+    np.testing.assert_allclose(frequencies, reference["inv_freq"], rtol=RELATIVE)
+    assert factor == pytest.approx(float(reference["attention_factor"]), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies_of_released_settings(name: str) -> None:
+    case = CASES[name]
+    fields = Fields({"rope_parameters": case["rope_parameters"]}, "config.json")
+    frequencies, factor = rope_frequencies(rope_config(fields, case["max_position_embeddings"]), case["head_dim"])
+    np.testing.assert_allclose(frequencies, case["inv_freq"], rtol=RELATIVE)
+    assert factor == pytest.approx(case["attention_factor"], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_older_spelling_means_the_same(name: str) -> None:
+    parameters = dict(CASES[name]["rope_parameters"])
+    new = parsed(rope_parameters=parameters)
+    theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
+    assert parsed(rope_theta=theta, rope_scaling={"rope_type": kind, **parameters}) == new
+    assert parsed(rope_theta=theta, rope_scaling={"type": kind, **parameters}) == new
+
+
+@pytest.mark.parametrize("absent", [{}, {"rope_scaling": None}, {"rope_parameters": {}}])
+def test_nothing_said_is_the_default_kind(absent: dict[str, object]) -> None:
+    assert parsed(**absent) == RopeConfig(theta=10_000.0)
+    assert parsed(rope_theta=5e5, **absent) == RopeConfig(theta=5e5)
+
+
+def test_the_trained_context_defaults_to_the_models() -> None:
+    assert parsed(rope_scaling={"type": "yarn", "factor": 2.0}).original_context == 4096
+    # and yarn's factor to the stretch from one to the other
+    assert parsed(rope_scaling={"type": "yarn", "original_max_position_embeddings": 1024}).factor == 4.0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional"])
+def test_other_kinds_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(LoadError, match=f"{kind}.*supported: default, linear, llama3, yarn"):
+        parsed(rope_scaling={"type": kind, "factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "high_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_theta": "10000"}, "rope_theta"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
+    ],
+)
+def test_unusable_settings_name_the_key(values: dict[str, object], named: str) -> None:
+    with pytest.raises(LoadError, match=named):
+        parsed(**values)
+
+
+def test_stored_divisors_replace_the_llama3_rule() -> None:
+    """GGUF files of Llama 3.1 say `default` and carry what the rule divides each frequency by."""
+    llama3 = RopeConfig(
+        theta=5e5, kind="llama3", factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+    plain = RopeConfig(theta=5e5)
+    wanted, _ = rope_frequencies(llama3, 128)
+    divisors = tuple((rope_frequencies(plain, 128)[0] / wanted).tolist())
+    got, _ = rope_frequencies(RopeConfig(theta=5e5, divisors=divisors), 128)
+    np.testing.assert_allclose(got, wanted, rtol=1e-14)
+
+
+@given(
+    kind=st.sampled_from(["linear", "llama3", "yarn"]),
+    theta=st.floats(100, 1e7),
+    factor=st.floats(1, 64),
+    original=st.integers(16, 2**17),
+    half=st.integers(1, 128),
+)
+def test_stretching_slows_every_channel_by_one_to_factor(
+    kind: str, theta: float, factor: float, original: int, half: int
+) -> None:
+    rope = RopeConfig(theta=theta, kind=kind, factor=factor, original_context=original)
+    frequencies, _ = rope_frequencies(rope, 2 * half)
+    plain, _ = rope_frequencies(RopeConfig(theta=theta), 2 * half)
+    slack = 1e-12
+    assert (frequencies <= plain * (1 + slack)).all()
+    assert (frequencies >= plain / factor * (1 - slack)).all()

@@ -1,0 +1,260 @@
+"""Weights arrive bit by bit as the file has them, in float32, without a second copy in memory."""
+
+import json
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from safetensors.numpy import load_file
+
+from model_loaders import load_weights
+from model_loaders.config import GenerationDefaults
+from model_loaders.file_bytes import FileBytes
+from model_loaders.folder import generation_defaults
+from model_loaders.gguf_file import GgufFile
+from model_loaders.safetensors_source import read_header
+from model_loaders.stored import READABLE, StoredTensor, StoredWeights
+from model_loaders.weights import expected_shapes
+from tests.model_loaders.checkpoints import MODELS, NAMES, finish, read, read_all, safetensors_file
+from tests.shared_data import shared
+
+BOTH_WAYS = pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
+LEGACY = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+ALL_16_BITS = np.arange(2**16, dtype="<u2")
+
+
+def one_tensor(path: Path, dtype: str, data: np.ndarray, shape: tuple[int, ...], mmap: bool) -> StoredWeights:
+    """A safetensors file that holds the tensor "x"."""
+    raw = data.tobytes()
+    safetensors_file(path, {"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, len(raw)]}}, raw)
+    source = FileBytes(path, mmap)
+    return StoredWeights(path, read_header(source), [source])
+
+
+def one_gguf_tensor(path: Path, dtype: str, raw: np.ndarray, mmap: bool) -> StoredWeights:
+    """The same in a GGUF file; `raw` is uint8 (rows, bytes of a row)."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("first", np.arange(3, dtype=np.float32))  # so that "x" lies behind padding
+    writer.add_tensor("x", raw, raw_dtype=Type[dtype])
+    finish(writer)
+    file = GgufFile(path, mmap)
+    place = file.tensors["x"]
+    tensor = StoredTensor(file.bytes, "x", place.shape, place.dtype, place.offset)
+    return StoredWeights(path, {"x": tensor}, [file.bytes])
+
+
+@BOTH_WAYS
+def test_every_bfloat16_is_the_upper_half_of_a_float32(tmp_path: Path, mmap: bool) -> None:
+    weights = one_tensor(tmp_path / "x", "BF16", ALL_16_BITS, (256, 256), mmap)
+    expected = np.frombuffer(b"".join(b"\0\0" + struct.pack("<H", bits) for bits in range(2**16)), "<u4")
+    np.testing.assert_array_equal(read(weights, "x").view(np.uint32).ravel(), expected)
+
+
+@BOTH_WAYS
+def test_every_float16(tmp_path: Path, mmap: bool) -> None:
+    weights = one_tensor(tmp_path / "x", "F16", ALL_16_BITS, (256, 256), mmap)
+    expected = np.array(struct.unpack(f"<{2**16}e", ALL_16_BITS.tobytes()), np.float32)
+    np.testing.assert_array_equal(read(weights, "x").ravel(), expected)
+
+
+@BOTH_WAYS
+def test_float32_is_kept_to_the_bit(tmp_path: Path, mmap: bool) -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, (700, 500), dtype=np.uint32)  # NaNs included
+    weights = one_tensor(tmp_path / "x", "F32", bits, bits.shape, mmap)
+    np.testing.assert_array_equal(read(weights, "x").view(np.uint32), bits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stored_models_are_complete(name: str) -> None:
+    config, weights, dtype = load_weights(MODELS / name)
+    assert weights.names() == expected_shapes(config).keys()
+    assert ("lm_head.weight" in weights.names()) is not config.tied_head
+    written = json.loads((MODELS / name / "config.json").read_text())
+    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    assert dtype == names[written.get("dtype") or written["torch_dtype"]]
+    unmapped = load_weights(MODELS / name, mmap=False)[1]
+    for key, tensor in read_all(weights).items():
+        assert tensor.shape == expected_shapes(config)[key]
+        assert np.isfinite(tensor).all()
+        np.testing.assert_array_equal(tensor, read(unmapped, key), err_msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if load_weights(MODELS / name)[2] != "BF16"])
+def test_values_agree_with_the_safetensors_package(name: str) -> None:
+    _, weights, _ = load_weights(MODELS / name)
+    files = sorted((MODELS / name).glob("*.safetensors"))
+    assert len(files) == (4 if name.endswith("sharded") else 1)
+    expected = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    assert weights.names() == expected.keys()
+    for key, tensor in expected.items():
+        np.testing.assert_array_equal(read(weights, key), tensor.astype(np.float32), err_msg=key)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", *LEGACY])
+def test_gguf_types_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
+    values = np.random.default_rng(1).normal(size=(1100, 256)).astype(np.float32)  # more than one slab
+    raw = gguf.quantize(values, Type[dtype]).view(np.uint8)
+    weights = one_gguf_tensor(tmp_path / "x.gguf", dtype, raw, mmap)
+    assert weights.stored_dtype("x") == dtype
+    assert weights.shape("x") == values.shape
+    got = read(weights, "x")
+    np.testing.assert_array_equal(got, gguf.dequantize(raw, Type[dtype]))
+    # The coarsest has 4 bits over the range of 32 normal values, so half a step is under 4/15.
+    np.testing.assert_allclose(got, values, atol=0.5)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", K_QUANTS)
+def test_k_quants_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
+    block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
+    raw = np.random.default_rng(2).integers(0, 256, (300, 1024 // block, block_bytes), dtype=np.uint8)
+    raw &= 0x3F  # the scales' float16 among these bytes stay finite, wherever they lie
+    raw = raw.reshape(300, -1)
+    got = read(one_gguf_tensor(tmp_path / "x.gguf", dtype, raw, mmap), "x")
+    assert got.shape == (300, 1024)
+    assert np.isfinite(got).all()
+    assert got.std() > 0
+    np.testing.assert_array_equal(got, gguf.dequantize(raw, Type[dtype]))
+
+
+def test_all_readable_types_are_tested() -> None:
+    assert set(READABLE) == {"F32", "F16", "BF16", *LEGACY, *K_QUANTS}
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (600_000,), (3, 5), (2, 400_000), (0, 4)])
+def test_shapes_that_slabs_do_not_divide(shape: tuple[int, ...], tmp_path: Path) -> None:
+    values = np.random.default_rng(3).normal(size=shape).astype(np.float16)
+    np.testing.assert_array_equal(read(one_tensor(tmp_path / "x", "F16", values, shape, True), "x"), values)
+
+
+def test_rows_can_be_reordered_across_slabs(tmp_path: Path) -> None:
+    values = np.random.default_rng(4).normal(size=(3000, 256)).astype(np.float32)
+    path = tmp_path / "x"
+    one_tensor(path, "F32", values, values.shape, True)
+    plain = read_header(FileBytes(path, True))["x"]
+    order = np.random.default_rng(5).permutation(3000)
+    tensor = StoredTensor(plain.source, "x", plain.shape, "F32", plain.offset, order)
+    np.testing.assert_array_equal(read(StoredWeights(path, {"x": tensor}, []), "x")[order], values)
+
+
+def test_reads_into_a_part_of_a_larger_array_and_nothing_else(tmp_path: Path) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    weights = one_tensor(tmp_path / "x", "F32", values, (3, 4), True)
+    whole = np.full((9, 4), -1, np.float32)
+    weights.read_into("x", whole[3:6])
+    np.testing.assert_array_equal(whole[3:6], values)
+    assert (whole[:3] == -1).all()
+    assert (whole[6:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "out", [np.empty((4, 3), np.float32), np.empty((3, 4)), np.empty((4, 3), np.float32).T], ids=["shape", "type", "T"]
+)
+def test_refuses_an_array_that_it_would_have_to_copy(out: np.ndarray, tmp_path: Path) -> None:
+    weights = one_tensor(tmp_path / "x", "F32", np.zeros(12, np.float32), (3, 4), True)
+    with pytest.raises(ValueError, match="C-contiguous float32"):
+        weights.read_into("x", out)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q6_K"])
+def test_conversion_takes_a_few_megabytes_beside_the_result(dtype: str, mmap: bool, tmp_path: Path) -> None:
+    block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
+    rows, columns = 4096, 1024
+    weights = one_gguf_tensor(
+        tmp_path / "x.gguf", dtype, np.zeros((rows, columns // block * block_bytes), np.uint8), mmap
+    )
+    out = np.empty((rows, columns), np.float32)
+    tracemalloc.start()
+    weights.read_into("x", out)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < out.nbytes / 2
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("name", ["llama_mha", "mistral_window_sharded"])
+def test_a_closed_source_is_closed(name: str, mmap: bool) -> None:
+    _, weights, _ = load_weights(MODELS / name, mmap)
+    kept = read(weights, "model.norm.weight")
+    before = kept.copy()
+    weights.close()
+    np.testing.assert_array_equal(kept, before)
+    with pytest.raises(ValueError):
+        read(weights, "model.norm.weight")
+
+
+def test_gguf_metadata(tmp_path: Path) -> None:
+    """Against what was written, and against the package's own, slower reader."""
+    path = tmp_path / "x.gguf"
+    tokens = [f"▁wört{i}" for i in range(5000)] + ["", "\n", "<|end|>", "語" * 200_000]  # beyond the read-ahead
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writers: dict[str, tuple[Callable[[str, object], None], object]] = {
+        "u8": (writer.add_uint8, 255),
+        "i8": (writer.add_int8, -128),
+        "u16": (writer.add_uint16, 65535),
+        "i16": (writer.add_int16, -32768),
+        "u32": (writer.add_uint32, 2**32 - 1),
+        "i32": (writer.add_int32, -(2**31)),
+        "u64": (writer.add_uint64, 2**64 - 1),
+        "i64": (writer.add_int64, -(2**63)),
+        "f32": (writer.add_float32, 0.15625),
+        "f64": (writer.add_float64, 0.1),
+        "yes": (writer.add_bool, True),
+        "no": (writer.add_bool, False),
+        "text": (writer.add_string, "größer"),
+        "tokens": (writer.add_array, tokens),
+        "scores": (writer.add_array, [0.5, -1.25]),
+        "types": (writer.add_array, list(range(1000))),
+        "flags": (writer.add_array, [True, False]),
+    }
+    for key, (write, value) in writers.items():
+        write(key, value)
+    writer.add_tensor("t", np.zeros((2, 3), np.float32))
+    finish(writer)
+    file = GgufFile(path)
+    for key, (_, value) in writers.items():
+        assert file.metadata[key] == value, key
+        assert type(file.metadata[key]) is type(value), key
+    reader = gguf.GGUFReader(path)
+    assert {key: field.contents() for key, field in reader.fields.items() if "." not in key} == {
+        key: value for key, value in file.metadata.items() if "." not in key
+    }
+    assert [tensor.data_offset for tensor in reader.tensors] == [file.tensors["t"].offset]
+
+
+def test_a_vocabulary_of_128k_costs_no_object_per_entry() -> None:
+    """The package's reader keeps several arrays per entry; here they are one list of str."""
+    file = GgufFile(shared("tokenizers", "llama.cpp-vocab", "ggml-vocab-llama-bpe.gguf"))
+    tokens, merges = file.metadata["tokenizer.ggml.tokens"], file.metadata["tokenizer.ggml.merges"]
+    assert isinstance(tokens, list)
+    assert isinstance(merges, list)
+    assert (len(tokens), len(merges)) == (128_256, 280_147)
+    assert (tokens[0], tokens[128_000]) == ("!", "<|begin_of_text|>")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (None, GenerationDefaults()),
+        ({"eos_token_id": 2}, GenerationDefaults()),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1},
+            GenerationDefaults(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1, repeat_penalty=1.1),
+        ),
+        ({"do_sample": False}, GenerationDefaults(greedy=True)),
+        ({"do_sample": False, "temperature": 0.7}, GenerationDefaults(temperature=0.7)),
+        ({"temperature": None, "top_k": 0}, GenerationDefaults(top_k=0)),
+    ],
+)
+def test_generation_defaults(written: dict[str, object] | None, expected: GenerationDefaults, tmp_path: Path) -> None:
+    if written is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    assert generation_defaults(tmp_path) == expected

@@ -1,0 +1,22 @@
+"""The README says what the command line says."""
+
+import pytest
+
+from scripts.make_flag_table import BEGIN, END, README, with_table
+
+
+def test_the_table_of_flags_is_current():
+    text = README.read_text(encoding="utf-8")
+    assert text == with_table(text), "run `make readme`"
+
+
+def test_a_missing_table_is_named():
+    with pytest.raises(SystemExit, match="flags"):
+        with_table("# A README without marks\n")
+
+
+def test_only_the_table_changes():
+    text = with_table(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert text.startswith(f"before\n{BEGIN}\n| Flag |")
+    assert text.endswith(f"|\n{END}\nafter\n")
+    assert with_table(text) == text
