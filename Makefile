@@ -44,5 +44,8 @@ bench: $(VENV)/.installed-dev  ## speed and quality of the demonstration model
 	@$(PY) -m bench.speed $(ARGS)
 	@$(PY) -m bench.quality $(ARGS)
 
+readme: $(VENV)/.installed  ## bring the README's flag table up to date
+	@$(PY) scripts/make_flag_table.py
+
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 import model_loaders
@@ -61,11 +60,9 @@ def settle(
 def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
     """Load the model and make room for its cache. Raises LoadError or EngineError."""
     say = verbose or (lambda sentence: None)
-    ops, note = select(config.device)
+    ops, note = select(config.device, config.threads)
     if note:
         say(note)
-    if config.threads:
-        threadpool_limits(config.threads, user_api="blas")
     source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose)
     try:
         shape = _cache_shape(config, source.config)
@@ -78,7 +75,7 @@ def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
             unit_divisor=1024,
             leave=False,
             delay=0.3,
-            disable=verbose is None,
+            disable=None if verbose else True,
         )
         with bar:
             weights = load_weights(ops, source.config, source.weights, bar.update)

@@ -140,10 +140,10 @@ class _Conversation:
         return text
 
     def _send(self, message: str) -> None:
+        self._over = self._one_turn
         self._turn(lambda: self._session.send(message))
 
     def _turn(self, answer: Callable[[], Turn | None]) -> None:
-        self._over = self._one_turn
         watched = self._console.interactive and not self._one_turn
         try:
             turn = answer()
@@ -165,7 +165,7 @@ class _Conversation:
             self._console.note(numbers(turn, self._session.engine))
 
     def _command(self, text: str) -> None:
-        name, _, argument = text.strip().partition(" ")
+        name, argument = [*text.split(maxsplit=1), ""][:2]
         session, tell = self._session, self._console.note
         match name:
             case "/help":

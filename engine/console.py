@@ -34,7 +34,8 @@ class Console:
 
     def __init__(self, color: str = "auto") -> None:
         """`color` is on, off or auto."""
-        self._in, self._out, self._err = sys.stdin, sys.stdout, sys.stderr
+        # A process started without standard input has nothing to read.
+        self._in, self._out, self._err = sys.stdin or io.StringIO(), sys.stdout, sys.stderr
         self.on_terminal = self._out.isatty()
         self.interactive = self._in.isatty() and (self.on_terminal or self._err.isatty())
         self._colored = color == "on" or (color == "auto" and self._err.isatty() and _colors_wanted())

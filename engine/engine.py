@@ -141,13 +141,13 @@ class Engine:
             request.kv = self._kept.resume(ids)
             request.cached = request.kv.length
             span = self._kept.open(request.kv, len(ids) - request.cached)
-            request.walk = Walk(span, self._model.walk([span], ids[request.cached :]))
+            request.walk = Walk(span, self._model.walk([span], ids[request.cached :], outputs=1))
         try:
             request.walk.rows += next(request.walk.units)
         except StopIteration as end:
             self._store.commit(request.walk.span)
             request.walk = None
-            return end.value[-1:]
+            return end.value
         request.report_progress(self._model.config.layers)
         return None
 

@@ -94,7 +94,10 @@ def _explain(field: Field[Any]) -> str:
 
 
 def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
-    """`-p -x` as `--prompt=-x`: a flag that needs a value takes the next word as it is, also one with a dash."""
+    """`-p -x` as `--prompt=-x`: a flag that needs a value takes the next word as it is, also one with a dash.
+
+    Raises FlagError for `--` alone.
+    """
     long_names = {
         flag: field.metadata["flags"][-1]
         for cls in groups.values()
@@ -105,6 +108,8 @@ def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
     words, joined = iter(argv), []
     for word in words:
         value = next(words, None) if word in long_names else None
+        if value == "--":  # argparse takes it out again, before Python 3.12
+            raise FlagError(f"{word}: the value cannot be '--'")
         joined.append(word if value is None else f"{long_names[word]}={value}")
     return joined
 

@@ -6,7 +6,7 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,27 +60,34 @@ class Model:
         self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim)
         self._scale = config.head_dim**-0.5
 
-    def walk(self, spans: Sequence[Span], ids: Sequence[int]) -> Generator[int, None, Array]:
+    def walk(
+        self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None
+    ) -> Generator[int, None, Array]:
         """Take the new tokens `ids` of `spans`, in order, through all layers, and their K/V into the store.
 
         A generator, so that other work can stand between its units: it yields the rows done after each unit (one
-        layer of at most PREFILL_CHUNK rows) and returns the hidden states (T, E). All layers are sealed then; commit
-        is the caller's. Several spans must be steps (one token each). Cost per token: 2 FLOPs per weight, and
-        attention that grows with the tokens before it; memory: T·E for the prompt, and one layer's K/V.
+        layer of at most PREFILL_CHUNK rows) and returns the hidden states of the last `outputs` rows (all for None),
+        (outputs, E). All layers are sealed then; commit is the caller's. Several spans must be steps (one token each).
+        Cost per token: 2 FLOPs per weight, and attention that grows with the tokens before it; memory: T·E for the
+        prompt, and one layer's K/V.
         """
+        count = len(ids)
+        first_output = 0 if outputs is None else count - outputs
         x = self.ops.embed(self.weights.embedding, ids)
         positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
-        cos, sin = self._turns(positions)
+        turns = self._turns(positions)
         for layer in range(self.config.layers):
+            # Behind the last layer's K/V nobody reads the other rows any more.
+            wanted = first_output if layer == self.config.layers - 1 else 0
             for span in spans:
                 self.store.begin_layer(layer, span)
-            for first in range(0, len(ids), PREFILL_CHUNK):
-                rows = slice(first, min(first + PREFILL_CHUNK, len(ids)))
-                x[rows] = self._layer(layer, x[rows], cos[rows], sin[rows], self._views(layer, spans, rows))
+            for first in range(0, count, PREFILL_CHUNK):
+                rows = slice(first, min(first + PREFILL_CHUNK, count))
+                self._layer(layer, x, turns, spans, rows, wanted)
                 yield rows.stop - rows.start
             for span in spans:
                 self.store.seal(layer, span)
-        return x
+        return x[first_output:]
 
     def run(self, spans: Sequence[Span], ids: Sequence[int]) -> Array:
         """`walk` without stops: hidden states (T, E)."""
@@ -103,34 +110,54 @@ class Model:
         return self.ops.to_device(np.cos(angles) * factor), self.ops.to_device(np.sin(angles) * factor)
 
     def _views(self, layer: int, spans: Sequence[Span], rows: slice) -> list[CacheSpan]:
+        """Each span's part in `rows`, counted from the first of them."""
         if len(spans) == 1:
             return [self.store.view(layer, spans[0], slice(0, rows.stop - rows.start), spans[0].start + rows.start)]
         steps = enumerate(spans[rows])
         return [self.store.view(layer, span, slice(i, i + 1), span.start) for i, span in steps]
 
-    def _layer(self, layer: int, x: Array, cos: Array, sin: Array, spans: Sequence[CacheSpan]) -> Array:
-        """x (T, E) → x (T, E) through one decoder layer."""
-        ops, config, w = self.ops, self.config, self.weights.layers[layer]
-        normed = ops.rms_norm(x, w.attention_norm, config.norm_eps)
-        x = x + ops.linear(self._attention(layer, normed, cos, sin, spans), w.out, w.out_bias)
-        normed = ops.rms_norm(x, w.ffn_norm, config.norm_eps)
-        x += ops.linear(ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
-        return x
+    def _layer(
+        self, layer: int, x: Array, turns: tuple[Array, Array], spans: Sequence[Span], rows: slice, wanted: int
+    ) -> None:
+        """Take `rows` of x (T, E) through one decoder layer, in place; rows before `wanted` only leave their K/V."""
+        cos, sin = turns
+        parts = self.ops.parts(rows)
+        views = [self._views(layer, spans, part) for part in parts]
+        queries = self.ops.each(
+            lambda i: self._project(layer, x[parts[i]], cos[parts[i]], sin[parts[i]], views[i]), len(parts)
+        )
+        # A row attends to all K/V before it: every part is projected before the first one attends.
+        self.ops.each(
+            lambda i: self._mix(layer, x[parts[i]], queries[i], views[i], wanted - parts[i].start), len(parts)
+        )
 
-    def _attention(self, layer: int, x: Array, cos: Array, sin: Array, spans: Sequence[CacheSpan]) -> Array:
-        """x (T, E), normed → heads side by side (T, H·D)."""
+    def _project(self, layer: int, x: Array, cos: Array, sin: Array, spans: Sequence[CacheSpan]) -> Array:
+        """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them."""
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
-        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-        turned = self.store.conditioning
-        qkv = ops.linear(x, w.qkv, w.qkv_bias).reshape(len(x), heads + 2 * kv_heads, dim)
+        heads, kv_heads, rotations = config.heads, config.kv_heads, self.store.conditioning
+        normed = ops.rms_norm(x, w.attention_norm, config.norm_eps)
+        qkv = ops.linear(normed, w.qkv, w.qkv_bias).reshape(len(x), heads + 2 * kv_heads, config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if w.q_norm is not None:
             qk[:, :heads] = ops.rms_norm(qk[:, :heads], w.q_norm, config.norm_eps)
             qk[:, heads:] = ops.rms_norm(qk[:, heads:], w.k_norm, config.norm_eps)
         ops.rope(qk, cos, sin)
-        qk = ops.rotate(qk, turned.key_rotation)
-        ops.append_kv(spans, qk[:, heads:], ops.rotate(v, turned.value_rotation))
-        cache = self.store.cache(layer)
-        mixed = ops.attention(qk[:, :heads], cache, spans, self._scale, config.window(layer))
-        back = None if turned.value_rotation is None else turned.value_rotation.T
-        return ops.rotate(mixed, back).reshape(len(x), heads * dim)
+        qk = ops.rotate(qk, rotations.key_rotation)
+        ops.append_kv(spans, qk[:, heads:], ops.rotate(v, rotations.value_rotation))
+        return qk[:, :heads]
+
+    def _mix(self, layer: int, x: Array, q: Array, spans: Sequence[CacheSpan], wanted: int) -> None:
+        """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place, from row `wanted` on."""
+        if wanted >= len(x):
+            return
+        if wanted > 0:
+            (span,) = spans
+            x, q = x[wanted:], q[wanted:]
+            spans = [replace(span, rows=slice(0, len(x)), position=span.position + wanted)]
+        ops, config, w = self.ops, self.config, self.weights.layers[layer]
+        mixed = ops.attention(q, self.store.cache(layer), spans, self._scale, config.window(layer))
+        rotation = self.store.conditioning.value_rotation
+        mixed = ops.rotate(mixed, None if rotation is None else rotation.T)
+        x += ops.linear(mixed.reshape(len(x), config.heads * config.head_dim), w.out, w.out_bias)
+        normed = ops.rms_norm(x, w.ffn_norm, config.norm_eps)
+        x += ops.linear(ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)

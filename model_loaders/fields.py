@@ -49,7 +49,8 @@ class Fields:
         """The error for a key whose value cannot be used; the caller raises it."""
         value = repr(self._values.get(key))
         shown = value if len(value) <= 60 else value[:57] + "..."
-        return LoadError(f"{self.where}: {self._names.get(key, key)} is {shown}, {problem}.")
+        name = self._names.get(key, key)
+        return LoadError(f"{self.where}: {name if name.isprintable() else repr(name)} is {shown}, {problem}.")
 
     def _missing(self, key: str) -> LoadError:
         return LoadError(

@@ -28,9 +28,7 @@ class _Message:
     token_ids: tuple[int, ...] | None  # what the engine generated, to stand for `content`
 
 
-def chat_ids(
-    messages: Sequence[Mapping[str, object]], template: ChatTemplate, tokenizer: Tokenizer
-) -> list[int]:
+def chat_ids(messages: Sequence[Mapping[str, object]], template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
     """Ids of a conversation, ending where the assistant is to write; with BOS where the model wants one.
 
     An assistant message may carry "token_ids", the ids it was generated as (a final end-of-generation id is left out:

@@ -61,7 +61,7 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
     shards: dict[Path, set[str] | None] = {}
     for name in weight_map.names():
         file = weight_map.text(name)
-        if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+        if Path(file).name != file or "\\" in file or not file.isprintable() or not file.endswith(".safetensors"):
             raise LoadError(f"{index} names the file {file!r}, which is no safetensors file of this folder.")
         path = folder / file
         if path not in shards and not path.is_file():

@@ -75,7 +75,7 @@ class StoredWeights:
 def _convert(tensor: StoredTensor, out: np.ndarray) -> None:
     """Slab by slab of whole rows; a vector counts as rows of one value, so that it is cut and reordered alike."""
     columns = out.shape[-1] if out.ndim > 1 else 1
-    rows = out.reshape(-1, columns)
+    rows = out.reshape(out.size // max(1, columns), columns)
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.dtype]]
     row_bytes = columns // block * block_bytes
     step = max(1, _SLAB // max(1, columns))

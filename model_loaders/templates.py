@@ -92,9 +92,7 @@ def for_gguf(gguf: GgufFile) -> ChatTemplate:
     )
 
 
-def _template(
-    source: str | None, origin: str, *, bos_token: str, eos_token: str, speaks_chatml: bool
-) -> ChatTemplate:
+def _template(source: str | None, origin: str, *, bos_token: str, eos_token: str, speaks_chatml: bool) -> ChatTemplate:
     chosen = source or (_CHATML if speaks_chatml else _PLAIN)
     return ChatTemplate(chosen, origin=origin, bos_token=bos_token, eos_token=eos_token, is_default=not source)
 

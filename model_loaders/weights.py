@@ -89,7 +89,7 @@ def fit(config: ModelConfig, weights: StoredWeights) -> tuple[ModelConfig, Store
     for name in sorted(weights.names() - expected.keys()):
         if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < config.layers:
             raise LoadError(
-                f"{weights.where} has the tensor {weights.label(name)}, which a {config.family} model with this "
+                f"{weights.where} has the tensor {weights.label(name)!r}, which a {config.family} model with this "
                 "configuration does not have; use a plain checkpoint of a supported model."
             )
     return config, weights.only(expected)

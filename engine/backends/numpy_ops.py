@@ -6,12 +6,15 @@ over tokens, heads or blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
-from engine.backends.ops import CacheSpan, LayerCache
+from engine.backends.ops import CacheSpan, LayerCache, Result
 from engine.conditioning import centre
 
 # Tiles of attention: rows of queries per KV head, keys, and coded blocks that are decoded at once.
@@ -19,11 +22,38 @@ _QUERY_TILE = 768
 _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
+# Fewer rows than this are memory-bound on the weights: BLAS reads them once for all cores.
+_PARALLEL_ROWS = 32
+
 
 class NumpyOps:
     """See `engine.backends.ops.Ops`."""
 
     name = "cpu"
+
+    def __init__(self, threads: int = 0):
+        """`threads` for BLAS and for parts of a prompt; 0 takes what BLAS was started with (OMP_NUM_THREADS)."""
+        self._blas = ThreadpoolController().select(user_api="blas")
+        if threads:
+            self._blas.limit(limits=threads)
+        self._threads = threads or max((library["num_threads"] for library in self._blas.info()), default=1)
+        self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
+
+    def parts(self, rows: slice) -> list[slice]:
+        count = rows.stop - rows.start
+        if self._pool is None or count < _PARALLEL_ROWS:
+            return [rows]
+        edges = np.linspace(rows.start, rows.stop, self._threads + 1).astype(int).tolist()
+        return [slice(*pair) for pair in itertools.pairwise(edges)]
+
+    def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
+        if self._pool is None or count == 1:
+            return [work(i) for i in range(count)]
+        # BLAS uses all cores for one product, but everything between two products would run on one: so each core
+        # gets a part of the rows and a BLAS of its own.
+        with self._blas.limit(limits=1):
+            later = [self._pool.submit(work, i) for i in range(1, count)]
+            return [work(0), *(task.result() for task in later)]
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)
@@ -149,12 +179,14 @@ def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> 
     behind = window is not None and start <= position + count - 1 - window
     if not (ahead or behind):
         return
+    # Where nothing is behind the window, only the keys after the first row's own need a look.
+    seen = 0 if behind else max(0, position + 1 - start)
     rows = position + np.arange(count)[:, None]
-    keys = start + np.arange(size)
+    keys = start + np.arange(seen, size)
     hidden = keys > rows
     if window is not None:
         hidden |= keys <= rows - window
-    scores[:, :, hidden] = -np.inf
+    np.copyto(scores[..., seen:], -np.inf, where=hidden)
 
 
 def _visible_tiles(

@@ -6,13 +6,14 @@ D head dim, N block size, V vocabulary size. `Array` is the backend's own array 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.codecs import Codec
 
 Array = Any
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -62,6 +63,12 @@ class Ops(Protocol):
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """Scratch memory in the compute dtype."""
+
+    def parts(self, rows: slice) -> list[slice]:
+        """`rows` cut into consecutive parts that `each` may work on at the same time."""
+
+    def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
+        """[work(0), …, work(count − 1)], possibly at the same time."""
 
     def to_device(self, x: Any) -> Array:
         """A host array on the device, in the compute dtype."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from model_loaders.errors import LoadError
+from model_loaders.fields import read_json
 from model_loaders.gguf_file import GgufFile
 from model_loaders.tokenizers import gguf_vocab, hf_json, sentence_piece, tiktoken_file
 from model_loaders.tokenizers._protocol import Tokenizer
@@ -22,7 +22,7 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     neither is there or one is damaged.
     """
     whole, model = folder / "tokenizer.json", folder / "tokenizer.model"
-    settings = FolderSettings(folder, config, generation, _tokenizer_config(folder / "tokenizer_config.json"))
+    settings = FolderSettings(folder, config, generation, read_json(folder / "tokenizer_config.json", required=False))
     if whole.is_file():
         return hf_json.load(whole, settings)
     if not model.is_file():
@@ -40,13 +40,3 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
 def load_for_gguf(gguf: GgufFile) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises LoadError where its vocabulary is of an unknown kind or incomplete."""
     return gguf_vocab.load(gguf)
-
-
-def _tokenizer_config(file: Path) -> Mapping[str, object]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{file} cannot be read ({error}): download it again.") from error
-    if not isinstance(settings, dict):
-        raise LoadError(f"{file} is not a JSON object: download it again.")
-    return settings

@@ -79,6 +79,8 @@ def load(gguf: GgufFile) -> BaseTokenizer:
     types = [int(_Type.NORMAL)] * len(tokens)
     if "tokenizer.ggml.token_type" in gguf.metadata:
         types = vocabulary.list_of("tokenizer.ggml.token_type", int, len(tokens))
+    if unknown := set(types) - set(_Type):
+        raise LoadError(f"{gguf.path} has tokens of the unknown type {min(unknown)} (tokenizer.ggml.token_type).")
     return builders[kind](_Vocabulary(gguf.path, gguf.metadata, tokens, types))
 
 

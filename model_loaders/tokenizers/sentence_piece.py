@@ -63,6 +63,8 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> SentencePieceT
     model = protobuf.ModelProto()
     try:
         model.ParseFromString(content)
+        if not model.pieces:
+            raise DecodeError("no pieces")
         _append_added_tokens(model, settings)
         ids = {piece.piece: token_id for token_id, piece in enumerate(model.pieces)}
         special = for_folder(

@@ -54,6 +54,10 @@ def test_a_single_turn_without_a_prompt_reads_one_message(chat):
     assert chat("-st", lines="one\ntwo\n")[:2] == (0, "you said: one\n")
 
 
+def test_a_command_is_no_turn(chat):
+    assert chat("-st", lines="/regen\n/stats\none\ntwo\n")[:2] == (0, "you said: one\n")
+
+
 def test_a_prompt_comes_from_a_file(chat, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("from a file\n")
@@ -112,6 +116,11 @@ def test_system_shows_and_sets_the_system_prompt(chat, engine):
         {"role": "system", "content": "Answer in verse."},
         {"role": "user", "content": "two"},
     ]
+
+
+def test_a_system_prompt_may_have_several_lines(chat, engine):
+    chat(lines="/system Answer in verse.\\\nRhyme.\none\n")
+    assert engine.prompts[0][0] == {"role": "system", "content": "Answer in verse.\nRhyme."}
 
 
 def test_help_names_every_command(chat):

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.chat_config import GROUPS, ChatConfig, read_command_line, read_prompt
@@ -94,13 +94,19 @@ def test_every_flag_of_a_group_is_explained(title, capsys):
         assert meaning in shown
 
 
-@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1))
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda text: text != "--")
+
+
+@given(TEXTS)
+@example("-x")
+@example("--no-mmap")
+@example("a=b")
 def test_a_text_is_taken_as_it_is(text):
     assert read_command_line(["-p", text])[2].prompt == text
     assert read_command_line(["-sys", text, "-st"])[2].system_prompt == text
 
 
-@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1)))
+@given(st.lists(TEXTS))
 def test_reverse_prompts_add_up(texts):
     words = [word for text in texts for word in ("-r", text)]
     assert read_command_line(words)[1].stop == tuple(texts)
@@ -146,6 +152,7 @@ def test_a_bias_of_minus_infinity_bans_a_token():
         (["--device", "toaster"], "--device"),
         (["--color", "blue"], "--color"),
         (["-r", ""], "--reverse-prompt"),
+        (["-r", "--"], "-r"),
         (["-p", "\udcff"], "--prompt"),
         (["-p", "a", "-f", "b"], "--file"),
         (["--no-such-flag"], "--no-such-flag"),

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(MODELS / "mistral_window_sharded", tmp_path / "model"))
+    return Path(shutil.copytree(MODELS / "mistral_window_sharded", tmp_path / "sharded"))
 
 
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
@@ -204,6 +204,23 @@ def test_bytes_behind_the_last_tensor(folder: Path) -> None:
     assert "1 bytes follow" in refused(folder)
 
 
+def test_names_that_cannot_be_printed(folder: Path, sharded: Path) -> None:
+    """JSON can hold halves of surrogate pairs, and printing one would raise."""
+
+    def rename(header: dict) -> None:
+        header["model.layers.0.\ud800"] = header.pop("lm_head.weight")
+
+    edit_header(folder / "model.safetensors", rename)
+    refused(folder).encode()
+    index = sharded / "model.safetensors.index.json"
+    whole = index.read_text()
+    edit_json(index, lambda index: index["weight_map"].update({"\ud800": 7}))
+    refused(sharded).encode()
+    index.write_text(whole)
+    edit_json(index, lambda index: index["weight_map"].update({"a.weight": "\ud800.safetensors"}))
+    refused(sharded).encode()
+
+
 def test_a_missing_shard(sharded: Path) -> None:
     (sharded / "model-00002-of-00004.safetensors").unlink()
     message = refused(sharded)
@@ -215,13 +232,16 @@ def test_a_shard_without_its_tensor(sharded: Path) -> None:
         index["weight_map"]["model.norm.weight"] = "model-00001-of-00004.safetensors"
 
     edit_json(sharded / "model.safetensors.index.json", move)
-    assert "model-00001-of-00004.safetensors lacks the tensor model.norm.weight" in refused(sharded)
+    assert "model-00001-of-00004.safetensors lacks the tensor 'model.norm.weight'" in refused(sharded)
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a\\b.safetensors", "weights.bin", "", 7])
 def test_an_index_that_leads_out_of_the_folder(name: object, sharded: Path) -> None:
+    shutil.copy(sharded / "model-00001-of-00004.safetensors", sharded.parent / "secret.safetensors")
     edit_json(sharded / "model.safetensors.index.json", lambda index: index["weight_map"].update({"a.weight": name}))
-    assert "model.safetensors.index.json" in refused(sharded)
+    message = refused(sharded)
+    assert "model.safetensors.index.json" in message
+    assert "no safetensors file of this folder" in message or "a.weight is 7" in message
 
 
 def test_an_index_without_a_map(sharded: Path) -> None:
@@ -409,8 +429,7 @@ def read_or_refuse(path: Path, raw: bytes) -> bool:
     path.write_bytes(raw)
     try:
         weights = parse(path)
-    except LoadError as error:
-        assert str(path) in str(error)
+    except LoadError:
         return False
     for name in weights.names():
         if weights.stored_dtype(name) in READABLE:

@@ -1,0 +1,92 @@
+"""What both commands do with their command line: cache types, output files, errors as sentences."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine import EngineConfig, EngineError, codecs
+from engine.flags import Check, FlagError
+from model_loaders import LoadError
+
+_BAD_REQUEST, _INTERRUPTED = 2, 130
+_PLAIN = ":plain"
+
+WEIGHTS_HELP = "folder of safetensors or a .gguf file; without it, the demonstration model"
+TYPES_HELP = (
+    "cache types, separated by commas: polarquant for keys and values alike, f16/polarquant for one each, "
+    "polarquant:plain without key conditioning"
+)
+
+
+@dataclass(frozen=True)
+class CacheType:
+    """How keys and values are stored in one row of a table."""
+
+    label: str
+    key: str
+    value: str
+    key_conditioning: bool
+
+    @classmethod
+    def read(cls, text: str) -> CacheType:
+        """KEYS[/VALUES][:plain]. Raises FlagError for a codec that does not exist.
+
+        >>> CacheType.read("f16/polarquant:plain")
+        CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
+        """
+        names = text.removesuffix(_PLAIN)
+        key, _, value = names.partition("/")
+        for name in (key, value or key):
+            try:
+                codecs.get(name)
+            except ValueError as error:
+                raise FlagError(f"--types {text}: {error}") from None
+        return cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
+
+    def check(self, head_dim: int) -> None:
+        """Raises FlagError where a codec cannot serve this head dim."""
+        for name in (self.key, self.value):
+            try:
+                codecs.get(name).check(head_dim, EngineConfig().block_size)
+            except ValueError as error:
+                raise FlagError(f"--types {self.label}: {error}") from None
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of EngineConfig."""
+        return {"cache_type_k": self.key, "cache_type_v": self.value, "key_conditioning": self.key_conditioning}
+
+
+def at_least(least: int) -> Check:
+    """For `engine.flags`: what is wrong with a number below `least`."""
+    return lambda number: None if number >= least else f"must be at least {least}"
+
+
+def cache_types(text: str, *, key_conditioning: bool = True) -> list[CacheType]:
+    """Types separated by commas, each once; all of them plain without `key_conditioning`. Raises FlagError."""
+    names = [name.strip() for name in text.split(",")]
+    if not key_conditioning:
+        names = [name.removesuffix(_PLAIN) + _PLAIN for name in names]
+    return [CacheType.read(name) for name in dict.fromkeys(names)]
+
+
+def run(work: Callable[[], None]) -> int:
+    """The exit code of `work`: 2 with a sentence for bad input, 130 after Ctrl-C."""
+    try:
+        work()
+    except FlagError as error:
+        print(f"error: {error}; --help lists the flags", file=sys.stderr)
+    except (LoadError, EngineError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    else:
+        return 0
+    return _BAD_REQUEST
+
+
+def note(sentence: str) -> None:
+    """What happens while a command runs: standard output carries the result alone."""
+    print(sentence, file=sys.stderr)

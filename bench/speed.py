@@ -1,0 +1,264 @@
+"""`python -m bench.speed`: tokens a second, beside what the weights alone allow and beside llama-cpp-python.
+
+Every run has a prompt of its own, of random tokens, so that none is found in the cache. Runs of all that is compared
+take turns, so that a machine that slows down slows all of it. A figure is the median of its runs with the best number
+of threads.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
+
+from bench import report
+from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, cache_types, note, run
+from bench.peer import NAME as PEER_NAME
+from bench.peer import NoPeer, Peer
+from bench.timing import Rates, generation_rate, prompt_rate, weights_rate
+from engine import Engine
+from engine.assembly import assemble, settle
+from engine.config import setting
+from engine.flags import FlagError, parse
+from engine.model import Model
+
+# Short generation: from this depth on, up to 64 tokens of context.
+_SHORT_PROMPT, _SHORT_STEPS = 8, 56
+_DEEP_STEPS = 32
+# A library's idle threads may go on spinning for a moment, at the cost of the next run.
+_REST_SECONDS = 0.1
+
+# Rates to add to, and what measures one run with a number of threads.
+Contestant = tuple[Rates, Callable[[int], float]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
+    types: str = setting("f16,polarquant", "--types", metavar="TYPES", help=f"measured at --depth: {TYPES_HELP}")
+    threads: str = setting("1,2", "--threads", metavar="N,N", help="numbers of CPU threads; the best one counts")
+    prompt: int = setting(256, "--prompt", metavar="N", help="tokens in the prompt whose prefill is measured")
+    depth: int = setting(2048, "--depth", metavar="N", help="tokens of context behind which each type generates")
+    repeat: int = setting(3, "--repeat", metavar="N", help="runs of each kind; their median counts")
+    output: str | None = setting(
+        None, "--output", metavar="FILE", help="where the JSON goes; else bench/results/speed-<machine>-<date>.json"
+    )
+
+
+@dataclass
+class Figure:
+    """One line of the table: our rate and what it is compared with."""
+
+    name: str
+    cache_type: str  # label of a CacheType
+    ours: Rates = field(default_factory=Rates)
+    weights_alone: Rates | None = None
+    peer: Rates | str | None = None  # a str says why there are none
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON, prints the table; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    return run(lambda: _measure_and_report(argv))
+
+
+def _measure_and_report(argv: Sequence[str]) -> None:
+    (options,) = parse(
+        argv,
+        {"Speed": Options},
+        prog="python -m bench.speed",
+        description="Tokens a second, beside what the weights alone allow and beside llama-cpp-python.",
+        checks={"prompt": at_least(1), "depth": at_least(1), "repeat": at_least(1)},
+    )
+    types, threads = cache_types(options.types), _thread_counts(options.threads)
+    about = report.machine()
+    output = report.output_path(options.output, "speed", f"{about['cpu']} {about['cores']} cores")
+    speed = measure(options, types, threads)
+    report.write(output, "speed", argv, speed.as_json())
+    note(f"Written to {output}")
+    print(
+        f"{speed.model} ({speed.weights} weights, float32 arithmetic) on {about['cpu']}, {about['cores']} cores, numpy "
+        f"{about['numpy']}, {about['blas']}.\nTokens/s: median of {options.repeat} with the best of {options.threads} "
+        f"threads. {PEER_NAME}: {speed.peer}.\n"
+    )
+    print(format_table(speed))
+
+
+def _thread_counts(text: str) -> list[int]:
+    """Raises FlagError."""
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(counts) < 1:
+        raise FlagError(f"--threads takes numbers from 1 up, separated by commas, not {text!r}")
+    return list(dict.fromkeys(counts))
+
+
+@dataclass
+class Speed:
+    """A whole measurement."""
+
+    model: str
+    weights: str  # how they are stored
+    peer: str  # its version, or why it is not there
+    figures: list[Figure]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "weights": self.weights,
+            "peer": {"name": PEER_NAME, "version_or_absence": self.peer},
+            "unit": "tokens/s",
+            "figures": [
+                {
+                    "name": figure.name,
+                    "cache_type": figure.cache_type,
+                    "ours": figure.ours.summary(),
+                    "weights_alone": figure.weights_alone and figure.weights_alone.summary(),
+                    "peer": figure.peer.summary() if isinstance(figure.peer, Rates) else figure.peer,
+                }
+                for figure in self.figures
+            ],
+        }
+
+
+def measure(options: Options, types: Sequence[CacheType], threads: Sequence[int]) -> Speed:
+    """Everything, one engine at a time. Raises FlagError, LoadError or EngineError."""
+    referee = _Referee(threads, options.repeat)
+    referee.expect(3 + 2 * len(types))
+    with referee.bar:
+        speed = _measure_short(options, types, referee)
+        for cache_type in types:
+            speed.figures.append(_measure_deep(options, cache_type, referee))
+    return speed
+
+
+class _Referee:
+    """Lets contestants take turns: one unmeasured run each, then `repeat` runs with every number of threads."""
+
+    def __init__(self, threads: Sequence[int], repeat: int) -> None:
+        self._threads, self._repeat = threads, repeat
+        self.bar = tqdm(total=0, desc="Measuring", unit="run")
+
+    def expect(self, contestants: int) -> None:
+        """Make room for them on the progress bar."""
+        self.bar.total += contestants * (1 + self._repeat * len(self._threads))
+        self.bar.refresh()
+
+    def runs(self, name: str, contestants: Sequence[Contestant]) -> None:
+        self.bar.set_postfix_str(name)
+        for _, run_once in contestants:
+            self._run(run_once, self._threads[0])
+        for _ in range(self._repeat):
+            for threads in self._threads:
+                for rates, run_once in contestants:
+                    rates.add(threads, self._run(run_once, threads))
+
+    def _run(self, run_once: Callable[[int], float], threads: int) -> float:
+        time.sleep(_REST_SECONDS)
+        with threadpool_limits(threads, user_api="blas"):
+            rate = run_once(threads)
+        self.bar.update()
+        return rate
+
+
+@contextmanager
+def _loaded(options: Options, context: int, **settings: Any) -> Iterator[tuple[Engine, Model]]:
+    """An engine that keeps no finished prompt, and its model. Raises FlagError where the model's context is shorter."""
+    parts = assemble(settle(options.weights, None, {"ctx_size": context, "kept_sequences": 0, **settings}), None)
+    with Engine(parts) as engine:
+        if context > parts.source.config.max_context:
+            raise FlagError(
+                f"--prompt and --depth: {context} tokens of context are needed, but {parts.source.name} has "
+                f"{parts.source.config.max_context}"
+            )
+        yield engine, parts.model
+
+
+def _measure_short(options: Options, types: Sequence[CacheType], referee: _Referee) -> Speed:
+    """Prompt and short generation, with an f16 cache, beside the peer."""
+    f16, context = CacheType.read("f16"), max(options.prompt, _SHORT_PROMPT + _SHORT_STEPS) + 1
+    prompt = Figure(f"prompt of {options.prompt}", f16.label)
+    short = Figure("generation, depth ≤ 64", f16.label, weights_alone=Rates())
+    with ExitStack() as stack:
+        engine, model = stack.enter_context(_loaded(options, context, **f16.settings()))
+        for cache_type in types:
+            cache_type.check(model.config.head_dim)
+        new_ids = _Ids(engine)
+        prompts: list[Contestant] = [(prompt.ours, lambda threads: prompt_rate(engine, new_ids(options.prompt)))]
+        steps: list[Contestant] = [
+            (short.ours, lambda threads: generation_rate(engine, new_ids(_SHORT_PROMPT), _SHORT_STEPS)),
+        ]
+        try:
+            peer = stack.enter_context(closing(Peer(engine.model, context)))
+        except NoPeer as reason:
+            about_peer = prompt.peer = short.peer = str(reason)
+        else:
+            about_peer = peer.version
+            prompt.peer, short.peer, following = Rates(), Rates(), new_ids(_SHORT_STEPS)
+            prompts.append((prompt.peer, lambda threads: peer.prompt_rate(new_ids(options.prompt), threads)))
+            steps.append((short.peer, lambda threads: peer.generation_rate(new_ids(_SHORT_PROMPT), following, threads)))
+            referee.expect(2)
+        steps.append(_weights_alone(short, model, _SHORT_STEPS))
+        referee.runs(prompt.name, prompts)
+        referee.runs(short.name, steps)
+        return Speed(engine.model.name, engine.model.dtype, about_peer, [prompt, short])
+
+
+def _measure_deep(options: Options, cache_type: CacheType, referee: _Referee) -> Figure:
+    """Generation behind --depth tokens of one cache type."""
+    deep = Figure(f"generation at {options.depth}", cache_type.label, weights_alone=Rates())
+    with _loaded(options, options.depth + _DEEP_STEPS + 1, **cache_type.settings()) as (engine, model):
+        new_ids = _Ids(engine)
+        ours: Contestant = (deep.ours, lambda threads: generation_rate(engine, new_ids(options.depth), _DEEP_STEPS))
+        referee.runs(f"{deep.name}, {cache_type.label}", [ours, _weights_alone(deep, model, _DEEP_STEPS)])
+    return deep
+
+
+def _weights_alone(figure: Figure, model: Model, steps: int) -> Contestant:
+    assert figure.weights_alone is not None
+    return figure.weights_alone, lambda threads: weights_rate(model, steps)
+
+
+class _Ids:
+    """New random tokens with every call, the same ones in every measurement."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._vocabulary = min(engine.model.tokenizer.vocab_size, engine.model.config.vocab_size)
+        self._rng = np.random.default_rng(0)
+
+    def __call__(self, count: int) -> list[int]:
+        return self._rng.integers(self._vocabulary, size=count).tolist()
+
+
+def format_table(speed: Speed) -> str:
+    """Ours, then what the weights alone allow and the peer, each with our share of it."""
+    header = ("", "cache", "tokens/s", "threads", "fastest", "weights alone", "share", PEER_NAME, "ratio")
+    rows = []
+    for figure in speed.figures:
+        ours, floor, peer = figure.ours, figure.weights_alone, figure.peer
+        rows.append(
+            (
+                figure.name,
+                figure.cache_type,
+                f"{ours.median:,.1f}",
+                str(ours.threads),
+                f"{ours.fastest:,.1f}",
+                f"{floor.median:,.1f}" if floor else "—",
+                f"{100 * ours.median / floor.median:.0f} %" if floor else "—",
+                f"{peer.median:,.1f}" if isinstance(peer, Rates) else peer or "—",
+                f"{ours.median / peer.median:.2f}" if isinstance(peer, Rates) else "—",
+            )
+        )
+    return report.table(header, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Rates of an engine, through its public interface, and the rate that reading its weights would allow."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from engine import Engine, SamplingParams
+from engine.model import Model
+
+_GREEDY = SamplingParams(temperature=0, repeat_penalty=1, ignore_eos=True)
+
+
+def prompt_rate(engine: Engine, ids: Sequence[int]) -> float:
+    """Tokens a second of a prompt that is not cached, up to the logits of its last token."""
+    return _usage(engine, ids, 1).prompt_rate
+
+
+def generation_rate(engine: Engine, ids: Sequence[int], steps: int) -> float:
+    """Steps a second behind the prompt `ids`."""
+    return _usage(engine, ids, steps + 1).generation_rate  # the first token comes out of the prefill
+
+
+def _usage(engine: Engine, ids: Sequence[int], tokens: int) -> Any:
+    usage = engine.generate(ids, replace(_GREEDY, max_tokens=tokens)).usage
+    if usage.cached_tokens or usage.completion_tokens != tokens:
+        raise RuntimeError(f"not the run that was to be measured: {usage}")
+    return usage
+
+
+def weights_rate(model: Model, passes: int) -> float:
+    """Steps a second if a step were its weight matrices alone: matrix-vector products, one after the other."""
+    ops, layers = model.ops, model.weights.layers
+    matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    matrices.append(model.weights.head)
+    vectors = {width: ops.to_device(np.ones((1, width))) for width in {m.shape[1] for m in matrices}}
+    started = time.perf_counter()
+    for _ in range(passes):
+        for matrix in matrices:
+            y = ops.linear(vectors[matrix.shape[1]], matrix)
+        ops.to_host(y)  # as a step's logits; only now is a device certain to be done
+    return passes / (time.perf_counter() - started)
+
+
+@dataclass
+class Rates:
+    """Repeated measurements of one rate, per thread count, in tokens a second."""
+
+    runs: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, threads: int, rate: float) -> None:
+        self.runs.setdefault(threads, []).append(rate)
+
+    @property
+    def threads(self) -> int:
+        """The thread count with the best median."""
+        return max(self.runs, key=lambda threads: statistics.median(self.runs[threads]))
+
+    @property
+    def median(self) -> float:
+        """Of the best thread count."""
+        return statistics.median(self.runs[self.threads])
+
+    @property
+    def fastest(self) -> float:
+        return max(rate for rates in self.runs.values() for rate in rates)
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"median": self.median, "threads": self.threads, "fastest": self.fastest, "runs": self.runs}

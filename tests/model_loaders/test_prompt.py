@@ -1,0 +1,217 @@
+"""From conversations to ids: messages stay text, and a conversation's ids only grow."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_loaders.gguf_file import GgufFile
+from model_loaders.prompt import chat_ids
+from model_loaders.templates import ChatTemplate, for_folder, for_gguf
+from model_loaders.tokenizers import Tokenizer, load_for_gguf
+from tests.model_loaders import vocabularies as vocab
+from tests.shared_data import shared
+
+# As Llama 2's: past answers stand between spaces that the model was not asked with.
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+# As reasoning models': what is opened for a new answer is left out of past ones.
+THINKING = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n<think>\n' }}{% endif %}"
+)
+# As Mistral's: what is said first moves to the last question.
+MOVING = (
+    "{% for m in messages[1:] %}{{ '<s>' }}{% if loop.last %}{{ messages[0].content + '\n' }}{% endif %}"
+    "{{ m.content + '</s>' }}{% endfor %}"
+)
+MODELS = ("smollm2", "llama3", "qwen2.5", "llama2", "plain", "thinking")
+TEXTS = st.text(max_size=20)
+
+
+@cache
+def _demo(path: Path) -> tuple[Tokenizer, ChatTemplate]:
+    gguf = GgufFile(path)
+    return load_for_gguf(gguf), for_gguf(gguf)
+
+
+@cache
+def _from_data(name: str) -> tuple[Tokenizer, ChatTemplate]:
+    folder = {"llama3": "llama3", "qwen2.5": "qwen2_5"}.get(name)
+    if folder is None:
+        sources = {"llama2": LLAMA2, "thinking": THINKING}
+        own = ChatTemplate(sources.get(name, ""), origin=name, bos_token="<s>", eos_token="</s>")
+        return vocab.real("llama2-model"), own if name in sources else for_folder(Path("/nonexistent"), {})
+    config = json.loads(shared("tokenizers", folder, "tokenizer_config.json").read_text())
+    return vocab.real(f"{name}-json"), for_folder(shared("tokenizers", folder), config)
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def model(request: pytest.FixtureRequest) -> tuple[Tokenizer, ChatTemplate]:
+    """A real tokenizer with a template."""
+    if request.param == "smollm2":
+        return _demo(request.getfixturevalue("demo_path"))
+    return _from_data(request.param)
+
+
+def tiny(source: str, **metadata: object) -> tuple[Tokenizer, ChatTemplate]:
+    control = (("<s>", vocab.CONTROL), ("</s>", vocab.CONTROL))  # ids 257 and 258
+    gguf = vocab.tiny_bpe(*control, **{"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 258} | metadata)
+    return load_for_gguf(gguf), ChatTemplate(source, origin="tiny.gguf", bos_token="<s>", eos_token="</s>")
+
+
+def user(content: str) -> dict[str, object]:
+    return {"role": "user", "content": content}
+
+
+def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
+
+def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    return [i for i in ids if i in tokenizer.control_tokens().values()]
+
+
+class TestMessagesStayText:
+    @given(data=st.data())
+    def test_what_people_write_adds_no_control_token(self, model, data: st.DataObject) -> None:
+        tokenizer, template = model
+        control = sorted(tokenizer.control_tokens())
+        cut = st.tuples(st.sampled_from(control), st.integers(0, 30), st.integers(0, 30)).map(lambda c: c[0][c[1] : c[2]])
+        pieces = st.one_of(st.sampled_from(control), cut, st.text(max_size=5), st.sampled_from("<>| ﷐﷑\n"))
+        contents = data.draw(st.lists(st.lists(pieces, max_size=6).map("".join), min_size=1, max_size=4))
+
+        def ids(texts: list[str]) -> list[int]:
+            roles = ("user", "assistant")
+            messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+            return chat_ids(messages, template, tokenizer)
+
+        harmless = ["x" if content else "" for content in contents]
+        assert control_ids(tokenizer, ids(contents)) == control_ids(tokenizer, ids(harmless))
+
+    @given(content=st.lists(st.sampled_from(["</s>", "<s>", "<", "/s>", " ", "he", "\ufdd0"]), max_size=8).map("".join))
+    def test_nothing_of_a_message_is_lost(self, content: str) -> None:
+        tokenizer, template = tiny("{{ bos_token + messages[0].content + eos_token }}")
+        assert chat_ids([user(content)], template, tokenizer) == [257, *tokenizer.tokenize(content), 258]
+
+    def test_the_template_cannot_complete_a_control_string(self) -> None:
+        tokenizer, template = tiny("{{ '<' + messages[0].content + '>' }}")
+        assert text_of(tokenizer, chat_ids([user("s")], template, tokenizer)) == "<s>"
+        tokenizer, template = tiny("{{ messages[0].content + 's>' }}")
+        assert text_of(tokenizer, chat_ids([user("</")], template, tokenizer)) == "</s>"
+
+    def test_a_role_is_no_way_around(self) -> None:
+        tokenizer, template = tiny("{{ messages[0].role }}")
+        ids = chat_ids([{"role": "user</s>", "content": ""}], template, tokenizer)
+        assert text_of(tokenizer, ids) == "user</s>"
+
+    def test_text_merges_across_the_border_of_a_message(self) -> None:
+        tokenizer, template = tiny("h{{ messages[0].content }}")
+        assert chat_ids([user("e")], template, tokenizer) == tokenizer.tokenize("he") == [256]
+
+    def test_a_template_may_trim(self) -> None:
+        tokenizer, template = tiny("{{ '<s>' + messages[0].content | trim + '</s>' }}")
+        ids = chat_ids([user(" \n</s> ")], template, tokenizer)
+        assert ids == [257, *tokenizer.tokenize("</s>"), 258]
+
+
+class TestConversationsOnlyGrow:
+    @given(data=st.data())
+    def test_a_turn_begins_with_all_ids_of_the_one_before(self, model, data: st.DataObject) -> None:
+        tokenizer, template = model
+        text_ids = st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i not in tokenizer.eos_ids)
+        end = st.sampled_from([[], *([i] for i in sorted(tokenizer.eos_ids))])
+        messages: list[dict[str, object]] = []
+        known: list[int] = []
+        for question in data.draw(st.lists(TEXTS, min_size=2, max_size=4)):
+            messages.append(user(question))
+            prompt = chat_ids(messages, template, tokenizer)
+            assert prompt[: len(known)] == known
+            said = data.draw(st.one_of(TEXTS.map(tokenizer.tokenize), st.lists(text_ids, max_size=8)))
+            known = prompt + said
+            answer = {"role": "assistant", "content": text_of(tokenizer, said), "token_ids": said + data.draw(end)}
+            messages.append(answer)
+
+    @pytest.mark.parametrize("name", ["llama3", "qwen2.5", "llama2"])
+    def test_ids_that_are_the_texts_own_change_nothing(self, name: str) -> None:
+        tokenizer, template = _from_data(name)
+        said = tokenizer.tokenize("The capital is Paris.", continued=name != "llama2")
+        answer = {"role": "assistant", "content": "The capital is Paris."}
+        spoken = [user("Capital of France?"), answer, user("Thanks")]
+        generated = [spoken[0], {**answer, "token_ids": said}, spoken[2]]
+        as_text, as_ids = (chat_ids(messages, template, tokenizer) for messages in (spoken, generated))
+        if name == "llama2":  # the template's space after an answer is a token of its own, or merges with nothing
+            assert text_of(tokenizer, as_text) == text_of(tokenizer, as_ids)
+        else:
+            assert as_text == as_ids
+
+    def test_what_was_opened_for_an_answer_stays_in_front_of_it(self) -> None:
+        tokenizer, template = tiny(THINKING)
+        answer = {"role": "assistant", "content": "he", "token_ids": [256]}
+        ids = chat_ids([user("h"), answer, user("h")], template, tokenizer)
+        assert "assistant\n<think>\nhe" in text_of(tokenizer, ids)
+
+    def test_a_template_that_moves_text_has_its_way(self) -> None:
+        tokenizer, template = tiny(MOVING)
+        answer = {"role": "assistant", "content": "!", "token_ids": [256]}
+        ids = chat_ids([user("first"), user("a"), answer, user("b")], template, tokenizer)
+        assert text_of(tokenizer, ids) == "ahefirst\nb"
+
+    @pytest.mark.parametrize(
+        ("source", "text"),
+        [
+            ("{{ messages[-1].content }}", "c"),  # drops the answer
+            ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "aabbcc"),  # repeats it
+            ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", "c" + "he" + "a"),  # only moves it
+            ("{% for m in messages %}{{ m.content | replace('\ufdd1', '') }}{% endfor %}", "a" + "he" + "c"),
+        ],
+    )
+    def test_where_the_template_does_not_show_an_answer_as_it_is(self, source: str, text: str) -> None:
+        tokenizer, template = tiny(source)
+        answer = {"role": "assistant", "content": "b", "token_ids": [256]}
+        ids = chat_ids([user("a"), answer, user("c")], template, tokenizer)
+        assert text_of(tokenizer, ids) == text
+
+    def test_ids_of_others_than_the_assistant_are_not_taken(self) -> None:
+        tokenizer, template = tiny("{{ messages[0].content }}")
+        message = {**user("a"), "token_ids": [258]}
+        assert text_of(tokenizer, chat_ids([message], template, tokenizer)) == "a"
+
+
+class TestBos:
+    @pytest.mark.parametrize("source", ["{{ bos_token }}he", "he"])
+    def test_once_where_the_model_wants_it(self, source: str) -> None:
+        tokenizer, template = tiny(source, **{"tokenizer.ggml.add_bos_token": True})
+        assert chat_ids([user("")], template, tokenizer) == [257, 256]
+
+    def test_not_where_it_does_not(self) -> None:
+        tokenizer, template = tiny("he", **{"tokenizer.ggml.add_bos_token": False})
+        assert chat_ids([user("")], template, tokenizer) == [256]
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "at least one message"),
+        ("hello", "must be a list"),
+        (None, "must be a list"),
+        (["hello"], r"messages\[0\] must be an object"),
+        ([user("a"), {"content": "b"}], r"messages\[1\]\.role must be a text"),
+        ([{"role": "user"}], r"messages\[0\]\.content must be a text"),
+        ([{"role": "user", "content": ["a"]}], r"messages\[0\]\.content must be a text"),
+        ([{"role": "assistant", "content": "", "token_ids": "ab"}], r"messages\[0\]\.token_ids must be a list"),
+        ([{"role": "assistant", "content": "", "token_ids": [999]}], r"messages\[0\]\.token_ids has 999"),
+        ([{"role": "assistant", "content": "", "token_ids": ["a"]}], r"messages\[0\]\.token_ids has 'a'"),
+    ],
+)
+def test_messages_of_a_wrong_form_are_named(messages, complaint: str) -> None:
+    tokenizer, template = tiny("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=complaint):
+        chat_ids(messages, template, tokenizer)

@@ -1,0 +1,172 @@
+"""Chat templates: where they come from, what they can do, and what they can not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from model_loaders.errors import LoadError
+from model_loaders.templates import ChatTemplate, for_folder, for_gguf
+from tests.model_loaders import vocabularies as vocab
+from tests.shared_data import shared
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def template(source: str, **tokens: str) -> ChatTemplate:
+    return ChatTemplate(source, origin="model.gguf", **tokens)
+
+
+def render(source: str, **variables: object) -> str:
+    return template(source).render(HELLO, **variables)
+
+
+def gguf(**metadata: object) -> SimpleNamespace:
+    return vocab.tiny_bpe(**metadata)
+
+
+class TestWhereItComesFrom:
+    def test_tokenizer_config(self, tmp_path: Path) -> None:
+        found = for_folder(tmp_path, {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<s>",
+                                      "eos_token": {"content": "</s>"}})  # fmt: skip
+        assert (found.render(HELLO), found.is_default) == ("<s></s>", False)
+
+    @pytest.mark.parametrize(("names", "used"), [(["tool_use", "default"], "default"), (["rag", "tool_use"], "rag")])
+    def test_one_of_several_named_ones(self, tmp_path: Path, names: list[str], used: str) -> None:
+        named = [{"name": name, "template": name} for name in names]
+        assert for_folder(tmp_path, {"chat_template": named}).source == used
+
+    def test_a_file_of_its_own_comes_first(self, tmp_path: Path) -> None:
+        (tmp_path / "chat_template.jinja").write_text("Grüß {{ messages[0].content }}", encoding="utf-8")
+        assert for_folder(tmp_path, {"chat_template": "other"}).render(HELLO) == "Grüß Hello"
+
+    def test_gguf(self) -> None:
+        metadata = {"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}", "tokenizer.ggml.bos_token_id": 256}
+        found = for_gguf(gguf(**metadata))
+        assert (found.render(HELLO), found.is_default) == ("he|", False)
+
+    def test_chatml_where_the_vocabulary_has_it(self, tmp_path: Path) -> None:
+        chatml = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        inside = for_gguf(vocab.tiny_bpe(("<|im_start|>", vocab.CONTROL)))
+        beside = for_folder(tmp_path, {"additional_special_tokens": ["<|im_start|>"]})
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|im_start|>"}]}))
+        for found in (inside, beside, for_folder(tmp_path, {})):
+            assert (found.render(HELLO), found.is_default) == (chatml, True)
+
+    def test_plain_words_where_it_has_not(self, tmp_path: Path) -> None:
+        for found in (for_gguf(gguf()), for_folder(tmp_path, {})):
+            assert (found.render(HELLO), found.is_default) == ("User: Hello\nAssistant:", True)
+            assert found.render(HELLO, add_generation_prompt=False) == "User: Hello\n"
+
+    @pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default", "template": 7}]])
+    def test_what_is_no_text_is_refused(self, tmp_path: Path, value: object) -> None:
+        with pytest.raises(LoadError, match=r"tokenizer_config\.json .*chat_template"):
+            for_folder(tmp_path, {"chat_template": value})
+        with pytest.raises(LoadError, match=r"tiny\.gguf .*chat_template"):
+            for_gguf(gguf(**{"tokenizer.chat_template": value}))
+
+    def test_an_unreadable_file_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+        with pytest.raises(LoadError, match=r"chat_template\.jinja"):
+            for_folder(tmp_path, {})
+
+
+class TestWhatItCanDo:
+    @pytest.mark.parametrize(
+        ("source", "text"),
+        [
+            ("{% if true %}\n  {% if true %}\nx\n  {% endif %}\n{% endif %}", "x\n"),  # blocks leave no white space
+            ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+            ("{{ {'a': 'é<'} | tojson }}", '{"a": "é<"}'),
+            ("{{ strftime_now('%d') | length }}", "2"),
+            ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "Hello!"),
+            ("{% if tools %}tools{% else %}none{% endif %}", "none"),
+            ("{{ messages[0]['content'] | trim }}{{ messages[0].absent }}", "Hello"),
+            ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+            ("{{ add_generation_prompt }}", "True"),
+        ],
+    )
+    def test_what_model_authors_rely_on(self, source: str, text: str) -> None:
+        assert render(source) == text
+
+    def test_further_variables(self) -> None:
+        assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
+
+    @pytest.mark.parametrize("text", ["\ud83d", "﷐\x00", "{{ 1 }}", "\r\n", "🦙"])
+    def test_any_text_passes_through(self, text: str) -> None:
+        assert template("{{ messages[0].content }}").render([{"role": "user", "content": text}]) == text
+
+    def test_real_templates_write_what_their_models_were_trained_on(self) -> None:
+        config = json.loads(shared("tokenizers", "qwen2_5", "tokenizer_config.json").read_text())
+        assert for_folder(shared("tokenizers", "qwen2_5"), config).render(
+            [{"role": "system", "content": "Be brief."}, *HELLO]
+        ) == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        config = json.loads(shared("tokenizers", "llama3", "tokenizer_config.json").read_text())
+        assert for_folder(shared("tokenizers", "llama3"), config).render(HELLO) == (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        )
+
+
+class TestWhatItCanNotDo:
+    @pytest.mark.parametrize(
+        ("source", "complaint"),
+        [
+            ("{{ raise_exception('Roles must alternate.') }}", r"Roles must alternate\.$"),
+            ("{% if %}", "line 1"),
+            ("a\n{{ 1 / 0 }}", "division by zero"),
+            ("{{ messages[0].content.nope() }}", "nope"),
+            ("{{ ''.__class__.__mro__ }}", "unsafe"),
+            ("{{ messages.append(1) }}", "unsafe"),
+            ("{% include '/etc/hostname' %}", "no loader"),
+        ],
+    )
+    def test_errors_carry_the_templates_words(self, source: str, complaint: str) -> None:
+        with pytest.raises(LoadError, match=rf"^The chat template of model\.gguf failed: .*{complaint}"):
+            render(source)
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ 'a' * 10**10 }}",
+            "{{ ([0] * 10**8) * 10**8 }}",
+            "{{ 9 ** 9 ** 9 }}",
+            "{{ '%1000000000d' % 1 }}",
+            "{{ 'a'.ljust(10**10) }}",
+            "{{ ('a' * 10**5).replace('a', 'b' * 10**6) }}",
+            "{% set n = namespace(x='a') %}{% for _ in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "{% set x = 'a' * 10**6 %}{% for _ in range(10**5) %}{{ x }}{% endfor %}",
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+            "{% for _ in range(10**5) %}{% for _ in range(10**5) %}{% endfor %}{% endfor %}",
+            "{% set n = namespace(x=[1]) %}{% for _ in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        ],
+    )
+    def test_a_hostile_template_ends_without_harm(self, source: str) -> None:
+        with pytest.raises(LoadError, match=r"^The chat template of model\.gguf failed: it "):
+            render(source)
+
+    def test_a_template_that_failed_once_can_be_used_again(self) -> None:
+        source = "{% if n is defined %}{{ raise_exception(n) }}{% endif %}fine"
+        usable = template(source)
+        with pytest.raises(LoadError, match="word"):
+            usable.render(HELLO, n="word")
+        assert usable.render(HELLO) == "fine"
+
+    def test_an_ended_worker_is_replaced(self) -> None:
+        usable = template("{% if n is defined %}{{ [[n] * 10**7] * 10**6 }}{% endif %}fine")
+        with pytest.raises(LoadError, match="time or memory|more text"):
+            usable.render(HELLO, n="word")
+        assert usable.render(HELLO) == "fine"
+
+    def test_its_process_ends_with_it(self) -> None:
+        used = template("fine")
+        used.render(HELLO)
+        worker = used._process._worker
+        assert worker is not None
+        assert worker.poll() is None
+        del used
+        assert worker.poll() is not None

@@ -1,0 +1,345 @@
+"""Text to ids and back, for every kind of vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import unicodedata
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
+
+from model_loaders.errors import LoadError
+from model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf
+from tests.model_loaders import vocabularies as vocab
+from tests.shared_data import shared
+
+VECTORS = {  # llama.cpp's name of its test vectors → tokenizers that must agree with them
+    "llama-bpe": ("llama3-gguf", "llama3-json", "llama3-tiktoken"),
+    "qwen2": ("qwen2-gguf", "qwen2.5-json"),
+    "llama-spm": ("llama2-gguf", "llama2-json", "llama2-model", "stories15M-json"),
+}
+SPECIAL_LOOKING = st.sampled_from(
+    ["<|im_end|>", "<|im_start|>", "</s>", "<s>", "<unk>", "<|eot_id|>", "<|begin_of_text|>", "<|", "|>", "<0x0A>", "<"]
+)
+TEXTS = st.lists(st.one_of(SPECIAL_LOOKING, st.text(max_size=12), st.sampled_from(" \n\t")), max_size=8).map("".join)
+
+
+def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+def expected_text(name: str, text: str) -> str:
+    """What the bytes of a text's tokens spell: the text itself, but for what the model's authors normalise."""
+    if name == "qwen2.5-json":
+        return unicodedata.normalize("NFC", text)
+    if name == "stories260K-json":
+        text = re.sub(" {2,}", " ", text.strip(" "))
+    if name in vocab.SENTENCE_PIECE:
+        return " " * bool(text) + text.replace("▁", " ")
+    return text
+
+
+@pytest.mark.parametrize(("vectors", "name"), [(key, name) for key, names in VECTORS.items() for name in names])
+def test_ids_agree_with_llama_cpps_vectors(vectors: str, name: str) -> None:
+    stem = f"ggml-vocab-{vectors}.gguf"
+    texts = shared("tokenizers", "llama.cpp-vocab", f"{stem}.inp").read_bytes().decode()
+    lines = shared("tokenizers", "llama.cpp-vocab", f"{stem}.out").read_text()
+    cases = texts.split("\n__ggml_vocab_test__\n")[:-1]  # the last is the end of the file
+    tokenizer = vocab.real(name)
+    assert len(cases) == lines.count("\n") > 40
+    for text, line in zip(cases, lines.splitlines(), strict=True):
+        assert tokenizer.tokenize(text) == [int(token_id) for token_id in line.split()], text
+
+
+@pytest.mark.parametrize("name", vocab.REAL)
+@given(text=TEXTS)
+def test_the_bytes_of_the_tokens_spell_the_text(name: str, text: str) -> None:
+    tokenizer = vocab.real(name)
+    assert text_of(tokenizer, tokenizer.tokenize(text)) == expected_text(name, text)
+
+
+@pytest.mark.parametrize("name", vocab.REAL)
+@given(text=TEXTS)
+def test_text_that_continues_gains_no_space(name: str, text: str) -> None:
+    tokenizer = vocab.real(name)
+    expected = expected_text(name, text)
+    assert text_of(tokenizer, tokenizer.tokenize(text, continued=True)) == expected[tokenizer.strips_leading_space :]
+
+
+@pytest.mark.parametrize("name", vocab.REAL)
+@given(text=TEXTS)
+def test_text_never_becomes_control_tokens(name: str, text: str) -> None:
+    tokenizer = vocab.real(name)
+    assert not set(tokenizer.tokenize(text)) & set(tokenizer.control_tokens().values())
+
+
+@pytest.mark.parametrize("name", vocab.REAL)
+@given(data=st.data())
+def test_every_control_string_becomes_its_id_on_demand(name: str, data: st.DataObject) -> None:
+    tokenizer = vocab.real(name)
+    strings = st.sampled_from(sorted(tokenizer.control_tokens()))
+    pairs = data.draw(st.lists(st.tuples(strings, st.text("abc \n", max_size=5)), max_size=6))
+    ids = tokenizer.tokenize("".join(string + plain for string, plain in pairs), control=True)
+    wanted = [tokenizer.control_tokens()[string] for string, _ in pairs]
+    assert [i for i in ids if i in tokenizer.control_tokens().values()] == wanted
+
+
+@pytest.mark.parametrize("name", ["llama3-json", "qwen2.5-json", "llama2-json"])
+@given(text=TEXTS)
+def test_control_agrees_with_the_library_reading_the_whole_text(name: str, text: str) -> None:
+    library = vocab.library(name)
+    assert vocab.real(name).tokenize(text, control=True) == library.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("names", [("llama3-json", "llama3-tiktoken", "llama3-gguf"), ("llama2-gguf", "llama2-model")])
+@given(text=TEXTS)
+def test_the_same_vocabulary_in_other_files_gives_the_same_ids(names: tuple[str, ...], text: str) -> None:
+    first, *others = (vocab.real(name).tokenize(text) for name in names)
+    assert all(ids == first for ids in others)
+
+
+def test_a_mark_hides_control_strings_and_leaves_no_trace() -> None:
+    tokenizer = load_for_gguf(vocab.tiny_bpe(("<|end|>", vocab.CONTROL)))
+    assert tokenizer.tokenize("he<|end|>he<#|end|>", control=True, mark="#") == [
+        *tokenizer.tokenize("he"), 257, *tokenizer.tokenize("he<|end|>")
+    ]  # fmt: skip
+
+
+def test_half_a_surrogate_pair_is_replaced() -> None:
+    tokenizer = load_for_gguf(vocab.tiny_bpe())
+    assert text_of(tokenizer, tokenizer.tokenize("a\ud83d")) == "a�"
+
+
+@pytest.mark.parametrize("character", [" ", "a", "\n"])
+def test_long_runs_of_one_character_pass_through_tiktoken(character: str) -> None:
+    tokenizer = vocab.real("llama3-tiktoken")
+    text = character * 2_000_000  # on which the library alone overflows its stack
+    assert text_of(tokenizer, tokenizer.tokenize(text)) == text
+
+
+def test_ordinary_added_tokens_are_text() -> None:
+    tokenizer = vocab.real("qwen2.5-json")
+    ids = tokenizer.tokenize("a<tool_call>b")
+    assert len(ids) == 3
+    assert text_of(tokenizer, ids) == "a<tool_call>b"
+    assert "<tool_call>" not in tokenizer.control_tokens()
+
+
+@pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
+def test_a_ggufs_user_defined_tokens_are_text_and_control_tokens_are_not(tiny) -> None:
+    gguf = tiny(("<think>", vocab.USER_DEFINED), ("<|im_end|>", vocab.CONTROL))
+    think, end = len(gguf.metadata["tokenizer.ggml.tokens"]) - 2, len(gguf.metadata["tokenizer.ggml.tokens"]) - 1
+    tokenizer = load_for_gguf(gguf)
+    ids = tokenizer.tokenize("<think>he<|im_end|>")
+    assert think in ids
+    assert end not in ids
+    assert text_of(tokenizer, ids).strip() == "<think>he<|im_end|>"
+    assert tokenizer.tokenize("<|im_end|>", control=True) == [end]
+    assert tokenizer.token_bytes(end) == b""
+    assert tokenizer.token_name(end) == "<|im_end|>"
+    assert end in tokenizer.eos_ids
+
+
+def test_rebuilt_sentencepiece_vocabulary_obeys_the_files_settings() -> None:
+    spaced, bare = (
+        load_for_gguf(vocab.tiny_spm(**{"tokenizer.ggml.add_space_prefix": flag})) for flag in (True, False)
+    )
+    assert (text_of(spaced, spaced.tokenize("  he")), text_of(bare, bare.tokenize("  he"))) == ("   he", "  he")
+    assert (spaced.strips_leading_space, bare.strips_leading_space) == (True, False)
+
+
+def test_space_after_a_control_token_is_sentencepieces_own() -> None:
+    tokenizer = vocab.real("llama2-model")
+    library = sentencepiece.SentencePieceProcessor(model_file=str(shared("tokenizers", "llama2", "tokenizer.model")))
+    assert tokenizer.tokenize("Hi</s>Hi", control=True) == [*library.encode("Hi"), 2, *library.encode("Hi")]
+
+
+def test_digits_are_cut_one_by_one_where_the_model_wants_it() -> None:
+    merges = {"tokenizer.ggml.merges": ["h e", "1 2"]}
+    together, apart = (
+        load_for_gguf(vocab.tiny_bpe(("12", vocab.NORMAL), **merges, **{"tokenizer.ggml.pre": pre}))
+        for pre in ("gpt-2", "smollm")
+    )
+    assert (len(together.tokenize("12")), len(apart.tokenize("12"))) == (1, 2)
+
+
+@pytest.mark.parametrize("token_id", [-1, 257, 10**12])
+def test_an_id_out_of_range_is_a_sentence(token_id: int) -> None:
+    with pytest.raises(ValueError, match=f"no token {token_id}: .* 0 to 256"):
+        load_for_gguf(vocab.tiny_bpe()).token_bytes(token_id)
+
+
+class TestBosAndEos:
+    @pytest.mark.parametrize(
+        ("name", "bos", "eos"),
+        [
+            ("llama3-gguf", "<|begin_of_text|>", {"<|end_of_text|>", "<|eot_id|>"}),
+            ("llama3-json", "<|begin_of_text|>", {"<|end_of_text|>", "<|eot_id|>"}),
+            ("llama3-tiktoken", "<|begin_of_text|>", {"<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"}),
+            ("qwen2-gguf", None, {"<|endoftext|>", "<|im_end|>"}),
+            ("qwen2.5-json", None, {"<|endoftext|>", "<|im_end|>"}),
+            ("llama2-gguf", "<s>", {"</s>"}),
+            ("llama2-json", "<s>", {"</s>"}),
+            ("llama2-model", "<s>", {"</s>"}),
+        ],
+    )
+    def test_of_known_models(self, name: str, bos: str | None, eos: set[str]) -> None:
+        tokenizer = vocab.real(name)
+        assert tokenizer.bos_id == (None if bos is None else tokenizer.control_tokens()[bos])
+        assert tokenizer.eos_ids == {tokenizer.control_tokens()[string] for string in eos}
+
+    def test_llama_3s_tiktoken_file_numbers_its_control_tokens_as_tokenizer_json_does(self) -> None:
+        here, there = (vocab.real(name).control_tokens() for name in ("llama3-tiktoken", "llama3-json"))
+        named = {string: i for string, i in there.items() if "reserved" not in string}
+        assert named.items() <= here.items()
+        assert sorted(here.values()) == sorted(there.values())
+
+    @pytest.mark.parametrize("eos", [7, [7], [7, 2]])
+    def test_config_and_generation_config_add_ends(self, eos: object) -> None:
+        folder = shared("models", "stories15M")
+        assert load_for_folder(folder, {"eos_token_id": eos}, {}).eos_ids == {2, 7}
+        assert load_for_folder(folder, {}, {"eos_token_id": eos}).eos_ids == {2, 7}
+
+    @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
+    def test_a_gguf_says_whether_bos_is_added(self, tiny) -> None:
+        def bos(**metadata: object) -> int | None:
+            return load_for_gguf(tiny(**{"tokenizer.ggml.bos_token_id": 1}, **metadata)).bos_id
+
+        assert bos(**{"tokenizer.ggml.add_bos_token": True}) == 1
+        assert bos(**{"tokenizer.ggml.add_bos_token": False}) is None
+        assert bos() == (1 if tiny is vocab.tiny_spm else None)
+
+    def test_tokenizer_config_overrules_the_vocabularys_habit(self, tmp_path: Path) -> None:
+        shutil.copy(shared("tokenizers", "llama2", "tokenizer.json"), tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+        assert load_for_folder(tmp_path, {}, {}).bos_id is None
+
+    def test_smollm2_has_no_bos(self, demo_path: Path) -> None:
+        from model_loaders.gguf_file import GgufFile
+
+        tokenizer = load_for_gguf(GgufFile(demo_path))
+        assert tokenizer.bos_id is None
+        assert tokenizer.eos_ids == {tokenizer.control_tokens()[s] for s in ("<|im_end|>", "<|endoftext|>")}
+        assert text_of(tokenizer, tokenizer.tokenize("Grüße 2024 🦙")) == "Grüße 2024 🦙"
+
+
+def sentencepiece_file(folder: Path, **trainer: object) -> Path:
+    """A tokenizer.model with the tiny SentencePiece vocabulary."""
+    model = sentencepiece_model_pb2.ModelProto()
+    metadata = vocab.tiny_spm().metadata
+    for token, kind, score in zip(
+        *(metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "scores")), strict=True
+    ):
+        model.pieces.add(piece=token, type=kind, score=score)
+    model.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    model.trainer_spec.byte_fallback = True
+    model.normalizer_spec.remove_extra_whitespaces = False
+    file = folder / "tokenizer.model"
+    file.write_bytes(model.SerializeToString())
+    return file
+
+
+class TestTokenizerModelFolders:
+    def test_added_tokens_follow_the_vocabulary(self, tmp_path: Path) -> None:
+        sentencepiece_file(tmp_path)
+        added = {
+            "263": {"content": "<|im_end|>", "special": True},
+            "264": {"content": "<tool_call>", "special": False},
+        }
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+        tokenizer = load_for_folder(tmp_path, {}, {})
+        assert tokenizer.vocab_size == 265
+        assert tokenizer.tokenize("<|im_end|>", control=True) == [263]
+        assert 263 not in tokenizer.tokenize("<|im_end|>")
+        assert 264 in tokenizer.tokenize("he<tool_call>")
+        assert 263 in tokenizer.eos_ids
+
+    def test_space_only_at_the_start_unless_legacy(self, tmp_path: Path) -> None:
+        sentencepiece_file(tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text('{"legacy": false}')
+        tokenizer = load_for_folder(tmp_path, {}, {})
+        assert text_of(tokenizer, tokenizer.tokenize("he</s>he", control=True)) == " hehe"
+
+    def test_tokenizer_json_is_preferred(self, tmp_path: Path) -> None:
+        shutil.copy(shared("models", "stories260K", "tokenizer.json"), tmp_path)
+        sentencepiece_file(tmp_path)
+        assert load_for_folder(tmp_path, {}, {}).vocab_size == 512
+
+
+class TestErrors:
+    def test_a_folder_without_tokenizer_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(LoadError, match=rf"{re.escape(str(tmp_path))} .*tokenizer\.json.*tokenizer\.model"):
+            load_for_folder(tmp_path, {}, {})
+
+    @pytest.mark.parametrize(
+        ("file", "content"),
+        [
+            ("tokenizer.json", b"{"),
+            ("tokenizer.json", b"[]"),
+            ("tokenizer.json", b"\xff\xfe"),
+            ("tokenizer.json", b'{"model": {"type": "BPE"}}'),
+            ("tokenizer.model", b""),
+            ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\n"),
+            ("tokenizer.model", b"IQ== 0\n!!!! 1\n"),
+            ("tokenizer.model", b"IQ== 0\nIg==\n"),
+        ],
+    )
+    def test_a_damaged_file_is_named(self, tmp_path: Path, file: str, content: bytes) -> None:
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(LoadError, match=re.escape(str(tmp_path / file))):
+            load_for_folder(tmp_path, {}, {})
+
+    @pytest.mark.parametrize("content", ["{", "[]"])
+    def test_a_damaged_tokenizer_config_is_named(self, tmp_path: Path, content: str) -> None:
+        sentencepiece_file(tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(LoadError, match=r"tokenizer_config\.json"):
+            load_for_folder(tmp_path, {}, {})
+
+    def test_a_vocabulary_without_exact_bytes_is_refused_by_name(self, tmp_path: Path) -> None:
+        library = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+        library.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(LoadError, match="WordPiece"):
+            load_for_folder(tmp_path, {}, {})
+
+    @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
+    @pytest.mark.parametrize(
+        ("key", "value", "complaint"),
+        [
+            ("model", "t5", "'t5'"),
+            ("tokens", "text", r"tokenizer\.ggml\.tokens"),
+            ("tokens", [1, 2], r"tokenizer\.ggml\.tokens"),
+            ("token_type", [1], r"1 entries in tokenizer\.ggml\.token_type"),
+        ],
+    )
+    def test_an_unusable_gguf_vocabulary(self, tiny, key: str, value: object, complaint: str) -> None:
+        with pytest.raises(LoadError, match=rf"^tiny\.gguf .*{complaint}"):
+            load_for_gguf(tiny(**{f"tokenizer.ggml.{key}": value}))
+
+    @pytest.mark.parametrize(
+        ("gguf", "complaint"),
+        [
+            (vocab.tiny_bpe(**{"tokenizer.ggml.pre": "jina-v9"}), "jina-v9.*llama-bpe"),
+            (vocab.tiny_bpe(**{"tokenizer.ggml.merges": None}), "merges"),
+            (vocab.tiny_bpe(**{"tokenizer.ggml.merges": ["no such"]}), "merges"),
+            (vocab.tiny_bpe(**{"tokenizer.ggml.merges": ["single"]}), "merges"),
+            (vocab.tiny_spm(**{"tokenizer.ggml.scores": [0.0]}), "scores"),
+            (vocab.tiny_spm(**{"tokenizer.ggml.token_type": [vocab.UNKNOWN] * 263}), "vocabulary"),
+            (vocab.tiny_spm(**{"tokenizer.ggml.token_type": [9] * 263}), "token_type|vocabulary"),
+        ],
+    )
+    def test_what_a_kind_needs(self, gguf, complaint: str) -> None:
+        with pytest.raises(LoadError, match=rf"^tiny\.gguf .*(?:{complaint})"):
+            load_for_gguf(gguf)
+
+    def test_empty_and_repeated_entries_are_padding(self) -> None:
+        tokenizer = load_for_gguf(vocab.tiny_spm(("", vocab.NORMAL), ("he", vocab.NORMAL)))
+        assert tokenizer.vocab_size == 265
+        assert text_of(tokenizer, tokenizer.tokenize("he")) == " he"
