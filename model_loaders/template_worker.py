@@ -24,7 +24,7 @@ import jinja2.sandbox
 
 MEMORY_BYTES = 512 << 20  # address space of this process; an idle one has about a twentieth of it
 CPU_SECONDS = 2.0  # of one rendering
-TEXT_CHARACTERS = 32 << 20  # of one rendering
+TEXT_CHARACTERS = 8 << 20  # of one rendering
 _FACTOR_LIMIT = 1 << 24  # characters, elements or bits that one multiplication may make
 
 

