@@ -43,7 +43,7 @@ class CacheType:
             try:
                 codecs.get(name)
             except ValueError as error:
-                raise FlagError(f"--types {text}: {error}") from None
+                raise FlagError(f"--types {text}: {str(error).rstrip('.')}") from None
         return cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
 
     def check(self, head_dim: int) -> None:
@@ -52,7 +52,7 @@ class CacheType:
             try:
                 codecs.get(name).check(head_dim, EngineConfig().block_size)
             except ValueError as error:
-                raise FlagError(f"--types {self.label}: {error}") from None
+                raise FlagError(f"--types {self.label}: {str(error).rstrip('.')}") from None
 
     def settings(self) -> dict[str, Any]:
         """Fields of EngineConfig."""

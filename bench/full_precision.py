@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from pathlib import Path
 
 import gguf
@@ -24,9 +25,9 @@ def float32_copy(source: Path) -> Path:
     Raises EngineError where it cannot be stored.
     """
     folder = Path(os.environ.get(CACHE_VARIABLE) or user_cache_path("polarlm"))
-    status = source.stat()
-    copy = folder / f"{source.stem}-{status.st_size:x}-{status.st_mtime_ns:x}-F32.gguf"
-    if copy.is_file():
+    # Files of the same name may lie in different folders, and a file may have been replaced since.
+    copy = folder / f"{source.stem}-{zlib.crc32(os.fsencode(source.resolve())):08x}-F32.gguf"
+    if copy.is_file() and copy.stat().st_mtime >= source.stat().st_mtime:
         return copy
     try:
         folder.mkdir(parents=True, exist_ok=True)

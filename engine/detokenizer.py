@@ -34,7 +34,7 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Lets text through up to the first stop string; text that may yet become one is held back.
+    """Lets text through up to the stop string that is complete first; text that may yet become one is held back.
 
     >>> stop = StopFilter(["END"])
     >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.stopped
@@ -50,10 +50,11 @@ class StopFilter:
         if not self._stops:
             return text
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
+            # The first to be complete, so that it does not matter how the text is cut into pieces.
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = max(self._overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

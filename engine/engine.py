@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from typing import Any, cast
 
@@ -188,6 +189,7 @@ class Engine:
             ids = ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
         elif len(prompt) and isinstance(prompt[0], Mapping):
             chat = True
+            params = replace(params, stop=(*params.stop, *self.model.template.stops))
             try:
                 ids = chat_ids(cast(Sequence[Mapping[str, Any]], prompt), self.model.template, tokenizer)
             except ValueError as error:

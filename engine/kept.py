@@ -59,10 +59,13 @@ class KeptSequences:
         self._kept.move_to_end(best)
         if best_length == len(best):  # the whole of it goes on: no copy of its tail is needed
             return self._kept.pop(best)
-        try:
-            return self._store.fork(self._kept[best], best_length)
-        except OutOfBlocks:
-            return self._store.new_sequence()
+        while True:
+            try:
+                return self._store.fork(self._kept[best], best_length)
+            except OutOfBlocks:
+                self.evict()
+                if not self._kept:  # the last to go is `best`, as the newest
+                    return self._store.new_sequence()
 
     def open(self, kv: SequenceKV, count: int, *, now_as_codes: bool = False) -> Span:
         """`KVStore.open`, giving up kept sequences as long as room is short. Raises OutOfBlocks when none is left."""

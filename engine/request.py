@@ -68,7 +68,8 @@ class Request:
         if sequence.max_tokens == 0:
             self.finish("length")
             return
-        token = sample(logits, self.sampling, sequence.ids, self._rng)
+        # An embedding may have more rows than the vocabulary has tokens.
+        token = sample(logits[: self.tokenizer.vocab_size], self.sampling, sequence.ids, self._rng)
         self.clock.generation += time.perf_counter() - started
         if token in self.tokenizer.eos_ids and not self.params.ignore_eos:
             self.finish("stop")

@@ -6,7 +6,7 @@ The order is llama.cpp's: bias, penalties, top-k, top-p, min-p, temperature, dra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,15 @@ class Sampling:
     logit_bias: Mapping[int, float]
 
 
-def resolve(params: SamplingParams, defaults: GenerationDefaults) -> Sampling:
+def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int | None = None) -> Sampling:
     """`params` with every None filled in: from the model's generation config, else the usual values.
 
-    Raises EngineError on a value that makes no sense.
+    Raises EngineError on a value that makes no sense, and on a bias for a token that is not below `vocab_size`.
     """
     _check(params)
+    beyond = [] if vocab_size is None else [token for token in params.logit_bias if token >= vocab_size]
+    if beyond:
+        raise EngineError(f"logit_bias names token {beyond[0]}, but the vocabulary has {vocab_size}")
     chosen: dict[str, Any] = {}
     for name, usual in _USUAL.items():
         given, of_model = getattr(params, name), getattr(defaults, name)
@@ -55,45 +58,66 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults) -> Sampling:
     )
 
 
-_LIMITS: dict[str, tuple[float, float, str]] = {
-    "temperature": (0, 1e4, "a number from 0 (greedy) up"),
-    "top_p": (1e-9, 1, "above 0 and at most 1"),
-    "min_p": (0, 1, "from 0 to 1"),
-    "repeat_penalty": (1e-3, 1e3, "a positive number; 1 is off"),
-    "presence_penalty": (-1e3, 1e3, "a number"),
-    "frequency_penalty": (-1e3, 1e3, "a number"),
-    "top_k": (0, 2**31, "a whole number; 0 keeps all"),
-    "max_tokens": (-1, 2**31, "a whole number; -1 is no limit"),
+_MAX_BIAS = 1e6  # far from where float32 logits overflow
+
+
+def _whole(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    """NaN is in no range."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_stop_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(text, str) and text for text in value)
+
+
+def _is_bias(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not all(_whole(token, 0) for token in value):
+        return False
+    return all(bias == -math.inf or _number(bias, -_MAX_BIAS, _MAX_BIAS) for bias in value.values())
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: _number(value, 0, 1e4), "a number from 0 (greedy) up"),
+    "top_p": (lambda value: _number(value, 1e-9, 1), "a number above 0 and at most 1"),
+    "min_p": (lambda value: _number(value, 0, 1), "a number from 0 to 1"),
+    "repeat_penalty": (lambda value: _number(value, 1e-3, 1e3), "a positive number; 1 is off"),
+    "presence_penalty": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
+    "frequency_penalty": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
+    "top_k": (lambda value: _whole(value, 0), "a whole number; 0 keeps all"),
+    "max_tokens": (lambda value: _whole(value, -1), "a whole number; -1 is no limit"),
+    "seed": (lambda value: _whole(value, -1), "a whole number from 0 up; -1 takes a different one each time"),
+    "stop": (_is_stop_list, "a tuple of non-empty strings"),
+    "logit_bias": (_is_bias, "a number for each token id, or -inf, which bans the token"),
+    "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
 }
 
 
 def _check(params: SamplingParams) -> None:
     """Raises EngineError naming the first field with a wrong type or value."""
-
-    def refuse(name: str, wanted: str) -> None:
-        raise EngineError(f"{name} is {getattr(params, name)!r}, but must be {wanted}")
-
-    for name, (low, high, wanted) in _LIMITS.items():
+    for name, (holds, wanted) in _CHECKS.items():
         value = getattr(params, name)
-        if value is None:
-            continue
-        kinds = (int,) if name in ("top_k", "max_tokens") else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:  # NaN is in no range
-            refuse(name, wanted)
-    if any(not isinstance(stop, str) or not stop for stop in params.stop):
-        refuse("stop", "a tuple of non-empty strings")
-    if any(math.isnan(bias) for bias in params.logit_bias.values()):
-        refuse("logit_bias", "a number for each token id")
+        to_be_filled_in = value is None and name in _USUAL
+        if not to_be_filled_in and not holds(value):
+            raise EngineError(f"{name} is {value!r}, but must be {wanted}")
 
 
 def sample(logits: np.ndarray, params: Sampling, recent: Sequence[int], rng: np.random.Generator) -> int:
     """Draw a token id. `recent` are the ids so far (the last PENALTY_WINDOW count).
 
-    Cost: one pass over V, plus a sort of the top-k.
+    Cost: one pass over V, plus a sort of the top-k. Raises EngineError where no token can be chosen.
     """
+    if not np.isfinite(logits.max()):  # NaN is the maximum of whatever holds it
+        raise EngineError("The model's output is not finite: its weights are damaged or not meant for this engine")
     logits = _adjust(logits, params, recent)
+    best = int(np.argmax(logits))
+    if np.isneginf(logits[best]):
+        raise EngineError("logit_bias bans every token that could come next")
     if params.temperature == 0 or params.top_k == 1:
-        return int(np.argmax(logits))
+        return best
     ids = _best(logits, params.top_k)
     kept = logits[ids].astype(np.float64)
     probabilities = np.exp(kept - kept[0])
@@ -102,7 +126,8 @@ def sample(logits: np.ndarray, params: Sampling, recent: Sequence[int], rng: np.
     if params.top_p < 1:
         count = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
     count = min(count, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
-    scaled = (kept[:count] - kept[0]) / params.temperature
+    with np.errstate(over="ignore"):  # next to 0 all but the best tokens reach −inf
+        scaled = (kept[:count] - kept[0]) / params.temperature
     weights = np.cumsum(np.exp(scaled))
     return int(ids[np.searchsorted(weights, rng.random() * weights[-1], side="right").clip(max=count - 1)])
 
@@ -114,8 +139,6 @@ def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.n
         return logits
     logits = logits.copy()
     for token, bias in params.logit_bias.items():
-        if not 0 <= token < len(logits):
-            raise EngineError(f"logit_bias names token {token}, but the vocabulary has {len(logits)}")
         logits[token] += bias
     if not plain and len(recent):
         ids, counts = np.unique(np.asarray(recent[-PENALTY_WINDOW:]), return_counts=True)

@@ -32,6 +32,8 @@ class ChatTemplate:
         """`origin` names the template in error messages: the file it came from."""
         self.source = source
         self.is_default = is_default
+        # The plain default has no token that ends an answer: a base model would go on with the user's next message.
+        self.stops: tuple[str, ...] = ("\nUser:",) if source == _PLAIN else ()
         self._origin = origin
         self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         self._process = TemplateProcess(source)

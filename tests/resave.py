@@ -15,7 +15,7 @@ _SHARD_BYTES = 100 << 20
 
 
 def save_as_folder(model: Model, folder: Path) -> Path:
-    """`model` (from a GGUF file with a byte-level BPE vocabulary) as BF16 safetensors shards in Hugging Face's layout."""
+    """`model`, from a GGUF file with a byte-level BPE vocabulary, as a folder of BF16 safetensors shards."""
     config = model.config
     (folder / "config.json").write_text(
         json.dumps(

@@ -86,12 +86,11 @@ def first_difference(a: KVStore, b: KVStore) -> tuple[int | None, float]:
     Both took their blocks in order, so equal ids hold equal blocks; block 0 of a sequence is not among them.
     """
     blocks, different, total = [], 0, 0
-    for group_a, group_b in zip(a.groups, b.groups, strict=True):
-        if group_a.window is not None:  # blocks move on with the window, and ids are used again
+    for window, layers in a.shape.groups:
+        if window is not None:  # blocks move on with the window, and ids are used again
             continue
-        for layer in group_a.layers:
-            x, y = group_a.caches[layer], group_b.caches[layer]
-            for one, other in zip(arrays(x), arrays(y), strict=True):
+        for layer in layers:
+            for one, other in zip(arrays(a.cache(layer)), arrays(b.cache(layer)), strict=True):
                 unequal = one != other
                 blocks += (np.argwhere(unequal)[:, 1] + 1).tolist()
                 different, total = different + unequal.sum(), total + unequal.size

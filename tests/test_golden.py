@@ -71,7 +71,10 @@ def test_perplexity_is_that_of_the_reference(model: str) -> None:
 def test_quantized_text_is_still_a_story(model: str) -> None:
     """At head dims 8 and 48 codes are coarse: the text may part from the reference, its likelihood hardly falls."""
     folder = shared("models", model)
-    with Engine.load(folder, block_size=16) as coded, Engine.load(folder, cache_type_k="f16", cache_type_v="f16") as exact:
+    with (
+        Engine.load(folder, block_size=16) as coded,
+        Engine.load(folder, cache_type_k="f16", cache_type_v="f16") as exact,
+    ):
         for case in reference(model):
             ids = [*case["prompt_ids"], *case["generated_ids"]]
             loss = exact.score(ids).logprobs.mean() - coded.score(ids).logprobs.mean()

@@ -1,0 +1,249 @@
+"""The quality measurement: its arithmetic, its windows, and a whole run on a small real model."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from bench import command, quality, report
+from bench.command import CacheType, cache_types
+from bench.divergence import compare, perplexity
+from engine.flags import FlagError
+from tests.shared_data import shared
+
+logits = st_numpy.arrays(np.float32, (3, 5), elements=st.floats(-30, 30, width=32))
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+@given(logits)
+def test_a_distribution_does_not_diverge_from_itself(x: np.ndarray) -> None:
+    same = compare(x, x)
+    assert (same.kl == 0).all()
+    assert same.same_top1.all()
+
+
+@given(logits, st.floats(-5, 5, width=32))
+def test_a_constant_added_to_all_logits_changes_no_distribution(x: np.ndarray, constant: float) -> None:
+    # Float32 rounds the sum to 35 · 2⁻²⁴, which moves ln q by twice that at most.
+    assert (compare(x, x + np.float32(constant)).kl <= 4 * 35 * 2.0**-24).all()
+
+
+def test_divergence_of_two_tokens_by_hand() -> None:
+    """p = (1/4, 3/4) against q = (1/2, 1/2): ¼·ln(½) + ¾·ln(3/2)."""
+    exact = np.array([[0, np.log(3)]], np.float32)
+    other = np.array([[1, 1]], np.float32)
+    assert compare(exact, other).kl[0] == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-7)
+
+
+def test_divergence_is_that_of_its_definition_in_every_row(rng: np.random.Generator) -> None:
+    """Σ p·ln(p/q) with p and q as they are defined, over more rows than are computed at once."""
+    exact, other = rng.normal(0, 3, (2, 150, 11)).astype(np.float32)
+    p, q = (np.exp(x.astype(np.float64)) for x in (exact, other))
+    p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
+    found = compare(exact, other)
+    np.testing.assert_allclose(found.kl, (p * np.log(p / q)).sum(axis=1), rtol=1e-12)
+    assert found.same_top1.tolist() == [p[t].argmax() == q[t].argmax() for t in range(150)]
+    assert 0 < found.same_top1.mean() < 1
+
+
+def test_large_logits_do_not_overflow() -> None:
+    assert compare(np.array([[1e4, 0]], np.float32), np.array([[1e4, 9e3]], np.float32)).kl[0] == 0
+
+
+@given(st.integers(2, 1000), st.integers(1, 50))
+def test_the_perplexity_of_guessing_is_the_number_of_choices(choices: int, count: int) -> None:
+    assert perplexity(np.full(count, -np.log(choices), np.float64)) == pytest.approx(choices)
+
+
+# -- windows and cache types ---------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(5, 99), max_size=40), st.integers(2, 12))
+def test_with_a_bos_every_id_of_the_text_is_predicted_once(ids: list[int], window: int) -> None:
+    cut = quality.windows(ids, window, bos_id=1)
+    assert all(one[0] == 1 and len(one) <= window for one in cut)
+    assert [i for one in cut for i in one[1:]] == ids
+
+
+@given(st.lists(st.integers(5, 99), max_size=40), st.integers(2, 12))
+def test_without_a_bos_the_first_id_of_each_window_is_only_read(ids: list[int], window: int) -> None:
+    cut = quality.windows(ids, window, bos_id=None)
+    assert all(2 <= len(one) <= window for one in cut)
+    joined = [i for one in cut for i in one]
+    assert joined == ids[: len(joined)]
+    assert len(ids) - len(joined) <= 1, "only a single last id has nothing to predict it from"
+
+
+def test_cache_types_of_a_command_line() -> None:
+    assert cache_types("f16, polarquant/f16,f16") == [
+        CacheType("f16", "f16", "f16", True),
+        CacheType("polarquant/f16", "polarquant", "f16", True),
+    ]
+    (plain,) = cache_types("polarquant,polarquant:plain", key_conditioning=False)
+    assert plain == CacheType("polarquant:plain", "polarquant", "polarquant", False)
+    assert plain.settings()["key_conditioning"] is False
+
+
+def test_a_codec_that_cannot_serve_the_head_dim_is_refused_by_name() -> None:
+    with pytest.raises(FlagError, match=r"--types f16/polarquant: .*7"):
+        CacheType.read("f16/polarquant").check(head_dim=7)
+
+
+# -- a small real model --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    """Per-window NLL of stories260K by a second implementation."""
+    return json.loads(shared("models", "stories260K", "reference_ppl.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def measured(reference: dict) -> quality.Quality:
+    """The reference's windows, scored with f16 and with polarquant as published and as served here."""
+    text = shared("text", reference["text"]).read_text(encoding="utf-8")
+    with quality.load_exact(str(shared("models", "stories260K")), reference["window"]) as exact:
+        ids = exact.tokenize(text)[: reference["text_ids"]]
+        assert ids[: len(reference["first_ids"])] == reference["first_ids"]
+        cut = quality.windows(ids, reference["window"], exact.model.tokenizer.bos_id)
+        assert [len(one) - 1 for one in cut] == [count for count, _ in reference["per_window"]]
+        return quality.measure(exact, cache_types("f16,polarquant,polarquant:plain"), cut)
+
+
+def test_full_precision_reproduces_the_reference(measured: quality.Quality, reference: dict) -> None:
+    """Float32 on both sides, summed in different orders."""
+    assert measured.scored_tokens == reference["scored"]
+    assert math.log(measured.exact_perplexity) == pytest.approx(reference["nll_per_token"], abs=1e-4)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_f16_reproduces_the_reference(measured: quality.Quality, reference: dict, row: int) -> None:
+    assert measured.rows[row].type == "f16"
+    assert measured.rows[row].nll_per_token == pytest.approx(reference["nll_per_token"], abs=1e-3)
+    # Half precision rounds to one part in 2000: far below what any code costs.
+    assert measured.rows[row].kl_mean < 1e-4
+    assert measured.rows[row].bits_per_value == 16
+
+
+def test_rows_are_ordered_as_the_methods_are(measured: quality.Quality) -> None:
+    """Codes cost something, more of them cost more, and conditioning is worth its bits."""
+    rows = {(row.type, row.scored_as): row for row in measured.rows}
+    assert len(rows) == 6
+    f16, served, coded, plain = (
+        rows[key]
+        for key in (
+            ("f16", "as served"),
+            ("polarquant", "as served"),
+            ("polarquant", "every token coded"),
+            ("polarquant:plain", "as served"),
+        )
+    )
+    assert f16.kl_mean < served.kl_mean < coded.kl_mean
+    assert served.kl_mean < plain.kl_mean
+    assert served.kl_mean < served.kl_99th_percentile
+    assert f16.same_top1 > served.same_top1 > coded.same_top1 > 0
+    # A mean of 16 bits for each channel of a block of 64 tokens, of the keys alone.
+    assert served.bits_per_value - plain.bits_per_value == pytest.approx(16 / 64 / 2)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+STORY = "Once upon a time, there was a little girl named Lily.\nShe loved to play outside in the park.\n" * 12
+
+
+def run(text: Path, output: Path, *flags: str) -> int:
+    model = str(shared("models", "stories260K"))
+    return quality.main(["--weights", model, "--text", str(text), "--output", str(output), "--window", "128", *flags])
+
+
+def test_the_table_comes_last_and_the_file_says_how_it_was_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, output = tmp_path / "story.txt", tmp_path / "out.json"
+    text.write_text(STORY, encoding="utf-8")
+    assert run(text, output, "--windows", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("|") for line in lines[-7:]), "header, rule, full precision and two types twice"
+    assert "nats" in lines[-9]
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert {"machine", "date", "command"} <= found.keys()
+    assert found["command"].startswith("python -m bench.quality --weights ")
+    assert found["machine"]["cores"] >= 1
+    assert (found["windows"], found["scored_tokens"]) == (2, 2 * 127)
+    assert [row["type"] for row in found["rows"]] == ["f16", "f16", "polarquant", "polarquant"]
+
+
+def test_line_ends_make_no_difference(tmp_path: Path) -> None:
+    results = []
+    for name, text in (("lf", STORY), ("crlf", STORY.replace("\n", "\r\n"))):
+        file, output = tmp_path / name, tmp_path / f"{name}.json"
+        file.write_bytes(text.encode())
+        assert run(file, output, "--types", "f16", "--windows", "1") == 0
+        results.append(json.loads(output.read_text(encoding="utf-8"))["rows"])
+    assert results[0] == results[1]
+
+
+def test_conditioning_can_be_left_out_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text(STORY, encoding="utf-8")
+    assert run(text, tmp_path / "out.json", "--types", "polarquant", "--windows", "1", "--no-key-conditioning") == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| polarquant:plain |")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--text", "{tmp}/none.txt"], "--text {tmp}/none.txt cannot be read: No such file or directory"),
+        (["--text", "{tmp}/latin1.txt"], "--text {tmp}/latin1.txt is not UTF-8 text"),
+        (["--text", "{tmp}/empty.txt"], "--text {tmp}/empty.txt is too short"),
+        (["--types", "int3"], "--types int3: There is no cache type 'int3'"),
+        (["--types", "f16,"], "--types : There is no cache type ''"),
+        (["--window", "1"], "--window: must be at least 2"),
+        (["--window", "4096"], "--window 4096 is more than the 512 tokens of context that stories260K has"),
+        (["--windows", "0"], "--windows: must be at least 1"),
+        (["--weights", "{tmp}/none.gguf"], "{tmp}/none.gguf does not exist"),
+        (["--output", "{tmp}/none/out.json"], "--output {tmp}/none/out.json cannot be written"),
+        (["--output", "{tmp}"], "--output {tmp} is a folder"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text(STORY, encoding="utf-8")
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.txt").touch()
+    # A flag that is given twice has its last value.
+    assert run(text, tmp_path / "out.json", *(flag.format(tmp=tmp_path) for flag in flags)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
+    assert "Traceback" not in printed.err
+
+
+def test_a_text_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert quality.main([]) == 2
+    assert capsys.readouterr().err.startswith("error: --text is missing: give a UTF-8 text file")
+
+
+@pytest.mark.parametrize("module", [command, report])
+def test_examples_in_the_documentation_hold(module: object) -> None:
+    tried = doctest.testmod(module)  # type: ignore[arg-type]
+    assert tried.attempted > 0
+    assert tried.failed == 0
+
+
+def test_results_lie_under_a_name_that_says_what_they_are() -> None:
+    path = report.output_path(None, "quality", "SmolLM2-135M Instruct")
+    assert path.name == f"quality-smollm2-135m-instruct-{report.today()}.json"
+    assert path.parent.parts[-2:] == ("bench", "results")

@@ -1,0 +1,110 @@
+"""The house has floors: a file may import only what stands below it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Top-level folders, from the ground up; each may import those before it. Nothing imports tests, bench or scripts.
+FLOORS = ["model_loaders", "engine", "server"]
+
+# Rooms of `engine`, and what of `engine` each may import. A name stands for the module and everything inside it.
+CODECS = {"engine.codecs"}
+OPS = CODECS | {"engine.backends.ops"}
+ROOMS = {
+    "engine.errors": set(),
+    "engine.config": set(),
+    "engine.codecs": CODECS,
+    "engine.conditioning": set(),
+    "engine.kv.blocks": set(),
+    "engine.backends.ops": CODECS,
+    "engine.backends.numpy_ops": OPS | {"engine.conditioning"},
+    "engine.backends.select": {"engine.backends", "engine.errors"},
+    "engine.kv.tables": {"engine.kv.blocks"},
+    "engine.kv.plan": CODECS | {"engine.errors"},
+    "engine.kv.store": OPS | {"engine.conditioning", "engine.kv"},
+    "engine.model": OPS | {"engine.kv"},
+    "engine.weights": OPS | {"engine.model"},
+    "engine.sampling": {"engine.config", "engine.errors"},
+    "engine.scheduler": {"engine.config", "engine.kv.blocks"},
+}
+PURE = {"engine.codecs": {"numpy"}, "engine.conditioning": {"numpy"}, "engine.config": set(), "engine.kv.blocks": set()}
+PURE |= {"engine.kv.tables": set(), "engine.scheduler": set(), "engine.errors": set()}
+
+
+def modules(folder: str) -> dict[str, Path]:
+    """Dotted name → file, for every Python file of a top-level folder."""
+    found = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+ALL = {name: path for floor in FLOORS if (ROOT / floor).is_dir() for name, path in modules(floor).items()}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of modules that a file imports anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in ALL else str(node.module))
+    return found
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(room + ".")
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_a_floor_imports_only_floors_below(name: str) -> None:
+    floor = name.split(".")[0]
+    allowed = FLOORS[: FLOORS.index(floor) + 1]
+    for imported in imports(ALL[name]):
+        top = imported.split(".")[0]
+        assert top not in {"tests", "bench", "scripts"}, f"{name} imports {imported}"
+        assert top not in FLOORS or top in allowed, f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("name", sorted(n for n in ALL if n.startswith("engine.")))
+def test_a_room_imports_only_rooms_it_may(name: str) -> None:
+    room = next((room for room in ROOMS if within(name, room)), None)
+    if room is None:  # the rooms under the roof: engine.py and its parts, the chat
+        return
+    for imported in imports(ALL[name]):
+        if imported.startswith("engine"):
+            assert any(within(imported, one) for one in ROOMS[room] | {room}), f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize(("room", "allowed"), PURE.items())
+def test_pure_rooms_need_almost_nothing(room: str, allowed: set[str]) -> None:
+    import sys
+
+    for name, path in ALL.items():
+        if within(name, room):
+            outside = {i.split(".")[0] for i in imports(path)} - set(sys.stdlib_module_names) - {"engine"}
+            assert outside <= allowed, f"{name} imports {outside - allowed}"
+
+
+def test_only_the_cuda_backend_imports_cupy() -> None:
+    users = {name for name, path in ALL.items() if any(i.split(".")[0] == "cupy" for i in imports(path))}
+    assert users <= {"engine.backends.cupy_ops", "engine.backends.kernels"}
+
+
+def test_cuda_holds_no_python() -> None:
+    assert not list((ROOT / "cuda").rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_files_are_small_rooms(name: str) -> None:
+    assert len(ALL[name].read_text().splitlines()) <= 300
