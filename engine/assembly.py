@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from tqdm import tqdm
 
@@ -48,13 +48,44 @@ def settle(
     config = replace(config or EngineConfig(), **settings)
     if path is not None:
         config = replace(config, weights=os.fspath(path))
+    for name, kind in get_type_hints(EngineConfig).items():
+        value = getattr(config, name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            wanted = getattr(kind, "__name__", kind)
+            raise EngineError(f"{name} is {value!r}, but must be of type {wanted}")
+    _check_values(config)
+    return config
+
+
+def _check_values(config: EngineConfig) -> None:
+    """What can be told without a model."""
     if config.ctx_size < 0:
         raise EngineError(f"--ctx-size {config.ctx_size}: give a number of tokens, or 0 for the model's own")
     if config.threads < 0:
         raise EngineError(f"--threads {config.threads}: give a number of threads, or 0 to follow OMP_NUM_THREADS")
     if config.block_size < 4 or config.block_size % 4:
         raise EngineError(f"block_size is {config.block_size}, but must be a multiple of 4")
-    return config
+    if config.kept_sequences < 0:
+        raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
+    if config.kv_memory is not None:
+        parse_size(config.kv_memory)
+    for flag, name in _cache_types(config):
+        _codec(flag, name)
+
+
+def _cache_types(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
+    return ("--cache-type-k", config.cache_type_k), ("--cache-type-v", config.cache_type_v)
+
+
+def _codec(flag: str, name: str, serves: tuple[int, int] | None = None) -> codecs.Codec:
+    """The codec that `flag` names, for `serves`, a head dim and a block size. Raises EngineError naming the flag."""
+    try:
+        codec = codecs.get(name)
+        if serves is not None:
+            codec.check(*serves)
+    except ValueError as error:
+        raise EngineError(f"{flag} {name}: {error}") from None
+    return codec
 
 
 def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
@@ -91,14 +122,7 @@ def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
 
 def _cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
     """Codecs and layer groups. Raises EngineError for a cache type that does not exist or cannot serve the model."""
-    chosen = []
-    for flag, name in (("--cache-type-k", config.cache_type_k), ("--cache-type-v", config.cache_type_v)):
-        try:
-            codec = codecs.get(name)
-            codec.check(model.head_dim, config.block_size)
-        except ValueError as error:
-            raise EngineError(f"{flag} {name}: {error}") from None
-        chosen.append(codec)
+    chosen = [_codec(flag, name, (model.head_dim, config.block_size)) for flag, name in _cache_types(config)]
     windows: dict[int | None, list[int]] = {}
     for layer in range(model.layers):
         windows.setdefault(model.window(layer), []).append(layer)

@@ -8,9 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from engine import assembly, score
 from engine.config import EngineConfig, SamplingParams
@@ -19,14 +17,12 @@ from engine.errors import EngineError
 from engine.kept import KeptSequences
 from engine.kv.blocks import OutOfBlocks
 from engine.outputs import CacheStats, Chunk, Completion, Score, fold
-from engine.request import Request, Walk
+from engine.request import Prompt, Request, Walk, checked_ids, is_chat, prompt_ids
 from engine.sampling import resolve
 from engine.scheduler import Scheduler
 from engine.scheduler import Sequence as Tokens
-from model_loaders.prompt import chat_ids
 
 Chunks = Generator[Chunk, None, None]
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
 class Engine:
@@ -37,6 +33,7 @@ class Engine:
         self.model = parts.source
         self.context = parts.plan.tokens
         self._parts = parts
+        self._fit_line = assembly.fit_line(parts)
         self._model = parts.model
         self._store = parts.model.store
         self._kept = KeptSequences(self._store, parts.config.kept_sequences)
@@ -90,7 +87,7 @@ class Engine:
         With `every_token_coded`, all tokens behind the first block are read as codes, the current block's too: the
         figure to compare with engines that have no full-precision tail.
         """
-        ids = self._checked_ids(ids, room=0)
+        ids = checked_ids(ids, self.model, self.context, room=0)
         if len(ids) < 2:
             raise EngineError(f"score needs at least 2 token ids, not {len(ids)}")
         with self._exclusive():
@@ -111,7 +108,10 @@ class Engine:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of `ids` from the start of a sequence."""
         whole = Detokenizer(self.model.tokenizer, at_start=True)
-        return whole.push(ids) + whole.finish()
+        try:
+            return whole.push(ids) + whole.finish()
+        except ValueError as error:
+            raise EngineError(str(error)) from None
 
     # -- one unit of work --------------------------------------------------------------------------------------
 
@@ -132,8 +132,12 @@ class Engine:
             request.finish("length")
         except Exception as error:
             request.fail(error)
-        if sequence.finished:
-            self._retire(request)
+        except BaseException:  # Ctrl-C, maybe in a thread that waits for another request and works on this one
+            request.finish("cancelled")
+            raise
+        finally:
+            if sequence.finished:
+                self._retire(request)
 
     def _prefill_unit(self, request: Request) -> Any:
         """Hidden state (1, E) of the prompt's last token once the prefill is done; None before."""
@@ -171,32 +175,27 @@ class Engine:
         """Take a finished request out; what it computed stays for a next turn."""
         self._scheduler.remove(request.sequence)
         self._requests.pop(request.sequence, None)
-        if request.walk is not None:
-            self._store.abort(request.walk.span)
-            request.walk = None
-        if request.kv is not None:
-            self._kept.add(request.sequence.ids, request.kv)
-            request.kv = None
+        walk, kv, request.walk, request.kv = request.walk, request.kv, None, None
+        if walk is not None:
+            self._store.abort(walk.span)
+        if kv is not None:
+            self._kept.add(request.sequence.ids, kv)
+
+    def _sweep(self) -> None:
+        """Retire what was cancelled while a step was under way."""
+        for request in [request for request in self._requests.values() if request.sequence.finished]:
+            self._retire(request)
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
     def _request(self, prompt: Prompt, params: SamplingParams, progress: bool) -> Request:
-        sampling = resolve(params, self.model.generation)
-        tokenizer = self.model.tokenizer
-        chat = False
-        if isinstance(prompt, str):
-            ids = self.tokenize(prompt)
-            ids = ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
-        elif len(prompt) and isinstance(prompt[0], Mapping):
-            chat = True
+        self._check_open()
+        tokenizer, chat = self.model.tokenizer, is_chat(prompt)
+        vocab_size = min(self.model.config.vocab_size, tokenizer.vocab_size)
+        sampling = resolve(params, self.model.generation, vocab_size)
+        ids = checked_ids(prompt_ids(prompt, self.model), self.model, self.context, room=1)
+        if chat:
             params = replace(params, stop=(*params.stop, *self.model.template.stops))
-            try:
-                ids = chat_ids(cast(Sequence[Mapping[str, Any]], prompt), self.model.template, tokenizer)
-            except ValueError as error:
-                raise EngineError(str(error)) from None
-        else:
-            ids = list(prompt)  # type: ignore[arg-type]
-        ids = self._checked_ids(ids, room=1)
         return Request(
             Tokens(tuple(ids), params.max_tokens),
             params,
@@ -206,28 +205,12 @@ class Engine:
             wants_progress=progress,
         )
 
-    def _checked_ids(self, ids: Sequence[int], room: int) -> list[int]:
-        """`ids` as ints. Raises EngineError where there are none, too many, or unknown ones."""
-        vocabulary = self._model.config.vocab_size
-        if len(ids) == 0:
-            raise EngineError("The prompt is empty: give at least one token")
-        wrong = [i for i in ids if not isinstance(i, (int, np.integer)) or not 0 <= i < vocabulary]
-        if wrong:
-            raise EngineError(f"The prompt holds {wrong[0]!r}, which is no token id below {vocabulary}")
-        if len(ids) + room > self.context:
-            raise EngineError(
-                f"The prompt has {len(ids)} tokens, but the context holds {self.context}: "
-                "shorten it, or raise --ctx-size or --kv-memory",
-                "context_length_exceeded",
-            )
-        return [int(i) for i in ids]
-
     def _drain(self, request: Request) -> Chunks:
         """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""
-        with self._exclusive():
-            self._requests[request.sequence] = request
-            self._scheduler.submit(request.sequence)
         try:
+            with self._exclusive():
+                self._requests[request.sequence] = request
+                self._scheduler.submit(request.sequence)
             finished = False
             while not finished:
                 with self._exclusive(unless=request.outbox) as alone:
@@ -235,15 +218,23 @@ class Engine:
                         self.step()
                 while request.outbox:
                     chunk = request.outbox.popleft()
-                    if isinstance(chunk, BaseException):
+                    if isinstance(chunk, Exception):
                         raise chunk
                     finished = chunk.finish_reason is not None
                     yield chunk
         finally:
-            with self._exclusive(even_closed=True):
-                if request.sequence in self._requests:
-                    request.sequence.finish_reason = "cancelled"
-                    self._retire(request)
+            self._cancel(request.sequence)
+
+    def _cancel(self, sequence: Tokens) -> None:
+        """End a request that nobody reads any more, if it has not ended by itself.
+
+        Never waits for a step to end: a generator in a reference cycle is closed by whichever thread collects the
+        garbage, and that may be the one in the step. Whoever has the engine next takes the request out then.
+        """
+        with self._turn:
+            sequence.finish_reason = sequence.finish_reason or "cancelled"
+            if not self._busy:
+                self._sweep()
 
     @contextmanager
     def _exclusive(self, unless: Any = (), *, even_closed: bool = False) -> Iterator[bool]:
@@ -253,21 +244,26 @@ class Engine:
             if unless:
                 yield False
                 return
-            if self._closed and not even_closed:
-                raise EngineError("The engine is closed", "closed")
+            if not even_closed:
+                self._check_open()
             self._busy = True
         try:
+            self._sweep()
             yield True
         finally:
             with self._turn:
                 self._busy = False
                 self._turn.notify_all()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("The engine is closed", "closed")
+
     # -- what it takes -----------------------------------------------------------------------------------------
 
     def fit_line(self) -> str:
         """One line for people: model, weights, KV store, and how many tokens fit."""
-        return assembly.fit_line(self._parts)
+        return self._fit_line
 
     def cache_stats(self) -> CacheStats:
         """The cache of the most recent sequence."""
@@ -283,11 +279,16 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Let go of weights and store; later calls raise EngineError. Closing twice is fine."""
+        """Let go of weights and store; requests under way and later calls raise EngineError. Closing twice is fine."""
         with self._exclusive(even_closed=True):
-            if not self._closed:
-                self._closed = True
-                self._parts.close()
+            if self._closed:
+                return
+            self._closed = True
+            for request in list(self._requests.values()):
+                request.fail(EngineError("The engine was closed before this request was done", "closed"))
+                self._retire(request)
+            self._parts.close()
+            del self._parts, self._model, self._store, self._kept
 
     def __enter__(self) -> Engine:
         return self

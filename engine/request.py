@@ -4,19 +4,65 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+import model_loaders
 from engine.config import SamplingParams
 from engine.detokenizer import Detokenizer, StopFilter
+from engine.errors import EngineError
 from engine.kv.store import SequenceKV, Span
 from engine.outputs import Chunk, Usage
 from engine.sampling import Sampling, sample
 from engine.scheduler import Sequence
+from model_loaders.prompt import chat_ids
 from model_loaders.tokenizers import Tokenizer
+
+Prompt = str | Many[Mapping[str, Any]] | Many[int]
+
+
+def prompt_ids(prompt: Prompt, model: model_loaders.Model) -> list[int]:
+    """Ids of text with BOS where the model wants one, of messages, or ids as they are, not yet looked at.
+
+    Raises EngineError for anything else.
+    """
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        ids = tokenizer.tokenize(prompt)
+        return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
+    if is_chat(prompt):
+        try:
+            return chat_ids(cast(Many[Mapping[str, Any]], prompt), model.template, tokenizer)
+        except ValueError as error:
+            raise EngineError(str(error)) from None
+    if not isinstance(prompt, (Many, np.ndarray)) or isinstance(prompt, bytes):
+        raise EngineError(f"A prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
+    return list(cast(Many[int], prompt))
+
+
+def is_chat(prompt: Prompt) -> bool:
+    return isinstance(prompt, Many) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
+    """`ids` as ints. Raises EngineError where there are none, unknown ones, or no `room` behind them in `context`."""
+    vocabulary = min(model.config.vocab_size, model.tokenizer.vocab_size)
+    if len(ids) == 0:
+        raise EngineError("The prompt is empty: give at least one token")
+    for i in ids:
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < vocabulary:
+            raise EngineError(f"The prompt holds {i!r}, which is no token id below {vocabulary}")
+    if len(ids) + room > context:
+        raise EngineError(
+            f"The prompt has {len(ids)} tokens, but the context of {context} takes {context - room}: "
+            "shorten it, or raise --ctx-size or --kv-memory",
+            "context_length_exceeded",
+        )
+    return [int(i) for i in ids]
 
 
 @dataclass
@@ -56,7 +102,7 @@ class Request:
     walk: Walk | None = None
     cached: int = 0  # prompt tokens found in the store
     clock: Clock = field(default_factory=Clock)
-    outbox: deque[Chunk | BaseException] = field(default_factory=deque)
+    outbox: deque[Chunk | Exception] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)
@@ -90,8 +136,10 @@ class Request:
         self.sequence.finish_reason = reason
         self.outbox.append(Chunk(text, ids, reason, self.usage()))
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         """End the request with an error for whoever reads its stream."""
+        if isinstance(error, MemoryError):
+            error = EngineError("There is not enough memory to go on with this request", "out_of_memory")
         self.sequence.finish_reason = "error"
         self.outbox.append(error)
 

@@ -39,3 +39,22 @@ def demo(demo_path: Path) -> Iterator[Engine]:
     """The demonstration model with the default cache types, shared by all tests that only read."""
     with Engine.load(demo_path, ctx_size=4096) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model of two layers that every test can load; see `tests.tiny`."""
+    from tests.tiny import make_model  # it takes FIXTURES from here
+
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def tiny(tiny_path: Path) -> Iterator[Engine]:
+    """The tiny model with polarquant in blocks of 8. After every test nothing runs, and no block is lost."""
+    from tests.tiny import assert_idle
+
+    with Engine.load(tiny_path, device="cpu", block_size=8) as engine:
+        yield engine
+        if not engine._closed:
+            assert_idle(engine)

@@ -6,10 +6,11 @@ over tokens, heads or blocks.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -142,34 +143,57 @@ class NumpyOps:
 
 
 def _attend(q: np.ndarray, position: int, cache: LayerCache, span: CacheSpan, window: int | None) -> np.ndarray:
-    """Attention of q (K, G, T, D), scaled, whose first row stands at `position`, by online softmax over key tiles."""
+    """Attention of q (K, G, T, D), scaled, whose first row stands at `position`, by online softmax over tiles."""
+    tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, window)
+    whole = functools.reduce(_merge, (_partial(q, position, tile, window) for tile in tiles))
+    return (whole.mix / whole.total).reshape(q.shape)
+
+
+class _Tile(NamedTuple):
+    """Keys and values that stand next to each other: k, v (K, S, D), the first of them at position `start`.
+
+    mean: (K, S/N, D), one for each block of N keys, when they have been taken out of k; else None.
+    """
+
+    start: int
+    k: np.ndarray
+    v: np.ndarray
+    mean: np.ndarray | None = None
+
+
+class _Partial(NamedTuple):
+    """Attention over some of the keys: maximum score (K, R, 1), sum of exp (K, R, 1), weighted values (K, R, D)."""
+
+    top: np.ndarray
+    total: np.ndarray
+    mix: np.ndarray
+
+
+def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _Partial:
+    """q (K, G, T, D) over one tile, with R = G·T."""
     kv_heads, group, count, dim = q.shape
-    last = position + count - 1
     flat = q.reshape(kv_heads, group * count, dim)
-    top: np.ndarray | None = None
-    total = mix = np.zeros(0, np.float32)
-    for start, k, v, mean in _visible_tiles(cache, span, position, last, window):
-        scores = flat @ k.swapaxes(1, 2)  # (K, G·T, S)
-        if mean is not None:  # q·k = q·(k − μ) + q·μ, one μ per block of N keys
-            by_block = scores.reshape(*scores.shape[:2], mean.shape[1], -1)
-            by_block += (flat @ mean.swapaxes(1, 2))[..., None]
-        _mask(scores.reshape(kv_heads, group, count, -1), position, start, window)
-        tile_top = scores.max(axis=-1, keepdims=True)
-        tile_top = tile_top if top is None else np.maximum(tile_top, top)
-        # A row that sees nothing of this tile yet has no maximum; 0 keeps exp(−inf − top) = 0 free of NaN.
-        safe_top = np.where(np.isneginf(tile_top), np.float32(0), tile_top) if window is not None else tile_top
-        scores -= safe_top
-        np.exp(scores, out=scores)
-        tile_total, tile_mix = scores.sum(axis=-1, keepdims=True), scores @ v
-        if top is None:
-            total, mix = tile_total, tile_mix
-        else:
-            fade = np.exp(top - safe_top)
-            total = total * fade + tile_total
-            mix = mix * fade + tile_mix
-        top = tile_top
-    mix /= total
-    return mix.reshape(q.shape)
+    scores = flat @ tile.k.swapaxes(1, 2)  # (K, R, S)
+    if tile.mean is not None:  # q·k = q·(k − μ) + q·μ, one μ per block of N keys
+        by_block = scores.reshape(*scores.shape[:2], tile.mean.shape[1], -1)
+        by_block += (flat @ tile.mean.swapaxes(1, 2))[..., None]
+    _mask(scores.reshape(kv_heads, group, count, -1), position, tile.start, window)
+    top = scores.max(axis=-1, keepdims=True)
+    scores -= _finite(top)
+    np.exp(scores, out=scores)
+    return _Partial(top, scores.sum(axis=-1, keepdims=True), scores @ tile.v)
+
+
+def _merge(a: _Partial, b: _Partial) -> _Partial:
+    """Attention over the keys of both."""
+    top = np.maximum(a.top, b.top)
+    fade_a, fade_b = np.exp(a.top - _finite(top)), np.exp(b.top - _finite(top))
+    return _Partial(top, a.total * fade_a + b.total * fade_b, a.mix * fade_a + b.mix * fade_b)
+
+
+def _finite(top: np.ndarray) -> np.ndarray:
+    """0 for a row that a window lets see nothing here: exp(−inf − 0) = 0 where −inf − −inf would be NaN."""
+    return np.where(np.isneginf(top), np.float32(0), top)
 
 
 def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> None:
@@ -189,31 +213,30 @@ def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> 
     np.copyto(scores[..., seen:], -np.inf, where=hidden)
 
 
-def _visible_tiles(
-    cache: LayerCache, span: CacheSpan, position: int, last: int, window: int | None
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]:
-    """(position of the first key, k (K, S, D), v (K, S, D), means (K, S/N, D) or None) of every tile that is seen."""
+def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int, window: int | None) -> Iterator[_Tile]:
+    """Every tile that a row from `position` to `last` sees."""
     block_size = cache.exact_k.shape[2]
     oldest = 0 if window is None else max(0, position - window + 1)
     if span.sink is not None and oldest < block_size:
-        yield 0, cache.exact_k[span.sink], cache.exact_v[span.sink], None
+        yield _Tile(0, cache.exact_k[span.sink], cache.exact_v[span.sink])
 
+    ids = np.asarray(span.table, np.intp)
     skipped = max(0, (oldest - span.table_start) // block_size)
-    for first in range(skipped, len(span.table), _BLOCK_TILE):
-        ids = np.asarray(span.table[first : first + _BLOCK_TILE])
-        k, v, mean = read_blocks(cache, ids)
-        yield span.table_start + first * block_size, k, v, mean
+    for first in range(skipped, len(ids), _BLOCK_TILE):
+        part = ids[first : first + _BLOCK_TILE]
+        yield _Tile(span.table_start + first * block_size, *_read_blocks(cache, part))
 
-    now_k, now_v = span.now_k, span.now_v
+    size = last + 1 - span.now_start
+    now_k, now_v = span.now_k[:, :size], span.now_v[:, :size]
     if span.now_as_codes:
-        now_k, now_v = _as_codes(cache, now_k[:, : last + 1 - span.now_start], now_v[:, : last + 1 - span.now_start])
+        now_k, now_v = _as_codes(cache, now_k, now_v)
     skipped = max(0, (oldest - span.now_start) // _KEY_TILE * _KEY_TILE)
-    for first in range(skipped, last + 1 - span.now_start, _KEY_TILE):
-        tile = slice(first, min(first + _KEY_TILE, last + 1 - span.now_start))
-        yield span.now_start + first, now_k[:, tile], now_v[:, tile], None
+    for first in range(skipped, size, _KEY_TILE):
+        rows = slice(first, first + _KEY_TILE)
+        yield _Tile(span.now_start + first, now_k[:, rows], now_v[:, rows])
 
 
-def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Decode coded blocks: k without its means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
     kv_heads, _, dim = cache.exact_k.shape[1:]
     k = cache.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})

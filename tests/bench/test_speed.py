@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from bench import full_precision, peer, speed, timing
+from bench import full_precision, peer, speed
 from bench.timing import Rates, generation_rate, prompt_rate, weights_rate
 from engine import Engine
 from engine.backends.numpy_ops import NumpyOps
@@ -243,7 +243,7 @@ def test_the_peer_runs_the_same_prompt_and_steps(tmp_path: Path, monkeypatch: py
 
 def test_the_peer_reads_gguf_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", library([]))
-    with pytest.raises(peer.NoPeer, match="needs a .gguf file"):
+    with pytest.raises(peer.NoPeer, match=r"needs a \.gguf file"):
         peer.Peer(SimpleNamespace(path=tmp_path, dtype="F32"), 99)
 
 

@@ -1,0 +1,433 @@
+"""The engine's stream: what comes out, when it ends, and what it leaves behind when it ends in another way."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import engine.model
+from engine import Chunk, Engine, EngineError, SamplingParams
+from engine.outputs import fold
+from tests.shared_data import shared
+from tests.tiny import CONTEXT, EOS, assert_idle, make_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13]
+
+
+def with_max(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def refused(call, *words: str, code: str = "invalid_request") -> None:
+    with pytest.raises(EngineError) as raised:
+        call()
+    assert raised.value.code == code
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["the end", [{"role": "user", "content": "the end"}], PROMPT, np.array(PROMPT)])
+def test_a_stream_folds_to_the_same_answer(tiny: Engine, prompt) -> None:
+    chunks = list(tiny.stream(prompt, GREEDY))
+    tiny._kept.clear()
+    answer = tiny.generate(prompt, GREEDY)
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert tuple(i for chunk in chunks for i in chunk.token_ids) == answer.token_ids
+    assert len(answer.token_ids) == answer.usage.completion_tokens == 24
+    assert all(chunk.finish_reason is None and chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].finish_reason == answer.finish_reason == "length"
+    assert answer.usage.prompt_tokens == chunks[-1].usage.prompt_tokens
+
+
+def test_text_is_that_of_the_ids(tiny: Engine) -> None:
+    answer = tiny.generate(PROMPT, with_max(100))
+    assert answer.text == tiny.detokenize(answer.token_ids)
+
+
+def test_text_messages_and_ids_say_the_same(tiny: Engine) -> None:
+    messages = [{"role": "user", "content": "the end"}]
+    written = "<|im_start|>user\nthe end<|im_end|>\n<|im_start|>assistant\n"
+    by_ids = tiny.generate(tiny.tokenize(written, control=True), GREEDY)
+    tiny._kept.clear()
+    assert tiny.chat(messages, GREEDY).token_ids == by_ids.token_ids
+    assert tiny.generate("the", GREEDY).token_ids == tiny.generate(tiny.tokenize("the"), GREEDY).token_ids
+
+
+def test_text_begins_with_bos_where_the_model_wants_one(tiny: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(tiny.model.tokenizer, "bos_id", 1)
+    assert tiny.generate("the", GREEDY).usage.prompt_tokens == 1 + len(tiny.tokenize("the"))
+    assert tiny.generate("", GREEDY).usage.prompt_tokens == 1
+
+
+def test_steps_continue_the_prefill(tiny: Engine) -> None:
+    """Greedy tokens are those of teacher forcing."""
+    answer = tiny.generate(PROMPT, with_max(60))
+    logits = tiny.score([*PROMPT, *answer.token_ids]).logits[len(PROMPT) - 1 : -1]
+    top = np.sort(logits)[:, -2:]
+    sure = top[:, 1] - top[:, 0] > 0.02
+    prompt_is_exact = np.arange(len(sure)) < 8  # behind the first blocks, a prompt saw itself without codes
+    assert (logits.argmax(-1) == answer.token_ids)[sure & prompt_is_exact].all()
+    assert (sure & prompt_is_exact).any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 17])
+def test_max_tokens(tiny: Engine, count: int) -> None:
+    answer = tiny.generate(PROMPT, with_max(count))
+    assert (len(answer.token_ids), answer.finish_reason) == (count, "length")
+    assert answer.token_ids == tiny.generate(PROMPT, GREEDY).token_ids[:count]
+
+
+def test_an_end_of_sequence_token_ends_the_answer_and_is_no_part_of_it(tiny: Engine) -> None:
+    free = tiny.generate(PROMPT, with_max(4))
+    params = SamplingParams(temperature=0, logit_bias={EOS[1]: 100.0}, max_tokens=4)
+    answer = tiny.generate(PROMPT, params)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("", (), "stop")
+    ignored = tiny.generate(PROMPT, SamplingParams(**{**params.__dict__, "ignore_eos": True}))
+    assert (ignored.text, ignored.token_ids, ignored.finish_reason) == ("", (EOS[1],) * 4, "length")
+    assert len(free.token_ids) == 4
+
+
+@given(st.integers(0, 30), st.integers(1, 8))
+@settings(max_examples=20)
+def test_a_stop_string_ends_the_answer_before_it_even_across_tokens(tiny_engine, start: int, length: int) -> None:
+    whole = tiny_engine.generate(PROMPT, with_max(40)).text
+    stop = whole[start : start + length]
+    if "\ufffd" in stop:
+        return
+    chunks = list(
+        tiny_engine.stream(PROMPT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=(stop,)))
+    )
+    assert "".join(chunk.text for chunk in chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tiny_path: Path):
+    """For properties: one engine for all examples, keeping nothing, so that none depends on the one before."""
+    with Engine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0) as engine:
+        yield engine
+
+
+def test_what_was_held_back_for_a_stop_string_comes_at_the_end(tiny: Engine) -> None:
+    whole = tiny.generate(PROMPT, GREEDY).text
+    stop = whole[-1] + "never"
+    answer = tiny.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,)))
+    assert (answer.text, answer.finish_reason) == (whole, "length")
+
+
+def test_a_seed_repeats_an_answer(tiny: Engine) -> None:
+    def draw(seed: int) -> tuple[int, ...]:
+        tiny._kept.clear()
+        params = SamplingParams(
+            temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, max_tokens=20, ignore_eos=True
+        )
+        return tiny.generate(PROMPT, params).token_ids
+
+    assert draw(3) == draw(3)
+    assert len({draw(3), draw(4), draw(-1), draw(-1)}) == 4
+
+
+def test_rows_of_the_head_that_are_no_tokens_never_come(tiny: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(tiny.model.tokenizer, "vocab_size", 20)
+    answer = tiny.generate([5, 6, 7], SamplingParams(temperature=100.0, top_k=0, max_tokens=50, ignore_eos=True))
+    assert max(answer.token_ids) < 20
+    refused(lambda: tiny.generate([5, 20]), "20", "below 20")
+    refused(lambda: tiny.stream([5], SamplingParams(logit_bias={20: 1.0})), "logit_bias", "token 20")
+
+
+def test_progress_grows_to_the_length_of_the_prompt(tiny: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine.model, "PREFILL_CHUNK", 7)
+    for prompt in ([*PROMPT] * 5, [*PROMPT] * 8):
+        chunks = list(tiny.stream(prompt, with_max(3), progress=True))
+        progress = [chunk for chunk in chunks if chunk.prompt_tokens]
+        done = [chunk.prefilled for chunk in progress]
+        assert len(done) > 4
+        assert done == sorted(done)
+        assert done[-1] == len(prompt)
+        assert all(
+            (c.text, c.token_ids, c.finish_reason, c.prompt_tokens) == ("", (), None, len(prompt)) for c in progress
+        )
+        assert chunks.index(progress[-1]) == len(progress) - 1  # all before the first token
+        assert done[0] >= chunks[-1].usage.cached_tokens
+    assert not any(chunk.prompt_tokens for chunk in tiny.stream(PROMPT, with_max(3)))
+
+
+def test_a_real_model_tells_the_story_of_the_reference() -> None:
+    folder = shared("models", "stories260K")
+    reference = json.loads((folder / "reference_greedy.json").read_text(encoding="utf-8"))
+    with Engine.load(folder, device="cpu", cache_type_k="f16", cache_type_v="f16") as real:
+        for case in reference["cases"]:
+            expected, best = case["generated_ids"], [step[:2] for step in case["top5_per_step"]]
+            answer = real.generate(case["prompt_ids"], with_max(len(expected)))
+            unsure = [at for at, (first, second) in enumerate(best) if first[1] - second[1] < 0.02]
+            sure = min(unsure, default=len(expected))
+            assert list(answer.token_ids[:sure]) == expected[:sure]
+            if sure == len(expected):
+                assert answer.text.removeprefix(" ") == case["text"].removeprefix(" ")
+
+
+# -- where it ends -------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_must_leave_room_for_a_token(tiny: Engine) -> None:
+    fits = [7] * (CONTEXT - 1)
+    assert tiny.generate(fits, with_max(1)).finish_reason == "length"
+    for length in (CONTEXT, CONTEXT + 1):
+        refused(lambda n=length: tiny.stream([7] * n), str(length), str(CONTEXT), code="context_length_exceeded")
+
+
+@pytest.mark.parametrize("length", [1, 30, CONTEXT - 2, CONTEXT - 1])
+def test_generation_ends_where_the_context_is_full(tiny: Engine, length: int) -> None:
+    answer = tiny.generate([7] * length, with_max(-1))
+    assert answer.finish_reason == "length"
+    # Every token of a full context has been fed but the last, which came out of it.
+    assert length + len(answer.token_ids) == CONTEXT + 1
+    assert tiny.generate([8] * length, with_max(2)).finish_reason == "length"
+
+
+def test_generation_ends_where_the_store_is_full(tiny: Engine) -> None:
+    coded = tiny._store.groups[0].coded
+    taken = coded.allocate(coded.free - 3)
+    answer = tiny.generate(PROMPT, with_max(-1))
+    assert answer.finish_reason == "length"
+    assert 3 * 8 <= len(PROMPT) + len(answer.token_ids) <= 5 * 8
+    for block in taken:
+        coded.release(block)
+    assert len(tiny.generate(PROMPT, GREEDY).token_ids) == 24
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", ["empty"]),
+        ([], ["empty"]),
+        ((), ["empty"]),
+        ([96], ["96"]),
+        ([-1], ["-1"]),
+        ([5, "x"], ["'x'"]),
+        ([5, 1.0], ["1.0"]),
+        ([5, True], ["True"]),
+        ([5, None], ["None"]),
+        (["hello"], ["'hello'"]),
+        ([5, {"role": "user", "content": "x"}], ["role"]),
+        (None, ["NoneType"]),
+        (b"bytes", ["bytes"]),
+        (7, ["int"]),
+        ({"role": "user", "content": "x"}, ["dict"]),
+        ([{"role": "user"}], ["messages[0].content"]),
+        ([{"role": "user", "content": "x"}, {"role": 3, "content": "x"}], ["messages[1].role"]),
+        ([{"role": "user", "content": "x"}, "y"], ["messages[1]"]),
+        ([{"role": "assistant", "content": "x", "token_ids": [96]}], ["messages[0].token_ids", "96"]),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_in_a_sentence(tiny: Engine, prompt, words) -> None:
+    refused(lambda: tiny.stream(prompt), *words)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=float("nan")),
+        SamplingParams(top_p=0),
+        SamplingParams(seed=-2),
+        SamplingParams(stop="END"),  # type: ignore[arg-type]
+        SamplingParams(logit_bias={96: 1.0}),
+    ],
+)
+def test_wrong_sampling_values_are_refused_before_anything_runs(tiny: Engine, params: SamplingParams) -> None:
+    refused(lambda: tiny.stream(PROMPT, params))
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"), [([], ["empty"]), ([5], ["2", "1"]), ([5, 96], ["96"]), ([5, True], ["True"]), ("ab", ["'a'"])]
+)
+def test_score_refuses_what_it_cannot_score(tiny: Engine, ids, words) -> None:
+    refused(lambda: tiny.score(ids), *words)
+
+
+def test_score_takes_a_whole_context_and_no_more(tiny: Engine) -> None:
+    tiny.generate(PROMPT, GREEDY)  # kept, and given up for it
+    result = tiny.score([7] * CONTEXT)
+    assert result.logprobs.shape == (CONTEXT - 1,)
+    assert result.logits.shape == (CONTEXT, 96)
+    refused(lambda: tiny.score([7] * (CONTEXT + 1)), "257", "256", code="context_length_exceeded")
+
+
+def test_score_says_when_others_hold_the_store(tiny: Engine) -> None:
+    coded = tiny._store.groups[0].coded
+    taken = coded.allocate(coded.free)
+    refused(lambda: tiny.score([7] * 100), "in use", code="out_of_memory")
+    for block in taken:
+        coded.release(block)
+
+
+def test_detokenize_refuses_what_is_no_token(tiny: Engine) -> None:
+    assert tiny.detokenize([]) == ""
+    refused(lambda: tiny.detokenize([5, 96]), "96")
+
+
+# -- ending in another way ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [1, 3, 20])
+def test_a_closed_stream_leaves_nothing_running_and_keeps_what_was_computed(tiny: Engine, taken: int) -> None:
+    chunks = tiny.stream(PROMPT, GREEDY)
+    ids = [i for _ in range(taken) for i in next(chunks).token_ids]
+    chunks.close()
+    assert next(chunks, None) is None
+    assert not tiny._requests
+    assert tiny.generate([*PROMPT, *ids, 50], with_max(1)).usage.cached_tokens == len(PROMPT) + taken - 1
+
+
+def test_a_stream_that_is_dropped_is_a_closed_one(tiny: Engine) -> None:
+    chunks = tiny.stream(PROMPT, GREEDY)
+    next(chunks)
+    del chunks
+    assert not tiny._requests
+    assert tiny.cache_stats().tokens == len(PROMPT)
+
+
+def test_breaking_out_of_a_loop_closes_the_stream(tiny: Engine) -> None:
+    for chunk in tiny.stream(PROMPT, GREEDY):
+        if chunk.token_ids:
+            break
+    gc.collect()
+    assert not tiny._requests
+
+
+def test_a_prompt_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine.model, "PREFILL_CHUNK", 4)
+    chunks = tiny.stream([*PROMPT] * 6, GREEDY, progress=True)
+    assert next(chunks).prefilled < len(PROMPT) * 6
+    chunks.close()
+    assert tiny.cache_stats().tokens == 0
+
+
+def test_a_stream_that_is_never_begun_costs_nothing(tiny: Engine) -> None:
+    chunks = tiny.stream(PROMPT, GREEDY)
+    assert not tiny._requests
+    chunks.close()
+    del chunks
+    tiny.stream(PROMPT, GREEDY)
+    assert_idle(tiny)
+
+
+def fail_at(monkeypatch, target: Engine, call: int, error: BaseException) -> None:
+    """The `call`-th matrix product from now on raises, once."""
+    linear, calls = target._model.ops.linear, iter(range(1, 1_000_000))
+
+    def failing(*arguments):
+        if next(calls) == call:
+            raise error
+        return linear(*arguments)
+
+    monkeypatch.setattr(target._model.ops, "linear", failing)
+
+
+PER_TOKEN = 2 * 4 + 1  # products of a pass: four in each layer, and the head
+
+
+@pytest.mark.parametrize("call", [1, 4, 6, PER_TOKEN, PER_TOKEN + 1, PER_TOKEN + 6, 3 * PER_TOKEN, 9 * PER_TOKEN + 5])
+def test_an_error_ends_its_request_alone(tiny: Engine, monkeypatch, call: int) -> None:
+    expected = tiny.generate(PROMPT, GREEDY)
+    tiny._kept.clear()
+    fail_at(monkeypatch, tiny, call, ZeroDivisionError("broken"))
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        tiny.generate(PROMPT, GREEDY)
+    assert not tiny._requests
+    again = tiny.generate(PROMPT, GREEDY)
+    assert len(again.token_ids) == 24
+    tiny._kept.clear()
+    assert tiny.generate(PROMPT, GREEDY).token_ids == expected.token_ids
+
+
+def test_an_error_in_score_loses_no_block(tiny: Engine, monkeypatch) -> None:
+    fail_at(monkeypatch, tiny, PER_TOKEN + 3, ZeroDivisionError("broken"))
+    with pytest.raises(ZeroDivisionError):
+        tiny.score([7] * 50)
+    assert_idle(tiny)
+
+
+def test_memory_that_is_not_there_is_an_error_of_the_engine(tiny: Engine, monkeypatch) -> None:
+    fail_at(monkeypatch, tiny, 3, MemoryError())
+    refused(lambda: tiny.generate(PROMPT, GREEDY), "memory", code="out_of_memory")
+
+
+def test_ctrl_c_ends_the_request_and_the_engine_goes_on(tiny: Engine, monkeypatch) -> None:
+    for call in (3, PER_TOKEN + 3, 8):
+        fail_at(monkeypatch, tiny, call, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            tiny.generate(PROMPT, GREEDY)
+        assert not tiny._requests
+        assert not tiny._busy
+        assert len(tiny.generate(PROMPT, GREEDY).token_ids) == 24
+
+
+# -- closing the engine ------------------------------------------------------------------------------------------
+
+
+def test_a_closed_engine_says_so(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu") as closed:
+        begun, waiting = closed.stream(PROMPT, GREEDY), closed.stream(PROMPT, GREEDY)
+        assert isinstance(next(begun), Chunk)
+    closed.close()
+    for call in (
+        lambda: closed.stream(PROMPT),
+        lambda: closed.generate("the"),
+        lambda: closed.chat([{"role": "user", "content": "x"}]),
+        lambda: closed.score(PROMPT),
+        closed.cache_stats,
+        lambda: fold(begun),
+        lambda: fold(waiting),
+    ):
+        refused(call, "closed", code="closed")
+    assert "tokens fit" in closed.fit_line()
+
+
+def test_a_closed_engine_lets_go_of_its_memory(tiny_path: Path) -> None:
+    closed = Engine.load(tiny_path, device="cpu")
+    chunks = closed.stream(PROMPT, GREEDY)
+    next(chunks)
+    store = weakref.ref(closed._store.cache(0).exact_k)
+    weights = weakref.ref(closed._model.weights.embedding)
+    closed.close()
+    gc.collect()
+    assert (store(), weights()) == (None, None)
+
+
+def test_a_stream_may_be_closed_by_the_garbage_collector_in_the_middle_of_a_step(tiny: Engine, monkeypatch) -> None:
+    other, chunks = tiny.stream(PROMPT, GREEDY), tiny.stream([7, 8, 9], GREEDY)
+    next(other)
+    linear, closed = tiny._model.ops.linear, []
+
+    def collecting(*arguments):
+        if not closed:
+            closed.append(True)
+            other.close()
+        return linear(*arguments)
+
+    monkeypatch.setattr(tiny._model.ops, "linear", collecting)
+    worker = threading.Thread(target=lambda: closed.append(fold(chunks)), daemon=True)
+    worker.start()
+    worker.join(20)
+    assert not worker.is_alive()
+    assert len(closed[1].token_ids) == 24
+
+
+@pytest.mark.parametrize("fixture", ["mistral_window_sharded", "qwen2_mixed_windows", "qwen3_qk_norm_tied"])
+def test_other_families_generate_to_the_end_of_their_context(tmp_path: Path, fixture: str) -> None:
+    with Engine.load(make_model(tmp_path, fixture), device="cpu", block_size=8, ctx_size=120) as other:
+        answer = other.generate(PROMPT, with_max(-1))
+        assert len(PROMPT) + len(answer.token_ids) == 121
+        assert_idle(other)

@@ -1,0 +1,104 @@
+"""Settings an engine cannot be loaded with: one sentence that names the setting, before anything heavy happens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine import Engine, EngineConfig, EngineError, SamplingParams
+from tests.tiny import CONTEXT, assert_idle, make_model
+
+
+def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
+    """The error of a load, and what was said before it."""
+    said: list[str] = []
+    with pytest.raises(EngineError) as raised:
+        Engine.load(path, verbose=said.append, **settings)
+    return raised.value, said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cache_type": "f16"}, ["no setting 'cache_type'", "cache_type_k"]),
+        ({"ctx_size": -1}, ["--ctx-size", "-1"]),
+        ({"ctx_size": "4096"}, ["ctx_size", "'4096'", "int"]),
+        ({"ctx_size": 10.0}, ["ctx_size", "10.0", "int"]),
+        ({"ctx_size": True}, ["ctx_size", "True", "int"]),
+        ({"threads": -2}, ["--threads", "-2"]),
+        ({"block_size": 6}, ["block_size", "6"]),
+        ({"block_size": 0}, ["block_size", "0"]),
+        ({"kept_sequences": -1}, ["kept_sequences", "-1"]),
+        ({"kv_memory": "lots"}, ["--kv-memory", "'lots'"]),
+        ({"kv_memory": 512}, ["kv_memory", "512", "str"]),
+        ({"mmap": "no"}, ["mmap", "'no'", "bool"]),
+        ({"cache_type_k": "q9"}, ["--cache-type-k", "q9", "polarquant"]),
+        ({"cache_type_v": "q9"}, ["--cache-type-v", "q9", "polarquant"]),
+        ({"cache_type_v": "polarquant+nothing"}, ["--cache-type-v", "polarquant+nothing"]),
+        ({"cache_type_k": None}, ["cache_type_k", "None"]),
+        ({"device": "tpu"}, ["--device", "tpu"]),
+    ],
+)
+def test_settings_are_looked_at_before_the_model(settings, words) -> None:
+    # The path is looked at later: that there is nothing does not come up.
+    error, said = refusal(Path("nowhere"), **settings)
+    assert all(word in str(error) for word in words), str(error)
+    assert said == []
+
+
+def test_a_cache_type_that_cannot_serve_the_model_is_named_before_the_weights_are_read(tmp_path, monkeypatch) -> None:
+    path = make_model(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    # The same matrices, cut into heads of half the size.
+    config.update(head_dim=4, num_attention_heads=12, num_key_value_heads=4)
+    (path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("engine.assembly.load_weights", lambda *_: pytest.fail("weights were read"))
+    error, _ = refusal(path, device="cpu", cache_type_k="f16", cache_type_v="polarquant")
+    assert all(word in str(error) for word in ("--cache-type-v", "polarquant", "head dimension", "4"))
+
+
+def test_too_little_memory_is_told_with_numbers(tiny_path: Path) -> None:
+    error, _ = refusal(tiny_path, device="cpu", kv_memory="2K")
+    assert error.code == "out_of_memory"
+    assert "2.0 KiB" in str(error)
+    assert str(error).count("KiB") == 2
+
+
+def test_memory_limits_the_context(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", block_size=8, kv_memory="16K") as small:
+        assert 16 <= small.context < CONTEXT
+        answer = small.generate([7, 8, 9], SamplingParams(ignore_eos=True))
+        assert 3 + len(answer.token_ids) == small.context + 1
+        for first in range(10, 16):  # kept sequences, for which there is little room
+            assert (
+                small.generate([first, 7], SamplingParams(max_tokens=9, ignore_eos=True)).usage.completion_tokens == 9
+            )
+        assert_idle(small)
+
+
+def test_a_context_beyond_the_models_own_is_mentioned_and_served(tiny_path: Path) -> None:
+    said: list[str] = []
+    with Engine.load(tiny_path, device="cpu", ctx_size=CONTEXT + 44, verbose=said.append) as large:
+        assert large.context == CONTEXT + 44
+        assert any("--ctx-size 300" in line and "256" in line for line in said)
+        assert (
+            large.generate([7] * (CONTEXT + 20), SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason
+            == "length"
+        )
+
+
+@pytest.mark.parametrize("context", [2, 5, 8, 9, 17])
+def test_a_small_context_works_to_its_end(tiny_path: Path, context: int) -> None:
+    with Engine.load(tiny_path, device="cpu", ctx_size=context, block_size=8) as small:
+        for _ in range(3):
+            answer = small.generate([7], SamplingParams(ignore_eos=True))
+            assert 1 + len(answer.token_ids) == context + 1
+        assert_idle(small)
+
+
+def test_settings_override_the_config(tiny_path: Path) -> None:
+    config = EngineConfig(ctx_size=100, device="cpu", weights="elsewhere")
+    with Engine.load(tiny_path, config=config, ctx_size=60) as engine:
+        assert (engine.context, engine.config.weights) == (60, str(tiny_path))

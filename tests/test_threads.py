@@ -1,0 +1,173 @@
+"""One engine for many threads, and for many streams in one thread: nobody waits for ever, nobody gets another's text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Completion, Engine, SamplingParams
+from engine.outputs import fold
+from tests.tiny import assert_idle
+
+THREADS = 6
+PATIENCE = 60  # seconds until a test that hangs fails
+
+
+@pytest.fixture
+def shared_engine(tiny_path: Path) -> Iterator[Engine]:
+    """Keeps nothing, so that an answer does not depend on those before it."""
+    with Engine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+def job(number: int) -> tuple[list[int], SamplingParams]:
+    prompt = np.random.default_rng(number).integers(5, 96, 3 + 11 * number).tolist()
+    return prompt, SamplingParams(temperature=1.5, seed=number, max_tokens=10 + number, ignore_eos=True)
+
+
+def in_threads(*calls: Callable[[], object]) -> list[object]:
+    """All results; an error for a call that never returns."""
+    pool = ThreadPoolExecutor(len(calls))
+    try:
+        return [future.result(PATIENCE) for future in [pool.submit(call) for call in calls]]
+    finally:
+        pool.shutdown(wait=False)
+
+
+def answers_alone(engine: Engine) -> list[Completion]:
+    return [engine.generate(*job(number)) for number in range(THREADS)]
+
+
+def same(answer: Completion, alone: Completion) -> bool:
+    return (answer.text, answer.token_ids, answer.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
+
+
+def test_every_thread_gets_what_it_gets_alone(shared_engine: Engine) -> None:
+    alone = answers_alone(shared_engine)
+    calls = [
+        lambda number=number: [shared_engine.generate(*job(number)) for _ in range(3)] for number in range(THREADS)
+    ]
+    for expected, answers in zip(alone, in_threads(*calls), strict=True):
+        assert all(same(answer, expected) for answer in answers)
+
+
+def test_chats_in_threads_share_the_template(tiny: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    chats = [[{"role": "user", "content": f"number {i}"}] for i in range(THREADS)]
+    alone = []
+    for chat in chats:
+        tiny._kept.clear()
+        alone.append(tiny.chat(chat, params))
+    answers = in_threads(*[lambda chat=chat: tiny.chat(chat, params) for chat in chats])
+    assert [a.usage.prompt_tokens for a in answers] == [a.usage.prompt_tokens for a in alone]
+
+
+def test_streams_in_turn_in_one_thread(shared_engine: Engine) -> None:
+    alone = answers_alone(shared_engine)
+    streams = [shared_engine.stream(*job(number), progress=True) for number in range(THREADS)]
+    chunks = list(zip_longest(*streams))
+    for expected, own in zip(alone, zip(*chunks, strict=True), strict=True):
+        assert same(fold(chunk for chunk in own if chunk is not None), expected)
+
+
+def test_a_stream_that_is_read_no_further_does_not_stop_the_others(shared_engine: Engine) -> None:
+    paused = shared_engine.stream([5], SamplingParams(ignore_eos=True))
+    next(paused)
+    assert fold(shared_engine.stream(*job(1))).token_ids
+    paused.close()
+
+
+def test_streams_that_are_closed_do_not_disturb_the_others(shared_engine: Engine) -> None:
+    alone = answers_alone(shared_engine)
+
+    def closing(number: int) -> None:
+        for count in range(5):
+            chunks = shared_engine.stream(*job(number))
+            for _ in range(count):
+                next(chunks)
+            chunks.close()
+
+    readers = [lambda number=number: shared_engine.generate(*job(number)) for number in range(3)]
+    closers = [lambda number=number: closing(number) for number in range(3, THREADS)]
+    answers = in_threads(*readers, *closers)[:3]
+    assert all(same(answer, expected) for answer, expected in zip(answers, alone, strict=False))
+
+
+def test_score_beside_streams(shared_engine: Engine) -> None:
+    alone, ids = answers_alone(shared_engine), job(5)[0]
+    scored = shared_engine.score(ids)
+    calls = [lambda number=number: shared_engine.generate(*job(number)) for number in range(3)]
+    *answers, result = in_threads(*calls, lambda: [shared_engine.score(ids) for _ in range(4)])
+    assert all(same(answer, expected) for answer, expected in zip(answers, alone, strict=False))
+    assert all((one.logits == scored.logits).all() for one in result)
+
+
+def test_closing_the_engine_ends_the_streams_of_other_threads(tiny_path: Path) -> None:
+    engine = Engine.load(tiny_path, device="cpu", block_size=8)
+    begun = threading.Barrier(3)
+
+    def read() -> str:
+        chunks = engine.stream([5, 6, 7], SamplingParams(ignore_eos=True))
+        next(chunks)
+        begun.wait(PATIENCE)
+        try:
+            while True:  # the store may be full first
+                fold(chunks)
+                chunks = engine.stream([5, 6, 7], SamplingParams(ignore_eos=True))
+        except Exception as error:
+            return getattr(error, "code", repr(error))
+
+    def close() -> None:
+        begun.wait(PATIENCE)
+        engine.close()
+
+    assert in_threads(read, read, close) == ["closed", "closed", None]
+
+
+def interrupting(engine: Engine, monkeypatch, call: int) -> None:
+    """Ctrl-C in the middle of the `call`-th matrix product from now on."""
+    linear, calls = engine._model.ops.linear, iter(range(1, 1_000_000))
+
+    def interrupted(*arguments):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return linear(*arguments)
+
+    monkeypatch.setattr(engine._model.ops, "linear", interrupted)
+
+
+@pytest.mark.parametrize("call", [1, 6, 12])
+def test_ctrl_c_in_the_work_for_another_stream_ends_both_and_nothing_else(
+    shared_engine: Engine, monkeypatch, call: int
+) -> None:
+    first, second = shared_engine.stream(*job(2)), shared_engine.stream(*job(3))
+    alone = shared_engine.generate(*job(1))
+    assert next(first).token_ids
+    interrupting(shared_engine, monkeypatch, call)
+    with pytest.raises(KeyboardInterrupt):
+        next(second)  # it waits for the first, and so works on it
+    *_, last = first
+    assert last.finish_reason == "cancelled"
+    assert last.usage is not None
+    assert not shared_engine._requests
+    assert same(shared_engine.generate(*job(1)), alone)
+
+
+@pytest.mark.parametrize("call", [2, 7])
+def test_ctrl_c_in_the_prefill_of_another_stream(shared_engine: Engine, monkeypatch, call: int) -> None:
+    first, second = shared_engine.stream(*job(5), progress=True), shared_engine.stream(*job(3))
+    alone = shared_engine.generate(*job(1))
+    monkeypatch.setattr("engine.model.PREFILL_CHUNK", 16)
+    assert next(first).prefilled
+    interrupting(shared_engine, monkeypatch, call)
+    with pytest.raises(KeyboardInterrupt):
+        next(second)
+    assert [chunk.finish_reason for chunk in first][-1] == "cancelled"
+    assert same(shared_engine.generate(*job(1)), alone)

@@ -1,0 +1,56 @@
+"""A model small enough for every test to run: the weights of a fixture and a vocabulary of bytes, 96 tokens in all."""
+
+from __future__ import annotations
+
+import shutil
+import string
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine import Engine
+from tests.conftest import FIXTURES
+
+VOCABULARY = 96
+CONTROL = ("<|pad|>", "<s>", "<|im_end|>", "<|endoftext|>", "<|im_start|>")  # ids 0 to 4; 2 and 3 end a generation
+EOS = (2, 3)
+CONTEXT = 256
+_MERGES = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "ou")
+CHARACTERS = string.ascii_letters + string.digits + " \n.,!?':-" + "é€😀"
+
+
+def tokenizer_json() -> str:
+    """A byte-level vocabulary that has the bytes of CHARACTERS alone."""
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelt = dict.fromkeys(spell.pre_tokenize_str(CHARACTERS)[0][0])
+    pieces = [*CONTROL, *spelt, *_MERGES]
+    pieces += [f"<unused{i}>" for i in range(VOCABULARY - len(pieces))]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in _MERGES]))
+    library.pre_tokenizer = spell
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(list(CONTROL))
+    return library.to_str()
+
+
+def make_model(folder: Path, fixture: str = "llama_gqa_linear") -> Path:
+    """A model folder with the weights of `fixture`; it has control tokens as in ChatML, and wants no BOS."""
+    for file in (FIXTURES / fixture).glob("*[!z]"):  # without the reference's logits
+        shutil.copy(file, folder)
+    (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    return folder
+
+
+def held(engine: Engine) -> list[tuple[int, int]]:
+    """Coded blocks and exact slots in use, per group of layers."""
+    return [(g.coded.size - g.coded.free, g.exact.size - g.exact.free) for g in engine._store.groups]
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing runs, nothing waits, and without the kept sequences every block is free."""
+    assert not engine._busy
+    assert not engine._requests
+    assert engine._scheduler.schedule() is None
+    engine._kept.clear()
+    assert held(engine) == [(0, 0)] * len(engine._store.groups)
