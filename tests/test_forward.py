@@ -73,10 +73,11 @@ def test_score_equals_a_loop_of_steps(fixture, type: str) -> None:
     step_blocks, chunk_blocks = recorded(by_steps), recorded(by_chunks)
     steps, result = step_logits(by_steps, ids), scored(by_chunks, ids)
     # Products of one row and of eight differ in their last bits, which now and then turns a value over the edge of its
-    # code. Up to there the logits are equal; and it is rare.
+    # code: at worst one in a hundred for f16, whose codes lie a thousand times their error apart. Up to there the logits
+    # are equal.
     flipped, share = first_difference(step_blocks, chunk_blocks)
     equal = slice(0, None if flipped is None else (flipped + 1) * 8)
-    assert share <= 5e-3
+    assert share <= 1e-2
     assert np.abs(result.logits[equal] - steps[equal]).max() <= 1e-5 * spread(reference)
     logprobs = np.take_along_axis(log_softmax(result.logits[:-1]), np.array(ids[1:])[:, None], 1)[:, 0]
     np.testing.assert_allclose(result.logprobs, logprobs, atol=1e-5)
