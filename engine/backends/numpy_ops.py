@@ -33,23 +33,22 @@ class NumpyOps:
     name = "cpu"
 
     def __init__(self, threads: int = 0):
-        """`threads` for BLAS and for parts of a prompt; 0 takes what BLAS was started with (OMP_NUM_THREADS)."""
+        """`threads` for BLAS and for the parts of a prompt; 0 leaves BLAS as it is (it follows OMP_NUM_THREADS)."""
         self._blas = ThreadpoolController().select(user_api="blas")
         if threads:
             self._blas.limit(limits=threads)
-        self._threads = threads or max((library["num_threads"] for library in self._blas.info()), default=1)
-        self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
+        self._pool = ThreadPoolExecutor(thread_name_prefix="part")
 
     def parts(self, rows: slice) -> list[slice]:
-        count = rows.stop - rows.start
-        if self._pool is None or count < _PARALLEL_ROWS:
+        threads = max((library.num_threads for library in self._blas.lib_controllers), default=1)
+        if threads == 1 or rows.stop - rows.start < _PARALLEL_ROWS:
             return [rows]
-        edges = np.linspace(rows.start, rows.stop, self._threads + 1).astype(int).tolist()
-        return [slice(*pair) for pair in itertools.pairwise(edges)]
+        edges = np.linspace(rows.start, rows.stop, threads + 1).astype(int).tolist()
+        return list(itertools.starmap(slice, itertools.pairwise(edges)))
 
     def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        if self._pool is None or count == 1:
-            return [work(i) for i in range(count)]
+        if count == 1:
+            return [work(0)]
         # BLAS uses all cores for one product, but everything between two products would run on one: so each core
         # gets a part of the rows and a BLAS of its own.
         with self._blas.limit(limits=1):
