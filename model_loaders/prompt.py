@@ -174,6 +174,6 @@ def _checked_ids(message: Mapping[str, object], index: int, tokenizer: Tokenizer
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
         raise ValueError(f"messages[{index}].token_ids must be a list of token ids.")
     for token_id in ids:
-        if not isinstance(token_id, int) or not 0 <= token_id < tokenizer.vocab_size:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < tokenizer.vocab_size:
             raise ValueError(f"messages[{index}].token_ids has {token_id!r}, which is no token of this model.")
     return tuple(ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids)

@@ -106,6 +106,13 @@ def test_text_ends_where_the_first_stop_begins_however_it_is_cut(pieces, stops) 
     assert out + stop.finish() == expected
 
 
+@pytest.mark.parametrize("pieces", [["xabcd"], ["xab", "cd"], [*"xabcd"]])
+def test_of_two_stops_the_one_that_is_complete_first_counts(pieces: list[str]) -> None:
+    stop = StopFilter(["abcd", "bc"])
+    assert "".join(stop.push(piece) for piece in pieces[:4]) == "xa"
+    assert stop.stopped
+
+
 def test_without_stops_nothing_is_held_back() -> None:
     stop = StopFilter(())
     assert [stop.push("a"), stop.push(""), stop.finish()] == ["a", "", ""]

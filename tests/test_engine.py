@@ -34,9 +34,6 @@ def refused(call, *words: str, code: str = "invalid_request") -> None:
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-# -- what comes out ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prompt", ["the end", [{"role": "user", "content": "the end"}], PROMPT, np.array(PROMPT)])
 def test_a_stream_folds_to_the_same_answer(tiny: Engine, prompt) -> None:
     chunks = list(tiny.stream(prompt, GREEDY))
@@ -177,9 +174,6 @@ def test_a_real_model_tells_the_story_of_the_reference() -> None:
                 assert answer.text.removeprefix(" ") == case["text"].removeprefix(" ")
 
 
-# -- where it ends -------------------------------------------------------------------------------------------------
-
-
 def test_a_prompt_must_leave_room_for_a_token(tiny: Engine) -> None:
     fits = [7] * (CONTEXT - 1)
     assert tiny.generate(fits, with_max(1)).finish_reason == "length"
@@ -277,9 +271,6 @@ def test_detokenize_refuses_what_is_no_token(tiny: Engine) -> None:
     refused(lambda: tiny.detokenize([5, 96]), "96")
 
 
-# -- ending in another way ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("taken", [1, 3, 20])
 def test_a_closed_stream_leaves_nothing_running_and_keeps_what_was_computed(tiny: Engine, taken: int) -> None:
     chunks = tiny.stream(PROMPT, GREEDY)
@@ -370,11 +361,8 @@ def test_ctrl_c_ends_the_request_and_the_engine_goes_on(tiny: Engine, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             tiny.generate(PROMPT, GREEDY)
         assert not tiny._requests
-        assert not tiny._busy
+        assert not tiny._turns.taken
         assert len(tiny.generate(PROMPT, GREEDY).token_ids) == 24
-
-
-# -- closing the engine ------------------------------------------------------------------------------------------
 
 
 def test_a_closed_engine_says_so(tiny_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One engine for many threads, and for many streams in one thread: nobody waits for ever, nobody gets another's text."""
+"""One engine for many threads, and for many streams in one thread: nobody hangs, nobody gets another's text."""
 
 from __future__ import annotations
 
@@ -171,3 +171,36 @@ def test_ctrl_c_in_the_prefill_of_another_stream(shared_engine: Engine, monkeypa
         next(second)
     assert [chunk.finish_reason for chunk in first][-1] == "cancelled"
     assert same(shared_engine.generate(*job(1)), alone)
+
+
+def test_score_waits_for_the_streams_before_it(shared_engine: Engine) -> None:
+    ids = job(5)[0] * 4
+    scored = shared_engine.score(ids)
+    stream = shared_engine.stream(*job(5))
+    chunks = [next(stream)]  # holds blocks that the score needs
+    assert (shared_engine.score(ids).logits == scored.logits).all()
+    chunks += stream
+    assert same(fold(chunks), shared_engine.generate(*job(5)))
+
+
+def test_nobody_is_kept_out_by_a_long_answer(tiny_path: Path) -> None:
+    """Whoever wants the engine for a moment gets it between two tokens, however fast they come."""
+    with Engine.load(tiny_path, device="cpu", ctx_size=2000, block_size=8) as engine:
+        begun, seen = threading.Event(), []
+
+        def read() -> Completion:
+            def chunks():
+                for chunk in engine.stream([5, 6, 7], SamplingParams(ignore_eos=True)):
+                    begun.set()
+                    yield chunk
+
+            return fold(chunks())
+
+        def look() -> None:
+            begun.wait(PATIENCE)
+            for _ in range(20):
+                engine.cache_stats()
+            seen.append(len(engine._requests))
+
+        in_threads(read, look)
+        assert seen == [1]

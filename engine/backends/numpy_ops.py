@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,10 @@ class NumpyOps:
         # gets a part of the rows and a BLAS of its own.
         with self._blas.limit(limits=1):
             later = [self._pool.submit(work, i) for i in range(1, count)]
-            return [work(0), *(task.result() for task in later)]
+            try:
+                return [work(0), *(task.result() for task in later)]
+            finally:
+                wait(later)  # nothing may go on writing once an error is out
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)

@@ -101,11 +101,11 @@ def plan_for_memory(shape: CacheShape, memory: int, max_tokens: int, sequences: 
     """
     while sequences > 1 and plan_for_tokens(shape, 0, sequences).bytes > memory // 4:
         sequences -= 1
-    least = plan_for_tokens(shape, 2 * shape.block_size, sequences)
+    least = plan_for_tokens(shape, min(max_tokens, 2 * shape.block_size), sequences)
     if least.bytes > memory:
         raise EngineError(
-            f"--kv-memory of {format_bytes(memory)} is too little for this model: "
-            f"the first blocks alone take {format_bytes(least.bytes)}",
+            f"{format_bytes(memory)} for the KV store is too little for this model: the first blocks alone take "
+            f"{format_bytes(least.bytes)}; raise --kv-memory, or free some memory",
             "out_of_memory",
         )
     low, high = least.tokens, max(least.tokens, max_tokens)
@@ -156,7 +156,7 @@ def format_bytes(size: float) -> str:
     ('1.5 KiB', '3.0 GiB')
     """
     for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
+        if size < 1023.95:  # what would be shown as 1024.0 belongs to the next unit
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
