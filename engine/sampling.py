@@ -150,7 +150,7 @@ def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.n
 
 def _best(logits: np.ndarray, count: int) -> np.ndarray:
     """Ids of the `count` largest logits (all for 0), largest first; equal ones by id."""
-    ids = np.arange(len(logits))
+    ids: np.ndarray = np.arange(len(logits))
     if 0 < count < len(logits):
         ids = np.sort(np.argpartition(-logits, count - 1)[:count])
     return ids[np.argsort(-logits[ids], kind="stable")]

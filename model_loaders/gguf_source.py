@@ -143,7 +143,7 @@ def _rope_divisors(gguf: GgufFile, head_dim: int) -> tuple[float, ...]:
     divisors = gguf.bytes.view(place.offset, place.nbytes).view("<f4").astype(np.float64)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
         raise LoadError(f"{gguf.path}: the tensor {_ROPE_DIVISORS} holds values that are not positive numbers.")
-    return tuple(divisors.tolist())
+    return tuple(float(divisor) for divisor in divisors)
 
 
 def _tensors(gguf: GgufFile, interleaved: ModelConfig | None) -> dict[str, StoredTensor]:

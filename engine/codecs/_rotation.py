@@ -25,7 +25,7 @@ def signed_hadamard(head_dim: int) -> np.ndarray:
     Where n < D, the Hadamard matrix H of order n stands D/n times on the diagonal.
     """
     order = head_dim & -head_dim
-    hadamard = np.ones((1, 1))
+    hadamard: np.ndarray = np.ones((1, 1))
     while len(hadamard) < order:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     signs = np.where(np.random.PCG64(_SEED).random_raw(head_dim) >> 63, -1.0, 1.0)
