@@ -9,11 +9,10 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from platformdirs import user_cache_path
 from tqdm import tqdm
 
 from engine import EngineError
-from model_loaders.demo import CACHE_VARIABLE
+from model_loaders.cache import CACHE_VARIABLE, cache_folder
 
 # What the writer states itself, or what no longer holds for the copy.
 _NOT_COPIED = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version")
@@ -24,7 +23,7 @@ def float32_copy(source: Path) -> Path:
 
     Raises EngineError where it cannot be stored.
     """
-    folder = Path(os.environ.get(CACHE_VARIABLE) or user_cache_path("polarlm"))
+    folder = cache_folder()
     # Files of the same name may lie in different folders, and a file may have been replaced since.
     copy = folder / f"{source.stem}-{zlib.crc32(os.fsencode(source.resolve())):08x}-F32.gguf"
     if copy.is_file() and copy.stat().st_mtime >= source.stat().st_mtime:

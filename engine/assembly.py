@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
+import numpy as np
 from tqdm import tqdm
 
 import model_loaders
-from engine import codecs
+from engine import cache_types
+from engine.backends.ops import Array, Ops
 from engine.backends.select import select
+from engine.calibration import load_or_calibrate
 from engine.conditioning import Conditioning
-from engine.config import EngineConfig
+from engine.config import Encoding, EngineConfig
+from engine.encoding import key_metric, value_metric
 from engine.errors import EngineError
-from engine.kv.plan import CacheShape, StorePlan, f16_tokens, format_bytes, parse_size, plan_for_memory, plan_for_tokens
-from engine.kv.store import KVStore
-from engine.model import Model
+from engine.kv.plan import (
+    CacheShape,
+    LayerShape,
+    StorePlan,
+    f16_tokens,
+    format_bytes,
+    parse_size,
+    plan_for_memory,
+    plan_for_tokens,
+)
+from engine.kv.store import KVStore, Metrics
+from engine.model import Model, ModelWeights
+from engine.statistics import LayerStatistics, balance
 from engine.weights import load_weights, weight_bytes
 from model_loaders.config import ModelConfig
 
@@ -69,23 +83,7 @@ def _check_values(config: EngineConfig) -> None:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     if config.kv_memory is not None:
         parse_size(config.kv_memory)
-    for flag, name in _cache_types(config):
-        _codec(flag, name)
-
-
-def _cache_types(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
-    return ("--cache-type-k", config.cache_type_k), ("--cache-type-v", config.cache_type_v)
-
-
-def _codec(flag: str, name: str, serves: tuple[int, int] | None = None) -> codecs.Codec:
-    """The codec that `flag` names, for `serves`, a head dim and a block size. Raises EngineError naming the flag."""
-    try:
-        codec = codecs.get(name)
-        if serves is not None:
-            codec.check(*serves)
-    except ValueError as error:
-        raise EngineError(f"{flag} {name}: {error}") from None
-    return codec
+    cache_types.check_names(config)
 
 
 def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
@@ -110,7 +108,7 @@ def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
         )
         with bar:
             weights = load_weights(ops, source.config, source.weights, bar.update)
-        store = KVStore(ops, plan, _conditioning(config, shape))
+        store = _store(config, ops, source, weights, plan, say)
     except MemoryError:
         source.weights.close()
         raise EngineError(f"There is not enough memory for {source.name}", "out_of_memory") from None
@@ -121,26 +119,57 @@ def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
 
 
 def _cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
-    """Codecs and layer groups. Raises EngineError for a cache type that does not exist or cannot serve the model."""
-    chosen = [_codec(flag, name, (model.head_dim, config.block_size)) for flag, name in _cache_types(config)]
-    windows: dict[int | None, list[int]] = {}
-    for layer in range(model.layers):
-        windows.setdefault(model.window(layer), []).append(layer)
-    return CacheShape(
-        codec_k=chosen[0],
-        codec_v=chosen[1],
-        # An unrotated codec of full precision gains nothing from centring.
-        centre_keys=config.key_conditioning and chosen[0].name != "f16",
-        block_size=config.block_size,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        groups=tuple((window, tuple(layers)) for window, layers in windows.items()),
+    """How every layer stores its K/V. Raises EngineError for a cache type that does not exist or cannot serve."""
+    mean_bits = 8 if config.encoding.small_means else 16
+    layers = tuple(
+        LayerShape(
+            codec_k,
+            codec_v,
+            # An unrotated codec of full precision gains nothing from centring.
+            mean_bits=mean_bits if config.key_conditioning and codec_k.name != "f16" else 0,
+            window=model.window(layer),
+        )
+        for layer, (codec_k, codec_v) in enumerate(cache_types.layer_codecs(config, model.layers, model.head_dim))
     )
+    return CacheShape(config.block_size, model.kv_heads, model.head_dim, layers)
 
 
-def _conditioning(config: EngineConfig, shape: CacheShape) -> Conditioning:
-    d = shape.head_dim
-    return Conditioning(shape.codec_k.rotation(d), shape.codec_v.rotation(d), shape.centre_keys)
+def _store(
+    config: EngineConfig, ops: Ops, source: model_loaders.Model, weights: ModelWeights, plan: StorePlan, say: Say
+) -> KVStore:
+    """The store, with keys conditioned and errors weighed as the calibration says, where there is one."""
+    shape, d = plan.shape, plan.shape.head_dim
+    coded = any(codec.name != "f16" for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
+    statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
+    if config.calibration and config.key_conditioning and coded:
+        statistics = load_or_calibrate(ops, source.config, weights, source.tokenizer, shape.block_size, say)
+    conditioning, metrics = [], []
+    for layer, of, measured in zip(weights.layers, shape.layers, statistics, strict=True):
+        s = balance(measured) if measured and of.mean_bits and config.encoding.balance else None
+        stored = Conditioning(of.codec_k.rotation(d), of.codec_v.rotation(d), s)
+        conditioning.append(stored)
+        metrics.append(_metrics(config.encoding, of, stored, measured, layer.out, shape) if measured else (None, None))
+    return KVStore(ops, plan, conditioning, metrics)
+
+
+def _metrics(
+    choice: Encoding, of: LayerShape, stored: Conditioning, measured: LayerStatistics, output: Array, shape: CacheShape
+) -> Metrics:
+    """What errors of one layer's keys and values cost; None for a codec that is no table."""
+    k = v = None
+    if of.codec_k.rounding is not None:
+        s = np.ones((shape.kv_heads, shape.head_dim)) if stored.balance is None else stored.balance
+        width = of.codec_k.rounding.width
+        k = key_metric(measured.query_second, measured.query_mean, s, stored.key_rotation, width)
+    if of.codec_v.rounding is not None:
+        tokens = measured.token_correlation if choice.token_feedback else None
+        width = of.codec_v.rounding.width
+        v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, width, tokens)
+    if k is not None and not choice.tilt:
+        k = replace(k, tilt_second=None, tilt_mean=None)
+    if not choice.feedback:
+        k, v = (m and replace(m, feedback=np.zeros_like(m.feedback)) for m in (k, v))
+    return k, v
 
 
 def _plan(config: EngineConfig, model: ModelConfig, shape: CacheShape, say: Say) -> StorePlan:
@@ -159,7 +188,7 @@ def _plan(config: EngineConfig, model: ModelConfig, shape: CacheShape, say: Say)
 def fit_line(parts: Parts) -> str:
     """Model, dtype, memory for weights, KV blocks, and how many tokens fit."""
     plan, shape, model = parts.plan, parts.plan.shape, parts.source
-    types = "/".join(dict.fromkeys((shape.codec_k.name, shape.codec_v.name)))
+    types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
     return (
         f"{model.name}: {model.dtype} weights as float32, {format_bytes(parts.model.weights.bytes)} on the "
         f"{parts.model.ops.name}; KV store {format_bytes(plan.bytes)}, {sum(plan.coded_blocks)} blocks of "

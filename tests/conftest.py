@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from engine import Engine
+from engine.config import Encoding
 from model_loaders.demo import demo_model
 from model_loaders.errors import LoadError
 
@@ -54,7 +55,8 @@ def tiny(tiny_path: Path) -> Iterator[Engine]:
     """The tiny model with polarquant in blocks of 8. After every test nothing runs, and no block is lost."""
     from tests.tiny import assert_idle
 
-    with Engine.load(tiny_path, device="cpu", block_size=8) as engine:
+    plain = {"cache_type": "polarquant", "calibration": False, "encoding": Encoding(small_means=False)}
+    with Engine.load(tiny_path, device="cpu", block_size=8, **plain) as engine:
         yield engine
         if not engine._closed:
             assert_idle(engine)

@@ -94,8 +94,7 @@ def recorded(model: Model) -> dict[int, Blocks]:
 
     def encode_and_record(cache: LayerCache, ids: Sequence[int], k: np.ndarray, v: np.ndarray) -> None:
         encode(cache, ids, k, v)
-        means = [] if cache.k_mean is None else [cache.k_mean]
-        arrays = [*cache.k.values(), *cache.v.values(), *means]
+        arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
         blocks[layers[id(cache)]] += [[array[:, block].copy() for array in arrays] for block in ids]
 
     model.store.ops.encode_blocks = encode_and_record

@@ -14,25 +14,36 @@ FLOORS = ["model_loaders", "engine", "server"]
 
 # Rooms of `engine`, and what of `engine` each may import. A name stands for the module and everything inside it.
 CODECS = {"engine.codecs"}
-OPS = CODECS | {"engine.backends.ops"}
+ENCODING = CODECS | {"engine.encoding"}
+OPS = ENCODING | {"engine.backends.ops"}
 ROOMS = {
     "engine.errors": set(),
     "engine.config": set(),
     "engine.codecs": CODECS,
     "engine.conditioning": set(),
     "engine.kv.blocks": set(),
-    "engine.backends.ops": CODECS,
+    "engine.encoding": CODECS,
+    "engine.statistics": set(),
+    "engine.backends.ops": ENCODING,
     "engine.backends.numpy_ops": OPS | {"engine.conditioning"},
     "engine.backends.select": {"engine.backends", "engine.errors"},
     "engine.kv.tables": {"engine.kv.blocks"},
-    "engine.kv.plan": CODECS | {"engine.errors"},
+    "engine.kv.plan": CODECS | {"engine.conditioning", "engine.errors"},
     "engine.kv.store": OPS | {"engine.conditioning", "engine.kv"},
     "engine.model": OPS | {"engine.kv"},
+    "engine.calibration": OPS | {"engine.conditioning", "engine.kv", "engine.model", "engine.statistics"},
     "engine.weights": OPS | {"engine.model"},
     "engine.sampling": {"engine.config", "engine.errors"},
     "engine.scheduler": {"engine.config", "engine.kv.blocks"},
 }
-PURE = {"engine.codecs": {"numpy"}, "engine.conditioning": {"numpy"}, "engine.config": set(), "engine.kv.blocks": set()}
+PURE = {
+    "engine.codecs": {"numpy"},
+    "engine.encoding": {"numpy"},
+    "engine.statistics": {"numpy"},
+    "engine.conditioning": {"numpy"},
+    "engine.config": set(),
+    "engine.kv.blocks": set(),
+}
 PURE |= {"engine.kv.tables": set(), "engine.scheduler": set(), "engine.errors": set()}
 
 

@@ -22,7 +22,10 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cache_type": "f16"}, ["no setting 'cache_type'", "cache_type_k"]),
+        ({"cache_types": "f16"}, ["no setting 'cache_types'", "cache_type_k"]),
+        ({"cache_type": "tiny"}, ["--cache-type ", "tiny", "polarquant"]),
+        ({"cache_type_k": "f16@1-x"}, ["--cache-type-k", "f16@1-x"]),
+        ({"cache_type_v": "polarpair-m4n4"}, ["--cache-type-v", "polarpair-m4n4", "keys"]),
         ({"ctx_size": -1}, ["--ctx-size", "-1"]),
         ({"ctx_size": "4096"}, ["ctx_size", "'4096'", "int"]),
         ({"ctx_size": 10.0}, ["ctx_size", "10.0", "int"]),
@@ -37,7 +40,8 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
         ({"cache_type_k": "q9"}, ["--cache-type-k", "q9", "polarquant"]),
         ({"cache_type_v": "q9"}, ["--cache-type-v", "q9", "polarquant"]),
         ({"cache_type_v": "polarquant+nothing"}, ["--cache-type-v", "polarquant+nothing"]),
-        ({"cache_type_k": None}, ["cache_type_k", "None"]),
+        ({"cache_type_k": 4}, ["cache_type_k", "4"]),
+        ({"calibration": 1}, ["calibration", "1"]),
         ({"device": "tpu"}, ["--device", "tpu"]),
     ],
 )

@@ -15,6 +15,7 @@ from engine.backends.numpy_ops import NumpyOps
 from engine.conditioning import Conditioning
 from engine.kv.plan import (
     CacheShape,
+    LayerShape,
     StorePlan,
     f16_tokens,
     format_bytes,
@@ -30,19 +31,13 @@ windows = st.one_of(st.none(), st.integers(1, 300))
 
 @st.composite
 def shapes(draw, windows=windows) -> CacheShape:
-    groups, layer = [], 0
-    for window in draw(st.lists(windows, min_size=1, max_size=3, unique=True)):
-        count = draw(st.integers(1, 3))
-        groups.append((window, tuple(range(layer, layer + count))))
-        layer += count
+    means = st.sampled_from([0, 8, 16])
+    layer = st.builds(LayerShape, codec_names.map(codecs.get), codec_names.map(codecs.get), means, windows)
     return CacheShape(
-        codec_k=codecs.get(draw(codec_names)),
-        codec_v=codecs.get(draw(codec_names)),
-        centre_keys=draw(st.booleans()),
         block_size=draw(st.sampled_from([4, 8, 64])),
         kv_heads=draw(st.integers(1, 4)),
         head_dim=draw(st.sampled_from([8, 48, 64])),
-        groups=tuple(groups),
+        layers=tuple(draw(st.lists(layer, min_size=1, max_size=5))),
     )
 
 
@@ -70,12 +65,11 @@ def test_the_plan_is_the_longest_sequence_that_fits(shape, memory, max_tokens, s
 @given(shapes(), st.integers(0, 600), st.integers(1, 5))
 def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
     plan = plan_for_tokens(shape, tokens, sequences)
-    store = KVStore(NumpyOps(1), plan, Conditioning(None, None, shape.centre_keys))
+    store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(shape.layers))
     allocated = 0
-    for layer in range(shape.layers):
+    for layer in range(len(shape.layers)):
         cache = store.cache(layer)
-        means = [] if cache.k_mean is None else [cache.k_mean]
-        arrays = [*cache.k.values(), *cache.v.values(), *means, cache.exact_k, cache.exact_v]
+        arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values(), cache.exact_k, cache.exact_v]
         allocated += sum(array.nbytes for array in arrays)
     assert plan.bytes == allocated
 
@@ -84,7 +78,8 @@ def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
 def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> None:
     """A prompt of any length, then steps to the end; integers only, nothing is computed."""
     few_heads = replace(shape, kv_heads=1, head_dim=8)
-    store = KVStore(NumpyOps(1), plan_for_tokens(few_heads, tokens, sequences), Conditioning(None, None, True))
+    plan = plan_for_tokens(few_heads, tokens, sequences)
+    store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
     sequence = store.new_sequence()
     for count in (tokens // 3, tokens // 3, *[1] * min(200, tokens - 2 * (tokens // 3))):
         if count:
@@ -97,7 +92,8 @@ def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> N
 @given(shapes(st.none()), st.integers(200, 5000), st.integers(1, 5))
 def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
     plan = plan_for_tokens(shape, tokens, sequences)
-    plain = replace(shape, codec_k=codecs.get("f16"), codec_v=codecs.get("f16"), centre_keys=False)
+    half = codecs.get("f16")
+    plain = replace(shape, layers=tuple(LayerShape(half, half, window=layer.window) for layer in shape.layers))
     held = f16_tokens(plan, tokens)
     assert 0 < held <= tokens
     assert plan_for_tokens(plain, held, sequences).bytes <= plan.bytes
@@ -146,5 +142,7 @@ def test_the_line_at_the_start_has_the_numbers_of_the_plan(tiny: Engine) -> None
     assert store == format_bytes(plan.bytes)
     # Of a whole context, the first block is exact: the others are the coded ones.
     assert (int(blocks) + 1) * int(size) == int(tokens) == tiny.context
-    assert float(bits) == round(plan.shape.coded_bytes * 8 / (2 * 2 * 8 * 8), 2)  # K and V, heads, block, channels
+    layers = len(plan.shape.layers)
+    values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels
+    assert float(bits) == round(plan.shape.coded_bytes(range(layers)) * 8 / values, 2)
     assert int(plain) == f16_tokens(plan, plan.tokens) < int(tokens)

@@ -16,7 +16,8 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from engine.backends.ops import CacheSpan, LayerCache, Result
-from engine.conditioning import centre
+from engine.conditioning import centre, read_mean
+from engine.encoding import encode_well
 
 # Tiles of attention: rows of queries per KV head, keys, and coded blocks that are decoded at once.
 _QUERY_TILE = 768
@@ -39,16 +40,20 @@ class NumpyOps:
             self._blas.limit(limits=threads)
         self._pool = ThreadPoolExecutor(thread_name_prefix="part")
 
+    def _threads(self) -> int:
+        """What BLAS may use at this moment."""
+        return max((library.num_threads for library in self._blas.lib_controllers), default=1)
+
     def parts(self, rows: slice) -> list[slice]:
-        threads = max((library.num_threads for library in self._blas.lib_controllers), default=1)
+        threads = self._threads()
         if threads == 1 or rows.stop - rows.start < _PARALLEL_ROWS:
             return [rows]
         edges = np.linspace(rows.start, rows.stop, threads + 1).astype(int).tolist()
         return list(itertools.starmap(slice, itertools.pairwise(edges)))
 
     def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        if count == 1:
-            return [work(0)]
+        if count == 1 or self._threads() == 1:
+            return [work(i) for i in range(count)]
         # BLAS uses all cores for one product, but everything between two products would run on one: so each core
         # gets a part of the rows and a BLAS of its own.
         with self._blas.limit(limits=1):
@@ -94,7 +99,8 @@ class NumpyOps:
         high += low * sin
         low[...] = turned
 
-    def rotate(self, x: np.ndarray, rotation: np.ndarray | None) -> np.ndarray:
+    def rotate(self, x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:
+        x = x if scale is None else x * scale
         return x if rotation is None else x @ rotation
 
     def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
@@ -132,12 +138,12 @@ class NumpyOps:
         return out
 
     def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], k: np.ndarray, v: np.ndarray) -> None:
-        if cache.k_mean is not None:
-            k, cache.k_mean[:, blocks] = centre(k)
-        for field, codes in cache.codec_k.encode(k).items():
-            cache.k[field][:, blocks] = codes
-        for field, codes in cache.codec_v.encode(v).items():
-            cache.v[field][:, blocks] = codes
+        # One thread of BLAS for the thin products of an encoder; keys and values on a core each.
+        tasks = [functools.partial(_encode_keys, cache, k), functools.partial(_encode_values, cache, v)]
+        (coded_k, mean), (coded_v, _) = self.each(lambda i: tasks[i](), 2)
+        for fields, values in ((cache.mean, mean), (cache.k, coded_k), (cache.v, coded_v)):
+            for name in fields:
+                fields[name][:, blocks] = values[name]
 
     def copy_exact(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
         cache.exact_k[slot, :, : k.shape[1]] = k
@@ -243,8 +249,24 @@ def _read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.nda
     kv_heads, _, dim = cache.exact_k.shape[1:]
     k = cache.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})
     v = cache.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})
-    mean = None if cache.k_mean is None else cache.k_mean.take(ids, axis=1).astype(np.float32)
+    mean = read_mean({field: part.take(ids, axis=1) for field, part in cache.mean.items()}) if cache.mean else None
     return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean
+
+
+Fields = dict[str, np.ndarray]
+
+
+def _encode_keys(cache: LayerCache, k: np.ndarray) -> tuple[Fields, Fields]:
+    """k (K, B, N, D) → the codec's fields, and those of the means (none when keys are not centred)."""
+    mean: Fields = {}
+    if cache.mean:
+        k, mean = centre(k, cache.mean_bits)
+    return encode_well(cache.codec_k, k, cache.metric_k), mean
+
+
+def _encode_values(cache: LayerCache, v: np.ndarray) -> tuple[Fields, Fields]:
+    """v (K, B, N, D) → the codec's fields; values have no means."""
+    return encode_well(cache.codec_v, v, cache.metric_v), {}
 
 
 def _as_codes(cache: LayerCache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -253,13 +275,10 @@ def _as_codes(cache: LayerCache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarr
 
     def fill(x: np.ndarray) -> np.ndarray:
         mean = np.broadcast_to(x.mean(axis=1, keepdims=True), (x.shape[0], block_size - count, x.shape[2]))
-        return np.concatenate([x, mean], axis=1)
+        return np.concatenate([x, mean], axis=1)[:, None]
 
-    k, v, mean = fill(k), fill(v), None
-    if cache.k_mean is not None:
-        k, mean = centre(k)
-    k = cache.codec_k.decode(cache.codec_k.encode(k))
-    v = cache.codec_v.decode(cache.codec_v.encode(v))
-    if mean is not None:
-        k = k + mean.astype(np.float32)[:, None, :]
+    (coded_k, mean), (coded_v, _) = _encode_keys(cache, fill(k)), _encode_values(cache, fill(v))
+    k, v = cache.codec_k.decode(coded_k)[:, 0], cache.codec_v.decode(coded_v)[:, 0]
+    if mean:
+        k = k + read_mean(mean)
     return k[:, :count], v[:, :count]

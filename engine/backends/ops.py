@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from engine.codecs import Codec
+from engine.encoding import Metric
 
 Array = Any
 Result = TypeVar("Result")
@@ -18,18 +19,22 @@ Result = TypeVar("Result")
 
 @dataclass
 class LayerCache:
-    """The stored K/V of one layer. Everything is rotated as the codecs ask.
+    """The stored K/V of one layer, balanced and rotated, and how they get there.
 
+    metric_k, metric_v: what an error costs, for encoding well; None takes the nearest code.
     k, v: field name → (K, coded blocks, *field shape), in the codec's dtypes.
-    k_mean: (K, coded blocks, D) float16, the block means; None when keys are not centred.
+    mean: the fields of the block means of keys (K, coded blocks, …); empty when keys are not centred.
     exact_k, exact_v: (exact slots, K, N, D) full precision: sinks and tails.
     """
 
     codec_k: Codec
     codec_v: Codec
+    metric_k: Metric | None
+    metric_v: Metric | None
+    mean_bits: int
     k: Mapping[str, Array]
     v: Mapping[str, Array]
-    k_mean: Array | None
+    mean: Mapping[str, Array]
     exact_k: Array
     exact_v: Array
 
@@ -88,8 +93,8 @@ class Ops(Protocol):
     def rope(self, x: Array, cos: Array, sin: Array) -> None:
         """Turn channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
 
-    def rotate(self, x: Array, rotation: Array | None) -> Array:
-        """x (T, heads, D) @ rotation (D, D); x itself for None."""
+    def rotate(self, x: Array, rotation: Array | None, scale: Array | None = None) -> Array:
+        """(x * scale) @ rotation for x (T, heads, D), scale (heads, D), rotation (D, D); None leaves a factor out."""
 
     def silu_mul(self, gate_up: Array) -> Array:
         """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
@@ -106,7 +111,7 @@ class Ops(Protocol):
         """
 
     def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], k: Array, v: Array) -> None:
-        """Encode k, v (K, len(blocks), N, D), rotated, into the coded blocks with these ids; keys are centred here."""
+        """Encode k, v (K, len(blocks), N, D), rotated, into the coded blocks with these ids; keys are centred first."""
 
     def copy_exact(self, cache: LayerCache, slot: int, k: Array, v: Array) -> None:
         """Write k, v (K, S ≤ N, D) into the first S rows of an exact slot."""

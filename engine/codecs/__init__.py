@@ -28,12 +28,50 @@ class Field(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+KEYS_AND_VALUES = frozenset({"k", "v"})
+
+
+class Rounding(Protocol):
+    """How a codec with a table rounds normalised values: what an encoder needs that chooses codes by its own measure.
+
+    R rows; `decode` of assembled codes gives norm · point.
+    """
+
+    @property
+    def width(self) -> int:
+        """Values rounded together: 2 (pairs of channels 2j, 2j+1) or 1."""
+
+    def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """x (R, width) float32, unit variance → codes (R,) uint8 or uint16, their points (R, width) float32."""
+
+    def stored_norms(self, norms: np.ndarray) -> np.ndarray:
+        """(...) float32 ≥ 0 → what the store gives back for them, float32."""
+
+    def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
+        """codes (..., N, D / width) of `nearest`, norms (..., N) float32 → the codec's fields."""
+
+
 class Codec(Protocol):
     """What every codec can do. N tokens in a block, D values in a vector; `...` are any leading dimensions."""
 
     @property
     def name(self) -> str:
         """The name on the command line that gives this codec, options included."""
+
+    @property
+    def serves(self) -> frozenset[str]:
+        """What it can store: keys ("k"), values ("v"), or both."""
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether it learns from the first blocks it encodes: each layer's keys, and its values, need their own then.
+
+        `get` makes a new codec each time.
+        """
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How it rounds, if it is a table of values or of pairs."""
 
     def check(self, head_dim: int, block_size: int) -> None:
         """Raises ValueError, with a sentence for the user, if the codec cannot serve this head dim and block size."""

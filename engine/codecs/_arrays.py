@@ -8,6 +8,10 @@ import numpy as np
 
 HALF_MAX = np.float32(65504)  # the largest finite half
 
+# What codecs that store a minimum or a step in half precision saturate at. It leaves room for the roundings of both:
+# nothing that they decode is beyond HALF_MAX.
+SATURATION = np.float32(65376)
+
 # Values per slab: 512 KB of float32, so that every pass over a slab after the first finds it in the second-level cache.
 _SLAB = 131_072
 

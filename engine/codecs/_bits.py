@@ -16,7 +16,7 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
     """The inverse of `pack_nibbles`: (..., n) uint8 → (..., 2n) uint8."""
-    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def pack_sixes(codes: np.ndarray) -> np.ndarray:
@@ -40,3 +40,17 @@ def unpack_sixes(packed: np.ndarray, out: np.ndarray) -> None:
     np.bitwise_and(packed, 63, out=out[..., :3, :, :])
     high = packed >> 6
     out[..., 3, :, :] = high[..., 0, :, :] | high[..., 1, :, :] << 2 | high[..., 2, :, :] << 4
+
+
+def pack_row_of_sixes(codes: np.ndarray) -> np.ndarray:
+    """codes (..., 4n) uint8 below 64 → (..., 3n) uint8: `pack_sixes` along a row, columns j, j+n, j+2n and j+3n."""
+    packed = pack_sixes(codes[..., None])
+    return packed.reshape(*codes.shape[:-1], codes.shape[-1] // 4 * 3)
+
+
+def unpack_row_of_sixes(packed: np.ndarray) -> np.ndarray:
+    """The inverse of `pack_row_of_sixes`: (..., 3n) uint8 → (..., 4n) uint8."""
+    *lead, width = packed.shape
+    codes = np.empty((*lead, 4, width // 3, 1), np.uint8)
+    unpack_sixes(packed.reshape(*lead, 3, width // 3, 1), codes)
+    return codes.reshape(*lead, width // 3 * 4)

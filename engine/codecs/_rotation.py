@@ -18,6 +18,11 @@ def _frozen(matrix: np.ndarray) -> np.ndarray:
     return matrix
 
 
+def _signs(head_dim: int) -> np.ndarray:
+    """Two rows of ±1, (2, D) float64."""
+    return np.where(np.random.PCG64(_SEED).random_raw((2, head_dim)) >> 63, -1.0, 1.0)
+
+
 @cache
 def signed_hadamard(head_dim: int) -> np.ndarray:
     """diag(±1) · H/√n, (D, D) float32, read-only; n is the largest power of two that divides D.
@@ -28,8 +33,13 @@ def signed_hadamard(head_dim: int) -> np.ndarray:
     hadamard: np.ndarray = np.ones((1, 1))
     while len(hadamard) < order:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-    signs = np.where(np.random.PCG64(_SEED).random_raw(head_dim) >> 63, -1.0, 1.0)
-    return _frozen(signs[:, None] * np.kron(np.eye(head_dim // order), hadamard / np.sqrt(order)))
+    return _frozen(_signs(head_dim)[0, :, None] * np.kron(np.eye(head_dim // order), hadamard / np.sqrt(order)))
+
+
+@cache
+def twice_signed_hadamard(head_dim: int) -> np.ndarray:
+    """diag(±1) · H/√n · diag(±1), (D, D) float32, read-only: `signed_hadamard` with signs of its own on both sides."""
+    return _frozen(signed_hadamard(head_dim) * _signs(head_dim)[1])
 
 
 @cache

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import Field
+from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import HALF_MAX, checked, destination, widen
 
 NAMES = ("f16",)
@@ -21,6 +21,10 @@ class Half:
     """The identity up to rounding. Values beyond ±65504 become ±65504."""
 
     name: str = "f16"
+
+    serves = KEYS_AND_VALUES
+    per_layer = False
+    rounding = None
 
     def check(self, head_dim: int, block_size: int) -> None:
         """Serves every head dim and block size."""

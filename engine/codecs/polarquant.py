@@ -8,6 +8,9 @@ Bits per value: (16 + 8·4 + 4·2 + 2·2 + 1·2) / 16 = 3.875. Mean squared erro
 Decode, per 8 values: 2 lookups of 4 values (a byte of level 1 each), 1 lookup of 8 factors (all levels above); then
 two multiplications a value, by the factor and by the radius.
 
+Options: how vectors are rotated, `+hadamard` (unless told otherwise), `+dense` or `+none`; `+online` after that, for
+measuring only: centres that are learned from the angles of the prompt itself (`_online`).
+
 A head dim that is a multiple of 8 but not of 16 takes three levels, a radius for every 8 values: 4.75 bits per value.
 
 **Codes.** Level 1: θ in [0, 2π), uniform, so that sixteen equal arcs are optimal wherever they begin. They begin at 0:
@@ -44,19 +47,20 @@ share three bytes: `_bits.pack_sixes`. In a block of four tokens, a vector (3, �
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
-from engine.codecs import Field
+from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
 from engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
 from engine.codecs._rotation import dense, signed_hadamard
 
 NAMES = ("polarquant",)
-OPTIONS = ("hadamard", "dense", "none")
+PRECONDITIONINGS = ("hadamard", "dense", "none")
+ONLINE = "online"
 
 # Level → what its angles decode to, radians; `_lloyd.polar_angles` derives levels 2 to 4. They mirror at π/4.
 CENTRES = {
@@ -69,7 +73,8 @@ CENTRES = {
 TAN_SQUARED = {level: np.float32(np.tan((first + second) / 2) ** 2) for level, (first, second, *_) in CENTRES.items()}
 
 
-def _levels(head_dim: int) -> int:
+def level_count(head_dim: int) -> int:
+    """Levels of the transform of a vector."""
     return 4 if head_dim % 16 == 0 else 3
 
 
@@ -118,6 +123,10 @@ class PolarQuant:
     name: str = "polarquant"
     preconditioning: str = "hadamard"
 
+    serves = KEYS_AND_VALUES
+    per_layer = False
+    rounding = None
+
     def check(self, head_dim: int, block_size: int) -> None:
         if head_dim % 8:
             raise ValueError(
@@ -136,7 +145,7 @@ class PolarQuant:
         return dense(head_dim) if self.preconditioning == "dense" else signed_hadamard(head_dim)
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        levels = _levels(head_dim)
+        levels = level_count(head_dim)
         groups = head_dim >> levels
         byte = np.dtype(np.uint8)
         upper8 = {"upper8": Field((block_size, groups), byte)} if levels == 4 else {}
@@ -155,14 +164,14 @@ class PolarQuant:
         blocks = np.ascontiguousarray(x).reshape(-1, block_size, head_dim)
         codes = {name: np.empty((len(blocks), *field.shape), field.dtype) for name, field in fields.items()}
         for part in slabs(len(blocks), block_size * head_dim):
-            _encode(blocks[part], {name: code[part] for name, code in codes.items()})
+            pack(*self._quantize(blocks[part]), {name: code[part] for name, code in codes.items()})
         return {name: code.reshape(*lead, *fields[name].shape) for name, code in codes.items()}
 
     def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
         *lead, block_size, quads = codes["level1"].shape
         head_dim = 4 * quads
         out = destination(out, (*lead, block_size, head_dim))
-        levels = _levels(head_dim)
+        levels = level_count(head_dim)
         upper = _upper_codes(codes, levels).reshape(-1, head_dim // 8)
         level1 = codes["level1"].reshape(-1, quads)
         radius = np.empty((len(upper), head_dim >> levels), np.float32)
@@ -175,25 +184,47 @@ class PolarQuant:
             values *= np.repeat(radius[part], 2**levels).reshape(values.shape)
         return out
 
+    def _quantize(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+        """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels).
 
-def _encode(x: np.ndarray, codes: dict[str, np.ndarray]) -> None:
-    """x (M, N, D) → the fields in `codes`, each (M, *shape). A square over 3e38 is infinite, and so saturates."""
-    with np.errstate(over="ignore"):
-        negative = (x < 0).view(np.uint8)
-        level1, squares = _quarter(x * x, 1)
-        # Mirrored at the y axis an angle in the arc c falls in 7 − c, at the x axis in 15 − c.
-        level1 ^= negative[..., 0::2] * np.uint8(7)
-        level1 ^= negative[..., 1::2] * np.uint8(15)
-        level2, squares = _quarter(squares, 2)
-        level3, squares = _quarter(squares, 3)
-        sixes = level3 << 4 | level2[..., 1::2] << 2 | level2[..., 0::2]
-        if "upper8" in codes:
-            level4, squares = _quarter(squares, 4)
-            codes["upper8"][:] = level4 << 6 | sixes[..., 0::2]
-            sixes = sixes[..., 1::2]
-    codes["level1"][:] = pack_nibbles(level1)
-    codes["upper6"][:] = pack_sixes(sixes)
-    codes["radius"][:] = np.minimum(np.sqrt(squares), HALF_MAX)
+        A square over 3e38 is infinite, and so saturates.
+        """
+        with np.errstate(over="ignore"):
+            negative = (x < 0).view(np.uint8)
+            level1, squares = _quarter(x * x, 1)
+            # Mirrored at the y axis an angle in the arc c falls in 7 − c, at the x axis in 15 − c.
+            level1 ^= negative[..., 0::2] * np.uint8(7)
+            level1 ^= negative[..., 1::2] * np.uint8(15)
+            angles = [level1]
+            for level in range(2, level_count(x.shape[-1]) + 1):
+                code, squares = _quarter(squares, level)
+                angles.append(code)
+        return angles, np.sqrt(squares)
+
+
+def pack(angles: Sequence[np.ndarray], norms: np.ndarray, fields: Mapping[str, np.ndarray]) -> None:
+    """Codes of the angles of every level, (M, N, D/2) uint8 and so on, and norms (M, N, G) → the bytes of `fields`."""
+    level1, level2, level3, *level4 = angles
+    sixes = level3 << 4 | level2[..., 1::2] << 2 | level2[..., 0::2]
+    if level4:
+        fields["upper8"][:] = level4[0] << 6 | sixes[..., 0::2]
+        sixes = sixes[..., 1::2]
+    fields["level1"][:] = pack_nibbles(level1)
+    fields["upper6"][:] = pack_sixes(sixes)
+    fields["radius"][:] = np.minimum(norms, HALF_MAX)
+
+
+def unpack(fields: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Fields (..., *shape) → codes of the angles of every level, (..., N, D/2) uint8 and so on."""
+    *lead, block_size, groups = fields["radius"].shape
+    sixes = np.empty((*lead, block_size, groups), np.uint8)
+    unpack_sixes(fields["upper6"], sixes.reshape(*lead, 4, block_size // 4, groups))
+    level4 = []
+    if "upper8" in fields:
+        level4 = [fields["upper8"] >> 6]
+        sixes = np.stack([fields["upper8"] & 63, sixes], -1).reshape(*lead, block_size, 2 * groups)
+    level2 = np.stack([sixes & 3, sixes >> 2 & 3], -1).reshape(*lead, block_size, 2 * sixes.shape[-1])
+    return [unpack_nibbles(fields["level1"]), level2, sixes >> 4, *level4]
 
 
 def _upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
@@ -209,7 +240,17 @@ def _upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:
-    """Raises ValueError unless there is at most one option, and it is a preconditioning."""
-    if len(options) > 1 or not set(options) <= set(OPTIONS):
-        raise ValueError(f"Cache type {name} takes one option out of {', '.join(OPTIONS)}, as in {name}+{OPTIONS[1]}.")
-    return PolarQuant("+".join((name, *options)), *options)
+    """Raises ValueError unless the options are at most one preconditioning and at most one "online", in that order."""
+    online = options[-1:] == (ONLINE,)
+    chosen = options[:-1] if online else options
+    if len(chosen) > 1 or not set(chosen) <= set(PRECONDITIONINGS):
+        raise ValueError(
+            f"Cache type {name} takes one option out of {', '.join(PRECONDITIONINGS)}, and {ONLINE} after it, "
+            f"as in {name}+{PRECONDITIONINGS[1]}+{ONLINE}: {'+'.join(options)!r} is something else."
+        )
+    full_name, preconditioning = "+".join((name, *options)), (chosen or PRECONDITIONINGS)[0]
+    if not online:
+        return PolarQuant(full_name, preconditioning)
+    from engine.codecs._online import OnlinePolarQuant  # it is a PolarQuant, and needs this module complete
+
+    return OnlinePolarQuant(full_name, preconditioning)

@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from engine.codecs import Codec, get
+from engine.conditioning import mean_fields
 from engine.errors import EngineError
 
 
-def _block_bytes(codec: Codec, block_size: int, head_dim: int) -> int:
-    """Bytes of one encoded block of one KV head."""
-    return sum(field.nbytes for field in codec.fields(block_size, head_dim).values())
+@dataclass(frozen=True)
+class LayerShape:
+    """How one layer stores its K/V."""
+
+    codec_k: Codec
+    codec_v: Codec
+    mean_bits: int = 0  # of the block means of keys, per channel: 8 or 16; 0 does not centre them
+    window: int | None = None
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one block of K/V is, and which layers share block tables."""
+    """What one block of K/V is."""
 
-    codec_k: Codec
-    codec_v: Codec
-    centre_keys: bool
     block_size: int  # N
     kv_heads: int  # K
     head_dim: int  # D
-    groups: tuple[tuple[int | None, tuple[int, ...]], ...]  # (window, layers that have it)
+    layers: tuple[LayerShape, ...]
 
-    @property
-    def layers(self) -> int:
-        return sum(len(layers) for _, layers in self.groups)
+    @cached_property
+    def groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
+        """(window, layers that have it): layers of a group share block tables."""
+        members: dict[int | None, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            members.setdefault(layer.window, []).append(index)
+        return tuple((window, tuple(layers)) for window, layers in members.items())
 
-    @property
-    def coded_bytes(self) -> int:
-        """One coded block of one layer: both codecs' fields and the key means."""
+    def coded_bytes(self, layers: Iterable[int]) -> int:
+        """One coded block of these layers: both codecs' fields and the key means."""
+        return sum(self._coded_bytes[layer] for layer in layers)
+
+    @cached_property
+    def _coded_bytes(self) -> tuple[int, ...]:
         n, d = self.block_size, self.head_dim
-        means = 2 * d if self.centre_keys else 0
-        return self.kv_heads * (_block_bytes(self.codec_k, n, d) + _block_bytes(self.codec_v, n, d) + means)
+
+        def bytes_of(layer: LayerShape) -> int:
+            fields = [*layer.codec_k.fields(n, d).values(), *layer.codec_v.fields(n, d).values()]
+            means = mean_fields(layer.mean_bits, d).values() if layer.mean_bits else ()
+            return sum(field.nbytes for field in fields) + sum(math.prod(shape) * t.itemsize for shape, t in means)
+
+        return tuple(self.kv_heads * bytes_of(layer) for layer in self.layers)
 
     @property
     def exact_bytes(self) -> int:
@@ -44,12 +62,13 @@ class CacheShape:
     @property
     def f16_bytes_per_token(self) -> int:
         """What a plain half-precision cache takes for one token, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * 2
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of a complete encoded block for each of its K/V values."""
-        return 8 * self.coded_bytes / (2 * self.kv_heads * self.block_size * self.head_dim)
+        """Bits of a complete encoded block for each of its K/V values, over all layers."""
+        values = 2 * len(self.layers) * self.kv_heads * self.block_size * self.head_dim
+        return 8 * sum(self._coded_bytes) / values
 
     def coded_blocks(self, tokens: int) -> tuple[int, ...]:
         """Coded blocks that one sequence of `tokens` needs, per group. Block 0 is never coded.
@@ -64,7 +83,7 @@ class CacheShape:
 
     def bytes(self, coded_blocks: tuple[int, ...], exact_slots: int) -> int:
         return sum(
-            len(layers) * (coded * self.coded_bytes + exact_slots * self.exact_bytes)
+            coded * self.coded_bytes(layers) + len(layers) * exact_slots * self.exact_bytes
             for (_, layers), coded in zip(self.groups, coded_blocks, strict=True)
         )
 
@@ -120,7 +139,9 @@ def plan_for_memory(shape: CacheShape, memory: int, max_tokens: int, sequences: 
 
 def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
     """How many tokens an f16 cache would hold in the memory of `plan`."""
-    f16 = replace(plan.shape, codec_k=get("f16"), codec_v=get("f16"), centre_keys=False)
+    half = get("f16")
+    layers = tuple(LayerShape(half, half, window=layer.window) for layer in plan.shape.layers)
+    f16 = replace(plan.shape, layers=layers)
     low, high = 0, max_tokens
     while low < high:
         middle = (low + high + 1) // 2

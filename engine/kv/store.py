@@ -15,16 +15,20 @@ see are given back.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.backends.ops import Array, CacheSpan, LayerCache, Ops
-from engine.codecs import Codec
-from engine.conditioning import Conditioning
+from engine.conditioning import Conditioning, mean_fields
+from engine.encoding import Metric
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.plan import CacheShape, StorePlan
 from engine.kv.tables import BlockTable, Growth, TableGroup
+
+# What an error of a layer's keys and of its values costs; None where the nearest code is taken.
+Metrics = tuple[Metric | None, Metric | None]
 
 
 @dataclass
@@ -50,7 +54,10 @@ class Span:
 class KVStore:
     """All block storage of a model. Not thread-safe; the engine lets one thread in at a time."""
 
-    def __init__(self, ops: Ops, plan: StorePlan, conditioning: Conditioning):
+    def __init__(
+        self, ops: Ops, plan: StorePlan, conditioning: Sequence[Conditioning], metrics: Sequence[Metrics] | None = None
+    ):
+        """conditioning, metrics: one of each layer; without metrics every codec takes the nearest code."""
         self.ops = ops
         self.plan = plan
         self.shape = plan.shape
@@ -59,8 +66,10 @@ class KVStore:
         self._group_of: dict[int, int] = {}
         self._caches: dict[int, LayerCache] = {}
         for (window, layers), coded in zip(plan.shape.groups, plan.coded_blocks, strict=True):
-            self._group_of |= dict.fromkeys(layers, len(self.groups))
-            self._caches |= {layer: _allocate(ops, plan.shape, coded, plan.exact_slots) for layer in layers}
+            for layer in layers:
+                self._group_of[layer] = len(self.groups)
+                metric = (None, None) if metrics is None else metrics[layer]
+                self._caches[layer] = _allocate(ops, plan.shape, layer, metric, coded, plan.exact_slots)
             self.groups.append(TableGroup(plan.shape.block_size, window, coded, plan.exact_slots))
 
     def cache(self, layer: int) -> LayerCache:
@@ -204,23 +213,26 @@ class KVStore:
         shape, total = self.shape, 0
         for (_, layers), table in zip(shape.groups, sequence.tables, strict=True):
             exact = (table.sink is not None) + (table.tail is not None)
-            total += len(layers) * (len(table.coded) * shape.coded_bytes + exact * shape.exact_bytes)
+            total += len(table.coded) * shape.coded_bytes(layers) + len(layers) * exact * shape.exact_bytes
         return total
 
 
-def _allocate(ops: Ops, shape: CacheShape, coded: int, exact: int) -> LayerCache:
+def _allocate(ops: Ops, shape: CacheShape, layer: int, metric: Metrics, coded: int, exact: int) -> LayerCache:
     """Arrays of one layer for so many coded blocks and exact slots."""
-    n, k, d = shape.block_size, shape.kv_heads, shape.head_dim
+    n, k, d, of = shape.block_size, shape.kv_heads, shape.head_dim, shape.layers[layer]
 
-    def codes(codec: Codec) -> dict[str, Array]:
-        return {name: ops.zeros((k, coded, *f.shape), f.dtype) for name, f in codec.fields(n, d).items()}
+    def arrays(fields: Iterable[tuple[str, tuple[tuple[int, ...], np.dtype]]]) -> dict[str, Array]:
+        return {name: ops.zeros((k, coded, *inner), dtype) for name, (inner, dtype) in fields}
 
     return LayerCache(
-        codec_k=shape.codec_k,
-        codec_v=shape.codec_v,
-        k=codes(shape.codec_k),
-        v=codes(shape.codec_v),
-        k_mean=ops.zeros((k, coded, d), np.float16) if shape.centre_keys else None,
+        codec_k=of.codec_k,
+        codec_v=of.codec_v,
+        metric_k=metric[0],
+        metric_v=metric[1],
+        mean_bits=of.mean_bits,
+        k=arrays(of.codec_k.fields(n, d).items()),
+        v=arrays(of.codec_v.fields(n, d).items()),
+        mean=arrays(mean_fields(of.mean_bits, d).items()) if of.mean_bits else {},
         exact_k=ops.zeros((exact, k, n, d), np.float32),
         exact_v=ops.zeros((exact, k, n, d), np.float32),
     )

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
+from engine.codecs._bits import (
+    pack_nibbles,
+    pack_row_of_sixes,
+    pack_sixes,
+    unpack_nibbles,
+    unpack_row_of_sixes,
+    unpack_sixes,
+)
 
 
 @st.composite
@@ -34,6 +41,13 @@ def test_sixes_round_trip_in_three_quarters_of_a_byte(x):
     unpacked = np.empty((lead, 4, rows // 4, width), np.uint8)
     unpack_sixes(packed, unpacked)
     assert np.array_equal(unpacked.reshape(x.shape), x)
+
+
+@given(codes(64, 1, 4))
+def test_a_row_of_sixes_round_trips_in_three_quarters_of_its_bytes(x):
+    packed = pack_row_of_sixes(x)
+    assert 4 * packed.nbytes == 3 * x.nbytes
+    assert np.array_equal(unpack_row_of_sixes(packed), x)
 
 
 def test_unpacking_sixes_writes_through_strides_and_touches_nothing_else():

@@ -2,6 +2,7 @@
 
 import ast
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,21 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engine import codecs
+from tests.codecs.data import gaussian
 
-NAMES = [*codecs.available(), "polarquant+hadamard", "polarquant+dense", "polarquant+none"]
+OPTIONS = [
+    "ring3.5+norm16",
+    "ring4+dense+norm16",
+    "polarquant+hadamard",
+    "polarquant+dense",
+    "polarquant+none",
+    "polarquant+online",
+    "polarquant+none+online",
+    "polarpair-m4n4+minmax",
+    "polarpair-m4n2+minmax-radius+g16",
+    "kivi4+token",
+]
+NAMES = [*codecs.available(), *OPTIONS]
 HEAD_DIMS = [8, 16, 24, 48, 64, 80, 96, 128, 256]
 BLOCK_SIZES = [16, 64]
 
@@ -37,10 +51,6 @@ def serving(name, block_size, head_dim):
     except ValueError as refusal:
         pytest.skip(str(refusal))
     return codec
-
-
-def gaussian(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 @over_shapes
@@ -81,8 +91,8 @@ def test_a_block_is_coded_alone_and_the_same_each_time(name, block_size, head_di
 
 @every_codec
 def test_more_blocks_than_one_slab_permute_with_their_codes(name):
-    codec = serving(name, 16, 128)
-    x = gaussian(150, 16, 128)
+    codec = serving(name, 32, 128)
+    x = gaussian(75, 32, 128)
     order = np.random.default_rng(1).permutation(len(x))
     codes, permuted = codec.encode(x), codec.encode(x[order])
     assert all(np.array_equal(permuted[key], codes[key][order]) for key in codes)
@@ -91,8 +101,8 @@ def test_more_blocks_than_one_slab_permute_with_their_codes(name):
 
 @every_codec
 def test_strided_input_and_codes_count_by_their_values(name):
-    codec = serving(name, 16, 64)
-    x = gaussian(16, 6, 64).swapaxes(0, 1)
+    codec = serving(name, 32, 64)
+    x = gaussian(32, 6, 64).swapaxes(0, 1)
     codes = codec.encode(x)
     plain = codec.encode(np.ascontiguousarray(x))
     assert all(np.array_equal(codes[key], plain[key]) for key in codes)
@@ -102,9 +112,9 @@ def test_strided_input_and_codes_count_by_their_values(name):
 
 @every_codec
 def test_decode_fills_the_array_it_is_given(name):
-    codec = serving(name, 16, 64)
-    codes = codec.encode(gaussian(5, 16, 64))
-    out = np.full((5, 16, 64), np.nan, np.float32)
+    codec = serving(name, 32, 64)
+    codes = codec.encode(gaussian(5, 32, 64))
+    out = np.full((5, 32, 64), np.nan, np.float32)
     assert codec.decode(codes, out) is out
     assert np.array_equal(out, codec.decode(codes))
 
@@ -112,26 +122,26 @@ def test_decode_fills_the_array_it_is_given(name):
 @every_codec
 @pytest.mark.parametrize(
     "out",
-    [np.empty((5, 16, 32), np.float32), np.empty((5, 16, 64)), np.empty((16, 5, 64), np.float32).swapaxes(0, 1)],
+    [np.empty((5, 32, 32), np.float32), np.empty((5, 32, 64)), np.empty((32, 5, 64), np.float32).swapaxes(0, 1)],
     ids=["shape", "dtype", "strides"],
 )
 def test_decode_refuses_an_array_it_cannot_fill(name, out):
-    codec = serving(name, 16, 64)
+    codec = serving(name, 32, 64)
     with pytest.raises(ValueError, match="C-contiguous float32"):
-        codec.decode(codec.encode(gaussian(5, 16, 64)), out)
+        codec.decode(codec.encode(gaussian(5, 32, 64)), out)
 
 
 @every_codec
 def test_no_blocks(name):
-    codec = serving(name, 16, 64)
-    assert codec.decode(codec.encode(np.empty((3, 0, 16, 64), np.float32))).shape == (3, 0, 16, 64)
+    codec = serving(name, 32, 64)
+    assert codec.decode(codec.encode(np.empty((3, 0, 32, 64), np.float32))).shape == (3, 0, 32, 64)
 
 
 @every_codec
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_refuses_what_is_not_finite(name, bad):
-    codec = serving(name, 16, 64)
-    x = gaussian(2, 16, 64)
+    codec = serving(name, 32, 64)
+    x = gaussian(2, 32, 64)
     x[1, 7, 33] = bad
     with pytest.raises(ValueError, match="not finite"):
         codec.encode(x)
@@ -152,8 +162,8 @@ def test_zeros_stay_zero(name, block_size, head_dim):
 @every_codec
 @pytest.mark.parametrize("scale", [1e5, 1e18, 1e30, 3e37])
 def test_huge_vectors_saturate(name, scale):
-    codec = serving(name, 16, 64)
-    x = gaussian(2, 16, 64) * np.float32(scale)
+    codec = serving(name, 32, 64)
+    x = gaussian(2, 32, 64) * np.float32(scale)
     y = codec.decode(codec.encode(x))
     assert np.isfinite(y).all()
     assert np.abs(y).max() <= 65504
@@ -163,8 +173,8 @@ def test_huge_vectors_saturate(name, scale):
 
 @every_codec
 def test_denormal_vectors_stay_finite_and_small(name):
-    codec = serving(name, 16, 64)
-    x = gaussian(2, 16, 64) * np.float32(1e-40)
+    codec = serving(name, 32, 64)
+    x = gaussian(2, 32, 64) * np.float32(1e-40)
     y = codec.decode(codec.encode(x))
     assert np.isfinite(y).all()
     assert np.abs(y).max() < 1e-30
@@ -173,11 +183,11 @@ def test_denormal_vectors_stay_finite_and_small(name):
 @every_codec
 @settings(deadline=None, max_examples=50)
 @given(
-    x=hnp.arrays(np.float32, (8, 16), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),
-    block=hnp.arrays(np.float32, (8, 16), elements=st.floats(-8, 8, width=32)),
+    x=hnp.arrays(np.float32, (32, 32), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),
+    block=hnp.arrays(np.float32, (32, 32), elements=st.floats(-8, 8, width=32)),
 )
 def test_any_finite_vector_is_served_and_disturbs_no_other_block(name, x, block):
-    codec = serving(name, 8, 16)
+    codec = serving(name, 32, 32)
     pair = codec.decode(codec.encode(np.stack([x, block])))
     assert np.isfinite(pair).all()
     assert np.array_equal(pair[1], codec.decode(codec.encode(block)))
@@ -193,6 +203,41 @@ def test_rotation_is_orthogonal_and_fits(name, block_size, head_dim):
 
 
 @every_codec
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 12, 20])
+@pytest.mark.parametrize("block_size", [6, 16, 64])
+def test_what_it_cannot_serve_it_refuses_in_a_sentence(name, head_dim, block_size):
+    codec = codecs.get(name)
+    try:
+        codec.check(head_dim, block_size)
+        refusal = ""
+    except ValueError as error:
+        refusal = str(error)
+    if refusal:
+        assert re.fullmatch(rf"Cache type {re.escape(name)} .* (head dimension|block) .*: choose .*\.", refusal)
+        with pytest.raises(ValueError, match=re.escape(refusal)):
+            codec.encode(gaussian(block_size, head_dim))
+    else:
+        assert codec.decode(codec.encode(gaussian(block_size, head_dim))).shape == (block_size, head_dim)
+
+
+@every_codec
+def test_only_a_codec_of_one_layer_remembers_what_it_has_encoded(name):
+    """And that one remembers its first blocks only: later ones change nothing."""
+    codec, fresh = serving(name, 32, 64), codecs.get(name)
+    x, other = gaussian(2, 32, 64), gaussian(2, 32, 64, seed=1) ** 3
+    before = codec.encode(x)
+    codec.encode(other)
+    assert all(np.array_equal(code, codec.encode(x)[key]) for key, code in before.items())
+    fresh.encode(other)
+    assert codec.per_layer != all(np.array_equal(code, fresh.encode(x)[key]) for key, code in before.items())
+
+
+@every_codec
+def test_says_whether_it_stores_keys_or_values(name):
+    assert codecs.get(name).serves in ({"k"}, {"v"}, {"k", "v"})
+
+
+@every_codec
 def test_a_codec_travels_by_name_and_by_pickle(name):
     codec = codecs.get(name)
     assert codec.name == name
@@ -201,7 +246,10 @@ def test_a_codec_travels_by_name_and_by_pickle(name):
     assert len(pickle.dumps(codec)) < 1000
 
 
-@pytest.mark.parametrize("name", ["", "polar", "f16+dense", "polarquant+", "polarquant+dense+none", "polarquant+fast"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "polar", "f16+dense", "polarquant+", "polarquant+dense+none", "polarquant+fast", "q8_0+g16", "kivi4+key"],
+)
 def test_unknown_names_and_options_are_refused_in_a_sentence(name):
     with pytest.raises(ValueError, match=r"ache type .*\.$"):
         codecs.get(name)
@@ -209,7 +257,7 @@ def test_unknown_names_and_options_are_refused_in_a_sentence(name):
 
 def test_an_unknown_name_hears_of_all_the_others():
     with pytest.raises(ValueError) as refusal:
-        codecs.get("q4_0")
+        codecs.get("fp4")
     assert all(name in str(refusal.value) for name in codecs.available())
 
 
@@ -222,6 +270,7 @@ def test_every_codec_file_is_discovered():
 def test_codecs_import_numpy_and_each_other_only():
     allowed = {
         "__future__",
+        "abc",
         "collections",
         "dataclasses",
         "functools",

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.codecs import polarquant
-from engine.codecs._lloyd import lloyd, polar_angles
+from engine.codecs import polarquant, turbo
+from engine.codecs._lloyd import gaussian_levels, lloyd, polar_angles
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 16])
@@ -17,6 +17,11 @@ def test_gaussian_density_gives_the_lloyd_max_quantizer():
     """Max, "Quantizing for minimum distortion" (1960), table I: four levels, printed to four digits."""
     centres = lloyd(lambda x: np.exp(-(x**2) / 2), -9.0, 9.0, 4)
     assert centres == pytest.approx([-1.510, -0.4528, 0.4528, 1.510], abs=5e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_constants_of_turbo_are_what_the_density_gives(bits):
+    assert turbo.LEVELS[bits] == pytest.approx(gaussian_levels(bits), abs=1e-12)
 
 
 @pytest.mark.parametrize("level", [2, 3, 4])

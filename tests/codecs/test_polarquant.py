@@ -9,14 +9,11 @@ from hypothesis.extra import numpy as hnp
 from engine import codecs
 from engine.codecs._bits import unpack_nibbles, unpack_sixes
 from engine.codecs.polarquant import CENTRES
+from tests.codecs.data import gaussian
 
 CODEC = codecs.get("polarquant")
 LEVELS = {head_dim: 4 if head_dim % 16 == 0 else 3 for head_dim in (8, 16, 24, 48, 64, 80, 96, 128, 256)}
 every_head_dim = pytest.mark.parametrize(("head_dim", "levels"), LEVELS.items())
-
-
-def gaussian(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def polar_transform(x, levels):

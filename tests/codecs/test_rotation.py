@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from engine.codecs._rotation import dense, signed_hadamard
+from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 
 HEAD_DIMS = [8, 16, 24, 48, 64, 80, 96, 128, 256]
 
 
-@pytest.mark.parametrize("rotation", [signed_hadamard, dense])
+@pytest.mark.parametrize("rotation", [signed_hadamard, twice_signed_hadamard, dense])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_orthogonal(rotation, head_dim):
     w = rotation(head_dim)
@@ -35,6 +35,20 @@ def test_hadamard_signs_are_random():
     assert len(np.unique(flips)) == 2
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_sign_flip_on_either_side_of_hadamard(head_dim):
+    """Without the signs of its first row and its first column, what is left of a block is Hadamard's matrix."""
+    order = head_dim & -head_dim
+    block = np.sign(twice_signed_hadamard(head_dim)[:order, :order])
+    bare = block * block[:1] * block[:, :1] * block[0, 0]
+    expected = np.ones((1, 1))
+    while len(expected) < order:
+        expected = np.kron([[1, 1], [1, -1]], expected)
+    assert np.array_equal(bare, expected)
+    if order >= 64:
+        assert len(np.unique(block[0])) == len(np.unique(block[:, 0])) == 2
+
+
 def test_dense_entries_have_the_moments_of_a_uniform_rotation():
     """E w² = 1/D and E w⁴ = 3/(D(D+2)); D² entries, and a standard deviation of w⁴ of about √96/D²."""
     d = 128
@@ -48,7 +62,7 @@ def test_dense_signs_do_not_follow_the_factorization():
     assert {np.sign(dense(head_dim)[0, 0]) for head_dim in range(8, 136, 8)} == {-1, 1}
 
 
-@pytest.mark.parametrize("rotation", [signed_hadamard, dense])
+@pytest.mark.parametrize("rotation", [signed_hadamard, twice_signed_hadamard, dense])
 def test_shared_matrices_cannot_be_written(rotation):
     with pytest.raises(ValueError, match="read-only"):
         rotation(16)[0, 0] = 1

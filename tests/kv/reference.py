@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from engine import codecs
-from engine.conditioning import centre
+from engine.conditioning import centre, read_mean
 
 
-def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, codec_v: str, centred: bool):
+def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, codec_v: str, mean_bits: int):
     """k, v (T, K, D) float32, as a token behind the first `length` reads them: (T, K, D) float64.
 
     The first block and everything behind the last complete block are exact, the blocks between are codes.
@@ -17,13 +17,14 @@ def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, cod
     for start in range(n, length // n * n, n):
         block = slice(start, start + n)
         keys, values = k[block].swapaxes(0, 1)[:, None], v[block].swapaxes(0, 1)[:, None]  # (K, 1, N, D)
-        mean = np.zeros((k.shape[1], 1, k.shape[2]), np.float16)
-        if centred:
-            keys, mean = centre(keys)
+        mean = np.zeros((k.shape[1], 1, k.shape[2]))
+        if mean_bits:
+            keys, fields = centre(keys, mean_bits)
+            mean = read_mean(fields)
         encode_k, encode_v = codecs.get(codec_k), codecs.get(codec_v)
         keys = encode_k.decode(encode_k.encode(np.ascontiguousarray(keys)))
         values = encode_v.decode(encode_v.encode(np.ascontiguousarray(values)))
-        read_k[block] = (keys + mean.astype(np.float64)[..., None, :])[:, 0].swapaxes(0, 1)
+        read_k[block] = (keys.astype(np.float64) + mean[..., None, :])[:, 0].swapaxes(0, 1)
         read_v[block] = values[:, 0].swapaxes(0, 1)
     return read_k, read_v
 

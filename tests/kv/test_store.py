@@ -12,23 +12,20 @@ from engine import codecs
 from engine.backends.numpy_ops import NumpyOps
 from engine.conditioning import Conditioning
 from engine.kv.blocks import OutOfBlocks
-from engine.kv.plan import CacheShape, plan_for_tokens
+from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
 from tests.kv.reference import as_read, attention
 
 N, HEADS, KV_HEADS, D = 8, 4, 2, 16
 
 
-def make_store(codec_k="f16", codec_v="f16", centred=True, windows=(None,), tokens=256, sequences=4) -> KVStore:
+def make_store(codec_k="f16", codec_v="f16", mean_bits=8, windows=(None,), tokens=256, sequences=4) -> KVStore:
     """A store with one layer per window."""
-    layers: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        layers.setdefault(window, []).append(layer)
-    groups = tuple((window, tuple(members)) for window, members in layers.items())
     k, v = codecs.get(codec_k), codecs.get(codec_v)
-    shape = CacheShape(k, v, centred, N, KV_HEADS, D, groups)
+    layers = tuple(LayerShape(k, v, mean_bits, window) for window in windows)
+    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), tokens, sequences)
     # Rotations are not the store's business: vectors come rotated.
-    return KVStore(NumpyOps(), plan_for_tokens(shape, tokens, sequences), Conditioning(None, None, centred))
+    return KVStore(NumpyOps(), plan, [Conditioning()] * len(windows))
 
 
 def held(store: KVStore) -> list[tuple[int, int]]:
@@ -52,16 +49,16 @@ class Fed:
         v = np.concatenate([self.v, self.rng.standard_normal((count, KV_HEADS, D)).astype(np.float32)])
         q = self.rng.standard_normal((count, HEADS, D)).astype(np.float32)
         span = self.store.open(self.kv, count)
-        out = np.empty((self.store.shape.layers, *q.shape), np.float32)
-        for layer in range(self.store.shape.layers):
+        out = np.empty((len(self.store.shape.layers), *q.shape), np.float32)
+        for layer in range(len(self.store.shape.layers)):
             self.store.begin_layer(layer, span)
             for first in range(0, count, chunk or count):
                 rows = slice(first, min(first + (chunk or count), count))
                 view = self.store.view(layer, span, slice(0, rows.stop - first), start + first)
                 self.store.ops.append_kv([view], k[start:][rows], v[start:][rows])
-                window = self.window(layer)
+                window = self.store.shape.layers[layer].window
                 out[layer, rows] = self.store.ops.attention(q[rows], self.store.cache(layer), [view], 0.3, window)
-                self.check(out[layer, rows], q[rows], k, v, start, start + first, window)
+                self.check(out[layer, rows], q[rows], k, v, start, start + first, layer)
             self.store.seal(layer, span)
         if commit:
             self.store.commit(span)
@@ -70,22 +67,19 @@ class Fed:
             self.store.abort(span)
         return out
 
-    def window(self, layer: int) -> int | None:
-        return next(window for window, layers in self.store.shape.groups if layer in layers)
-
-    def check(self, out, q, k, v, start, position, window) -> None:
-        shape = self.store.shape
-        seen_k, seen_v = as_read(k, v, start, N, shape.codec_k.name, shape.codec_v.name, shape.centre_keys)
-        expected = attention(q, seen_k, seen_v, position, 0.3, window)
+    def check(self, out, q, k, v, start, position, layer) -> None:
+        of = self.store.shape.layers[layer]
+        seen_k, seen_v = as_read(k, v, start, N, of.codec_k.name, of.codec_v.name, of.mean_bits)
+        expected = attention(q, seen_k, seen_v, position, 0.3, of.window)
         # float32 sums of |v| ≲ 5 over at most a few hundred keys
         np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("codec", ["f16", "polarquant"])
-@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("mean_bits", [0, 8, 16])
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 20])
-def test_every_token_sees_sink_codes_and_tail(codec: str, centred: bool, window: int | None) -> None:
-    sequence = Fed(make_store(codec, codec, centred, (window,)))
+def test_every_token_sees_sink_codes_and_tail(codec: str, mean_bits: int, window: int | None) -> None:
+    sequence = Fed(make_store(codec, codec, mean_bits, (window,)))
     for count, chunk in [(3, None), (1, None), (40, 7), (1, None), (1, None), (1, None), (6, 1), (30, None), (1, None)]:
         sequence.feed(count, chunk)
     for _ in range(2 * N + 1):
@@ -100,9 +94,8 @@ def test_chunk_size_never_changes_what_is_stored(counts: list[int], chunk: int) 
         whole.feed(count)
         cut.feed(count, chunk)
     a, b = whole.store.cache(0), cut.store.cache(0)
-    for fields_a, fields_b in ((a.k, b.k), (a.v, b.v)):
+    for fields_a, fields_b in ((a.k, b.k), (a.v, b.v), (a.mean, b.mean)):
         assert all(np.array_equal(fields_a[name], fields_b[name]) for name in fields_a)
-    assert np.array_equal(a.k_mean, b.k_mean)
     assert whole.kv == cut.kv
 
 
@@ -192,7 +185,9 @@ def test_bytes_held_are_those_of_the_arrays() -> None:
     expected = 0
     for layer in range(2):
         cache = sequence.store.cache(layer)
-        expected += 4 * sum(field[:, :1].nbytes for field in [*cache.k.values(), *cache.v.values(), cache.k_mean])
+        expected += 4 * sum(
+            field[:, :1].nbytes for field in [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
+        )
         expected += 2 * (cache.exact_k[:1].nbytes + cache.exact_v[:1].nbytes)
     assert sequence.store.bytes_held(sequence.kv) == expected
 

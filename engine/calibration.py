@@ -1,0 +1,191 @@
+"""Statistics of a model's queries and keys, measured once by running it on a built-in text, and kept for the next time.
+
+They depend on the model and the block size alone, so that everything encoded by them can be shared and stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from engine import codecs
+from engine.backends.ops import Array, CacheSpan, LayerCache, Ops
+from engine.conditioning import Conditioning
+from engine.kv.plan import CacheShape, LayerShape, StorePlan
+from engine.kv.store import KVStore
+from engine.model import LayerWeights, Model, ModelWeights
+from engine.statistics import LayerStatistics, balance, measure, neutral
+from model_loaders.cache import cache_folder
+from model_loaders.config import ModelConfig
+from model_loaders.tokenizers import Tokenizer
+
+__all__ = ["LayerStatistics", "balance", "calibrate", "load_or_calibrate"]
+
+TOKENS = 512  # four times as many give the same quality
+TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
+
+_FORMAT = 1  # of the kept file, and of what the numbers in it mean
+_SAMPLE = 1024  # values from either end of each weight matrix that tell one model from another
+
+
+def load_or_calibrate(
+    ops: Ops,
+    config: ModelConfig,
+    weights: ModelWeights,
+    tokenizer: Tokenizer,
+    block_size: int,
+    say: Callable[[str], None],
+    progress: Callable[[int], None] | None = None,
+) -> list[LayerStatistics]:
+    """Statistics of every layer: those kept in the user's cache folder, else measured now and kept if that can be.
+
+    `progress` is told the layers that have been measured since its last call. A model whose context holds less than
+    two blocks of the text has neutral statistics, and `say` a sentence about it.
+    """
+    ids = text_ids(tokenizer, min(TOKENS, config.max_context))
+    if len(ids) < 2 * block_size:
+        say(
+            f"The KV cache is not fitted to this model, and quantized types are less precise: fitting takes two blocks "
+            f"of {block_size} tokens, and the calibration text has {len(ids)} here; choose a smaller block size."
+        )
+        return [neutral(config.kv_heads, config.head_dim, block_size)] * config.layers
+    key = _key(ops, config, weights, ids, block_size)
+    file = cache_folder() / f"calibration-{key[:32]}.safetensors"
+    statistics = _read(file, key)
+    if statistics is None:
+        say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
+        statistics = calibrate(ops, config, weights, ids, block_size, progress)
+        _write(file, key, statistics)
+    return statistics
+
+
+def text_ids(tokenizer: Tokenizer, count: int) -> list[int]:
+    """The first `count` ids of the built-in text, or all there are; BOS first where the model wants one."""
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return (start + tokenizer.tokenize(TEXT_FILE.read_text(encoding="utf-8")))[:count]
+
+
+def calibrate(
+    ops: Ops,
+    config: ModelConfig,
+    weights: ModelWeights,
+    ids: Sequence[int],
+    block_size: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[LayerStatistics]:
+    """Run the model over `ids` in full precision and measure every layer's queries and keys, on the host.
+
+    `progress` is told the layers done since its last call. Raises ValueError on fewer ids than two blocks have.
+    """
+    watched = _WatchedOps(ops, np.empty((len(ids), config.heads, config.head_dim), np.float32))
+    model = _exact_model(cast(Ops, watched), config, weights, len(ids))
+    span = model.store.open(model.store.new_sequence(), len(ids))
+    assert span.buffer is not None
+    statistics: list[LayerStatistics] = []
+    rows = 0
+    for unit in model.walk([span], ids):
+        rows += unit
+        if rows % len(ids) == 0:  # all rows are through a layer, whose keys lie in the buffer until the next unit
+            keys = ops.to_host(span.buffer[0])
+            layer = measure(watched.queries, keys, watched.scale, watched.window, block_size, ops.each)
+            statistics.append(layer)
+            if progress is not None:
+                progress(1)
+    return statistics
+
+
+class _WatchedOps:
+    """Ops that keep the queries (T, H, D) of the layer in work, whatever chunks and parts they come in."""
+
+    def __init__(self, ops: Ops, queries: np.ndarray):
+        self._ops = ops
+        self.queries = queries
+        self.scale = 1.0
+        self.window: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attention(
+        self, q: Array, cache: LayerCache, spans: Sequence[CacheSpan], scale: float, window: int | None
+    ) -> Array:
+        (span,) = spans
+        self.queries[span.position : span.position + len(q)] = self._ops.to_host(q)
+        self.scale, self.window = scale, window
+        return self._ops.attention(q, cache, spans, scale, window)
+
+
+def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int) -> Model:
+    """A model whose store holds one sequence of `tokens` as its first block: exact, unrotated, never coded."""
+    f16 = codecs.get("f16")
+    shape = CacheShape(tokens, config.kv_heads, config.head_dim, (LayerShape(f16, f16),) * config.layers)
+    plan = StorePlan(shape, tokens, coded_blocks=(0,), exact_slots=1)
+    return Model(ops, config, weights, KVStore(ops, plan, [Conditioning()] * config.layers))
+
+
+def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int], block_size: int) -> str:
+    """What the statistics depend on, as a digest: the model's header and samples of its weights, ids, block size."""
+    digest = hashlib.sha256(repr((_FORMAT, block_size, list(ids), config)).encode())
+    for name, tensor in _tensors(weights):
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        flat = tensor.reshape(-1)
+        for sample in (flat[:_SAMPLE], flat[-_SAMPLE:]):
+            digest.update(np.asarray(ops.to_host(sample), np.float32).tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array]]:
+    yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
+    for number, layer in enumerate(weights.layers):
+        for field in fields(LayerWeights):
+            if (tensor := getattr(layer, field.name)) is not None:
+                yield f"{number}.{field.name}", tensor
+
+
+# -- the kept file: one array per field with a leading axis of layers, and a seal over all of them and the key ------
+
+
+def _read(file: Path, key: str) -> list[LayerStatistics] | None:
+    """What `_write` left for this key, None where there is nothing, or something else or damaged."""
+    names = [field.name for field in fields(LayerStatistics)]
+    try:
+        with safe_open(file, framework="numpy") as kept:
+            arrays = {name: kept.get_tensor(name) for name in names}
+            seal = (kept.metadata() or {}).get("seal")
+    except (OSError, SafetensorError):
+        return None
+    if seal != _seal(key, arrays):
+        return None
+    return [LayerStatistics(*layer) for layer in zip(*arrays.values(), strict=True)]
+
+
+def _write(file: Path, key: str, statistics: Sequence[LayerStatistics]) -> None:
+    """Keep the statistics in `file`, all at once; where that cannot be done, they are measured again next time."""
+    names = [field.name for field in fields(LayerStatistics)]
+    arrays = {name: np.stack([getattr(layer, name) for layer in statistics]) for name in names}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # In the folder itself, so that the finished file only needs a new name.
+        with tempfile.TemporaryDirectory(prefix="calibration-", dir=file.parent) as temporary:
+            unfinished = Path(temporary) / file.name
+            unfinished.write_bytes(save(arrays, metadata={"seal": _seal(key, arrays)}))
+            os.replace(unfinished, file)
+    except OSError:
+        return
+
+
+def _seal(key: str, arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(key.encode())
+    for name, array in arrays.items():
+        digest.update(repr((name, array.shape, str(array.dtype))).encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,114 @@
+"""KIVI at four bits: 32 values share a scale and a zero point. Keys by channel, values by token. Not rotated.
+
+    code = round((x − zero) / scale),  zero = min x,  scale = (max x − min x) / 15;  x ≈ scale·code + zero
+
+Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", 2024, §3: keys have outlier
+channels, so that a group is 32 tokens of one channel (`kivi4`); values have none, and a group is 32 channels of one
+token (`kivi4+token`). The source's full-precision residual is the cache's current block.
+Bits per value: 4 + (16 + 16)/32 = 5.
+Decode, per value: a mask or a shift, one conversion, one multiplication and one addition.
+
+**Bytes.** N tokens of one KV head.
+
+    scale, zero  (N/32, D)   float16  by channel, or (N, D/32) by token
+    codes        (N, D/2)    uint8    channels j (low four bits) and j + D/2 (high) of the token in byte j
+
+The zero point is rounded to half precision before the codes are chosen, and the scale too. Values beyond ±65376
+saturate. NumPy only: what other codecs are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.codecs import KEYS_AND_VALUES, Field
+from engine.codecs._arrays import SATURATION, checked, destination
+
+NAMES = ("kivi4",)
+
+_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Kivi4:
+    """The codec by channel, or by token."""
+
+    name: str = "kivi4"
+    by_token: bool = False
+
+    serves = KEYS_AND_VALUES
+    per_layer = False
+    rounding = None
+
+    def check(self, head_dim: int, block_size: int) -> None:
+        if head_dim % 2:
+            raise ValueError(
+                f"Cache type {self.name} needs an even head dimension, and this model's is {head_dim}: "
+                "choose another cache type, such as f16."
+            )
+        if self.by_token and head_dim % _GROUP:
+            raise ValueError(
+                f"Cache type {self.name} needs a head dimension that is a multiple of {_GROUP}, "
+                f"and this model's is {head_dim}: choose another cache type, such as f16."
+            )
+        if not self.by_token and block_size % _GROUP:
+            raise ValueError(
+                f"Cache type {self.name} groups {_GROUP} tokens, and a block has {block_size}: "
+                f"choose a block size that is a multiple of {_GROUP}."
+            )
+
+    def rotation(self, head_dim: int) -> None:
+        """Not rotated."""
+
+    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
+        groups = (block_size, head_dim // _GROUP) if self.by_token else (block_size // _GROUP, head_dim)
+        half = np.dtype(np.float16)
+        return {
+            "scale": Field(groups, half),
+            "zero": Field(groups, half),
+            "codes": Field((block_size, head_dim // 2), np.dtype(np.uint8)),
+        }
+
+    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        x = checked(x, self.name)
+        self.check(x.shape[-1], x.shape[-2])
+        grouped = self._grouped(np.clip(x, -SATURATION, SATURATION))
+        low, high = grouped.min(self._axis, keepdims=True), grouped.max(self._axis, keepdims=True)
+        scale, zero = ((high - low) / np.float32(15)).astype(np.float16), low.astype(np.float16)
+        step = np.where(scale == 0, np.float16(1), scale).astype(np.float32)
+        codes = np.clip(np.rint((grouped - zero.astype(np.float32)) / step), 0, 15).astype(np.uint8).reshape(x.shape)
+        left, right = np.split(codes, 2, axis=-1)
+        return {"scale": scale.squeeze(self._axis), "zero": zero.squeeze(self._axis), "codes": left | right << 4}
+
+    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+        packed = codes["codes"]
+        half = packed.shape[-1]
+        out = destination(out, (*packed.shape[:-1], 2 * half))
+        out[..., :half] = packed & 15
+        out[..., half:] = packed >> 4
+        grouped = self._grouped(out)
+        grouped *= np.expand_dims(codes["scale"], self._axis).astype(np.float32)
+        grouped += np.expand_dims(codes["zero"], self._axis).astype(np.float32)
+        return out
+
+    @property
+    def _axis(self) -> int:
+        """Of a grouped array: the members of a group."""
+        return -1 if self.by_token else -2
+
+    def _grouped(self, x: np.ndarray) -> np.ndarray:
+        """x (..., N, D), C-contiguous → a view: (..., N, D/32, 32) by token, (..., N/32, 32, D) by channel."""
+        *lead, block_size, head_dim = x.shape
+        if self.by_token:
+            return x.reshape(*lead, block_size, head_dim // _GROUP, _GROUP)
+        return x.reshape(*lead, block_size // _GROUP, _GROUP, head_dim)
+
+
+def create(name: str, options: tuple[str, ...]) -> Kivi4:
+    """Raises ValueError unless the only option, if there is one, is "token"."""
+    if options not in ((), ("token",)):
+        raise ValueError(f"Cache type {name} has one option, token: write {name} for keys, {name}+token for values.")
+    return Kivi4("+".join((name, *options)), bool(options))

@@ -1,0 +1,208 @@
+"""PolarQuant by RoPE pairs, keys only: channels j and j + D/2, which RoPE turns together, as a radius and an angle.
+
+    (kⱼ, kⱼ₊ᴅ/₂) = r·(cos θ, sin θ);  θ ≈ π·code/2^(m−1) − π,  r ≈ code·s,  s = max r / (2^n − 1) of a group of tokens
+
+Source: Wu et al., "PolarQuant: Leveraging Polar Transformation for Efficient Key Cache Quantization and Decoding
+Acceleration", 2025, §3.2 (the code) and §3.3 (q·k from a table). Its formula for decoding omits the −π that matches
+the +π of its angles, which would turn every key around; here it is. Never rotated: the pairs are what it is about.
+Bits per value, n + m = 8 (`polarpair-m4n4`) or 6 (`polarpair-m4n2`) and groups of G tokens: (n + m)/2 + 16/(2G). The
+source has one group for the whole text and counts its full-precision residual too, which is the cache's current block.
+Decode, per value: one lookup of a cosine or a sine and one product with the radius, which half a product gave.
+
+Options: `+g32`, or another number that divides the block size: groups of 32 tokens; without it a group is the block.
+`+minmax-radius`: codes count from the smallest radius of the group, r ≈ (code + ½)·s + min r with
+s = (max r − min r)/2^n, for 16/(2G) bits more. `+minmax`: the angles likewise, θ ≈ (code + ½)·s + min θ with θ in
+[0, 2π), as the authors' implementation has it, for 48/(2G) bits more than the paper's. It gains where a pair hardly
+turns within a group, and loses where such angles lie on both sides of 0, which is their smallest and their largest.
+
+**Bytes.** N tokens of one KV head in N/G groups. Code of a pair: radius << 4 | angle.
+
+    codes        (N, D/2)    uint8    one byte a pair; for n = 2 (N, 3·D/8), four pairs in three bytes
+    radius_step  (N/G, D/2)  float16  s
+    radius_low   (N/G, D/2)  float16  min r, with either option
+    angle_step, angle_low    float16  the same of the angles, with `+minmax`
+
+How four times six bits share three bytes: `_bits.pack_row_of_sixes`: pairs j, j + D/8, j + D/4 and j + 3D/8 in bytes
+j, j + D/8 and j + D/4. Steps and minima are rounded before codes are chosen. Radii beyond 65376 saturate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.codecs import Field
+from engine.codecs._arrays import SATURATION, checked, destination
+from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
+
+NAMES = ("polarpair-m4n4", "polarpair-m4n2")
+
+_ANGLES = 16  # m = 4
+_DIRECTIONS = np.pi / 8 * np.arange(_ANGLES) - np.pi
+_COSINES, _SINES = np.cos(_DIRECTIONS).astype(np.float32), np.sin(_DIRECTIONS).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class PolarPair:
+    """The codec with its radii in `radius_bits`; `group` tokens share a scale, all of a block for None.
+
+    `ranged` names what counts from its minimum in the group: "" nothing, "radius", "both" (radius and angle).
+    """
+
+    name: str
+    radius_bits: int
+    group: int | None = None
+    ranged: str = ""
+
+    serves = frozenset({"k"})
+    per_layer = False
+    rounding = None
+
+    def check(self, head_dim: int, block_size: int) -> None:
+        if head_dim % 8:
+            raise ValueError(
+                f"Cache type {self.name} needs a head dimension that is a multiple of 8, "
+                f"and this model's is {head_dim}: choose another cache type, such as f16."
+            )
+        if self.group and block_size % self.group:
+            raise ValueError(
+                f"Cache type {self.name} groups {self.group} tokens, and a block has {block_size}: "
+                f"choose a block size that is a multiple of {self.group}."
+            )
+
+    def rotation(self, head_dim: int) -> None:
+        """Not rotated."""
+
+    def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
+        bits = 4 + self.radius_bits
+        per_group = Field((block_size // (self.group or block_size), head_dim // 2), np.dtype(np.float16))
+        names = ["radius_step"]
+        if self.ranged:
+            names.append("radius_low")
+        if self.ranged == "both":
+            names += ["angle_step", "angle_low"]
+        codes = Field((block_size, head_dim * bits // 16), np.dtype(np.uint8))
+        return {"codes": codes, **dict.fromkeys(names, per_group)}
+
+    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        x = checked(x, self.name)
+        *lead, block_size, head_dim = x.shape
+        self.check(head_dim, block_size)
+        group = self.group or block_size
+        a, b = np.split(x.reshape(*lead, block_size // group, group, head_dim), 2, axis=-1)
+        with np.errstate(over="ignore"):
+            radius = np.minimum(np.hypot(a, b), SATURATION)
+        if self.ranged:
+            radius_code, scales = _from_lowest(radius, 2**self.radius_bits, "radius")
+        else:
+            radius_code, scales = _from_zero(radius, 2**self.radius_bits - 1)
+        if self.ranged == "both":
+            angle = np.arctan2(b, a)
+            angle_code, more = _from_lowest(np.where(angle < 0, angle + np.float32(2 * np.pi), angle), _ANGLES, "angle")
+            scales |= more
+        else:
+            angle_code = _direction(a, b)
+        codes = (radius_code << 4 | angle_code).reshape(*lead, block_size, head_dim // 2)
+        return {"codes": codes if self.radius_bits == 4 else pack_row_of_sixes(codes), **scales}
+
+    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+        pairs, radius = self._radii(codes)
+        *lead, groups, group, half = pairs.shape
+        out = destination(out, (*lead, groups * group, 2 * half))
+        split = out.reshape(*lead, groups, group, 2, half)
+        if self.ranged == "both":
+            angle = ((pairs & 15) + np.float32(0.5)) * _wide(codes["angle_step"]) + _wide(codes["angle_low"])
+            cosine, sine = np.cos(angle), np.sin(angle)
+        else:
+            cosine, sine = _COSINES[pairs & 15], _SINES[pairs & 15]
+        np.multiply(cosine, radius, out=split[..., 0, :])
+        np.multiply(sine, radius, out=split[..., 1, :])
+        return out
+
+    def scores(self, q: np.ndarray, codes: Mapping[str, np.ndarray]) -> np.ndarray:
+        """q (..., T, D) float32 and fields (..., *shape) → q·k (..., T, N) of every decoded key, none being decoded.
+
+        §3.3: a product of q's half of a pair with each of the 2^m directions is formed once per group, or once for
+        all, where directions are fixed; a key then costs, per pair, one lookup and one product with its radius.
+        """
+        pairs, radius = self._radii(codes)
+        if self.ranged == "both":
+            steps = np.arange(_ANGLES, dtype=np.float32) + np.float32(0.5)
+            angles = steps * _wide(codes["angle_step"])[..., None] + _wide(codes["angle_low"])[..., None]
+            cosine, sine = np.cos(angles), np.sin(angles)  # (..., N/G, 1, D/2, 2^m)
+        else:
+            cosine, sine = _COSINES, _SINES
+        left, right = np.split(q[..., None, :, :, None], 2, axis=-2)  # (..., 1, T, D/2, 1)
+        table = (left * cosine + right * sine)[..., None, :, :]  # (..., 1 or N/G, T, 1, D/2, 2^m)
+        angle = (pairs & 15)[..., None, :, :, None]  # (..., N/G, 1, G, D/2, 1)
+        product = np.take_along_axis(table, angle, axis=-1)[..., 0] * radius[..., None, :, :]
+        by_query = np.moveaxis(product.sum(-1), -3, -2)  # (..., T, N/G, G)
+        return by_query.reshape(*by_query.shape[:-2], -1)
+
+    def _radii(self, codes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Fields → codes of pairs uint8 and their radii float32, (..., N/G, G, D/2) both."""
+        pairs = codes["codes"] if self.radius_bits == 4 else unpack_row_of_sixes(codes["codes"])
+        *lead, groups, half = codes["radius_step"].shape
+        pairs = pairs.reshape(*lead, groups, pairs.shape[-2] // groups, half)
+        radius = (pairs >> 4).astype(np.float32)
+        if self.ranged:
+            radius += np.float32(0.5)
+        radius *= _wide(codes["radius_step"])
+        if self.ranged:
+            radius += _wide(codes["radius_low"])
+        return pairs, radius
+
+
+def _wide(scale: np.ndarray) -> np.ndarray:
+    """(..., N/G, D/2) float16 → (..., N/G, 1, D/2) float32."""
+    return scale[..., None, :].astype(np.float32)
+
+
+def _divisor(step: np.ndarray) -> np.ndarray:
+    """A stored step (..., N/G, D/2) to divide by, 1 in place of 0."""
+    return _wide(np.where(step == 0, np.float16(1), step))
+
+
+def _from_zero(radius: np.ndarray, last: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """radius (..., N/G, G, D/2) → codes 0 … last uint8, and the step. No minimum: a radius is never negative."""
+    step = (radius.max(-2) / np.float32(last)).astype(np.float16)
+    return np.minimum(np.rint(radius / _divisor(step)), last).astype(np.uint8), {"radius_step": step}
+
+
+def _from_lowest(x: np.ndarray, count: int, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """x (..., N/G, G, D/2) ≥ 0 → codes 0 … count − 1 uint8 of equal cells between minimum and maximum; both scales."""
+    smallest = x.min(-2)
+    low, step = smallest.astype(np.float16), ((x.max(-2) - smallest) / np.float32(count)).astype(np.float16)
+    codes = np.clip(np.floor((x - _wide(low)) / _divisor(step)), 0, count - 1).astype(np.uint8)
+    return codes, {f"{name}_step": step, f"{name}_low": low}
+
+
+def _direction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The nearest of the sixteen directions, uint8: by comparisons in a quadrant, so that no angle is computed."""
+    first, second = np.float32(np.tan(np.pi / 16)), np.float32(np.tan(3 * np.pi / 16))
+    x, y = np.abs(a), np.abs(b)
+    code = (y > first * x).view(np.uint8)
+    for beyond in (y > second * x, second * y > x, first * y > x):
+        code += beyond
+    code = np.where(a < 0, 8 - code, code)
+    return (np.where(b < 0, 16 - code, code) + np.uint8(8)) & np.uint8(15)
+
+
+def create(name: str, options: tuple[str, ...]) -> PolarPair:
+    """Raises ValueError on an option that there is not, or on two of a kind."""
+    known = {"minmax-radius": "radius", "minmax": "both"}
+    ranged = [option for option in options if option in known]
+    groups = [option for option in options if option[:1] == "g" and option[1:].isdecimal() and int(option[1:]) > 0]
+    if len(ranged) + len(groups) < len(options) or len(ranged) > 1 or len(groups) > 1:
+        raise ValueError(
+            f"Cache type {name} takes minmax or minmax-radius, and g with a number of tokens, "
+            f"as in {name}+g32+minmax: {'+'.join(options)!r} is something else."
+        )
+    return PolarPair(
+        "+".join((name, *options)),
+        int(name[-1]),
+        int(groups[0][1:]) if groups else None,
+        known[ranged[0]] if ranged else "",
+    )

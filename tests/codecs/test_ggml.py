@@ -1,0 +1,71 @@
+"""ggml's types: the bytes of the `gguf` package, bit for bit."""
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from engine import codecs
+from tests.codecs.cells import expected_error
+from tests.codecs.data import gaussian
+
+TYPES = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
+every_type = pytest.mark.parametrize(("name", "theirs"), TYPES.items())
+
+
+def blocks(codes):
+    """Our fields as ggml stores them: the scale, then the codes of its 32 values. (N, D/32 · bytes) uint8."""
+    scale, values = codes["scale"][..., None].view(np.uint8), codes["codes"].view(np.uint8)
+    joined = np.concatenate([scale, values], -1)
+    return joined.reshape(len(joined), -1)
+
+
+def assert_the_same(x, name, theirs):
+    codec = codecs.get(name)
+    codes, expected = codec.encode(x), quants.quantize(x, theirs)
+    assert np.array_equal(blocks(codes), expected)
+    assert np.array_equal(codec.decode(codes), quants.dequantize(expected, theirs))
+
+
+@every_type
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+def test_bytes_and_values_are_those_of_gguf(name, theirs, head_dim):
+    x = gaussian(256, head_dim) * np.logspace(-6, 3, 256, dtype=np.float32)[:, None]
+    x[::7, 5] *= 30
+    x[3] = 0
+    assert_the_same(x, name, theirs)
+
+
+@every_type
+@settings(deadline=None, max_examples=100)
+@given(x=hnp.arrays(np.float32, (4, 32), elements=st.floats(-65000, 65000, width=32)))
+def test_bytes_and_values_are_those_of_gguf_whatever_the_values(name, theirs, x):
+    # Below, 1/d is infinite and gguf's codes are those of a NaN; a scale so small is stored as 0 anyway.
+    assert_the_same(np.where(np.abs(x) < 1e-30, np.float32(0), x), name, theirs)
+
+
+@every_type
+def test_halves_and_what_is_just_under_them_round_as_in_gguf(name, theirs):
+    codes = np.arange(-127, 127, dtype=np.float32)
+    x = np.stack([codes + 0.5, np.nextafter(codes + 0.5, np.float32(0))])
+    x = np.concatenate([np.full((2, 2), 127, np.float32), x], -1)
+    assert_the_same(x, name, theirs)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("q8_0", 8.5), ("q4_0", 4.5)])
+def test_bits_and_no_rotation(name, bits):
+    assert codecs.bits_per_value(codecs.get(name), 64, 64) == bits
+    assert codecs.get(name).rotation(64) is None
+
+
+@pytest.mark.parametrize(("name", "reach"), [("q8_0", (-127, 127)), ("q4_0", (-8, 7))])
+def test_the_error_on_gaussian_values_is_that_of_equal_cells(name, reach):
+    """Given its scale, a group has one value at the far end of the range and 31 Gaussian values within."""
+    x = gaussian(4096, 128)
+    codes = codecs.get(name).encode(x)
+    step = np.abs(codes["scale"].astype(np.float64)).reshape(-1, 1)[:2048]
+    far = step * max(-reach[0], reach[1])
+    theory = 31 / 32 * expected_error(-far, far, lambda v: np.clip(np.rint(v / step), *reach) * step)
+    assert np.square(codecs.get(name).decode(codes) - x).mean() == pytest.approx(theory, rel=0.03)

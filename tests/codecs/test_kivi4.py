@@ -1,0 +1,67 @@
+"""KIVI at four bits: the formula, the grouping, the errors."""
+
+import numpy as np
+import pytest
+
+from engine import codecs
+from tests.codecs.cells import expected_error
+from tests.codecs.data import gaussian
+
+both = pytest.mark.parametrize("name", ["kivi4", "kivi4+token"])
+
+
+def grouped(x, name):
+    """x (64, D) → (groups, 32): tokens of a channel, or channels of a token."""
+    by_token = name.endswith("token")
+    return x.reshape(-1, 32) if by_token else x.reshape(2, 32, -1).swapaxes(1, 2).reshape(-1, 32)
+
+
+@both
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+def test_codes_are_those_of_the_formula(name, head_dim):
+    """In float64, from scale and zero point as they are stored."""
+    x = gaussian(64, head_dim) + np.linspace(-5, 5, head_dim, dtype=np.float32)
+    codes = codecs.get(name).encode(x)
+    scale, zero = (codes[key].astype(np.float64).reshape(-1, 1) for key in ("scale", "zero"))
+    exact = grouped(x, name)
+    assert np.allclose(zero[:, 0], exact.min(1), rtol=2**-11)
+    assert np.allclose(scale[:, 0], np.ptp(exact, axis=1) / 15, rtol=2**-11 + 1e-6)
+    values = np.concatenate([codes["codes"] & 15, codes["codes"] >> 4], -1)
+    cell = (exact - zero) / scale
+    clear = np.abs(cell % 1 - 0.5) > 1e-4
+    assert clear.mean() > 0.99
+    assert (grouped(values, name) == np.clip(np.rint(cell), 0, 15))[clear].all()
+    decoded = grouped(codecs.get(name).decode(codes), name)
+    assert np.allclose(decoded, scale * grouped(values, name) + zero, rtol=0, atol=1e-5)
+
+
+@both
+def test_five_bits_and_no_rotation(name):
+    assert codecs.bits_per_value(codecs.get(name), 64, 64) == 5
+    assert codecs.get(name).rotation(64) is None
+
+
+@both
+def test_the_error_on_gaussian_values_is_that_of_equal_cells(name):
+    """Given its range, a group has its smallest and largest value at the ends and 30 Gaussian values within."""
+    x = gaussian(64, 2048)
+    codes = codecs.get(name).encode(x)
+    scale, zero = (codes[key].astype(np.float64).reshape(-1, 1) for key in ("scale", "zero"))
+    theory = (
+        30
+        / 32
+        * expected_error(zero, zero + 15 * scale, lambda v: np.clip(np.rint((v - zero) / scale), 0, 15) * scale + zero)
+    )
+    assert np.square(codecs.get(name).decode(codes) - x).mean() == pytest.approx(theory, rel=0.03)
+
+
+def test_outlier_channels_cost_nothing_by_channel():
+    """The reason for grouping keys so: a channel far from the others has a group, and a zero point, of its own."""
+    x, outliers = gaussian(64, 64), np.zeros(64, np.float32)
+    outliers[::16] = 100
+
+    def error(name, vectors):
+        return np.square(codecs.get(name).decode(codecs.get(name).encode(vectors)) - vectors).mean()
+
+    assert error("kivi4", x + outliers) < 1.2 * error("kivi4", x)
+    assert error("kivi4+token", x + outliers) > 100 * error("kivi4+token", x)

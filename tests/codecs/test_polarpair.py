@@ -1,0 +1,179 @@
+"""PolarQuant by RoPE pairs against its paper and the authors' implementation."""
+
+import numpy as np
+import pytest
+
+from engine import codecs
+from tests.codecs.data import gaussian
+
+RADIUS_BITS = {"polarpair-m4n4": 4, "polarpair-m4n2": 2}
+HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
+VARIANTS = [name + option for name in RADIUS_BITS for option in ("", "+g16", "+minmax-radius", "+minmax+g32")]
+every_name = pytest.mark.parametrize(("name", "n"), RADIUS_BITS.items())
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+
+EPS = np.finfo(np.float32).eps
+# The mean length of the contexts that the paper counts bits at, "12.2K", and its head dim.
+T, D = round(12.2 * 1024), 128
+
+
+def stored(codes, n):
+    """Codes of radius and angle, (N, D/2) each, read bit by bit as the layout says."""
+    packed = codes["codes"]
+    if n == 2:
+        thirds = np.split(packed, 3, axis=-1)
+        last = thirds[0] >> 6 | thirds[1] >> 6 << 2 | thirds[2] >> 6 << 4
+        packed = np.concatenate([*(third & 63 for third in thirds), last], -1)
+    return packed >> 4, packed & 15
+
+
+def polar(x):
+    """x (..., D) → radius and angle in (−π, π] of channels j and j + D/2, float64."""
+    a, b = np.split(x.astype(np.float64), 2, axis=-1)
+    return np.hypot(a, b), np.arctan2(b, a)
+
+
+@every_variant
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_bits_are_those_of_the_codes_and_of_every_group(name, head_dim):
+    base, *options = name.split("+")
+    group = int(options[-1][1:]) if options and options[-1].startswith("g") else 64
+    scales = 1 + ("minmax-radius" in options) + 3 * ("minmax" in options)
+    expected = (4 + RADIUS_BITS[base]) / 2 + scales * 16 / (2 * group)
+    assert codecs.bits_per_value(codecs.get(name), 64, head_dim) == expected
+
+
+def test_the_papers_bits_of_m4n4():
+    """Table 3: 4 + 8/T + 16·s/T with one scale for the whole text and s = 128 tokens in full precision."""
+    bits = codecs.bits_per_value(codecs.get("polarpair-m4n4"), T, D)
+    assert bits == 4 + 8 / T
+    assert round(bits + 16 * 128 / T, 2) == 4.16
+
+
+def test_the_papers_bits_of_m4n2():
+    """Table 5: groups of 64, residual length 64, of which half is filled on average. Two numbers per group fit."""
+    bits = codecs.bits_per_value(codecs.get("polarpair-m4n2+minmax-radius"), 64, D)
+    assert round(bits + 16 * 64 / 2 / T, 2) == 3.29
+
+
+@every_name
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_codes_are_those_of_the_paper(name, n, head_dim):
+    """§3.2, with θ = atan2 + π, in float64, from the scale as it is stored."""
+    x = gaussian(64, head_dim) * np.linspace(0.1, 10, head_dim, dtype=np.float32)
+    codes = codecs.get(name).encode(x)
+    radius, angle = polar(x)
+    scale = codes["radius_step"].astype(np.float64)
+    assert np.allclose(scale, radius.max(0) / (2**n - 1), rtol=2**-11 + 4 * EPS)
+    theta, rho = 8 * (angle + np.pi) / np.pi, radius / scale
+    radius_code, angle_code = stored(codes, n)
+    for code, exact, expected in (
+        (angle_code, theta, np.rint(theta) % 16),
+        (radius_code, rho, np.clip(np.rint(rho), 0, 2**n - 1)),
+    ):
+        clear = np.abs(exact % 1 - 0.5) > 1e-4
+        assert clear.mean() > 0.99
+        assert (code == expected)[clear].all()
+
+
+@pytest.mark.parametrize("turns", [1, 5, 13])
+def test_turning_a_pair_by_a_sixteenth_moves_its_angle_code_by_one(turns):
+    """The pairs are those of RoPE: channel j turns with channel j + D/2."""
+    codec, x = codecs.get("polarpair-m4n4"), gaussian(64, 64)
+    a, b = np.split(x, 2, axis=-1)
+    c, s = np.cos(turns * np.pi / 8), np.sin(turns * np.pi / 8)
+    turned = np.concatenate([c * a - s * b, s * a + c * b], -1).astype(np.float32)
+    before, after = stored(codec.encode(x), 4), stored(codec.encode(turned), 4)
+    assert np.mean(before[0] == after[0]) > 0.99  # but for radii on a threshold
+    assert np.mean((before[1] + turns) % 16 == after[1]) > 0.99
+
+
+@every_name
+@pytest.mark.parametrize("option", ["+minmax", "+minmax-radius"])
+def test_minmax_codes_are_those_of_the_authors_implementation(name, n, option):
+    """Equal cells from the minimum of a group on, cut off by `floor`, in float64 from the scales as they are stored."""
+    x = gaussian(64, 64) + np.linspace(-8, 8, 64, dtype=np.float32)
+    codes = codecs.get(name + option).encode(x)
+    radius, angle = polar(x)
+    parts = [("radius", radius, 2**n, stored(codes, n)[0])]
+    if option == "+minmax":
+        parts.append(("angle", angle % (2 * np.pi), 16, stored(codes, n)[1]))
+    for part, exact, count, code in parts:
+        low, step = (codes[f"{part}_{which}"].astype(np.float64) for which in ("low", "step"))
+        assert np.allclose(low, exact.min(0), rtol=2**-11 + 4 * EPS, atol=1e-6)
+        assert np.allclose(step, np.ptp(exact, axis=0) / count, rtol=2**-11 + 64 * EPS)
+        cell = (exact - low) / step
+        clear = np.abs(cell - np.round(cell)) > 1e-4
+        assert clear.mean() > 0.99
+        assert (code == np.clip(np.floor(cell), 0, count - 1))[clear].all()
+
+
+@every_variant
+def test_decode_is_the_formula(name):
+    n = RADIUS_BITS[name.partition("+")[0]]
+    codes = codecs.get(name).encode(gaussian(64, 64) + 3)
+    groups = len(codes["radius_step"])
+    scales = {key: np.repeat(code.astype(np.float64), 64 // groups, axis=0) for key, code in codes.items()}
+    radius_code, angle_code = stored(codes, n)
+    radius = radius_code * scales["radius_step"]
+    angle = np.pi * angle_code / 8 - np.pi
+    if "minmax" in name:
+        radius += scales["radius_step"] / 2 + scales["radius_low"]
+    if "angle_step" in codes:
+        angle = (angle_code + 0.5) * scales["angle_step"] + scales["angle_low"]
+    exact = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], -1)
+    # Six roundings of the radius and the product, and of an angle of up to 2π before its cosine.
+    assert np.allclose(codecs.get(name).decode(codes), exact, rtol=0, atol=(6 + 2 * np.pi * 3) * EPS * radius.max())
+
+
+@every_variant
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_scores_from_the_table_are_those_of_decoded_keys(name, head_dim):
+    """§3.3. Either way adds up D products; what is added up is at most |q|·|k|."""
+    codec = codecs.get(name)
+    q, codes = gaussian(2, 3, 5, head_dim), codec.encode(gaussian(2, 3, 64, head_dim, seed=1))
+    keys = codec.decode(codes)
+    scores = codec.scores(q, codes)
+    assert scores.shape == (2, 3, 5, 64)
+    scale = np.linalg.norm(q, axis=-1)[..., None] * np.linalg.norm(keys, axis=-1)[..., None, :]
+    assert (np.abs(scores - q @ keys.swapaxes(-1, -2)) <= head_dim * EPS * scale).all()
+
+
+@every_name
+def test_the_error_on_gaussian_pairs_is_that_of_uniform_cells(name, n):
+    """The angle is off by up to π/16 either way, evenly, and independently of the radius, which is Rayleigh:
+    E|e|² = E[r² + r̂² − 2·r·r̂·sin(π/16)/(π/16)], r̂ being r to the nearest multiple of the scale."""
+    x = gaussian(8, 4096, 16)
+    codes = codecs.get(name).encode(x)
+    squared = np.square(codecs.get(name).decode(codes) - x).sum(-1)
+    step = codes["radius_step"].astype(np.float64).reshape(-1, 1)
+    r = 8 * (np.arange(100_000) + 0.5) / 100_000
+    density = r * np.exp(-(r**2) / 2)
+    decoded = np.clip(np.rint(r / step), 0, 2**n - 1) * step
+    pair = (density * (r**2 + decoded**2 - 2 * r * decoded * np.sinc(1 / 16))).sum(1) / density.sum()
+    assert squared.mean() / 16 == pytest.approx(pair.mean() / 2, rel=0.03)
+
+
+def test_a_narrow_fan_of_angles_is_what_minmax_is_for():
+    """Slow channels of RoPE hardly turn within a block: cells over the range there is beat cells over the circle.
+
+    Unless the fan lies across the direction 0, where angles begin and end.
+    """
+    x = gaussian(64, 64) * np.float32(0.1) + np.float32(4)
+
+    def error(name):
+        return np.square(codecs.get(name).decode(codecs.get(name).encode(x)) - x).mean()
+
+    assert error("polarpair-m4n4+minmax") < 0.1 * error("polarpair-m4n4")
+    assert error("polarpair-m4n4+minmax-radius") < error("polarpair-m4n4")
+
+
+def test_keys_only():
+    assert codecs.get("polarpair-m4n4").serves == {"k"}
+    assert codecs.get("polarpair-m4n4").rotation(64) is None
+
+
+@pytest.mark.parametrize("options", ["g0", "g", "g-4", "minmax+minmax-radius", "g16+g32", "dense"])
+def test_options_it_does_not_have_are_refused_in_a_sentence(options):
+    with pytest.raises(ValueError, match=r"polarpair-m4n2 takes .*\.$"):
+        codecs.get(f"polarpair-m4n2+{options}")

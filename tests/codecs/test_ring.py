@@ -1,0 +1,135 @@
+"""Rings: the designs are optimal, the errors are theirs, and a decoded vector is norm · points."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import codecs
+from engine.codecs.ring import RINGS, points_of
+from scripts.design_rings import Plane
+from tests.codecs.data import gaussian
+
+NAMES = {"ring3": 6, "ring3.5": 7, "ring4": 8, "ring5": 10}
+every_ring = pytest.mark.parametrize(("name", "bits"), NAMES.items())
+every_design = pytest.mark.parametrize("bits", RINGS)
+
+
+@pytest.fixture(scope="module")
+def plane() -> Plane:
+    return Plane(1500, 100)
+
+
+@every_design
+def test_points_fill_their_bits_and_lie_on_rings(bits):
+    phases, radii = np.transpose(RINGS[bits])
+    assert phases.sum() == len(points_of(bits)) == len(np.unique(points_of(bits), axis=0)) == 2**bits
+    assert (np.diff(radii) > 0).all()
+    assert np.hypot(*points_of(bits).T) == pytest.approx(np.repeat(radii, phases.astype(int)), abs=1e-6)
+
+
+@every_design
+def test_radii_are_a_fixed_point_of_lloyds_algorithm(bits, plane):
+    """A step on another grid than the design's moves no radius by more than these grids resolve, a thousandth."""
+    phases, radii = zip(*RINGS[bits], strict=True)
+    _, moved = plane.settle(phases, np.array(radii), 1)
+    assert moved == pytest.approx(np.array(radii), abs=1e-3)
+
+
+def test_no_exchange_between_neighbouring_rings_lowers_the_error_of_ring3(plane):
+    phases, radii = (list(column) for column in zip(*RINGS[6], strict=True))
+    best, _ = plane.settle(phases, np.array(radii), 10)
+    for ring in range(len(phases) - 1):
+        for giver, taker in ((ring, ring + 1), (ring + 1, ring)):
+            trial = list(phases)
+            trial[giver] -= 1
+            trial[taker] += 1
+            if trial[giver]:
+                assert plane.settle(trial, np.array(radii), 10)[0] > best
+
+
+@every_design
+def test_the_error_on_gaussian_pairs_is_that_of_the_density(bits, plane):
+    phases, radii = zip(*RINGS[bits], strict=True)
+    theory, _ = plane.settle(phases, np.array(radii), 1)
+    x = gaussian(100_000, 2)
+    squared = np.square(x - codecs.get(list(NAMES)[list(RINGS).index(bits)]).rounding.nearest(x)[1]).mean(1)
+    assert abs(squared.mean() - theory) < 4 * squared.std() / np.sqrt(len(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("ring3", 0.0296), ("ring3.5", 0.0152), ("ring4", 0.0080), ("ring5", 0.0021)]
+)
+def test_error_on_normalised_gaussian_vectors(name, target):
+    x = gaussian(64, 64, 128)
+    x /= np.sqrt(np.square(x).mean(-1, keepdims=True))
+    codec = codecs.get(name)
+    assert np.square(codec.decode(codec.encode(x)) - x).mean() < 1.01 * target
+
+
+@every_ring
+@pytest.mark.parametrize("option", ["", "+norm16"])
+def test_decode_is_the_stored_norm_times_the_nearest_points(name, bits, option):
+    codec = codecs.get(name + option)
+    x = gaussian(3, 16, 48) * np.logspace(-2, 2, 16, dtype=np.float32)[:, None]
+    norms = np.sqrt(np.square(x).mean(-1))
+    codes, points = codec.rounding.nearest((x / norms[..., None]).reshape(-1, 2))
+    fields = codec.rounding.assemble(codes.reshape(3, 16, 24), norms)
+    encoded = codec.encode(x)
+    assert list(encoded) == list(fields)
+    assert all(np.array_equal(encoded[key], fields[key]) for key in fields)
+    stored = codec.rounding.stored_norms(norms)
+    assert np.array_equal(codec.decode(fields), points.reshape(x.shape) * stored[..., None])
+    assert np.array_equal(codec.decode(fields), points_of(bits)[codes].reshape(x.shape) * stored[..., None])
+
+
+@every_ring
+def test_a_pair_is_two_neighbouring_channels(name, bits):
+    codec = codecs.get(name)
+    x = gaussian(8, 16)
+    codes, _ = codec.rounding.nearest(x.reshape(-1, 2))
+    fields = codec.rounding.assemble(codes.reshape(8, 8), np.ones(8, np.float32))
+    assert np.square(codec.decode(fields) - x).mean() < 0.05
+
+
+@every_ring
+def test_sixteen_bits_keep_a_norm_that_eight_round(name, bits):
+    x = gaussian(64, 64, seed=1)
+    norms = np.sqrt(np.square(x).mean(-1))
+    rough, fine = (codecs.get(name + option).rounding.stored_norms(norms) for option in ("", "+norm16"))
+    assert fine == pytest.approx(norms, rel=2**-11)
+    assert rough == pytest.approx(norms, rel=2 ** (1 / 64) - 1 + 1e-6)
+
+
+@every_ring
+@pytest.mark.parametrize("option", ["", "+norm16"])
+def test_huge_vectors_keep_their_direction(name, bits, option):
+    x = gaussian(4, 64) * np.float32(1e30)
+    y = codecs.get(name + option).decode(codecs.get(name + option).encode(x))
+    outer = RINGS[bits][-1][1]
+    assert np.abs(y).max() <= 65504
+    # Beyond the outer ring a pair becomes the point of that ring which is nearest in angle.
+    radii = np.hypot(y[:, 0::2], y[:, 1::2])
+    assert radii == pytest.approx(np.full(radii.shape, radii.max()), rel=1e-5)
+    cosine = np.sum(y.reshape(-1, 2) * (x.reshape(-1, 2) / np.hypot(*x.reshape(-1, 2).T)[:, None]), 1) / radii.max()
+    assert cosine.min() >= np.cos(np.pi / RINGS[bits][-1][0]) - 1e-6
+    assert radii.max() <= 65504 / outer * outer * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_in_any_order(name):
+    assert codecs.get(f"{name}+dense+norm16").rotation(24) is codecs.get(f"{name}+norm16+dense").rotation(24)
+    assert codecs.get(f"{name}+none").rotation(24) is None
+    assert np.array_equal(codecs.get(name).rotation(24), codecs.get(f"{name}+hadamard").rotation(24))
+    for options in ("dense+none", "norm16+norm16", "norm8", "dense+dense", ""):
+        with pytest.raises(ValueError, match=rf"Cache type {name} takes .*norm16.*\.$"):
+            codecs.get(f"{name}+{options}")
+
+
+@pytest.mark.parametrize(("block_size", "head_dim", "what"), [(64, 20, "head dimension"), (6, 64, "block size")])
+def test_shapes_it_cannot_serve_are_refused_in_a_sentence(block_size, head_dim, what):
+    codec = codecs.get("ring3")
+    with pytest.raises(ValueError, match=rf"ring3.*{what}.*\.$"):
+        codec.check(head_dim, block_size)
+    with pytest.raises(ValueError, match=rf"ring3.*{what}.*\.$"):
+        codec.encode(np.zeros((block_size, head_dim), np.float32))

@@ -1,0 +1,266 @@
+"""Running a model for its statistics, and keeping them for the next time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import engine.model
+import model_loaders
+from engine import calibration
+from engine.backends.numpy_ops import NumpyOps
+from engine.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
+from engine.model import ModelWeights
+from engine.weights import load_weights
+from model_loaders.cache import CACHE_VARIABLE
+from model_loaders.config import ModelConfig
+from model_loaders.tokenizers import Tokenizer
+from tests.bare import bare_model, feed, read_model
+from tests.conftest import FIXTURES
+from tests.model_loaders import vocabularies
+from tests.test_statistics import N, assert_close, reference
+
+MODELS = sorted(path.name for path in FIXTURES.iterdir())
+
+
+@pytest.fixture(params=MODELS)
+def fixture(request: pytest.FixtureRequest):
+    path: Path = FIXTURES / request.param
+    return *read_model(path), np.load(path / "reference.npz")["ids"].tolist()[:45]  # not a number of whole blocks
+
+
+def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list[tuple]:
+    """q (T, H, D), k (K, T, D), scale and window of every layer, as attention is asked in one piece."""
+    model = bare_model(config, weights, block_size=len(ids) + 3)
+    attention, calls = model.ops.attention, []
+
+    def attend_and_capture(q, cache, spans, scale, window):
+        calls.append((q.copy(), spans[0].now_k[:, : len(ids)].copy(), scale, window))
+        return attention(q, cache, spans, scale, window)
+
+    model.ops.attention, model.ops.parts = attend_and_capture, lambda rows: [rows]
+    feed(model, model.store.new_sequence(), ids)
+    return calls
+
+
+def test_the_statistics_are_those_of_the_models_queries_and_keys(fixture) -> None:
+    config, weights, ids = fixture
+    layers: list[int] = []
+    statistics = calibrate(NumpyOps(), config, weights, ids, N, layers.append)
+    assert len(statistics) == len(layers) == config.layers
+    for one, (q, k, scale, window) in zip(statistics, captured(config, weights, ids), strict=True):
+        assert one.query_second.shape == (config.kv_heads, config.head_dim, config.head_dim)
+        assert one.token_correlation.shape == (N,)
+        # The forward pass of other parts has other last bits, which grow from layer to layer.
+        assert_close(one, reference(q, k, scale, window), rtol=1e-3)
+
+
+def test_windows_are_among_the_fixtures() -> None:
+    configs = [read_model(FIXTURES / name)[0] for name in MODELS]
+    assert any(len({config.window(layer) for layer in range(config.layers)}) == 2 for config in configs)
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 512])
+def test_chunks_and_parts_change_nothing(fixture, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    config, weights, ids = fixture
+    whole = calibrate(NumpyOps(), config, weights, ids, N)
+    monkeypatch.setattr(engine.model, "PREFILL_CHUNK", chunk)
+    ops = NumpyOps()
+    monkeypatch.setattr(ops, "parts", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
+    for one, expected in zip(calibrate(ops, config, weights, ids, N), whole, strict=True):
+        assert_close(one, expected, rtol=1e-3)
+
+
+# -- the text --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", vocabularies.REAL)
+def test_every_tokenizer_makes_enough_of_the_text(name: str) -> None:
+    tokenizer = vocabularies.real(name)
+    ids = text_ids(tokenizer, calibration.TOKENS)
+    assert len(ids) == calibration.TOKENS
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    assert ids[: len(start)] == start
+    assert not set(ids[len(start) :]) & set(tokenizer.control_tokens().values())
+
+
+def test_the_demonstration_model_makes_enough_of_the_text(demo_path: Path) -> None:
+    model = model_loaders.load(demo_path)
+    model.weights.close()
+    assert len(text_ids(model.tokenizer, calibration.TOKENS)) == calibration.TOKENS
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Setting:
+    """Everything that the statistics depend on, with a small model in it."""
+
+    config: ModelConfig
+    weights: ModelWeights
+    tokenizer: Tokenizer
+    block_size: int = N
+
+    def load(self, say: Callable[[str], None] = lambda sentence: None) -> list[LayerStatistics]:
+        return load_or_calibrate(NumpyOps(), self.config, self.weights, self.tokenizer, self.block_size, say)
+
+
+@pytest.fixture
+def setting(tiny_path: Path) -> Setting:
+    source = model_loaders.load(tiny_path)
+    weights = load_weights(NumpyOps(), source.config, source.weights)
+    source.weights.close()
+    return Setting(replace(source.config, max_context=40), weights, source.tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of tokens whenever a model is run for its statistics."""
+    counts: list[int] = []
+
+    def count_and_calibrate(ops, config, weights, ids, *rest):
+        counts.append(len(ids))
+        return calibrate(ops, config, weights, ids, *rest)
+
+    monkeypatch.setattr(calibration, "calibrate", count_and_calibrate)
+    return counts
+
+
+def assert_same(a: list[LayerStatistics], b: list[LayerStatistics]) -> None:
+    for one, other in zip(a, b, strict=True):
+        for name, values in vars(one).items():
+            np.testing.assert_array_equal(getattr(other, name), values, strict=True)
+
+
+def test_a_second_call_reads_what_the_first_has_kept(setting: Setting, cache: Path, runs: list[int]) -> None:
+    said: list[str] = []
+    first = setting.load(said.append)
+    assert_same(setting.load(said.append), first)
+    assert runs == [40]  # as many as the context holds
+    assert len(said) == 1
+    assert len(list(cache.iterdir())) == 1  # nothing unfinished is left
+
+
+def test_two_runs_give_the_same_bytes(setting: Setting) -> None:
+    ids = text_ids(setting.tokenizer, 40)
+    assert_same(*(calibrate(NumpyOps(), setting.config, setting.weights, ids, N) for _ in range(2)))
+
+
+def bend(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(b"no statistics at all"),
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+        lambda file: bend(file, 0),
+        lambda file: bend(file, 40),
+        lambda file: bend(file, file.stat().st_size // 2),
+        lambda file: bend(file, -1),
+    ],
+    ids=["empty", "other", "last byte gone", "half gone", "length bent", "header bent", "values bent", "end bent"],
+)
+def test_a_damaged_file_is_measured_again_and_replaced(
+    setting: Setting, cache: Path, runs: list[int], damage: Callable[[Path], object]
+) -> None:
+    first = setting.load()
+    (file,) = cache.iterdir()
+    damage(file)
+    assert_same(setting.load(), first)
+    assert_same(setting.load(), first)
+    assert len(runs) == 2
+
+
+def test_a_folder_in_the_files_place_does_no_harm(setting: Setting, cache: Path, runs: list[int]) -> None:
+    first = setting.load()
+    (file,) = cache.iterdir()
+    file.unlink()
+    file.mkdir()
+    assert_same(setting.load(), first)
+    assert len(runs) == 2
+
+
+def first_weight_bent(weights: ModelWeights) -> ModelWeights:
+    qkv = weights.layers[1].qkv.copy()
+    qkv[0, 0] += 1
+    return replace(weights, layers=[weights.layers[0], replace(weights.layers[1], qkv=qkv)])
+
+
+CHANGES: dict[str, Callable[[Setting], Setting]] = {
+    "block size": lambda s: replace(s, block_size=4),
+    "weights": lambda s: replace(s, weights=first_weight_bent(s.weights)),
+    "config": lambda s: replace(s, config=replace(s.config, norm_eps=1e-3)),
+    "tokens": lambda s: replace(s, config=replace(s.config, max_context=39)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_confused(setting: Setting, cache: Path, runs: list[int], change: str) -> None:
+    other = CHANGES[change](setting)
+    first, second = setting.load(), other.load()
+    assert_same(setting.load(), first)
+    assert_same(other.load(), second)
+    assert len(runs) == len(list(cache.iterdir())) == 2
+
+
+def test_another_text_is_measured_anew(
+    setting: Setting, runs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.load()
+    other = tmp_path / "other.txt"
+    other.write_text("nothing in there is like it\n" * 20)
+    monkeypatch.setattr(calibration, "TEXT_FILE", other)
+    setting.load()
+    assert len(runs) == 2
+
+
+def test_the_file_of_another_model_under_this_ones_name_is_not_believed(
+    setting: Setting, cache: Path, runs: list[int]
+) -> None:
+    first = setting.load()
+    (mine,) = cache.iterdir()
+    mine.unlink()
+    CHANGES["weights"](setting).load()
+    (others,) = cache.iterdir()
+    others.rename(mine)
+    assert_same(setting.load(), first)
+    assert len(runs) == 3
+
+
+def test_without_a_writable_folder_it_is_measured_every_time(setting: Setting, cache: Path, runs: list[int]) -> None:
+    cache.write_text("a file is in the way")
+    assert_same(setting.load(), setting.load())
+    assert len(runs) == 2
+
+
+def test_a_context_of_less_than_two_blocks_is_told_and_nothing_assumed(
+    setting: Setting, cache: Path, runs: list[int]
+) -> None:
+    said: list[str] = []
+    short = replace(setting, config=replace(setting.config, max_context=2 * N - 1))
+    statistics = short.load(said.append)
+    assert len(statistics) == setting.config.layers
+    for one in statistics:
+        np.testing.assert_array_equal(calibration.balance(one), np.ones_like(one.key_variance))
+    assert len(said) == 1
+    assert f"two blocks of {N}" in said[0]
+    assert not runs
+    assert not cache.exists()
