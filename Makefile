@@ -46,8 +46,9 @@ bench: $(VENV)/.installed-dev  ## speed on this machine (ARGS="…" adds flags)
 quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=FILE, ARGS="…" adds flags)
 	@$(PY) -m bench.quality --text "$(TEXT)" $(ARGS)
 
-readme: $(VENV)/.installed  ## bring the README's flag table up to date
-	@$(PY) scripts/make_flag_table.py
+readme: $(VENV)/.installed  ## bring the README's tables up to date
+	@$(PY) -m scripts.make_flag_table
+	@$(PY) -m scripts.make_quality_table
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -10,9 +10,9 @@ from engine.errors import EngineError
 
 # Types for keys and values, chosen by measurement: see the table in the README and `bench.quality`.
 PRESETS = {
-    "quality": ("ring5", "ring5"),
+    "quality": ("ring5", "ring4"),
     "balanced": ("ring4", "ring3.5"),
-    "compact": ("ring3.5", "ring3"),
+    "compact": ("ring3", "ring3.5"),
 }
 
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")

@@ -1,4 +1,7 @@
-"""The quality measurement: its arithmetic, its windows, and a whole run on a small real model."""
+"""The quality measurement: its arithmetic, its windows, and a whole run on a small real model.
+
+The parts that have a file of their own in `bench` are tested in one of their own here, too.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from bench import command, quality, report
+from bench import command, needle, plots, quality, report
 from bench.command import CacheType, cache_types
 from bench.divergence import compare, perplexity
+from bench.exact import Exact
+from bench.quality_scores import Quality, measure, windows
 from engine.flags import FlagError
 from tests.shared_data import shared
 
@@ -70,14 +75,14 @@ def test_the_perplexity_of_guessing_is_the_number_of_choices(choices: int, count
 
 @given(st.lists(st.integers(5, 99), max_size=40), st.integers(2, 12))
 def test_with_a_bos_every_id_of_the_text_is_predicted_once(ids: list[int], window: int) -> None:
-    cut = quality.windows(ids, window, bos_id=1)
+    cut = windows(ids, window, bos_id=1)
     assert all(one[0] == 1 and len(one) <= window for one in cut)
     assert [i for one in cut for i in one[1:]] == ids
 
 
 @given(st.lists(st.integers(5, 99), max_size=40), st.integers(2, 12))
 def test_without_a_bos_the_first_id_of_each_window_is_only_read(ids: list[int], window: int) -> None:
-    cut = quality.windows(ids, window, bos_id=None)
+    cut = windows(ids, window, bos_id=None)
     assert all(2 <= len(one) <= window for one in cut)
     joined = [i for one in cut for i in one]
     assert joined == ids[: len(joined)]
@@ -109,25 +114,25 @@ def reference() -> dict:
 
 
 @pytest.fixture(scope="module")
-def measured(reference: dict) -> quality.Quality:
+def measured(reference: dict) -> Quality:
     """The reference's windows, scored with f16 and with polarquant as published and as served here."""
     text = shared("text", reference["text"]).read_text(encoding="utf-8")
-    with quality.load_exact(str(shared("models", "stories260K")), reference["window"]) as exact:
+    with Exact(str(shared("models", "stories260K")), reference["window"]) as exact:
         ids = exact.tokenize(text)[: reference["text_ids"]]
         assert ids[: len(reference["first_ids"])] == reference["first_ids"]
-        cut = quality.windows(ids, reference["window"], exact.model.tokenizer.bos_id)
+        cut = windows(ids, reference["window"], exact.model.tokenizer.bos_id)
         assert [len(one) - 1 for one in cut] == [count for count, _ in reference["per_window"]]
-        return quality.measure(exact, cache_types("f16,polarquant,polarquant:plain"), cut)
+        return measure(exact, cache_types("f16,polarquant,polarquant:plain"), cut)
 
 
-def test_full_precision_reproduces_the_reference(measured: quality.Quality, reference: dict) -> None:
+def test_full_precision_reproduces_the_reference(measured: Quality, reference: dict) -> None:
     """Float32 on both sides, summed in different orders."""
     assert measured.scored_tokens == reference["scored"]
     assert math.log(measured.exact_perplexity) == pytest.approx(reference["nll_per_token"], abs=1e-4)
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_f16_reproduces_the_reference(measured: quality.Quality, reference: dict, row: int) -> None:
+def test_f16_reproduces_the_reference(measured: Quality, reference: dict, row: int) -> None:
     assert measured.rows[row].type == "f16"
     assert measured.rows[row].nll_per_token == pytest.approx(reference["nll_per_token"], abs=1e-3)
     # Half precision rounds to one part in 2000: far below what any code costs.
@@ -135,7 +140,7 @@ def test_f16_reproduces_the_reference(measured: quality.Quality, reference: dict
     assert measured.rows[row].bits_per_value == 16
 
 
-def test_rows_are_ordered_as_the_methods_are(measured: quality.Quality) -> None:
+def test_rows_are_ordered_as_the_methods_are(measured: Quality) -> None:
     """Codes cost something, more of them cost more, and conditioning is worth its bits."""
     rows = {(row.type, row.scored_as): row for row in measured.rows}
     assert len(rows) == 6
@@ -152,11 +157,21 @@ def test_rows_are_ordered_as_the_methods_are(measured: quality.Quality) -> None:
     assert served.kl_mean < plain.kl_mean
     assert served.kl_mean < served.kl_99th_percentile
     assert f16.same_top1 > served.same_top1 > coded.same_top1 > 0
-    # A mean of 16 bits for each channel of a block of 64 tokens, of the keys alone.
-    assert served.bits_per_value - plain.bits_per_value == pytest.approx(16 / 64 / 2)
+    # Attention errs as the whole model does, in every layer.
+    for small, large in ((f16, served), (served, coded)):
+        assert all(0 <= a < b for a, b in zip(small.attention_error, large.attention_error, strict=True))
+    # Block means of the keys alone: 8 bits for each channel, and 16 for the scale of each 8 channels, over 64 tokens.
+    assert served.bits_per_value - plain.bits_per_value == pytest.approx((8 + 16 / 8) / 64 / 2)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the measurement."""
+    monkeypatch.setattr(plots, "draw_all", lambda *given: "No pictures")
+
 
 STORY = "Once upon a time, there was a little girl named Lily.\nShe loved to play outside in the park.\n" * 12
 
@@ -171,10 +186,10 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
 ) -> None:
     text, output = tmp_path / "story.txt", tmp_path / "out.json"
     text.write_text(STORY, encoding="utf-8")
-    assert run(text, output, "--windows", "2") == 0
+    assert run(text, output, "--windows", "2", "--types", "f16,polarquant") == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("|") for line in lines[-7:]), "header, rule, full precision and two types twice"
-    assert "nats" in lines[-9]
+    assert "nats" in "".join(lines[-12:-7])
     found = json.loads(output.read_text(encoding="utf-8"))
     assert {"machine", "date", "command"} <= found.keys()
     assert found["command"].startswith("python -m bench.quality --weights ")
@@ -214,6 +229,13 @@ def test_conditioning_can_be_left_out_everywhere(tmp_path: Path, capsys: pytest.
         (["--weights", "{tmp}/none.gguf"], "{tmp}/none.gguf does not exist"),
         (["--output", "{tmp}/none/out.json"], "--output {tmp}/none/out.json cannot be written"),
         (["--output", "{tmp}"], "--output {tmp} is a folder"),
+        (["--key-bias", "nan"], "--key-bias: must be from 0 to 1000"),
+        (["--ablate", "int3"], "--ablate int3: There is no cache type 'int3'"),
+        (["--needle", "--needle-depths", "101"], "--needle-depths takes whole numbers up to 100, separated by commas"),
+        (["--needle", "--needle-lengths", "4k"], "--needle-lengths takes whole numbers, separated by commas, not '4k'"),
+        (["--needle"], "--needle-lengths 4096 is more than the 512 tokens of context that stories260K has"),
+        (["--needle", "--needle-lengths", "20"], "--needle-lengths 20: there is no room for a haystack"),
+        (["--needle", "--needle-lengths", "500"], "--needle-lengths 500: --text has only"),
     ],
 )
 def test_bad_input_gets_one_sentence(
@@ -236,7 +258,7 @@ def test_a_text_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("error: --text is missing: give a UTF-8 text file")
 
 
-@pytest.mark.parametrize("module", [command, report])
+@pytest.mark.parametrize("module", [command, needle, report])
 def test_examples_in_the_documentation_hold(module: object) -> None:
     tried = doctest.testmod(module)  # type: ignore[arg-type]
     assert tried.attempted > 0

@@ -1,0 +1,52 @@
+"""Which cache types are compared."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from bench.quality_types import all_types, chosen_types
+from engine import codecs
+from engine.cache_types import PRESETS
+from engine.config import Encoding
+from engine.flags import FlagError
+
+
+def test_all_types_are_all_there_are() -> None:
+    types = all_types(64, key_conditioning=True)
+    assert {one.key for one in types} == set(codecs.available())
+    assert set(PRESETS.values()) <= {(one.key, one.value) for one in types if one.key_conditioning}
+    assert all("v" in codecs.get(one.value).serves for one in types)
+    labels = [one.label for one in types]
+    assert len(set(labels)) == len(labels)
+    assert "polarquant:plain" in labels
+    assert not any(label.endswith(":plain") for label in labels if label.startswith(("f16", "ring", "trellis")))
+    plain = all_types(64, key_conditioning=False)
+    assert not any(one.key_conditioning for one in plain)
+
+
+def test_types_that_do_not_serve_the_head_dim_are_left_out() -> None:
+    found = {one.key for one in all_types(8, key_conditioning=True)}
+    assert "polarquant" in found
+    assert "q8_0" not in found
+
+
+def test_types_and_an_ablation_stand_together() -> None:
+    f16, whole, *others, bare = chosen_types("f16", "ring4/f16", key_conditioning=True)
+    assert f16.label == "f16"
+    assert (whole.label, whole.settings()["encoding"]) == ("ring4/f16 encoded well", Encoding())
+    parts = [part.name for part in fields(Encoding)]
+    assert [one.label for one in others] == [f"ring4/f16 without {part.replace('_', ' ')}" for part in parts]
+    assert [one.settings()["encoding"] for one in others] == [replace(Encoding(), **{part: False}) for part in parts]
+    assert bare.settings()["encoding"] == Encoding(**dict.fromkeys(parts, False))
+    assert all((one.key, one.value, one.key_conditioning) == ("ring4", "f16", True) for one in (whole, *others, bare))
+
+
+def test_an_ablation_starts_from_the_whole() -> None:
+    with pytest.raises(FlagError, match=r"--ablate polarquant:plain: .*without :plain"):
+        chosen_types(None, "polarquant:plain", key_conditioning=True)
+
+
+def test_nothing_is_chosen_where_nothing_is_named() -> None:
+    assert chosen_types(None, None, key_conditioning=True) == []

@@ -1,0 +1,65 @@
+"""Conditioning changes what the codec sees, and nothing of attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from engine.backends.numpy_ops import NumpyOps
+from engine.codecs import get
+from engine.conditioning import Conditioning, centre, mean_fields, read_mean
+from tests.kv.reference import attention
+
+KV_HEADS, HEADS, D, N = 2, 6, 16, 8
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("rotation", ["none", "hadamard", "dense"])
+def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, balanced: bool, bits: int) -> None:
+    """Keys k/s·W − μ with queries s∘q·W and q·μ added back, values v·W turned back: the outputs of plain attention."""
+    q = rng.standard_normal((5, HEADS, D)).astype(np.float32)
+    k = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32) + 5  # a mean worth taking out
+    v = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32)
+    half = rng.uniform(0.2, 5, (KV_HEADS, D // 2)).astype(np.float32)
+    w = get(f"polarquant+{rotation}").rotation(D)
+    stored = Conditioning(w, w, np.concatenate([half, half], 1) if balanced else None)
+
+    scales, ops = stored.scales(HEADS), NumpyOps()
+    turned = ops.rotate(np.concatenate([q, k[:5]], axis=1), w, scales)[:, :HEADS]
+    keys = ops.rotate(k, w, None if scales is None else scales[HEADS:])
+    residual, fields = centre(keys.reshape(4, N, KV_HEADS, D).swapaxes(1, 2), bits)
+    back = residual + read_mean(fields)[..., None, :]  # the products with q are what counts: (k − μ) + μ
+    mixed = attention(turned, back.swapaxes(1, 2).reshape(k.shape), ops.rotate(v, w), 4 * N - 5, 0.25, None)
+    mixed = mixed if w is None else mixed @ w.T.astype(np.float64)
+    np.testing.assert_allclose(mixed, attention(q, k, v, 4 * N - 5, 0.25, None), atol=1e-5)
+
+
+@given(hnp.arrays(np.float32, (3, 4, 8), elements=st.floats(-(2.0**100), 2.0**100, width=32)), st.sampled_from([8, 16]))
+def test_the_mean_is_taken_out_as_it_reads_back(keys: np.ndarray, bits: int) -> None:
+    residual, fields = centre(keys, bits)
+    expected = mean_fields(bits, 8)
+    assert {name: (array.shape[1:], array.dtype) for name, array in fields.items()} == expected
+    mean = read_mean(fields)
+    assert np.isfinite(mean).all()
+    np.testing.assert_array_equal(residual, keys - mean[:, None])
+
+
+@given(hnp.arrays(np.float32, (2, 16, 8), elements=st.floats(-100, 100, width=32)), st.sampled_from([8, 16]))
+def test_little_of_the_mean_is_left(keys: np.ndarray, bits: int) -> None:
+    """A step of the 8-bit mean is its largest channel over 127; of half precision, 2^−10 of the channel."""
+    residual, _ = centre(keys, bits)
+    largest = np.abs(keys.mean(axis=1)).max(axis=1, keepdims=True)
+    step = largest / 127 if bits == 8 else largest / 1024
+    assert (np.abs(residual.mean(axis=1)) <= 0.51 * step + 2e-3 * largest / 127 + 1e-4).all()
+
+
+def test_queries_take_the_balance_of_the_head_they_read() -> None:
+    s = np.arange(1, KV_HEADS * D + 1, dtype=np.float32).reshape(KV_HEADS, D)
+    scales = Conditioning(balance=s).scales(HEADS)
+    for head in range(HEADS):
+        np.testing.assert_array_equal(scales[head], s[head // (HEADS // KV_HEADS)])
+    np.testing.assert_array_equal(scales[HEADS:] * s, np.ones_like(s))
