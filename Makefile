@@ -9,7 +9,7 @@ EXTRA := $(if $(filter 12 13,$(CUDA)),cuda$(CUDA))
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test lint bench quality readme clean
+.PHONY: help chat test lint bench quality compile-all readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -45,6 +45,9 @@ bench: $(VENV)/.installed-dev  ## speed on this machine (ARGS="…" adds flags)
 
 quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=FILE, ARGS="…" adds flags)
 	@$(PY) -m bench.quality --text "$(TEXT)" $(ARGS)
+
+compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
+	@$(PY) -m scripts.compile_all
 
 readme: $(VENV)/.installed  ## bring the README's tables up to date
 	@$(PY) -m scripts.make_flag_table

@@ -17,7 +17,7 @@ from engine.backends.select import select
 from engine.calibration import load_or_calibrate
 from engine.conditioning import Conditioning
 from engine.config import Encoding, EngineConfig
-from engine.encoding import key_metric, value_metric
+from engine.encoding.metric import key_metric, value_metric, without_feedback
 from engine.errors import EngineError
 from engine.kv.plan import (
     CacheShape,
@@ -159,16 +159,15 @@ def _metrics(
     k = v = None
     if of.codec_k.rounding is not None:
         s = np.ones((shape.kv_heads, shape.head_dim)) if stored.balance is None else stored.balance
-        width = of.codec_k.rounding.width
-        k = key_metric(measured.query_second, measured.query_mean, s, stored.key_rotation, width)
+        k = key_metric(measured.query_second, measured.query_mean, s, stored.key_rotation, of.codec_k.rounding)
     if of.codec_v.rounding is not None:
         tokens = measured.token_correlation if choice.token_feedback else None
-        width = of.codec_v.rounding.width
-        v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, width, tokens)
+        rounding = of.codec_v.rounding
+        v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, rounding, tokens)
     if k is not None and not choice.tilt:
         k = replace(k, tilt_second=None, tilt_mean=None)
     if not choice.feedback:
-        k, v = (m and replace(m, feedback=np.zeros_like(m.feedback)) for m in (k, v))
+        k, v = (m and without_feedback(m) for m in (k, v))
     return k, v
 
 

@@ -14,7 +14,8 @@ import sys
 
 import numpy as np
 
-from engine.codecs._viterbi import STATES, PathSearch, turn
+from engine.codecs._cosets import STATES
+from engine.codecs._viterbi import PathSearch, turn
 
 _ROUNDS, _VECTORS, _DIM = 120, 4000, 64
 
@@ -26,7 +27,7 @@ def train(bits: int, rounds: int = _ROUNDS) -> np.ndarray:
     for number in range(rounds):
         x = random.standard_normal((_VECTORS, _DIM), np.float32)
         search = PathSearch(base)
-        codes, _ = search(x)
+        codes = search(x[None])[0][0]
         pairs = x.reshape(_VECTORS, -1, 2)
         states = search.states(codes)
         back = np.choose(states[..., None], [turn(pairs, -state) for state in range(STATES)]).reshape(-1, 2)
@@ -42,4 +43,4 @@ if __name__ == "__main__":
     found = train(int(sys.argv[1]))
     test = np.random.default_rng(0).standard_normal((4000, 128), np.float32)
     print(" ".join(f"{round(1000 * value)}" for value in found.ravel()))
-    print(f"{np.square(PathSearch(found)(test)[1] - test).mean():.5f}")
+    print(f"{np.square(PathSearch(found)(test[None])[1] - test).mean():.5f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from engine import Engine
+from engine import Engine, calibration
 from engine.config import Encoding
+from model_loaders.cache import CACHE_VARIABLE, cache_folder
 from model_loaders.demo import demo_model
 from model_loaders.errors import LoadError
 
@@ -24,6 +26,15 @@ FIXTURES = Path(__file__).parent / "fixtures" / "models"
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _calibrations_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Statistics of test models go to a folder of the tests; the demonstration model stays in the user's cache."""
+    folder = tmp_path_factory.mktemp("calibrations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else folder)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ ROOMS = {
     "engine.statistics": set(),
     "engine.backends.ops": ENCODING,
     "engine.backends.numpy_ops": OPS | {"engine.conditioning"},
+    "engine.backends.kernels": set(),
     "engine.backends.select": {"engine.backends", "engine.errors"},
     "engine.kv.tables": {"engine.kv.blocks"},
     "engine.kv.plan": CODECS | {"engine.conditioning", "engine.errors"},

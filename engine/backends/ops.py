@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from engine.codecs import Codec
-from engine.encoding import Metric
+from engine.encoding.metric import Metric
 
 Array = Any
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,24 +31,48 @@ class Field(NamedTuple):
 KEYS_AND_VALUES = frozenset({"k", "v"})
 
 
-class Rounding(Protocol):
-    """How a codec with a table rounds normalised values: what an encoder needs that chooses codes by its own measure.
+class Table(Protocol):
+    """A table of values, pairs or paths as an encoder sees it that chooses codes by its own measure.
 
-    R rows; `decode` of assembled codes gives norm · point.
+    `decode` of assembled codes gives norm · point.
     """
 
     @property
     def width(self) -> int:
-        """Values rounded together: 2 (pairs of channels 2j, 2j+1) or 1."""
-
-    def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x (R, width) float32, unit variance → codes (R,) uint8 or uint16, their points (R, width) float32."""
+        """Values of one code: 2 (pairs of channels 2j, 2j+1) or 1."""
 
     def stored_norms(self, norms: np.ndarray) -> np.ndarray:
         """(...) float32 ≥ 0 → what the store gives back for them, float32."""
 
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
-        """codes (..., N, D / width) of `nearest`, norms (..., N) float32 → the codec's fields."""
+        """codes (..., N, D / width), norms (..., N) float32 → the codec's fields."""
+
+
+class Rounding(Table, Protocol):
+    """A table in which each value or pair is rounded by itself."""
+
+    def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """x (R, width) float32, unit variance → codes (R,) uint8 or uint16, their points (R, width) float32."""
+
+
+@runtime_checkable
+class PathRounding(Table, Protocol):
+    """A table in which a code's point depends on the codes before it, so that vectors are rounded as a whole."""
+
+    def best_path(
+        self,
+        unit: np.ndarray,
+        feedback: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+        survivors: int = 1,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """unit (K, R, D) float32, unit variance → codes (K, R, P) uint8, their points (K, R, D) float32; P = D / width.
+
+        For each of K heads: feedback (K, D, D), strictly lower in blocks of width: j aims at x_j + F_j·e_{<j} with the
+        errors e before it on the same path. weights (K, P): what the squared distance of each from its aim counts.
+        survivors: paths that stay in the race for each state of the table, a power of two: more cost time and find
+        better paths where feedback is strong.
+        """
 
 
 class Codec(Protocol):
@@ -70,7 +94,7 @@ class Codec(Protocol):
         """
 
     @property
-    def rounding(self) -> Rounding | None:
+    def rounding(self) -> Rounding | PathRounding | None:
         """How it rounds, if it is a table of values or of pairs."""
 
     def check(self, head_dim: int, block_size: int) -> None:

@@ -2,7 +2,8 @@
 
 The square [−4, 4)² is cut into 256 × 256 cells. Most of them lie nearer to one point than to all others, and the cell
 is the answer; a cell with a border through it has the short list of points that can win there. What lies on the rim or
-beyond it, one in ten thousand pairs of unit variance, is compared with every point.
+beyond it, one in ten thousand pairs of unit variance, is compared with every point. So are all pairs when there are
+only a few: then comparing costs less than what any number of pairs costs in the cells.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _COARSE = 16  # cells along the side of a coarse cell, where the search for the 
 _TOLERANCE = 1e-4
 _RIM = 0  # the list that stands for all points
 
+_FEW = 1 << 15  # pairs times points: up to here comparison with every point is faster (512 pairs and 64 points)
+
 
 class NearestPoint:
     """Finds the nearest of `points` (P, 2), all within a radius of 4; of equally near ones the first.
@@ -28,14 +31,16 @@ class NearestPoint:
 
     def __init__(self, points: np.ndarray) -> None:
         self.points = np.ascontiguousarray(points, np.float32)
+        self._by_axis = np.ascontiguousarray(self.points.T)
         self._half = np.square(self.points).sum(1) / 2
         self._entries, self._lists, self._lengths = self._cut()
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 2) float32, magnitudes under 1e37 → codes (R,) uint8 or uint16, their points (R, 2) float32."""
         codes = np.empty(len(x), np.min_scalar_type(len(self.points) - 1))
+        few = len(x) * len(self.points) <= _FEW
         for part in slabs(len(x), 8):
-            codes[part] = self._round(x[part])
+            codes[part] = self._best_of_all(x[part]) if few else self._round(x[part])
         return codes, np.take(self.points, codes, axis=0)
 
     def scores(self, x: np.ndarray, codes: np.ndarray) -> np.ndarray:
@@ -71,9 +76,11 @@ class NearestPoint:
 
     def _best_of_all(self, x: np.ndarray) -> np.ndarray:
         """x (A, 2) → codes (A,), by comparison with every point."""
-        codes = np.empty(len(x), np.intp)
+        codes, (px, py) = np.empty(len(x), np.intp), self._by_axis
         for part in slabs(len(x), len(self.points)):
-            codes[part] = self.scores(x[part, None], np.arange(len(self.points))).argmin(1)
+            scores = self._half - x[part, :1] * px
+            scores -= x[part, 1:] * py
+            codes[part] = scores.argmin(1)
         return codes
 
     def _cut(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

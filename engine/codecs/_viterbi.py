@@ -1,15 +1,21 @@
-"""The best path through a bit-shift trellis of four states, for pairs of values."""
+"""The best path through a bit-shift trellis of four states, for pairs of values, as complex numbers.
+
+Letters: K heads, R vectors of each, S = K·R; D values in a vector, P = D/2 pairs; L survivors in each of four states.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from engine.codecs._arrays import slabs
-from engine.codecs._nearest import NearestPoint
-
-STATES = 4  # a state is the last two bits of the code before
+from engine.codecs._cosets import STATES, Cosets
 
 _FAR = np.float32(1e6)  # pairs are cut to this, so that squares of distances stay finite
+_NEVER = np.float32(1e30)  # what it costs to begin in any state but the first
+
+_SLAB = 2048  # survivors in each state, extended together: enough to hide the cost of a step, few enough for the cache
+_RECENT = 8  # pairs whose errors move with the survivors at every step; those of older pairs move as seldom
+
+_QUARTERS = np.array([1, 1j, -1, -1j], np.complex64)  # so is a pair turned in each state; exact
 
 
 def turn(pairs: np.ndarray, quarters: int) -> np.ndarray:
@@ -26,85 +32,169 @@ class PathSearch:
     """
 
     def __init__(self, base: np.ndarray) -> None:
-        self.base = np.ascontiguousarray(base, np.float32)
-        self._turned = np.concatenate([turn(self.base, state) for state in range(STATES)])
-        self._nearest = [NearestPoint(self.base[state::STATES]) for state in range(STATES)]
+        base = np.ascontiguousarray(base, np.float32)
+        self._bits = len(base).bit_length() - 1
+        self._cosets = Cosets(base)
+        self._points = _QUARTERS[:, None] * base.view(np.complex64)[:, 0]  # (4, 2^m)
 
     def __call__(
-        self, x: np.ndarray, feedback: np.ndarray | None = None, weights: np.ndarray | None = None
+        self,
+        x: np.ndarray,
+        feedback: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+        survivors: int = 1,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """x (R, D) float32 of unit variance → codes (R, D/2) uint8, their points (R, D) float32.
+        """x (K, R, D) float32 of unit variance → codes (K, R, P) uint8, their points (K, R, D) float32.
 
-        feedback: (D, D) float32, strictly lower in blocks of pairs: pair j aims at x_j + F_j·e_{<j}, e being the errors
-        of the pairs before it on the same path. weights: (D/2,) float32, what a squared error of each pair counts.
+        feedback: (K, D, D) float32, strictly lower in blocks of pairs: pair j aims at x_j + F_j·e_{<j}, e being the
+        errors of the pairs before it on the same path. weights: (K, P) float32, what a squared error of each pair
+        counts. survivors: L, a power of two: so many paths into each state stay in the race. Without feedback one is
+        enough; with it none is, as costs to come depend on all errors before, and a better path may be lost.
         """
-        codes, points = np.empty((len(x), x.shape[1] // 2), np.uint8), np.empty_like(x)
-        for part in slabs(len(x), 2 * x.shape[1]):
-            codes[part] = self._search(np.clip(x[part], -_FAR, _FAR), feedback, weights)
-            points[part] = self.points(codes[part])
+        codes, points = np.empty((*x.shape[:2], x.shape[2] // 2), np.uint8), np.empty_like(x)
+        step = max(1, _SLAB // max(1, len(x) * survivors))
+        for start in range(0, x.shape[1], step):
+            part = slice(start, start + step)
+            codes[:, part] = self._search(np.clip(x[:, part], -_FAR, _FAR), feedback, weights, survivors)
+            points[:, part] = self.points(codes[:, part])
         return codes, points
 
     def points(self, codes: np.ndarray) -> np.ndarray:
-        """codes (R, P) of whole vectors → (R, 2P) float32."""
-        rows = self.states(codes).astype(np.intp) * len(self.base) + codes
-        return np.take(self._turned, rows, axis=0).reshape(len(codes), -1)
+        """codes (..., P) of whole vectors → (..., D) float32."""
+        return np.take(self._points, self.states(codes).astype(np.intp) << self._bits | codes).view(np.float32)
 
     @staticmethod
     def states(codes: np.ndarray) -> np.ndarray:
-        """codes (R, P) of whole vectors → the state in which each stands, (R, P)."""
+        """codes (..., P) of whole vectors → the state in which each stands, (..., P)."""
         states = np.zeros_like(codes)
-        states[:, 1:] = codes[:, :-1] % STATES
+        states[..., 1:] = codes[..., :-1] % STATES
         return states
 
-    def _search(self, x: np.ndarray, feedback: np.ndarray | None, weights: np.ndarray | None) -> np.ndarray:
-        """x (R, D) → codes (R, D/2)."""
-        count, dim = x.shape
-        cost = np.full((STATES, count), np.inf, np.float32)
+    def _search(
+        self, x: np.ndarray, feedback: np.ndarray | None, weights: np.ndarray | None, survivors: int
+    ) -> np.ndarray:
+        """x (K, R, D) → codes (K, R, P)."""
+        heads, count, dim = x.shape
+        pairs = np.ascontiguousarray(x.reshape(-1, dim).view(np.complex64).T)  # (P, S)
+        past = None if feedback is None else _Past(pairs, heads, feedback, STATES * survivors)
+        points = np.repeat(self._points, survivors, axis=0)
+        cost = np.full((STATES * survivors, heads * count), _NEVER)
         cost[0] = 0
-        errors = np.zeros((STATES, count, dim), np.float32)  # of the best path into each state
-        taken = np.empty((dim // 2, STATES, count), np.uint8)  # its last code,
-        origin = np.empty((dim // 2, STATES, count), np.uint8)  # and the state before it
-        for j in range(dim // 2):
-            pair = slice(2 * j, 2 * j + 2)
-            target = np.broadcast_to(x[:, pair], (STATES, count, 2))
-            if feedback is not None:
-                target = target + errors[..., : 2 * j] @ feedback[pair, : 2 * j].T
-            cost, points = self._step(cost, target, 1 if weights is None else weights[j], taken[j], origin[j])
-            if feedback is not None:
-                errors = errors[origin[j], np.arange(count)]
-                errors[..., pair] = x[:, pair] - points
-        return self._trace(cost.argmin(0), taken, origin)
+        # A link is what a survivor came from, times 2^m, and its last code.
+        links = np.empty((dim // 2, *cost.shape), np.uint16)
+        for j, pair in enumerate(pairs):
+            target = np.broadcast_to(pair, cost.shape) if past is None else past.aims(j)
+            weight = None if weights is None else np.repeat(weights[:, j], count)
+            cost, before = self._step(target, cost, weight, links[j])
+            if past is not None:
+                past.extend(j, before, pair - np.take(points, links[j]))
+        return self._trace(cost.argmin(0), links).T.reshape(heads, count, -1)
 
     def _step(
-        self, cost: np.ndarray, target: np.ndarray, weight: float, taken: np.ndarray, origin: np.ndarray
+        self, target: np.ndarray, cost: np.ndarray, weight: np.ndarray | None, links: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Extend the paths into all states, cost (4, R), by a pair near target (4, R, 2) each.
+        """Extend survivors of cost (4L, S), L in each state, to each state, with a pair near target (4L, S).
 
-        Fills taken and origin (4, R), for the states after it; returns their cost (4, R) and last points (4, R, 2).
+        weight (S,). Fills links (4L, S), of the survivors after it; returns their cost (4L, S), and the index of the
+        one before each, (4L, S) intp, in the flat array of those.
         """
-        aims = np.stack([turn(aim, -state) for state, aim in enumerate(target)]).reshape(-1, 2)
-        costs, points, rows = np.empty_like(cost), np.empty(target.shape, np.float32), np.arange(cost.shape[1])
-        for state, nearest in enumerate(self._nearest):
-            codes, squared = nearest(aims)
-            squared -= aims
-            squared *= squared
-            total = (squared[:, 0] + squared[:, 1]).reshape(cost.shape)
-            total *= np.float32(weight)
-            total += cost
-            costs[state], origin[state] = total[0], 0
-            for before in range(1, STATES):
-                better = total[before] < costs[state]
-                np.copyto(costs[state], total[before], where=better)
-                np.copyto(origin[state], np.uint8(before), where=better)
-            taken[state] = np.take(codes, origin[state] * np.intp(len(rows)) + rows) * STATES + state
-            points[state] = np.take(self._turned, origin[state] * np.intp(len(self.base)) + taken[state], axis=0)
-        return costs, points
+        survivors = len(cost) // STATES
+        state = np.arange(len(cost))[:, None] // survivors
+        aims = target * _QUARTERS.conj()[state]  # the table turned back is the same in every state
+        quadruples = self._cosets.quadruple(aims)
+        near = np.take(self._cosets.points, quadruples, axis=1, mode="clip")  # (8, 4L, S): x and y by coset
+        total, dy = near[:STATES], near[STATES:]
+        total -= np.ascontiguousarray(aims.real)
+        total *= total
+        dy -= np.ascontiguousarray(aims.imag)
+        dy *= dy
+        total += dy
+        if weight is not None:
+            total *= weight
+        total += cost
+        # Floats that are not negative ascend like integers: minima over their bits find the least costs and, in place
+        # of the lowest bits of each, the survivor that it comes from.
+        tagged = total.view(np.uint32)
+        tagged &= np.uint32(2**32 - len(cost))
+        tagged |= np.arange(len(cost), dtype=np.uint32)[:, None]
+        best = _least(tagged, survivors).reshape(cost.shape)
+        origin = (best & np.uint32(len(cost) - 1)).astype(np.intp)
+        before = origin * cost.shape[1]
+        before += np.arange(cost.shape[1])
+        chosen = np.take(quadruples, before)
+        chosen += state * self._cosets.codes.shape[1]
+        origin <<= self._bits
+        origin += np.take(self._cosets.codes, chosen)
+        links[...] = origin
+        return best.view(np.float32), before
 
-    @staticmethod
-    def _trace(state: np.ndarray, taken: np.ndarray, origin: np.ndarray) -> np.ndarray:
-        """Last states (R,), and taken and origin (P, 4, R) → codes (R, P)."""
-        codes, rows = np.empty(taken.shape[::2], np.uint8), np.arange(len(state))
-        for j in reversed(range(len(taken))):
-            codes[j] = taken[j, state, rows]
-            state = origin[j, state, rows]
-        return codes.T
+    def _trace(self, survivor: np.ndarray, links: np.ndarray) -> np.ndarray:
+        """Last survivors (S,), and links (P, 4L, S) of all → codes (P, S) of their paths."""
+        codes, columns = np.empty(links.shape[::2], np.uint8), np.arange(links.shape[2])
+        for j in reversed(range(len(links))):
+            link = links[j, survivor, columns]
+            codes[j] = link & np.uint16((1 << self._bits) - 1)
+            survivor = (link >> self._bits).astype(np.intp)
+        return codes
+
+
+def _least(numbers: np.ndarray, count: int) -> np.ndarray:
+    """numbers (4, M, S) uint32 below 2³¹, different along M → the `count` least along M, ascending, (4, count, S)."""
+    least, offset = np.empty((len(numbers), count, numbers.shape[2]), np.uint32), np.uint32(0)
+    for place in range(count):
+        lowest = numbers.min(axis=1)
+        least[:, place] = lowest + offset
+        if place < count - 1:
+            numbers -= (lowest + np.uint32(1))[:, None]  # the lowest wraps around, and is the largest from now on
+            offset = least[:, place] + np.uint32(1)
+    return least
+
+
+class _Past:
+    """Errors of the pairs on the path of every survivor, and what they add to the aim of its next pair.
+
+    A step gives survivors other ancestors, and their errors must follow. Only those of a few recent pairs do so at
+    once. The others follow once for every `_RECENT` pairs, and then one product tells what they add to so many aims.
+    """
+
+    def __init__(self, pairs: np.ndarray, heads: int, feedback: np.ndarray, survivors: int) -> None:
+        """pairs (P, S) complex64, S = K·R; feedback (K, D, D); survivors: 4L."""
+        self._pairs, self._heads, self._feedback, self._survivors = pairs, heads, feedback, survivors
+        rows = survivors * pairs.shape[1]
+        self._old = np.zeros((rows, 2 * len(pairs)), np.float32)  # (4L·S, D), of the survivors when old errors moved
+        self._ancestors = np.arange(rows)  # what those of now were then
+        self._recent = np.zeros((rows, 2 * _RECENT), np.float32)  # of those of now, of the pairs since then
+        self._aims = np.empty((rows, 0), np.complex64)  # of those then, at pairs since then, as old errors move them
+
+    def aims(self, j: int) -> np.ndarray:
+        """What pair j of each survivor aims at, (4L, S) complex64. Pairs come in turn, each followed by `extend`."""
+        place = j % _RECENT
+        if place == 0:
+            self._begin(j)
+        aims = np.take(self._aims.reshape(-1), self._ancestors * self._aims.shape[1] + place)
+        if place:
+            aims += self._product(self._recent[:, : 2 * place], slice(j, j + 1), slice(j - place, j))[:, 0]
+        return aims.reshape(self._survivors, -1)
+
+    def extend(self, j: int, before: np.ndarray, errors: np.ndarray) -> None:
+        """Pair j: before (4L, S) intp, flat indices of the survivors that go on; its errors (4L, S) complex64."""
+        self._ancestors = np.take(self._ancestors, before.reshape(-1))
+        self._recent = np.take(self._recent, before.reshape(-1), axis=0)
+        self._recent.view(np.complex64)[:, j % _RECENT] = errors.reshape(-1)
+
+    def _begin(self, j: int) -> None:
+        """Let errors of all pairs before j become old, and find out what they add to the next pairs."""
+        if j:
+            self._old = np.take(self._old, self._ancestors, axis=0)
+            self._old[:, 2 * (j - _RECENT) : 2 * j] = self._recent
+            self._ancestors = np.arange(len(self._old))
+        following = slice(j, min(j + _RECENT, len(self._pairs)))
+        self._aims = np.tile(self._pairs[following].T, (self._survivors, 1))
+        if j:
+            self._aims += self._product(self._old[:, : 2 * j], following, slice(0, j))
+
+    def _product(self, errors: np.ndarray, of: slice, by: slice) -> np.ndarray:
+        """errors (4L·S, 2·pairs) of the pairs `by` → what they add to the pairs `of`, (4L·S, pairs) complex64."""
+        rows = self._feedback[:, 2 * of.start : 2 * of.stop, 2 * by.start : 2 * by.stop]
+        by_head = errors.reshape(self._survivors, self._heads, -1, errors.shape[1])
+        return np.ascontiguousarray(by_head @ rows.swapaxes(1, 2)).reshape(len(errors), -1).view(np.complex64)

@@ -22,7 +22,7 @@ import numpy as np
 
 from engine.backends.ops import Array, CacheSpan, LayerCache, Ops
 from engine.conditioning import Conditioning, mean_fields
-from engine.encoding import Metric
+from engine.encoding.metric import Metric
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.plan import CacheShape, StorePlan
 from engine.kv.tables import BlockTable, Growth, TableGroup

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import codecs
-from engine.codecs._viterbi import STATES, PathSearch, turn
+from engine.codecs import _viterbi
+from engine.codecs._cosets import STATES
+from engine.codecs._viterbi import PathSearch, turn
 from engine.codecs.trellis import points_of
 from tests.codecs.data import gaussian
 
@@ -34,39 +36,154 @@ def test_turns_are_right_angles():
         assert np.array_equal(turn(pairs, quarters), np.stack([z.real, z.imag], -1).astype(np.float32))
 
 
+def small_search(seed):
+    """A table of 8 points, two in each coset, and all paths of four pairs over it."""
+    search = PathSearch(np.clip(gaussian(8, 2, seed=seed), -2.8, 2.8))
+    return search, np.array(list(product(range(8), repeat=4)), np.uint8)
+
+
+def middles(x):
+    """x, moved to the middles of the cells of the search, where its candidates are the nearest points."""
+    return ((np.floor(x * 32) + 0.5) / 32).astype(np.float32)
+
+
+def aims_cost(x, points, feedback, weights):
+    """x, points (..., D) → Σ_j w_j·|e_j + F_j·e_{<j}|² for one head, (...)."""
+    errors = x.astype(np.float64) - points
+    squared = np.square(errors + errors @ feedback.T.astype(np.float64))
+    return squared.reshape(*squared.shape[:-1], -1, 2).sum(-1) @ weights
+
+
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**32 - 1))
 def test_no_path_is_better(seed):
-    """All 8⁴ paths over a table of 8 points, with and without weights of the pairs."""
-    search = PathSearch(np.clip(gaussian(8, 2, seed=seed), -2.8, 2.8))
-    paths = np.array(list(product(range(8), repeat=4)), np.uint8)
-    x = gaussian(20, 8, seed=seed + 1)
-    for weights in (None, np.array([1, 0.1, 3, 0.5], np.float32)):
-        squared = np.square(x[:, None] - search.points(paths)).reshape(len(x), len(paths), 4, 2).sum(-1)
-        errors = (squared * (1 if weights is None else weights)).sum(-1)
-        codes, points = search(x, weights=weights)
+    """Of all 8⁴ paths, with and without weights of the pairs."""
+    search, paths = small_search(seed)
+    x = middles(gaussian(1, 20, 8, seed=seed + 1))
+    for weights in (np.ones((1, 4), np.float32), np.array([[1, 0.1, 3, 0.5]], np.float32)):
+        costs = aims_cost(x[0, :, None], search.points(paths), np.zeros((8, 8)), weights[0])
+        codes, points = search(x, weights=None if (weights == 1).all() else weights)
         assert np.array_equal(points, search.points(codes))
-        found = errors[np.arange(len(x)), codes.astype(int) @ [512, 64, 8, 1]]
-        assert found == pytest.approx(errors.min(1), rel=1e-5)
+        found = costs[np.arange(20), codes[0].astype(int) @ [512, 64, 8, 1]]
+        assert found == pytest.approx(costs.min(1), rel=1e-5)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 2**32 - 1))
+def test_away_from_the_middles_a_path_costs_hardly_more(seed):
+    """In |x − p|² a candidate exceeds the nearest point p by at most their distance times a cell's diagonal."""
+    search, paths = small_search(seed)
+    x = np.clip(gaussian(1, 50, 8, seed=seed + 1), -3.99, 3.99)
+    costs = aims_cost(x[0, :, None], search.points(paths), np.zeros((8, 8)), np.ones(4))
+    codes, _ = search(x)
+    found = costs[np.arange(50), codes[0].astype(int) @ [512, 64, 8, 1]]
+    assert (found <= costs.min(1) + 4 * np.sqrt(2) / 32 * 8 + 1e-5).all()
+    assert found.mean() < 1.01 * costs.min(1).mean()
+
+
+def strict_feedback(dim, scale, *heads, seed=2):
+    pair = np.arange(dim) // 2
+    return np.where(pair[:, None] > pair, gaussian(*heads, dim, dim, seed=seed) * np.float32(scale), np.float32(0))
+
+
+def by_survivors(points, x, feedback, weights, count):
+    """One vector (D,), float64: `count` survivors for each state, each with all its errors → codes (P,)."""
+    survivors = [(0.0, [], np.zeros_like(x))]
+    for j in range(len(x) // 2):
+        pair, extended = slice(2 * j, 2 * j + 2), []
+        for cost, codes, errors in survivors:
+            state = codes[-1] % STATES if codes else 0
+            aim = x[pair] + feedback[pair] @ errors
+            squared = np.square(points - middles(np.clip(turn(aim, -state), -3.99, 3.99))).sum(1)
+            for coset in range(STATES):
+                code = coset + STATES * int(squared[coset::STATES].argmin())
+                point = turn(points[code].astype(np.float64), state)
+                after = errors.copy()
+                after[pair] = x[pair] - point
+                extended.append((cost + weights[j] * np.square(aim - point).sum(), [*codes, code], after))
+        extended.sort(key=lambda survivor: survivor[0])
+        into = [[one for one in extended if one[1][-1] % STATES == state][:count] for state in range(STATES)]
+        survivors = [survivor for state in into for survivor in state]
+    return min(survivors, key=lambda survivor: survivor[0])[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("pairs", [1, 5, 8, 9, 16, 20])
+def test_every_survivor_feeds_back_its_own_errors(pairs, count):
+    """Against the algorithm written out in float64; 20 pairs are more than those whose errors move at every step."""
+    points = points_of(6)
+    x, feedback = gaussian(2, 8, 2 * pairs), strict_feedback(2 * pairs, 0.3, 2)
+    weights = np.exp(gaussian(2, pairs, seed=3))
+    codes, _ = PathSearch(points)(x, feedback, weights, count)
+    for head, row in np.ndindex(2, 8):
+        args = x[head, row].astype(np.float64), feedback[head].astype(np.float64), weights[head], count
+        assert codes[head, row].tolist() == by_survivors(points, *args)
+
+
+def test_more_survivors_find_better_paths():
+    x, feedback, weights = gaussian(1, 400, 32), strict_feedback(32, 0.2, 1), np.exp(gaussian(1, 16, seed=3) / 2)
+    search = PathSearch(points_of(6))
+    found = [search(x, feedback, weights, count)[1] for count in (1, 2, 4, 8)]
+    costs = [aims_cost(x[0], points[0], feedback[0], weights[0]).mean() for points in found]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[2] < 0.97 * costs[0]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_least_numbers_ascend(count, seed):
+    numbers = np.random.default_rng(seed).permuted(np.arange(4 * 8 * 5, dtype=np.uint32) * 12_345_678)
+    numbers = numbers.reshape(4, 8, 5)
+    expected = np.sort(numbers, axis=1)[:, :count]
+    assert np.array_equal(_viterbi._least(numbers.copy(), count), expected)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 2**32 - 1))
+def test_with_feedback_few_paths_are_better(seed):
+    """Survivors are no guarantee, as costs to come depend on more than the state; of all 8⁴ paths few beat them."""
+    search, paths = small_search(seed)
+    x, feedback = gaussian(1, 50, 8, seed=seed + 1), strict_feedback(8, 0.25, 1, seed=seed + 2)
+    weights = np.array([[1, 0.5, 2, 0.7]], np.float32)
+    costs = aims_cost(x[0, :, None], search.points(paths), feedback[0], weights[0])
+    _, points = search(x, feedback, weights)
+    found = aims_cost(x[0], points[0], feedback[0], weights[0])
+    assert (found >= costs.min(1) - 1e-5).all()
+    assert ((costs < found[:, None]).mean(1) < 0.02).mean() > 0.9
+
+
+def test_a_head_has_its_own_feedback_and_weights():
+    x, feedback, weights = gaussian(3, 40, 32), strict_feedback(32, 0.2, 3), np.exp(gaussian(3, 16))
+    together = PathSearch(points_of(7))(x, feedback, weights)[0]
+    for head in range(3):
+        one = slice(head, head + 1)
+        alone = PathSearch(points_of(7))(x[one], feedback[one], weights[one])[0]
+        assert (alone == together[one]).all(-1).mean() > 0.9  # products of other shapes may decide an edge
+
+
+def test_slabs_change_nothing(monkeypatch):
+    x, weights = gaussian(2, 50, 16), np.exp(gaussian(2, 8))
+    whole = PathSearch(points_of(6))(x, weights=weights)[0]
+    monkeypatch.setattr(_viterbi, "_SLAB", 14)
+    assert np.array_equal(PathSearch(points_of(6))(x, weights=weights)[0], whole)
+
+
+def test_no_vectors():
+    codes, points = PathSearch(points_of(6))(np.empty((2, 0, 16), np.float32), strict_feedback(16, 0.2, 2))
+    assert codes.shape == (2, 0, 8)
+    assert points.shape == (2, 0, 16)
 
 
 @every_trellis
 def test_feedback_lowers_the_cost_that_it_stands_for(name, bits):
     """M = Lᵀ·diag(d)·L with L = 1 + F unit lower in blocks: Σ_j d_j·|e_j + F_j·e_{<j}|² is e·M·eᵀ."""
     dim = 16
-    pair = np.arange(dim) // 2
-    feedback = np.where(pair[:, None] > pair, gaussian(dim, dim, seed=2) / 4, 0).astype(np.float32)
-    weights = np.exp(gaussian(dim // 2, seed=3) / 2)
-    x = gaussian(2000, dim)
-
-    def cost(points):
-        errors = x - points
-        aims = np.square(errors + errors @ feedback.T).reshape(len(x), -1, 2).sum(-1)
-        return (aims @ weights).mean()
-
-    codec = codecs.get(name)
-    plain, fed = (codec.best_path(x, *metric)[1] for metric in ((), (feedback, weights)))
-    assert cost(fed) < 0.9 * cost(plain)
+    feedback, weights = strict_feedback(dim, 0.25, 1), np.exp(gaussian(1, dim // 2, seed=3) / 2)
+    x = gaussian(1, 2000, dim)
+    rounding = codecs.get(name).rounding
+    plain, fed = (rounding.best_path(x, *metric)[1] for metric in ((), (feedback, weights)))
+    costs = [aims_cost(x, points, feedback[0], weights[0]).mean() for points in (fed, plain)]
+    assert costs[0] < 0.9 * costs[1]
     assert np.square(x - fed).mean() > np.square(x - plain).mean()
 
 
@@ -76,8 +193,8 @@ def test_decode_reads_every_code_through_its_window(name, bits, option):
     codec = codecs.get(name + option)
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 8, 12), np.uint8)
     norms = np.logspace(-2, 2, 24, dtype=np.float32).reshape(3, 8)
-    fields = codec.store.assemble(codes, norms)
-    expected = by_window(bits, codes.reshape(24, 12)).reshape(3, 8, 24) * codec.store.stored_norms(norms)[..., None]
+    fields = codec.rounding.assemble(codes, norms)
+    expected = by_window(bits, codes.reshape(24, 12)).reshape(3, 8, 24) * codec.rounding.stored_norms(norms)[..., None]
     assert np.array_equal(codec.decode(fields), expected)
 
 
@@ -86,17 +203,17 @@ def test_encode_takes_the_best_path_and_the_root_mean_square(name, bits):
     codec = codecs.get(name)
     x = gaussian(8, 16) * 3
     norms = np.sqrt(np.square(x).mean(-1))
-    codes, points = codec.best_path(x / norms[:, None])
-    encoded, fields = codec.encode(x), codec.store.assemble(codes, norms)
+    codes, points = (part[0] for part in codec.rounding.best_path((x / norms[:, None])[None]))
+    encoded, fields = codec.encode(x), codec.rounding.assemble(codes, norms)
     assert all(np.array_equal(encoded[key], fields[key]) for key in fields)
-    assert np.array_equal(codec.decode(encoded), points * codec.store.stored_norms(norms)[:, None])
+    assert np.array_equal(codec.decode(encoded), points * codec.rounding.stored_norms(norms)[:, None])
 
 
 @every_trellis
 def test_a_point_is_the_mean_of_the_pairs_that_take_it(name, bits):
     """Lloyd's condition: distances from the means are those of means of so few pairs, to a quarter."""
     x = gaussian(4000, 64, seed=bits)
-    codes, points = codecs.get(name).best_path(x)
+    codes, points = (part[0] for part in codecs.get(name).rounding.best_path(x[None]))
     states = PathSearch.states(codes).reshape(-1)
     pairs, squared = x.reshape(-1, 2), np.square(x - points).reshape(-1, 2).sum(-1)
     back = np.choose(states[:, None], [turn(pairs, -state) for state in range(STATES)])

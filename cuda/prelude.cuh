@@ -1,0 +1,152 @@
+// What every kernel may use. Written for NVRTC, which has no standard headers; the CPU emulator of the tests brings its
+// own versions of everything between #ifndef POLAR_EMULATOR and #endif.
+//
+// Conventions: a block is a whole number of warps. ACT is the type of activations, WEIGHT that of weights: float,
+// __half or __nv_bfloat16. All sums are float. T rows (tokens); the other letters are those of the engine's op set.
+
+#ifndef POLAR_EMULATOR
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// `name` points to the dynamic shared memory of the launch, aligned to 128 bytes.
+#define DYNAMIC_SHARED(type, name)                                          \
+    extern __shared__ __align__(128) unsigned char dynamic_shared_bytes[];  \
+    type *name = reinterpret_cast<type *>(dynamic_shared_bytes)
+
+__device__ __forceinline__ unsigned shared_address(const void *p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// d (16, 8) += a (16, 16) · b (16, 8) of one warp; fragments as the PTX ISA lays them out for mma.m16n8k16.
+#define DEFINE_MMA(name, type)                                                                                  \
+    __device__ __forceinline__ void name(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {       \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "        \
+            "{%8,%9}, {%0,%1,%2,%3};"                                                                           \
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                \
+    }
+DEFINE_MMA(mma_m16n8k16_f16, "f16")
+DEFINE_MMA(mma_m16n8k16_bf16, "bf16")
+
+// An 8 × 8 tile of 16-bit values, two neighbours of a row per lane, transposed over the warp.
+__device__ __forceinline__ unsigned movmatrix_transposed(unsigned v) {
+    unsigned r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+    return r;
+}
+
+// 8 × 8 tiles of 16-bit values from shared memory; lane 8 · i + r gives the address of row r of tile i.
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&tiles)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&tiles)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x2(unsigned (&tiles)[2], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(tiles[0]), "=r"(tiles[1])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// Copy 4, 8 or 16 bytes from global to shared memory while the thread goes on. A wait covers the thread's own copies.
+template <int BYTES>
+__device__ __forceinline__ void cp_async(void *shared, const void *global) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES)
+                     : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int GROUPS_LEFT>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS_LEFT) : "memory");
+}
+
+// 2^x in one instruction: relative error 2^-22, results below 2^-126 are 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+#endif
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// What one 16-byte access moves.
+template <class T>
+struct __align__(16) Chunk {
+    T at[16 / sizeof(T)];
+};
+
+// N neighbours as floats, in 16-byte loads: p is aligned to 16 bytes, N a multiple of 16 / sizeof(T).
+template <int N, class T>
+__device__ __forceinline__ void load_floats(float (&out)[N], const T *p) {
+    constexpr int size = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < N; i += size) {
+        const Chunk<T> chunk = *reinterpret_cast<const Chunk<T> *>(p + i);
+#pragma unroll
+        for (int j = 0; j < size; ++j) out[i + j] = to_float(chunk.at[j]);
+    }
+}
+
+// The same for memory that is read once: it does not push anything else out of the caches.
+template <int N, class T>
+__device__ __forceinline__ void load_floats_once(float (&out)[N], const T *p) {
+    constexpr int size = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < N; i += size) {
+        Chunk<T> chunk;
+        *reinterpret_cast<uint4 *>(&chunk) = __ldcs(reinterpret_cast<const uint4 *>(p + i));
+#pragma unroll
+        for (int j = 0; j < size; ++j) out[i + j] = to_float(chunk.at[j]);
+    }
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store_floats(T *p, const float (&values)[N]) {
+    constexpr int size = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < N; i += size) {
+        Chunk<T> chunk;
+#pragma unroll
+        for (int j = 0; j < size; ++j) chunk.at[j] = from_float<T>(values[i + j]);
+        *reinterpret_cast<Chunk<T> *>(p + i) = chunk;
+    }
+}
+
+// The sum over the 32 lanes, in all of them.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
+// The sum over the block, in all threads. `partial`: 32 floats of shared memory, free to use again after the next
+// barrier.
+__device__ __forceinline__ float block_sum(float x, float *partial) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    x = warp_sum(x);
+    if (lane == 0) partial[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
+}

@@ -1,0 +1,17 @@
+// y = silu(gate) · up, silu(g) = g / (1 + e^-g).
+//
+// gate_up (T, 2F) = [gate | up], y (T, F).
+// Grid (ceil(F / (8 · block)), T). DEFINES: ACT.
+// PRECOND: F % 8 == 0; gate_up and y aligned to 16 bytes.
+extern "C" __global__ void __launch_bounds__(1024) silu_mul_kernel(ACT *y, const ACT *gate_up, int F) {
+    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    if (i >= F) return;
+    const ACT *row = gate_up + blockIdx.y * 2ll * F;
+    float gate[8], up[8];
+    load_floats(gate, row + i);
+    load_floats(up, row + F + i);
+    // e^-g overflows to infinity for gates below −88, where silu is 0 = g / infinity.
+#pragma unroll
+    for (int j = 0; j < 8; ++j) gate[j] = gate[j] / (1.0f + __expf(-gate[j])) * up[j];
+    store_floats(y + (long long)blockIdx.y * F + i, gate);
+}

@@ -1,0 +1,44 @@
+"""The number formats of kernels as NumPy arrays, and how far a kernel's result may be from the exact one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+EPS32 = float(np.finfo(np.float32).eps)
+
+# CUDA type → distance of neighbouring numbers relative to them.
+STEP = {"float": EPS32, "__half": float(np.finfo(np.float16).eps), "__nv_bfloat16": 2.0**-7}
+
+
+def store(x: np.ndarray, kind: str) -> np.ndarray:
+    """x as an array of CUDA type `kind`, rounded to nearest even; bfloat16 as its bits, uint16. `x` has no NaN."""
+    x = np.asarray(x, np.float32)
+    if kind == "__nv_bfloat16":
+        bits = x.view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return x.astype(np.float16 if kind == "__half" else np.float32)
+
+
+def read(x: np.ndarray, kind: str) -> np.ndarray:
+    """What `store` made, as float32."""
+    if kind == "__nv_bfloat16":
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32)
+
+
+def poisoned(shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """An array of NaN."""
+    if kind == "__nv_bfloat16":
+        return np.full(shape, 0xFFFF, np.uint16)
+    return np.full(shape, np.nan, np.float16 if kind == "__half" else np.float32)
+
+
+def assert_as_exact_as_numpy(result: np.ndarray, exact: np.ndarray, plain: np.ndarray, kind: str) -> None:
+    """`result`, of type `kind`, is as near to `exact` (float64) as NumPy's float32 `plain`, but for its own rounding.
+
+    Four times NumPy's largest error: a kernel adds in another order, and approximates 1/√ and e^x to two more units.
+    """
+    values = read(result, kind)
+    allowed = 4 * max(np.abs(plain - exact).max(), EPS32 * np.abs(exact).max()) + STEP[kind] / 2 * np.abs(exact)
+    worst = np.abs(values - exact) - allowed
+    assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} values are off, by up to {np.nanmax(worst)}"

@@ -1,0 +1,95 @@
+"""Every kernel compiles for every architecture, spills no register and asks for no more shared memory than there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.backends.kernels import folder
+from tests.cuda.nvrtc import SHARED_LIMIT, STATIC_LIMIT, Usage, compile_text, compiler
+from tests.cuda.variants import VARIANTS, Variant, covering, everything
+
+COVERING = list(covering())
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_compiler() -> None:
+    try:
+        compiler()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def faults(variant: Variant, usage: Usage) -> list[str]:
+    """What is wrong with one compiled kernel, a sentence each."""
+    shared = usage.static_shared + variant.dynamic_shared
+    limit = SHARED_LIMIT[usage.arch]
+    found = {
+        f"spills {usage.spilled} bytes of registers": usage.spilled > 0,
+        f"keeps {usage.stack} bytes of local memory": usage.stack > 0,
+        f"has {usage.static_shared} bytes of static shared memory, of {STATIC_LIMIT}": usage.static_shared
+        > STATIC_LIMIT,
+        f"uses {shared} bytes of shared memory, of {limit}": shared > limit,
+    }
+    return [f"sm_{usage.arch} {variant}: {usage.kernel} {what}" for what, is_so in found.items() if is_so]
+
+
+def row(variant: Variant, usage: Usage) -> str:
+    shared = f"{usage.static_shared:6} + {variant.dynamic_shared:6}"
+    return f"sm_{usage.arch:<4} {usage.registers:4} registers {shared} bytes shared  {usage.kernel:24} {variant}"
+
+
+@pytest.mark.parametrize(("variant", "arch"), COVERING, ids=lambda value: str(value).replace(" ", "-"))
+def test_compiles(variant: Variant, arch: int) -> None:
+    compiled = compile_text(variant.text(), arch)
+    assert compiled
+    for usage in compiled:
+        print(row(variant, usage))
+        assert not faults(variant, usage)
+
+
+def test_every_kernel_has_variants() -> None:
+    assert set(VARIANTS) == {file.stem for file in folder().glob("*.cu")}
+
+
+def test_the_covering_set_covers_and_stays_small() -> None:
+    assert len(COVERING) <= 120
+    kernels_and_archs = {(variant.kernel, arch) for variant, arch in COVERING}
+    assert kernels_and_archs == {(variant.kernel, arch) for variant, arch in everything()}
+
+
+SPILLS = """
+extern "C" __global__ void __launch_bounds__(1024) planted(float *y, const float *x) {
+    float v[100];
+    for (int i = 0; i < 100; ++i) v[i] = x[threadIdx.x + 1024 * i];
+    __syncthreads();
+    for (int i = 0; i < 100; ++i)
+        for (int j = 0; j < 100; ++j) y[threadIdx.x + 1024 * (100 * i + j)] = v[i] * v[j];
+}
+"""
+
+
+INDEXED = """
+extern "C" __global__ void planted(float *y, const int *x) {
+    float v[64];
+    for (int i = 0; i < 64; ++i) v[x[i]] = y[i];
+    for (int i = 0; i < 64; ++i) y[i] = v[x[i] ^ 1];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "dynamic", "arch", "words"),
+    [
+        (SPILLS, 0, 80, "bytes of registers"),
+        (INDEXED, 0, 90, "bytes of local memory"),
+        ('extern "C" __global__ void planted() {}', 100 << 10, 86, "of 101376"),
+    ],
+)
+def test_faults_are_found(text: str, dynamic: int, arch: int, words: str) -> None:
+    (usage,) = compile_text(text, arch)
+    assert any(words in fault for fault in faults(Variant("planted", {}, dynamic_shared=dynamic), usage))
+
+
+def test_a_kernel_that_does_not_compile_says_where() -> None:
+    with pytest.raises(AssertionError, match=r"cuda/planted\.cu\(7\): error"):
+        compile_text('#line 7 "cuda/planted.cu"\nnonsense;', 80)

@@ -1,0 +1,299 @@
+"""The CUDA emulator finds planted bugs, and names the line of each.
+
+In every text the line that goes wrong ends with `// here` (of a race, either end); the same lines without the bug are
+run as well.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.backends import kernels
+from tests.cuda_emulator import EmulatorError, Program
+
+SEEDS = [0, 1, 2, 3]
+
+
+def program(body: str, arguments: str = "float *y, const float *x") -> tuple[Program, list[int]]:
+    """A kernel `planted` with this body, and the numbers of its lines that say `here`."""
+    text = (
+        f'{kernels.prelude()}\n#line 1 "cuda/planted.cu"\nextern "C" __global__ void planted({arguments}) {{{body}}}\n'
+    )
+    after = text.split('"cuda/planted.cu"\n')[1]
+    return Program(text), [number for number, line in enumerate(after.splitlines(), 1) if "// here" in line]
+
+
+def assert_caught(body: str, words: str, *args: Any, arguments: str = "", **launch: Any) -> None:
+    """`words` is a pattern of the message; it is found in every order of threads."""
+    planted, lines = program(body, *([arguments] if arguments else []))
+    size = {"grid": (1,), "block": (64,), **launch}
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError) as caught:
+            planted.launch("planted", size["grid"], size["block"], *args, shared=size.get("shared", 0), seed=seed)
+        message = str(caught.value)
+        assert re.search(words, message), message
+        places = [f"planted: cuda/planted.cu:{line}: " for line in lines]
+        assert message.startswith(tuple(places)), f"wanted {places}: {message}"
+
+
+def assert_passes(body: str, *args: Any, arguments: str = "", **launch: Any) -> None:
+    planted, _ = program(body, *([arguments] if arguments else []))
+    size = {"grid": (1,), "block": (64,), **launch}
+    for seed in SEEDS:
+        planted.launch("planted", size["grid"], size["block"], *args, shared=size.get("shared", 0), seed=seed)
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    """y (64,), x (128,) float32."""
+    return np.zeros(64, np.float32), np.arange(128, dtype=np.float32)
+
+
+REVERSE = """
+    __shared__ float s[64];
+    s[threadIdx.x] = x[threadIdx.x];  // here
+    {barrier}
+    y[threadIdx.x] = s[63 - threadIdx.x];  // here
+"""
+
+
+def test_missing_block_barrier() -> None:
+    y, x = arrays()
+    assert_caught(REVERSE.format(barrier=""), "race: load of shared memory|uninitialised", y, x)
+    assert_passes(REVERSE.format(barrier="__syncthreads();"), y, x)
+    np.testing.assert_array_equal(y, x[:64][::-1])
+
+
+def test_a_barrier_of_the_warp_is_not_one_of_the_block() -> None:
+    y, x = arrays()
+    assert_caught(REVERSE.format(barrier="__syncwarp();"), "race|uninitialised", y, x)
+    assert_passes(REVERSE.format(barrier="__syncwarp();").replace("63 -", "31 -"), y, x, block=(32,))
+
+
+def test_a_shuffle_does_not_order_memory() -> None:
+    y, x = arrays()
+    body = REVERSE.format(barrier="__shfl_sync(~0u, x[0], 0);").replace("63 -", "31 -")
+    assert_caught(body, "race", y, x, block=(32,))
+
+
+def test_missing_barrier_before_shared_memory_is_used_again() -> None:
+    body = """
+    __shared__ float s[64];
+    for (int i = 0; i < 2; ++i) {
+        s[threadIdx.x] = x[threadIdx.x + i];  // here
+        __syncthreads();
+        y[threadIdx.x] = s[63 - threadIdx.x];  // here
+        BARRIER
+    }
+    """
+    y, x = arrays()
+    assert_caught(body.replace("BARRIER", ""), "race: (load|store) of shared memory", y, x)
+    assert_passes(body.replace("BARRIER", "__syncthreads();"), y, x)
+
+
+@pytest.mark.parametrize(("barrier", "threads", "other"), [("__syncthreads()", 64, 63), ("__syncwarp()", 32, 31)])
+def test_a_thread_may_change_what_others_read_before_a_barrier(barrier: str, threads: int, other: int) -> None:
+    body = f"""
+    __shared__ float s[64];
+    s[threadIdx.x] = x[threadIdx.x];
+    {barrier};
+    const float v = s[{other} - threadIdx.x] + s[0];  // here
+    BARRIER
+    s[threadIdx.x] += v;  // here
+    y[threadIdx.x] = s[threadIdx.x];
+    """
+    y, x = arrays()
+    assert_passes(body.replace("BARRIER", f"{barrier};"), y, x, block=(threads,))
+    np.testing.assert_array_equal(y[:threads], other)
+    assert_caught(body.replace("BARRIER", ""), "race: (load|store) of shared memory", y, x, block=(threads,))
+
+
+def test_race_between_threads_of_a_block_in_global_memory() -> None:
+    body = """
+    y[threadIdx.x] = x[threadIdx.x];  // here
+    BARRIER
+    y[63 - threadIdx.x] += 1.0f;  // here
+    """
+    y, x = arrays()
+    assert_caught(body.replace("BARRIER", ""), "race: (load|store|atomic) of global memory", y, x)
+    assert_passes(body.replace("BARRIER", "__syncthreads();"), y, x)
+
+
+def test_race_between_blocks() -> None:
+    y, x = arrays()
+    assert_caught("\nif (threadIdx.x == 0) y[0] = y[0] + x[blockIdx.x];  // here\n", "between blocks", y, x, grid=(3,))
+    assert_passes("if (threadIdx.x == 0) atomicAdd(y, x[blockIdx.x]);", y, x, grid=(3,))
+    assert y[0] == len(SEEDS) * (0 + 1 + 2)
+
+
+def test_a_block_reads_what_another_overwrites() -> None:
+    y, x = arrays()
+    body = "\nif (blockIdx.x) x[0] = y[1];  // here\nelse y[0] = x[0];\n"
+    planted, _ = program(body, "float *y, float *x")
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match="between blocks"):
+            planted.launch("planted", (2,), (1,), y, x, seed=seed)
+
+
+def test_misaligned_vector_load() -> None:
+    body = """
+    const float4 v = *reinterpret_cast<const float4 *>(x + threadIdx.x + OFFSET);  // here
+    y[threadIdx.x] = v.x + v.w;
+    """
+    y, x = arrays()
+    assert_caught(body.replace("OFFSET", "1"), "misaligned", y, x, block=(8,))
+    assert_passes(body.replace("threadIdx.x + OFFSET", "4 * threadIdx.x"), y, x, block=(8,))
+
+
+def test_index_past_a_buffer() -> None:
+    y, x = arrays()
+    body = "\ny[threadIdx.x + 1] = x[threadIdx.x];  // here\n"
+    assert_caught(body, r"out of bounds: store of 4 bytes at byte 256 of a buffer of 256 bytes", y, x)
+
+
+def test_index_past_a_shared_array() -> None:
+    body = """
+    __shared__ float s[64];
+    s[threadIdx.x + 1] = x[threadIdx.x];  // here
+    __syncthreads();
+    y[threadIdx.x] = s[threadIdx.x];
+    """
+    y, x = arrays()
+    assert_caught(body, "out of bounds", y, x)
+
+
+def test_index_past_dynamic_shared_memory() -> None:
+    body = """
+    DYNAMIC_SHARED(float, s);
+    s[threadIdx.x] = x[threadIdx.x];  // here
+    y[threadIdx.x] = s[threadIdx.x];
+    """
+    y, x = arrays()
+    assert_caught(body, "byte 252 of 252 bytes of dynamic shared memory", y, x, shared=252)
+    assert_passes(body, y, x, shared=256)
+
+
+def test_uninitialised_shared_memory() -> None:
+    body = """
+    __shared__ float s[64];
+    if (threadIdx.x < COUNT) s[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    y[threadIdx.x] = s[threadIdx.x];  // here
+    """
+    y, x = arrays()
+    assert_caught(body.replace("COUNT", "63"), "uninitialised", y, x)
+    assert_passes(body.replace("COUNT", "64"), y, x)
+
+
+COPY = """
+    __shared__ __align__(16) float s[64];
+    if (threadIdx.x < 16) cp_async<16>(s + 4 * threadIdx.x, x + 4 * threadIdx.x);
+    cp_async_commit();
+    if (threadIdx.x < 16) cp_async<16>(s + 4 * threadIdx.x, x + 64 + 4 * threadIdx.x);
+    cp_async_commit();
+    cp_async_wait<LEFT>();
+    __syncthreads();
+    y[threadIdx.x] = s[threadIdx.x];  // here
+    cp_async_wait<0>();
+"""
+
+
+def test_unwaited_copy() -> None:
+    y, x = arrays()
+    once = "\n".join(line for line in COPY.splitlines() if "x + 64" not in line)
+    assert_caught(once.replace("LEFT", "2"), "cp.async has not been waited for", y, x)
+    assert_passes(once.replace("LEFT", "1"), y, x)
+    np.testing.assert_array_equal(y, x[:64])
+
+
+def test_a_copy_that_overtakes_another() -> None:
+    y, x = arrays()
+    body = COPY.replace("LEFT", "0").replace("x + 64 + 4 * threadIdx.x);", "x + 64 + 4 * threadIdx.x);  // here", 1)
+    body = body.replace("s[threadIdx.x];  // here", "s[threadIdx.x];")
+    assert_caught(body, "cp.async has not been waited for", y, x)
+
+
+def test_copy_without_barrier() -> None:
+    y, x = arrays()
+    once = "\n".join(line for line in COPY.splitlines() if "x + 64" not in line and "syncthreads" not in line)
+    assert_caught(once.replace("LEFT", "0"), "race|has not been waited for|uninitialised", y, x)
+
+
+def test_barrier_in_divergent_code() -> None:
+    body = """
+    __shared__ float s[64];
+    s[threadIdx.x] = x[threadIdx.x];
+    if (threadIdx.x < 32)
+        { __syncthreads(); y[threadIdx.x] = s[0]; }
+    else
+        { __syncthreads(); y[threadIdx.x] = s[1]; }
+    """
+    y, x = arrays()
+    planted, _ = program(body)
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match=r"planted\.cu:[57]: .*divergent barrier.* line [57], .* line [57]"):
+            planted.launch("planted", (1,), (64,), y, x, seed=seed)
+
+
+def test_barrier_after_some_threads_have_returned() -> None:
+    y, x = arrays()
+    planted, _ = program("\nif (threadIdx.x >= 40) return;\n__syncthreads();\ny[threadIdx.x] = x[0];\n")
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match=r"planted\.cu:3: .*(divergent barrier|deadlock)"):
+            planted.launch("planted", (1,), (64,), y, x, seed=seed)
+
+
+def test_shuffle_in_divergent_code() -> None:
+    y, x = arrays()
+    body = "\nfloat v = x[threadIdx.x];\nif (threadIdx.x < 16) v += __shfl_xor_sync(MASK, v, 1);\ny[threadIdx.x] = v;\n"
+    planted, _ = program(body.replace("MASK", "0xffffffffu"))
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match=r"planted\.cu:3: .*deadlock.*__shfl_xor_sync in line 3"):
+            planted.launch("planted", (1,), (32,), y, x, seed=seed)
+    assert_passes(body.replace("MASK", "0xffffu"), y, x, block=(32,))
+
+
+def test_store_to_a_const_argument() -> None:
+    y, x = arrays()
+    assert_caught("\nconst_cast<float *>(x)[0] = 1.0f;  // here\n", "declared const", y, x)
+
+
+def test_a_shift_without_meaning() -> None:
+    y, x = arrays()
+    assert_caught("\ny[threadIdx.x] = 1 << (int)x[threadIdx.x];  // here\n", "shift", y, x)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            (np.zeros(4, np.float64), np.zeros(4, np.float32), np.int32(4)),
+            r"argument 0 is an array of float64.*float32",
+        ),
+        ((np.zeros(4, np.float32), np.zeros(4, np.float32), 4), "argument 2 is a Python int.*NumPy scalar int32"),
+        ((np.zeros(4, np.float32), np.zeros(4, np.float32), np.int64(4)), "argument 2 is a NumPy scalar int64"),
+        ((np.zeros(4, np.float32), np.float32(4), np.int32(4)), "argument 1 is a NumPy scalar.*pointer"),
+        ((np.zeros(4, np.float32), np.zeros(4, np.float32)), "takes 3 arguments, not 2"),
+        ((np.zeros((4, 4), np.float32).T, np.zeros(4, np.float32), np.int32(4)), "not next to each other"),
+    ],
+)
+def test_arguments_fit_the_signature(args: tuple[Any, ...], words: str) -> None:
+    planted, _ = program("y[0] = x[0];", "float *y, const float *x, int n")
+    with pytest.raises(EmulatorError, match=words):
+        planted.launch("planted", (1,), (1,), *args)
+
+
+def test_a_text_that_does_not_compile() -> None:
+    with pytest.raises(AssertionError, match=r"planted\.cu:1:.*nonsense"):
+        program("nonsense;")
+
+
+def test_more_threads_than_the_launch_bounds() -> None:
+    text = '#define MOST 64\nextern "C" __global__ void __launch_bounds__(MOST, 1) planted(float *y) {}\n'
+    planted, y = Program(text), np.zeros(1, np.float32)
+    planted.launch("planted", (1,), (64,), y)
+    with pytest.raises(EmulatorError, match="96 threads in a block, its launch bounds are 64"):
+        planted.launch("planted", (1,), (96,), y)

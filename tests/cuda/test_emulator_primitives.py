@@ -1,0 +1,220 @@
+"""What the CUDA emulator computes: number formats, warp operations, matrix fragments, atomics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.backends import kernels
+from tests.cuda.formats import read, store
+from tests.cuda_emulator import Program
+
+LANES = np.arange(32)
+
+
+def run(body: str, arguments: str, *args: np.ndarray, threads: int = 32, seed: int = 0) -> None:
+    """Run a kernel with this body in one block."""
+    text = (
+        f'{kernels.prelude()}\nextern "C" __global__ void tried({arguments}) {{ const int t = threadIdx.x;\n{body}}}\n'
+    )
+    Program(text).launch("tried", (1,), (threads,), *args, seed=seed)
+
+
+@pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
+def test_every_short_float_reads_back(kind: str) -> None:
+    bits = np.arange(65536, dtype=np.uint16)
+    codes = bits.view(np.float16) if kind == "__half" else bits
+    values = np.zeros(65536, np.float32)
+    body = "for (int i = t; i < 65536; i += 256) y[i] = to_float(x[i]);"
+    run(body, f"float *y, const {kind} *x", values, codes, threads=256)
+    np.testing.assert_array_equal(values.view(np.uint32), read(codes, kind).view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
+def test_floats_round_to_the_nearest_even_short_float(rng: np.random.Generator, kind: str) -> None:
+    exponents = rng.uniform(-50, 40, 4000)
+    values = rng.choice([-1, 1], 4000) * 2.0**exponents
+    codes = np.arange(0, 0x7B00, 7, dtype=np.uint16)
+    halves = codes.view(np.float16) if kind == "__half" else codes
+    ties = (read(halves, kind).astype(np.float64) + read(np.nextafter(halves, np.float16(9)), kind)) / 2
+    edges = [0.0, -0.0, 65504, 65519.99, 65520, np.inf, -np.inf, 2.0**-25, 2.0**-24, 2.0**-14]
+    x = np.concatenate([values, ties if kind == "__half" else [], edges]).astype(np.float32)
+    with np.errstate(over="ignore"):
+        expected = store(x, kind)
+    y = np.zeros(len(x), expected.dtype)
+    body = f"for (int i = t; i < n[0]; i += 256) y[i] = from_float<{kind}>(x[i]);"
+    run(body, f"{kind} *y, const float *x, const int *n", y, x, np.array([len(x)], np.int32), threads=256)
+    np.testing.assert_array_equal(y.view(np.uint16), expected.view(np.uint16))
+
+
+def test_half_arithmetic_rounds_once(rng: np.random.Generator) -> None:
+    a, b, c = (rng.standard_normal(256).astype(np.float16) for _ in range(3))
+    y = np.zeros((3, 256), np.float16)
+    body = """
+    y[t] = __hadd(a[t], b[t]);
+    y[256 + t] = __hmul2(__halves2half2(a[t], a[t]), __halves2half2(b[t], b[t])).y;
+    y[512 + t] = __hfma(a[t], b[t], c[t]);
+    """
+    run(body, "__half *y, const __half *a, const __half *b, const __half *c", y, a, b, c, threads=256)
+    exact = a.astype(np.float64) * b + c.astype(np.float64)
+    np.testing.assert_array_equal(y, np.stack([a + b, a * b, exact.astype(np.float16)]))
+
+
+@pytest.mark.parametrize(
+    ("call", "source"),
+    [
+        ("__shfl_sync(~0u, x[t], 5)", LANES * 0 + 5),
+        ("__shfl_sync(~0u, x[t], t + 1, 8)", LANES // 8 * 8 + (LANES + 1) % 8),
+        ("__shfl_xor_sync(~0u, x[t], 9)", LANES ^ 9),
+        ("__shfl_up_sync(~0u, x[t], 3)", np.where(LANES < 3, LANES, LANES - 3)),
+        ("__shfl_down_sync(~0u, x[t], 3, 16)", np.where(LANES % 16 > 12, LANES, LANES + 3)),
+    ],
+)
+def test_shuffles(call: str, source: np.ndarray) -> None:
+    x = np.arange(32, dtype=np.float32) + 100
+    y = np.zeros(32, np.float32)
+    for seed in (0, 1, 2):
+        run(f"y[t] = {call};", "float *y, const float *x", y, x, seed=seed)
+        np.testing.assert_array_equal(y, x[source])
+
+
+def test_votes_and_reductions() -> None:
+    x = np.arange(64, dtype=np.int32) * 7 % 64
+    y = np.zeros((8, 64), np.uint32)
+    body = """
+    const unsigned low = 0x0000ffffu;
+    y[t] = __ballot_sync(~0u, x[t] > 31);
+    y[64 + t] = __any_sync(~0u, x[t] == 63);
+    y[128 + t] = __all_sync(~0u, x[t] < 60);
+    y[192 + t] = t % 32 < 16 ? __reduce_add_sync(low, (unsigned)x[t]) : 0;
+    y[256 + t] = __reduce_max_sync(~0u, x[t]);
+    y[320 + t] = __syncthreads_count(x[t] > 31);
+    y[384 + t] = __syncthreads_or(x[t] == 63);
+    y[448 + t] = __syncthreads_and(x[t] == 63);
+    """
+    run(body, "unsigned *y, const int *x", y, x, threads=64)
+    warps = x.reshape(2, 32)
+    ballots = [sum(1 << i for i in range(32) if warp[i] > 31) for warp in warps]
+    low = np.where(LANES < 16, warps[:, :16].sum(axis=1)[:, None], 0)
+    expected = [
+        np.repeat(ballots, 32),
+        np.repeat((warps == 63).any(axis=1), 32),
+        np.repeat((warps < 60).all(axis=1), 32),
+        low.ravel(),
+        np.repeat(warps.max(axis=1), 32),
+        np.full(64, (x > 31).sum()),
+        np.ones(64),
+        np.zeros(64),
+    ]
+    np.testing.assert_array_equal(y, np.stack(expected).astype(np.uint32))
+
+
+def test_atomics() -> None:
+    sums, extremes = np.zeros(2, np.float32), np.array([0, 0], np.int32)
+    body = """
+    atomicAdd(sums, (float)t);
+    atomicMax(extremes, t);
+    for (int old = extremes[1], seen; ; old = seen)
+        if ((seen = atomicCAS(extremes + 1, old, old + 2)) == old) break;
+    """
+    with pytest.raises(AssertionError, match="race: load of global memory"):  # the plain load of extremes[1]
+        run(body, "float *sums, int *extremes", sums, extremes, threads=96)
+    body = body.replace("extremes[1], seen", "0, seen")
+    run(body, "float *sums, int *extremes", sums, extremes, threads=96)
+    assert sums[0] == sum(range(96))
+    assert extremes.tolist() == [95, 192]
+
+
+def test_byte_perm_and_shifts(rng: np.random.Generator) -> None:
+    a, b = (rng.integers(0, 2**32, 32, dtype=np.uint32) for _ in range(2))
+    y = np.zeros((3, 32), np.uint32)
+    body = (
+        "y[t] = __byte_perm(a[t], b[t], 0x2c50); y[32 + t] = __funnelshift_r(a[t], b[t], t); y[64 + t] = __brev(a[t]);"
+    )
+    run(body, "unsigned *y, const unsigned *a, const unsigned *b", y, a, b)
+    eight = np.stack([a, b], axis=1).view(np.uint8).reshape(32, 8)
+    sign = np.where(eight[:, 4] & 128, 255, 0).astype(np.uint8)  # nibble c: the sign of byte 4
+    picked = np.stack([eight[:, 0], eight[:, 5], sign, eight[:, 2]], axis=1)
+    np.testing.assert_array_equal(y[0], np.ascontiguousarray(picked).view(np.uint32)[:, 0])
+    wide = a.astype(object) + b.astype(object) * 2**32
+    assert y[1].tolist() == [(value >> shift) % 2**32 for shift, value in enumerate(wide)]
+    assert y[2].tolist() == [int(f"{value:032b}"[::-1], 2) for value in a]
+
+
+@pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
+def test_matrix_product_of_a_warp(rng: np.random.Generator, kind: str) -> None:
+    """Fragments by hand, as the PTX ISA draws them: lane l has row l / 4 and columns 2 · (l % 4), + 1 of each tile."""
+    a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
+    d = np.zeros((16, 8), np.float32)
+    name = "mma_m16n8k16_f16" if kind == "__half" else "mma_m16n8k16_bf16"
+    body = f"""
+    const int row = t / 4, column = t % 4 * 2;
+    unsigned left[4], right[2];
+    for (int i = 0; i < 4; ++i) {{
+        const unsigned short *p = a + (row + i % 2 * 8) * 16 + column + i / 2 * 8;
+        left[i] = p[0] | (unsigned)p[1] << 16;
+    }}
+    for (int i = 0; i < 2; ++i) {{
+        const unsigned short *p = b + (column + i * 8) * 8 + row;
+        right[i] = p[0] | (unsigned)p[8] << 16;
+    }}
+    float sum[4] = {{1.0f, 1.0f, 1.0f, 1.0f}};
+    {name}(sum, left, right);
+    for (int i = 0; i < 4; ++i) d[(row + i / 2 * 8) * 8 + column + i % 2] = sum[i];
+    """
+    arguments = "float *d, const unsigned short *a, const unsigned short *b"
+    run(body, arguments, d, store(a, kind).view(np.uint16), store(b, kind).view(np.uint16))
+    np.testing.assert_array_equal(d, a @ b + 1)
+
+
+def test_tiles_from_shared_memory_are_fragments(rng: np.random.Generator) -> None:
+    """ldmatrix brings A, row by row, and B, column by column, and B row by row with a transposition."""
+    a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
+    d = np.zeros((2, 16, 8), np.float32)
+    body = """
+    __shared__ __align__(16) __half tile_a[16][16], tile_b[8][16], rows_b[16][16];
+    for (int i = t; i < 256; i += 32) tile_a[i / 16][i % 16] = a[i];
+    for (int i = t; i < 128; i += 32) tile_b[i % 8][i / 8] = rows_b[i / 8][i % 8] = rows_b[i / 8][i % 8 + 8] = b[i];
+    __syncwarp();
+    unsigned left[4], right[2], both[4];
+    ldmatrix_x4(left, &tile_a[t % 16][t / 16 * 8]);
+    ldmatrix_x2(right, &tile_b[t % 8][t / 8 % 2 * 8]);
+    ldmatrix_x4_transposed(both, &rows_b[t % 16][t / 16 * 8]);
+    for (int i = 0; i < 2; ++i) {
+        float sum[4] = {};
+        mma_m16n8k16_f16(sum, left, right);
+        for (int j = 0; j < 4; ++j) d[i * 128 + (t / 4 + j / 2 * 8) * 8 + t % 4 * 2 + j % 2] = sum[j];
+        for (int j = 0; j < 2; ++j) right[j] = both[j];
+    }
+    """
+    run(body, "float *d, const __half *a, const __half *b", d, a.astype(np.float16), b.astype(np.float16))
+    np.testing.assert_array_equal(d, np.stack([a @ b] * 2))
+
+
+def test_movmatrix_transposes() -> None:
+    x = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    y = np.zeros(32, np.uint32)
+    run("y[t] = movmatrix_transposed(x[t]);", "unsigned *y, const unsigned *x", y, x.view(np.uint32).ravel())
+    np.testing.assert_array_equal(y.view(np.uint16).reshape(8, 8), x.T)
+
+
+def test_seeds_change_the_order_of_threads() -> None:
+    orders = []
+    for seed in range(4):
+        order, count = np.zeros(64, np.int32), np.zeros(1, np.int32)
+        run("order[atomicAdd(count, 1)] = t;", "int *order, int *count", order, count, threads=64, seed=seed)
+        assert sorted(order.tolist()) == list(range(64))
+        orders.append(order.tolist())
+    assert orders[0] == list(range(64)) == orders[1][::-1]
+    assert orders[2] != orders[3]
+
+
+def test_launches_without_checks_give_the_same() -> None:
+    text = kernels.source("silu_mul", ACT="float")
+    gate_up = np.linspace(-4, 4, 32, dtype=np.float32).reshape(1, 32)
+    results = []
+    for checked in (True, False):
+        y = np.zeros((1, 16), np.float32)
+        Program(text, checked=checked).launch("silu_mul_kernel", (1, 1), (32,), y, gate_up, np.int32(16))
+        results.append(y)
+    np.testing.assert_array_equal(*results)

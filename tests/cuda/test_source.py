@@ -1,0 +1,54 @@
+"""The text that the compiler of CUDA gets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.backends import kernels
+
+SOURCES = sorted(kernels.folder().rglob("*.cu*"))
+
+
+def test_one_text_of_constants_prelude_and_kernel() -> None:
+    text = kernels.source("embed", ACT="float", WEIGHT="__half")
+    order = ["#define ACT float", "#define WEIGHT __half", '#line 1 "cuda/prelude.cuh"', '#line 1 "cuda/embed.cu"']
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    assert text.count("embed_kernel(") == 1
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -2.5e-30, 1.0, 1e30])
+def test_a_float_constant_is_the_nearest_float32(value: float) -> None:
+    text = kernels.source("embed", VALUE=value)
+    literal = re.search(r"#define VALUE (\S+)f\n", text)
+    assert literal
+    assert float.fromhex(literal[1]) == np.float32(value)
+
+
+def test_an_unknown_kernel_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError, match=r"nonsense\.cu"):
+        kernels.source("nonsense")
+    with pytest.raises(FileNotFoundError, match=r"nonsense\.cuh"):
+        kernels.source("embed", codec="nonsense")
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
+def test_sources_need_no_header_of_ours_or_of_the_host(file: Path) -> None:
+    included = set(re.findall(r"#include\s*(\S+)", file.read_text()))
+    assert included <= ({"<cuda_fp16.h>", "<cuda_bf16.h>"} if file.name == "prelude.cuh" else set())
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES if file.suffix == ".cu"], ids=lambda file: file.stem)
+def test_every_kernel_says_what_it_needs(file: Path) -> None:
+    """A kernel has the name of its op, and its file says shapes, launch, constants and preconditions."""
+    text = file.read_text()
+    assert f"\n{file.stem}_kernel(" in text or f" {file.stem}_kernel(" in text
+    head = text[: text.index('extern "C"')]
+    for word in ("Grid (", "DEFINES:", "PRECOND:"):
+        assert word in text
+    assert head.startswith("// ")
+    assert len(text.splitlines()) <= 300

@@ -1,0 +1,94 @@
+"""From the text of a kernel to a shared library: g++, once for every text."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+_SHIM = sorted(_HERE.glob("*.h"))
+_MACHINE = sorted(_HERE.glob("*.cpp"))
+
+_CACHE = Path(tempfile.gettempdir()) / f"cuda-emulator-{getpass.getuser()}"
+
+_COMMON = ["-std=c++20", "-fPIC", "-gdwarf-4", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
+# Without sibling calls a return address is a line of the kernel. Every access becomes a call of a hook (hooks.cpp).
+_KERNEL = [
+    *_COMMON,
+    "-O1",
+    "-fno-strict-aliasing",
+    "-fno-optimize-sibling-calls",
+    "-fno-threadsafe-statics",
+    "-fno-gnu-unique",
+    "-Wno-unknown-pragmas",
+    "-Wno-attributes",
+    f"-I{_HERE}",
+    "-include",
+    "device.h",
+]
+_CHECKS = [
+    "-fsanitize=thread,alignment,bounds,shift,integer-divide-by-zero,float-cast-overflow",
+    "-fno-sanitize-recover=all",
+]
+
+_BOUNDED_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\(\s*([^,)]+)[^)]*\)\s*)?(\w+)\s*\(")
+
+
+def kernel_names(text: str) -> dict[str, str]:
+    """Kernels that a text defines, in order: name → the most threads of a block, an expression in C++."""
+    found = _BOUNDED_KERNEL.findall(re.sub(r"//[^\n]*", "", text))
+    return {name: bound or "1024" for bound, name in found}
+
+
+def library(text: str, checked: bool) -> Path:
+    """The shared library of a CUDA text. Skips the calling test where there is no g++; AssertionError if it fails."""
+    if sys.platform != "linux" or not shutil.which("g++"):
+        pytest.skip("the CUDA emulator needs g++ on Linux")
+    calls = "".join(f"EMULATOR_KERNEL({name}, {bound})\n" for name, bound in kernel_names(text).items())
+    flag = f"namespace emulator {{ extern const bool kChecked; const bool kChecked = {int(checked)}; }}\n"
+    whole = f'{text}\n#line 1 "launch"\n{flag}{calls}'
+    flags = [*_KERNEL, *(_CHECKS if checked else [])]
+    machine = _compiled(_MACHINE)
+    path = _CACHE / f"{_key(whole, *flags, machine.name, *(file.read_text() for file in _SHIM))}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
+            source, objects, linked = (Path(folder) / name for name in ("kernel.cpp", "kernel.o", "kernel.so"))
+            source.write_text(whole)
+            _run(["g++", *flags, "-c", str(source), "-o", str(objects)])
+            _run(["g++", "-shared", "-Wl,-z,now", "-Wl,-Bsymbolic", str(objects), str(machine), "-o", str(linked)])
+            os.replace(linked, path)
+    return path
+
+
+def _compiled(sources: list[Path]) -> Path:
+    """One object file of the emulated machine itself."""
+    _CACHE.mkdir(mode=0o700, exist_ok=True)
+    texts = [file.read_text() for file in [*sources, *_SHIM]]
+    path = _CACHE / f"{_key(*texts, *_COMMON)}.o"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
+            joined = Path(folder) / "machine.o"
+            objects = [Path(folder) / f"{file.stem}.o" for file in sources]
+            for file, target in zip(sources, objects, strict=True):
+                _run(["g++", *_COMMON, "-O2", "-c", str(file), "-o", str(target)])
+            _run(["g++", "-r", "-nostdlib", *map(str, objects), "-o", str(joined)])
+            os.replace(joined, path)
+    return path
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"g++ does not compile the kernel:\n{done.stderr[:6000]}"

@@ -1,0 +1,136 @@
+"""Launches the kernels of a CUDA text on NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.cuda_emulator.build import library
+
+# NumPy knows no bfloat16: its bits travel as uint16.
+_DTYPES = {"b2": "u2"}
+
+
+class EmulatorError(AssertionError):
+    """A kernel did what it may not: kernel, file and line, thread, and what it did."""
+
+
+class Program:
+    """The kernels of one text (see `engine.backends.kernels.source`).
+
+    checked: stop at the first race, access out of bounds, misaligned vector access, load of shared memory that
+    nobody has written, undefined shift or conversion. Without checks a launch takes less than half the time, and a
+    kernel that writes out of bounds may take the process with it.
+    """
+
+    def __init__(self, text: str, *, checked: bool = True):
+        self._path = library(text, checked)
+        self._library = ctypes.CDLL(str(self._path))
+        self._library.emulator_buffer.restype = ctypes.c_void_p
+        self._library.emulator_error.restype = ctypes.c_char_p
+        self._library.emulator_error_offset.restype = ctypes.c_size_t
+
+    def launch(
+        self, name: str, grid: Sequence[int], block: Sequence[int], *args: Any, shared: int = 0, seed: int = 0
+    ) -> None:
+        """Run kernel `name` over grid and block (1 to 3 sizes each); arrays that it may write are changed in place.
+
+        args: arrays for pointers (views keep their strides and share memory with others of the same base), None for a
+        null pointer, NumPy scalars for numbers; bfloat16 as uint16. shared: bytes of dynamic shared memory.
+        seed: the order of threads and blocks: 0 forward, 1 backward, others random.
+        EmulatorError when an argument does not fit the kernel's signature, or the kernel does something wrong.
+        """
+        signature = getattr(self._library, f"emulator_signature_{name}")
+        signature.restype = ctypes.c_char_p
+        codes = signature().decode().split(",")
+        if len(codes) != len(args):
+            raise EmulatorError(f"{name}: takes {len(codes)} arguments, not {len(args)}")
+        most, threads = getattr(self._library, f"emulator_most_threads_{name}")(), math.prod(block)
+        if threads > most:
+            raise EmulatorError(f"{name}: launched with {threads} threads in a block, its launch bounds are {most}")
+        self._library.emulator_reset()
+        memory = _Memory(self._library)
+        # The launch reads each value through a pointer: both must live until it returns.
+        values = [
+            _value(f"{name}: argument {i}", *pair, memory) for i, pair in enumerate(zip(codes, args, strict=True))
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        sizes = [(ctypes.c_uint * 3)(*size, *(1,) * (3 - len(size))) for size in (grid, block)]
+        call = getattr(self._library, f"emulator_call_{name}")
+        if self._library.emulator_launch(call, pointers, *sizes, ctypes.c_size_t(shared), ctypes.c_uint(seed)):
+            raise EmulatorError(f"{name}: {self._place()}{self._library.emulator_error().decode()}")
+        memory.copy_back()
+
+    def _place(self) -> str:
+        """ "file:line: " of the error, with the lines that called it; empty when it has no place."""
+        offset = self._library.emulator_error_offset()
+        if not offset:
+            return ""
+        command = ["addr2line", "--inlines", "--exe", str(self._path), hex(offset)]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        ours = [line.split(" ")[0] for line in lines if Path(line.split(":")[0]).suffix in {".cu", ".cuh"}]
+        short = [line[line.rfind("cuda/") :] if "cuda/" in line else line.rsplit("/", 1)[-1] for line in ours]
+        return f"{', called from '.join(short)}: " if short else ""
+
+
+class _Memory:
+    """Device copies of the arrays of one launch: one for each base array."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+        self._copies: dict[int, tuple[np.ndarray, int, bool]] = {}
+
+    def pointer(self, where: str, array: np.ndarray, constant: bool) -> int:
+        if array.size and array.strides[-1:] not in ((), (array.itemsize,)):
+            raise EmulatorError(f"{where}: the elements of the last axis are not next to each other")
+        if not constant and not array.flags.writeable:
+            raise EmulatorError(f"{where}: a read-only array for a pointer that is not const")
+        base = array
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        start = base.ctypes.data
+        if start not in self._copies:
+            if not base.flags.forc:
+                raise EmulatorError(f"{where}: its base array is not contiguous")
+            # A buffer is read-only for the kernel if no argument may write it; views of one base share the buffer.
+            address = self._library.emulator_buffer(ctypes.c_size_t(base.nbytes), int(constant))
+            if not address:
+                raise EmulatorError(f"{where}: the emulator's memory is full")
+            ctypes.memmove(address, start, base.nbytes)
+            self._copies[start] = (base, address, constant)
+        _, address, is_constant = self._copies[start]
+        if is_constant and not constant:
+            raise EmulatorError(f"{where}: the same array was given for a const pointer; pass the written one first")
+        return address + array.ctypes.data - start
+
+    def copy_back(self) -> None:
+        for base, address, constant in self._copies.values():
+            if not constant:
+                ctypes.memmove(base.ctypes.data, address, base.nbytes)
+
+
+def _value(where: str, code: str, arg: Any, memory: _Memory) -> Any:
+    """The ctypes value of one argument for a parameter of type `code` ("f4", "const u1*", see signature.h)."""
+    kind = code.removeprefix("const ").removesuffix("*")
+    dtype = np.dtype(_DTYPES.get(kind, kind))
+    if code.endswith("*"):
+        if arg is None:
+            return ctypes.c_void_p(None)
+        if not isinstance(arg, np.ndarray) or arg.dtype != dtype:
+            raise EmulatorError(f"{where} is {_describe(arg)}, the kernel wants a pointer to {dtype} ({code})")
+        return ctypes.c_void_p(memory.pointer(where, arg, code.startswith("const ")))
+    if not isinstance(arg, np.generic) or arg.dtype != dtype:
+        raise EmulatorError(f"{where} is {_describe(arg)}, the kernel wants a NumPy scalar {dtype}")
+    return (ctypes.c_char * dtype.itemsize).from_buffer_copy(arg.tobytes())
+
+
+def _describe(arg: Any) -> str:
+    if isinstance(arg, np.ndarray):
+        return f"an array of {arg.dtype}"
+    return f"a NumPy scalar {arg.dtype}" if isinstance(arg, np.generic) else f"a Python {type(arg).__name__}"

@@ -1,0 +1,207 @@
+// Fibers, their order, and the launch of a kernel.
+#include "machine.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <string>
+#include <sys/mman.h>
+#include <utility>
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace emulator {
+
+Fiber fibers[kMostThreads];
+std::vector<Warp> warps;
+Fiber *current;
+int threads, alive;
+
+namespace {
+
+constexpr size_t kStackBytes = 256 << 10;
+std::vector<int> ready;
+char *stacks;
+jmp_buf launcher;
+void (*kernel)(void **);
+void **arguments;
+
+uint64_t block_serial;
+unsigned order_seed;
+uint64_t random_state;
+std::string message;
+void *error_address;
+void *caller;
+
+unsigned random_below(unsigned n) {
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return unsigned(random_state >> 33) % n;
+}
+
+// Seed 0 runs threads in their order, seed 1 the last one first, any other seed in a random order.
+Fiber *next_ready() {
+    if (ready.empty()) return nullptr;
+    size_t at = order_seed == 0 ? 0 : order_seed == 1 ? ready.size() - 1 : random_below(unsigned(ready.size()));
+    int id = ready[at];
+    ready.erase(ready.begin() + long(at));
+    return &fibers[id];
+}
+
+[[noreturn]] void leave() { _longjmp(launcher, 1); }
+
+[[noreturn]] void jump_to(Fiber *next) {
+    current = next;
+    threadIdx = next->index;
+    if (next->born) _longjmp(next->jump, 1);
+    next->born = true;
+    setcontext(&next->birth);
+    __builtin_unreachable();
+}
+
+// Who waits for whom: the error's place is that of the first thread that waits.
+[[noreturn]] void deadlock() {
+    std::string text;
+    int shown = 0;
+    for (int id = 0; id < threads && shown < 6; ++id) {
+        const Fiber &f = fibers[id];
+        if (f.state == State::kDone || (f.view.lane && f.state != State::kInWarp)) continue;
+        if (!shown++) caller = f.place;
+        char part[96];
+        snprintf(part, sizeof part, "; thread %d at %s in line %d", id, f.operation, f.line);
+        text += part;
+    }
+    fail("deadlock: %d threads are left and none can go on%s", alive, text.c_str());
+}
+
+// A fiber lives on from block to block: a new one costs two system calls.
+void fiber_main() {
+    for (;;) {
+        kernel(arguments);
+        Fiber *me = current;
+        if (copies_pending()) fail("the thread returned while its cp.async was under way");
+        me->state = State::kDone;
+        --alive;
+        if (!alive) {
+            if (!_setjmp(me->jump)) leave();
+        } else {
+            yield();
+        }
+    }
+}
+
+void prepare_thread(int id, const unsigned *block) {
+    Fiber &f = fibers[id];
+    f.index = {id % block[0], id / block[0] % block[1], id / block[0] / block[1]};
+    f.view = {block_serial, id, id / kLanes, id % kLanes};
+    f.state = State::kReady;
+    f.time = f.barrier_time = 1;
+    if (!f.born) {
+        getcontext(&f.birth);
+        f.birth.uc_stack.ss_sp = stacks + size_t(id) * kStackBytes;
+        f.birth.uc_stack.ss_size = kStackBytes;
+        f.birth.uc_link = nullptr;
+        makecontext(&f.birth, fiber_main, 0);
+    }
+    ready.push_back(id);
+}
+
+bool run_block(const unsigned *block, size_t dynamic_bytes) {
+    ++block_serial;
+    alive = threads;
+    ready.clear();
+    begin_block_waits();
+    for (int id = 0; id < threads; ++id) prepare_thread(id, block);
+    begin_block_memory(dynamic_bytes);
+    if (!_setjmp(launcher)) jump_to(next_ready());
+    current = nullptr;
+    if (!message.empty()) {  // the fibers stand somewhere inside the kernel: never go on with them
+        for (Fiber &f : fibers) f.born = false;
+        return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+void yield() {
+    Fiber *me = current;
+    me->place = caller;
+    Fiber *next = next_ready();
+    if (!next) deadlock();
+    if (next == me) return;
+    if (!_setjmp(me->jump)) jump_to(next);
+    caller = me->place;
+}
+
+void wake(Fiber &fiber) {
+    fiber.state = State::kReady;
+    if (&fiber != current) ready.push_back(fiber.view.id);
+}
+
+int lane() { return current->view.lane; }
+bool in_kernel() { return current; }
+const ThreadView &running() { return current->view; }
+uint32_t stamp() { return current->time; }
+void at(void *return_address) { caller = return_address; }
+
+bool on_a_stack(const void *address) {
+    const char *p = static_cast<const char *>(address);
+    return p >= stacks && p < stacks + kStackBytes * kMostThreads;
+}
+
+void fail(const char *format, ...) {
+    char text[1024];
+    int used = 0;
+    if (current)
+        used = snprintf(text, sizeof text, "block (%u, %u, %u), thread %d: ", blockIdx.x, blockIdx.y, blockIdx.z,
+                        current->view.id);
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text + used, sizeof text - size_t(used), format, list);
+    va_end(list);
+    message = text;
+    error_address = caller;
+    leave();
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" const char *emulator_error() { return message.c_str(); }
+
+// Where the error happened, as an offset into this library; 0 when no place is known.
+extern const char __ehdr_start __attribute__((visibility("hidden")));
+extern "C" size_t emulator_error_offset() {
+    return error_address ? size_t(static_cast<const char *>(error_address) - &__ehdr_start) - 1 : 0;
+}
+
+// Run every block; 0, or 1 with a message.
+extern "C" int emulator_launch(void (*thunk)(void **), void **values, const unsigned *grid, const unsigned *block,
+                               size_t dynamic_bytes, unsigned seed) {
+    message.clear();
+    error_address = caller = nullptr;
+    current = nullptr;
+    threads = int(block[0] * block[1] * block[2]);
+    if (threads < 1 || threads > kMostThreads) {
+        message = "a block has 1 to 1024 threads, not " + std::to_string(threads);
+        return 1;
+    }
+    if (!stacks)
+        stacks = static_cast<char *>(mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
+                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    kernel = thunk;
+    arguments = values;
+    order_seed = seed;
+    random_state = seed;
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block[0], block[1], block[2]};
+    std::vector<unsigned> blocks(size_t(grid[0]) * grid[1] * grid[2]);
+    for (unsigned i = 0; i < blocks.size(); ++i) blocks[i] = seed == 1 ? unsigned(blocks.size()) - 1 - i : i;
+    for (size_t i = blocks.size(); seed > 1 && i > 1; --i) std::swap(blocks[i - 1], blocks[random_below(unsigned(i))]);
+    for (unsigned b : blocks) {
+        blockIdx = {b % grid[0], b / grid[0] % grid[1], b / grid[0] / grid[1]};
+        if (!run_block(block, dynamic_bytes)) return 1;
+    }
+    return 0;
+}

@@ -1,0 +1,54 @@
+// The running block: what fibers.cpp and waiting.cpp share.
+#pragma once
+#include "runtime.h"
+
+#include <csetjmp>
+#include <deque>
+#include <ucontext.h>
+#include <vector>
+
+namespace emulator {
+
+constexpr int kMostThreads = 1024;
+
+enum class State { kReady, kAtBarrier, kInWarp, kDone };
+
+struct Fiber {
+    jmp_buf jump;
+    ucontext_t birth;
+    bool born = false;
+    State state;
+    uint3 index;
+    ThreadView view;
+    const char *operation;  // what it waits at
+    int line;
+    void *place;            // what it called to wait, for messages
+    uint32_t time;          // grows at everything that orders this thread's accesses before others'
+    uint32_t barrier_time;  // `time` after the last block barrier
+};
+
+// Lanes that share a mask meet again and again. Two sets of slots: a fast lane may come to the next meeting while a
+// slow one still reads the results of the last, but never to the one after that.
+struct Meeting {
+    unsigned mask, arrived = 0;
+    const char *operation = nullptr;
+    int line = 0;
+    unsigned round = 0;
+    alignas(16) unsigned char slots[2][kLanes][kSlotBytes];
+};
+
+struct Warp {
+    std::deque<Meeting> meetings;
+    uint32_t known[kLanes][kLanes] = {};  // [lane][other]: the newest time of `other` that `lane` is ordered after
+};
+
+extern Fiber fibers[kMostThreads];
+extern std::vector<Warp> warps;
+extern Fiber *current;
+extern int threads, alive;
+
+void yield();            // hand control to another fiber; returns when this one's turn comes again
+void wake(Fiber &fiber);  // it may go on
+void begin_block_waits();
+
+}  // namespace emulator

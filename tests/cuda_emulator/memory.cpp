@@ -1,0 +1,265 @@
+// Memory of the emulated machine: buffers, shared memory, and the record of who touched each byte.
+//
+// A store and another access of the same byte by another thread are a race unless a barrier, or a warp operation of
+// both lanes, stands between them. The record keeps the last store of a byte and the loads since then.
+#include "runtime.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <vector>
+
+namespace emulator {
+namespace {
+
+constexpr size_t kGap = 64 << 10;  // between buffers: an index that runs out of one lands in no other
+constexpr size_t kMostDynamic = 227 << 10;
+
+// Of one byte. Blocks have serial numbers, so a record of an earlier block reads as none.
+struct Record {
+    uint64_t store_block, load_block;
+    uint32_t store_time, load_time;
+    int16_t store_thread;
+    int16_t load_warp;  // kSeveral: of more than one warp; load_time counts block barriers then, else the newest load
+    uint32_t load_lanes;
+    bool atomic, in_flight, many_blocks;
+};
+constexpr int16_t kSeveral = -1;
+
+struct Buffer {
+    char *start;
+    size_t bytes;
+    bool constant;
+    Record *records;
+};
+
+struct Copy {
+    int group;
+    void *shared;
+    const void *global;
+    int bytes;
+};
+struct Copies {
+    uint64_t block = 0;
+    int group = 0;
+    std::vector<Copy> pending;
+};
+
+std::vector<Buffer> buffers;
+char *arena, *arena_end, *arena_free;
+unsigned char *dynamic_start;
+size_t dynamic_size;
+Record *static_records, *dynamic_records;
+Copies copies[1024];
+
+}  // namespace
+
+// All static __shared__ variables lie in one section (device.h), this library's other data around it.
+extern "C" {
+extern char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
+extern char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
+extern const char __ehdr_start __attribute__((visibility("hidden")));
+extern const char _end __attribute__((visibility("hidden")));
+}
+
+namespace {
+
+Record *zeroed(size_t count) { return static_cast<Record *>(calloc(count, sizeof(Record))); }
+
+Copies &my_copies() {
+    Copies &mine = copies[running().id];
+    if (mine.block != running().block) mine = {running().block, 0, {}};
+    return mine;
+}
+
+const char *verb(Access kind) { return kind == Access::kLoad ? "load" : kind == Access::kStore ? "store" : "atomic"; }
+
+bool ordered_after_loads(const Record &r) {
+    if (r.load_warp == kSeveral) return r.load_time < barriers();
+    for (int l = 0; l < kLanes; ++l)
+        if (r.load_lanes >> l & 1 && r.load_warp * kLanes + l != running().id &&
+            known(r.load_warp * kLanes + l) <= r.load_time)
+            return false;
+    return true;
+}
+
+void remember_load(Record &r) {
+    const ThreadView &me = running();
+    if (r.load_block != me.block) {
+        r.many_blocks |= r.load_block != 0;
+        r.load_block = me.block;
+        r.load_lanes = 0;
+    }
+    // Loads that lie before this one need no record: what comes after this one comes after them.
+    if ((r.load_warp != me.warp || r.load_lanes & ~(1u << me.lane)) && ordered_after_loads(r)) r.load_lanes = 0;
+    if (r.load_lanes == 0) {
+        r.load_warp = int16_t(me.warp);
+        r.load_time = 0;
+    } else if (r.load_warp != me.warp && r.load_warp != kSeveral) {
+        r.load_warp = kSeveral;
+        r.load_time = 0;
+    }
+    r.load_lanes |= 1u << me.lane;
+    const uint32_t time = r.load_warp == kSeveral ? barriers() : stamp();
+    if (time > r.load_time) r.load_time = time;
+}
+
+void remember_store(Record &r, bool atomic) {
+    r.store_block = running().block;
+    r.store_thread = int16_t(running().id);
+    r.store_time = stamp();
+    r.atomic = atomic;
+    r.in_flight = false;
+    r.load_block = 0;
+    r.load_lanes = 0;
+    r.many_blocks = false;
+}
+
+// The rules for one byte; `where` names it for messages.
+void check_byte(Record &r, Access kind, const char *where, long offset, bool shared) {
+    const ThreadView &me = running();
+    const bool stored = r.store_block && (!shared || r.store_block == me.block);
+    if (r.in_flight && r.store_block == me.block)
+        fail("%s of %s, byte %ld, whose cp.async has not been waited for", verb(kind), where, offset);
+    if (shared && !stored && kind != Access::kStore)
+        fail("%s of %s, byte %ld, which no thread has written: uninitialised", verb(kind), where, offset);
+    if (stored && !(kind == Access::kAtomic && r.atomic)) {
+        if (r.store_block != me.block)
+            fail("race between blocks: %s of %s, byte %ld, which another block stored to", verb(kind), where, offset);
+        if (r.store_thread != me.id && known(r.store_thread) <= r.store_time)
+            fail("race: %s of %s, byte %ld, with no barrier after the store by thread %d", verb(kind), where, offset,
+                 r.store_thread);
+    }
+    if (kind == Access::kLoad) {
+        remember_load(r);
+        return;
+    }
+    if (!shared && (r.many_blocks || (r.load_block && r.load_block != me.block)))
+        fail("race between blocks: %s of %s, byte %ld, which another block loaded", verb(kind), where, offset);
+    if (r.load_block == me.block && !ordered_after_loads(r))
+        fail("race: %s of %s, byte %ld, with no barrier after a load by another thread", verb(kind), where, offset);
+    remember_store(r, kind == Access::kAtomic);
+}
+
+void check_bytes(Record *records, long first, size_t bytes, Access kind, const char *where, bool shared) {
+    for (long i = first; i < first + long(bytes); ++i) check_byte(records[i], kind, where, i, shared);
+}
+
+void mark_in_flight(void *shared, size_t bytes, bool in_flight) {
+    if (!kChecked) return;
+    const unsigned char *p = static_cast<unsigned char *>(shared);
+    const bool is_dynamic = p >= dynamic_start && p < dynamic_start + kMostDynamic;
+    Record *records = is_dynamic ? dynamic_records + (p - dynamic_start)
+                                 : static_records + (static_cast<char *>(shared) - __start_emulated_shared);
+    for (size_t i = 0; i < bytes; ++i) records[i].in_flight = in_flight;
+}
+
+void check_global(const char *p, size_t bytes, Access kind) {
+    const Buffer *nearest = nullptr;
+    for (const Buffer &b : buffers) {
+        if (p >= b.start - kGap / 2 && p < b.start + b.bytes + kGap / 2) nearest = &b;
+        if (p < b.start || p + bytes > b.start + b.bytes) continue;
+        if (b.constant && kind != Access::kLoad) fail("%s to an argument declared const", verb(kind));
+        if (!b.constant) check_bytes(b.records, p - b.start, bytes, kind, "global memory", false);
+        return;
+    }
+    if (!nearest) fail("%s of %zu bytes far outside of every buffer", verb(kind), bytes);
+    fail("out of bounds: %s of %zu bytes at byte %ld of a buffer of %zu bytes", verb(kind), bytes, p - nearest->start,
+         nearest->bytes);
+}
+
+}  // namespace
+
+void access(const void *address, size_t bytes, Access kind, size_t alignment) {
+    if (!kChecked || !in_kernel() || on_a_stack(address)) return;
+    const char *p = static_cast<const char *>(address);
+    if (uintptr_t(p) % alignment)
+        fail("misaligned: %s of %zu bytes at an address that is no multiple of %zu", verb(kind), bytes, alignment);
+    const char *dynamic = reinterpret_cast<const char *>(dynamic_start);
+    if (p >= arena && p < arena_end) {
+        check_global(p, bytes, kind);
+    } else if (p >= dynamic - kGap && p < dynamic + kMostDynamic + kGap) {
+        if (p < dynamic || p + bytes > dynamic + dynamic_size)
+            fail("out of bounds: %s of %zu bytes at byte %ld of %zu bytes of dynamic shared memory", verb(kind), bytes,
+                 p - dynamic, dynamic_size);
+        check_bytes(dynamic_records, p - dynamic, bytes, kind, "dynamic shared memory", true);
+    } else if (p >= __start_emulated_shared && p < __stop_emulated_shared) {
+        check_bytes(static_records, p - __start_emulated_shared, bytes, kind, "shared memory", true);
+    } else if (p < &__ehdr_start || p >= &_end || kind != Access::kLoad) {
+        fail("%s of %zu bytes far outside of every buffer", verb(kind), bytes);
+    }
+}
+
+unsigned char *dynamic_shared() {
+    if (!dynamic_size) fail("the kernel uses dynamic shared memory, but the launch gives it none");
+    return dynamic_start;
+}
+
+void begin_block_memory(size_t dynamic_bytes) {
+    const size_t static_bytes = size_t(__stop_emulated_shared - __start_emulated_shared);
+    if (!dynamic_start) {
+        const size_t all = kMostDynamic + 2 * kGap;
+        void *space = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        dynamic_start = static_cast<unsigned char *>(space) + kGap;
+        dynamic_records = zeroed(kMostDynamic);
+        static_records = zeroed(static_bytes + 1);
+    }
+    if (dynamic_bytes > kMostDynamic) fail("no GPU has %zu bytes of dynamic shared memory", dynamic_bytes);
+    dynamic_size = dynamic_bytes;
+    memset(dynamic_start, 0xff, dynamic_bytes);  // NaN in every float format
+    if (static_bytes) memset(__start_emulated_shared, 0xff, static_bytes);
+}
+
+void start_copy(void *shared, const void *global, int bytes) {
+    access(global, size_t(bytes), Access::kLoad, size_t(bytes));
+    access(shared, size_t(bytes), Access::kStore, size_t(bytes));
+    memset(shared, 0xff, size_t(bytes));
+    Copies &mine = my_copies();
+    mine.pending.push_back({mine.group, shared, global, bytes});
+    mark_in_flight(shared, size_t(bytes), true);
+}
+
+void commit_copies() { ++my_copies().group; }
+
+bool copies_pending() { return !my_copies().pending.empty(); }
+
+void wait_for_copies(int groups_left) {
+    Copies &mine = my_copies();
+    std::vector<Copy> later;
+    for (const Copy &c : mine.pending) {
+        if (c.group >= mine.group - groups_left) {
+            later.push_back(c);
+            continue;
+        }
+        mark_in_flight(c.shared, size_t(c.bytes), false);
+        access(c.shared, size_t(c.bytes), Access::kStore, 1);
+        memcpy(c.shared, c.global, size_t(c.bytes));
+    }
+    mine.pending = later;
+}
+
+}  // namespace emulator
+
+// Called by the launcher.
+extern "C" void emulator_reset() {
+    using namespace emulator;
+    constexpr size_t kArena = size_t(2) << 30;
+    if (!arena) {
+        void *space = mmap(nullptr, kArena, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        arena = static_cast<char *>(space);
+        arena_end = arena + kArena;
+    }
+    madvise(arena, size_t(arena_free ? arena_free - arena : 0), MADV_DONTNEED);
+    arena_free = arena + kGap;
+    for (Buffer &b : buffers) free(b.records);
+    buffers.clear();
+}
+
+// Global memory of so many bytes, aligned as CUDA aligns; null when the arena is full.
+extern "C" void *emulator_buffer(size_t bytes, int constant) {
+    using namespace emulator;
+    if (arena_free + bytes + 2 * kGap > arena_end) return nullptr;
+    buffers.push_back({arena_free, bytes, constant != 0, constant || !kChecked ? nullptr : zeroed(bytes + 1)});
+    arena_free += (bytes + kGap + 255) & ~size_t(255);
+    return buffers.back().start;
+}

@@ -1,0 +1,110 @@
+// Block barriers and warp operations, and the order that they give to the accesses of different threads.
+#include "machine.h"
+
+#include <cstring>
+
+namespace emulator {
+namespace {
+
+int waiting, barrier_line, true_votes;
+uint32_t barrier_count;
+BarrierVotes votes;
+
+// Everybody's accesses so far lie before everybody's next ones.
+void order_block() {
+    ++barrier_count;
+    for (int id = 0; id < threads; ++id) fibers[id].barrier_time = ++fibers[id].time;
+    for (int id = 0; id < threads; ++id)
+        for (int other = 0; other < kLanes && id / kLanes * kLanes + other < threads; ++other)
+            warps[id / kLanes].known[id % kLanes][other] = fibers[id / kLanes * kLanes + other].time;
+}
+
+void order_lanes(Warp &warp, int first, unsigned mask) {
+    uint32_t newest[kLanes] = {};
+    for (int l = 0; l < kLanes; ++l) {
+        if (!(mask >> l & 1)) continue;
+        warp.known[l][l] = ++fibers[first + l].time;
+        for (int other = 0; other < kLanes; ++other)
+            if (warp.known[l][other] > newest[other]) newest[other] = warp.known[l][other];
+    }
+    for (int l = 0; l < kLanes; ++l)
+        if (mask >> l & 1) memcpy(warp.known[l], newest, sizeof newest);
+}
+
+Meeting &meeting_of(Warp &warp, unsigned mask) {
+    for (Meeting &m : warp.meetings)
+        if (m.mask == mask) return m;
+    warp.meetings.emplace_back();
+    warp.meetings.back().mask = mask;
+    return warp.meetings.back();
+}
+
+}  // namespace
+
+uint32_t barriers() { return barrier_count; }
+
+void begin_block_waits() {
+    barrier_count = 0;
+    waiting = true_votes = 0;
+    warps.clear();
+    warps.resize(size_t(threads + kLanes - 1) / kLanes);
+}
+
+uint32_t known(int id) {
+    const ThreadView &me = current->view;
+    return id / kLanes == me.warp ? warps[size_t(me.warp)].known[me.lane][id % kLanes] : fibers[id].barrier_time;
+}
+
+BarrierVotes block_barrier(int line, bool predicate) {
+    if (waiting && barrier_line != line)
+        fail("divergent barrier: this thread is at the barrier in line %d, others wait at the one in line %d", line,
+             barrier_line);
+    if (alive != threads) fail("divergent barrier: %d threads of the block have returned", threads - alive);
+    barrier_line = line;
+    true_votes += predicate;
+    current->operation = "__syncthreads";
+    current->line = line;
+    current->state = State::kAtBarrier;
+    if (++waiting < threads) {
+        yield();
+        return votes;
+    }
+    votes = {true_votes, true_votes == threads, true_votes > 0};
+    waiting = true_votes = 0;
+    order_block();
+    for (int id = 0; id < threads; ++id) wake(fibers[id]);
+    return votes;
+}
+
+Slots meet(unsigned mask, const char *operation, int line, const void *value, size_t bytes, void (*finish)(Slots)) {
+    const ThreadView me = current->view;
+    const int first = me.warp * kLanes, size = threads - first < kLanes ? threads - first : kLanes;
+    if (!(mask >> me.lane & 1)) fail("%s: lane %d is not in the mask %08x", operation, me.lane, mask);
+    if (size < kLanes && mask >> size) fail("%s: mask %08x names lanes that the block does not have", operation, mask);
+    Meeting &m = meeting_of(warps[size_t(me.warp)], mask);
+    if (m.arrived && (m.line != line || strcmp(m.operation, operation)))
+        fail("divergent warp: this lane is at %s in line %d, others wait at %s in line %d", operation, line, m.operation,
+             m.line);
+    m.operation = operation;
+    m.line = line;
+    Slots slots = m.slots[m.round & 1];
+    memcpy(slots[me.lane], value, bytes);
+    m.arrived |= 1u << me.lane;
+    current->operation = operation;
+    current->line = line;
+    if (m.arrived != mask) {
+        current->state = State::kInWarp;
+        yield();
+        return slots;
+    }
+    if (finish) finish(slots);
+    m.arrived = 0;
+    ++m.round;
+    // As in CUDA, only __syncwarp puts one lane's memory accesses before another's; a shuffle or a vote does not.
+    if (!bytes) order_lanes(warps[size_t(me.warp)], first, mask);
+    for (int l = 0; l < kLanes; ++l)
+        if (mask >> l & 1) wake(fibers[first + l]);
+    return slots;
+}
+
+}  // namespace emulator
