@@ -12,7 +12,8 @@ from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import checked, destination, slabs
 from engine.codecs._norms import ByteNorm, HalfNorm, NormFormat
 from engine.codecs._pairs import PairPacking
-from engine.codecs._rotation import dense, signed_hadamard
+from engine.codecs._refusals import check_block_size, check_head_dim
+from engine.codecs._rotation import preconditioning
 
 PRECONDITIONINGS = ("hadamard", "dense", "none")
 NORM16 = "norm16"
@@ -77,21 +78,11 @@ class PairCodec(ABC):
         """Packed codes (M, *shape) → rows (M, N, U) of a table, and the table, (rows, D/U) float32."""
 
     def check(self, head_dim: int, block_size: int) -> None:
-        if head_dim % 8:
-            raise ValueError(
-                f"Cache type {self.name} needs a head dimension that is a multiple of 8, "
-                f"and this model's is {head_dim}: choose another cache type, such as f16."
-            )
-        if block_size % 4:
-            raise ValueError(
-                f"Cache type {self.name} packs four tokens at a time, and a block has {block_size}: "
-                "choose a block size that is a multiple of 4."
-            )
+        check_head_dim(self.name, head_dim, 8)
+        check_block_size(self.name, block_size, 4)
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
-        if self.preconditioning == "none":
-            return None
-        return dense(head_dim) if self.preconditioning == "dense" else signed_hadamard(head_dim)
+        return preconditioning(self.preconditioning, head_dim)
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
         norm = Field((block_size,), self.store.norms.dtype)

@@ -23,6 +23,13 @@ def _signs(head_dim: int) -> np.ndarray:
     return np.where(np.random.PCG64(_SEED).random_raw((2, head_dim)) >> 63, -1.0, 1.0)
 
 
+def preconditioning(kind: str, head_dim: int) -> np.ndarray | None:
+    """The rotation that an option names: "hadamard", "dense", or "none" for None."""
+    if kind == "none":
+        return None
+    return dense(head_dim) if kind == "dense" else signed_hadamard(head_dim)
+
+
 @cache
 def signed_hadamard(head_dim: int) -> np.ndarray:
     """diag(±1) · H/√n, (D, D) float32, read-only; n is the largest power of two that divides D.

@@ -27,6 +27,7 @@ import numpy as np
 
 from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import SATURATION, checked, destination
+from engine.codecs._refusals import check_head_dim
 
 NAMES = ("q8_0", "q4_0")
 
@@ -44,11 +45,7 @@ class _Grouped:
     rounding = None
 
     def check(self, head_dim: int, block_size: int) -> None:
-        if head_dim % _GROUP:
-            raise ValueError(
-                f"Cache type {self.name} needs a head dimension that is a multiple of {_GROUP}, "
-                f"and this model's is {head_dim}: choose another cache type, such as f16."
-            )
+        check_head_dim(self.name, head_dim, _GROUP)
 
     def rotation(self, head_dim: int) -> None:
         """Not rotated."""

@@ -26,6 +26,7 @@ import numpy as np
 
 from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import SATURATION, checked, destination
+from engine.codecs._refusals import check_block_size, check_head_dim
 
 NAMES = ("kivi4",)
 
@@ -44,21 +45,8 @@ class Kivi4:
     rounding = None
 
     def check(self, head_dim: int, block_size: int) -> None:
-        if head_dim % 2:
-            raise ValueError(
-                f"Cache type {self.name} needs an even head dimension, and this model's is {head_dim}: "
-                "choose another cache type, such as f16."
-            )
-        if self.by_token and head_dim % _GROUP:
-            raise ValueError(
-                f"Cache type {self.name} needs a head dimension that is a multiple of {_GROUP}, "
-                f"and this model's is {head_dim}: choose another cache type, such as f16."
-            )
-        if not self.by_token and block_size % _GROUP:
-            raise ValueError(
-                f"Cache type {self.name} groups {_GROUP} tokens, and a block has {block_size}: "
-                f"choose a block size that is a multiple of {_GROUP}."
-            )
+        check_head_dim(self.name, head_dim, _GROUP if self.by_token else 2)
+        check_block_size(self.name, block_size, 1 if self.by_token else _GROUP)
 
     def rotation(self, head_dim: int) -> None:
         """Not rotated."""

@@ -36,6 +36,7 @@ import numpy as np
 from engine.codecs import Field
 from engine.codecs._arrays import SATURATION, checked, destination
 from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
+from engine.codecs._refusals import check_block_size, check_head_dim
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2")
 
@@ -61,16 +62,8 @@ class PolarPair:
     rounding = None
 
     def check(self, head_dim: int, block_size: int) -> None:
-        if head_dim % 8:
-            raise ValueError(
-                f"Cache type {self.name} needs a head dimension that is a multiple of 8, "
-                f"and this model's is {head_dim}: choose another cache type, such as f16."
-            )
-        if self.group and block_size % self.group:
-            raise ValueError(
-                f"Cache type {self.name} groups {self.group} tokens, and a block has {block_size}: "
-                f"choose a block size that is a multiple of {self.group}."
-            )
+        check_head_dim(self.name, head_dim, 8)
+        check_block_size(self.name, block_size, self.group or 1)
 
     def rotation(self, head_dim: int) -> None:
         """Not rotated."""

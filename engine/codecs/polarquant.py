@@ -56,7 +56,8 @@ import numpy as np
 from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
 from engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
-from engine.codecs._rotation import dense, signed_hadamard
+from engine.codecs._refusals import check_block_size, check_head_dim
+from engine.codecs._rotation import preconditioning
 
 NAMES = ("polarquant",)
 PRECONDITIONINGS = ("hadamard", "dense", "none")
@@ -128,21 +129,11 @@ class PolarQuant:
     rounding = None
 
     def check(self, head_dim: int, block_size: int) -> None:
-        if head_dim % 8:
-            raise ValueError(
-                f"Cache type {self.name} needs a head dimension that is a multiple of 8, "
-                f"and this model's is {head_dim}: choose another cache type, such as f16."
-            )
-        if block_size % 4:
-            raise ValueError(
-                f"Cache type {self.name} packs four tokens at a time, and a block has {block_size}: "
-                "choose a block size that is a multiple of 4."
-            )
+        check_head_dim(self.name, head_dim, 8)
+        check_block_size(self.name, block_size, 4)
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
-        if self.preconditioning == "none":
-            return None
-        return dense(head_dim) if self.preconditioning == "dense" else signed_hadamard(head_dim)
+        return preconditioning(self.preconditioning, head_dim)
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
         levels = level_count(head_dim)

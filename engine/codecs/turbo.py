@@ -38,6 +38,7 @@ from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import checked, destination, slabs
 from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
 from engine.codecs._norms import HalfNorm
+from engine.codecs._refusals import check_head_dim
 from engine.codecs._rotation import twice_signed_hadamard
 
 NAMES = ("turbo2", "turbo3", "turbo4")
@@ -129,11 +130,7 @@ class Turbo:
         return Slots(self.bits)
 
     def check(self, head_dim: int, block_size: int) -> None:
-        if head_dim % 8:
-            raise ValueError(
-                f"Cache type {self.name} needs a head dimension that is a multiple of 8, "
-                f"and this model's is {head_dim}: choose another cache type, such as f16."
-            )
+        check_head_dim(self.name, head_dim, 8)
 
     def rotation(self, head_dim: int) -> np.ndarray:
         return twice_signed_hadamard(head_dim)

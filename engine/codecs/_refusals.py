@@ -1,0 +1,21 @@
+"""Sentences for shapes that a codec cannot serve."""
+
+from __future__ import annotations
+
+
+def check_head_dim(name: str, head_dim: int, multiple: int) -> None:
+    """Raises ValueError unless the head dimension is a multiple of `multiple`."""
+    if head_dim % multiple:
+        raise ValueError(
+            f"Cache type {name} needs a head dimension that is a multiple of {multiple}, "
+            f"and this model's is {head_dim}: choose another cache type, such as f16."
+        )
+
+
+def check_block_size(name: str, block_size: int, multiple: int) -> None:
+    """Raises ValueError unless a block is a whole number of groups of `multiple` tokens."""
+    if block_size % multiple:
+        raise ValueError(
+            f"Cache type {name} groups {multiple} tokens, and a block has {block_size}: "
+            f"choose a block size that is a multiple of {multiple}."
+        )
