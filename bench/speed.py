@@ -44,7 +44,9 @@ class Options:
     """What is measured."""
 
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
-    types: str = setting("f16,polarquant", "--types", metavar="TYPES", help=f"measured at --depth: {TYPES_HELP}")
+    types: str = setting(
+        "f16,polarquant,ring4/ring3.5", "--types", metavar="TYPES", help=f"measured at --depth: {TYPES_HELP}"
+    )
     threads: str = setting("1,2", "--threads", metavar="N,N", help="numbers of CPU threads; the best one counts")
     prompt: int = setting(256, "--prompt", metavar="N", help="tokens in the prompt whose prefill is measured")
     depth: int = setting(2048, "--depth", metavar="N", help="tokens of context behind which each type generates")

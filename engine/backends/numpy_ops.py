@@ -79,7 +79,7 @@ class NumpyOps:
         return table[np.asarray(ids)]
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-        mean_square = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
+        mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
         normed = x * (1 / np.sqrt(mean_square + np.float32(eps)))
         normed *= weight
         return normed
@@ -104,7 +104,8 @@ class NumpyOps:
         return x if rotation is None else x @ rotation
 
     def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
-        gate, up = np.split(gate_up, 2, axis=-1)
+        half = gate_up.shape[-1] // 2
+        gate, up = gate_up[..., :half], gate_up[..., half:]
         # exp overflows to inf for gates below −88, where silu is 0 = gate / inf.
         with np.errstate(over="ignore"):
             y = np.exp(-gate)
