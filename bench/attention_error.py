@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine import Engine
-from engine.backends.ops import Array, CacheSpan
+from engine.backends.ops import Array, Cache, Spans
 from engine.model import Model
 
 
@@ -61,23 +61,28 @@ class _Watch:
         """Rows in one part: what is watched comes in order of position then."""
         return [rows] if self.active else self.ops.parts(rows)
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        layer = self._norms.get(id(weight))
-        if self.active and layer is not None:
-            self.layer = layer
-            self.on_input(layer, x)
-        return self.ops.rms_norm(x, weight, eps)
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        norm: tuple[Array, float] | None = None,
+        onto: Array | None = None,
+    ) -> Array:
+        begun = None if norm is None else self._norms.get(id(norm[0]))
+        if self.active and begun is not None:
+            self.layer = begun
+            self.on_input(begun, x)
+        ended = self._projections.get(id(weight))
+        if self.active and ended is not None:
+            self.on_output(ended, self.ops.to_host(x))
+        return self.ops.linear(x, weight, bias, norm=norm, onto=onto)
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        layer = self._projections.get(id(weight))
-        if self.active and layer is not None:
-            self.on_output(layer, self.ops.to_host(x))
-        return self.ops.linear(x, weight, bias)
-
-    def append_kv(self, spans: Sequence[CacheSpan], k: Array, v: Array) -> None:
+    def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         if self.active:
             self.on_keys(self.layer, self.ops.to_host(k))
-        self.ops.append_kv(spans, k, v)
+        self.ops.append_kv(cache, spans, k, v)
 
     def on_input(self, layer: int, x: Array) -> None:
         """Rows (T, E) that `layer` is about to work on; may be changed in place."""

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 import model_loaders
 from engine import cache_types
-from engine.backends.ops import Array, Ops
+from engine.backends.ops import Ops
 from engine.backends.select import select
 from engine.calibration import load_or_calibrate
 from engine.conditioning import Conditioning
@@ -143,17 +143,26 @@ def _store(
     statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
     if config.calibration and config.key_conditioning and coded:
         statistics = load_or_calibrate(ops, source.config, weights, source.tokenizer, shape.block_size, say)
-    conditioning, metrics = [], []
+    conditioning: list[Conditioning] = []
+    metrics: list[Metrics] = []
     for layer, of, measured in zip(weights.layers, shape.layers, statistics, strict=True):
         s = balance(measured) if measured and of.mean_bits and config.encoding.balance else None
         stored = Conditioning(of.codec_k.rotation(d), of.codec_v.rotation(d), s)
         conditioning.append(stored)
-        metrics.append(_metrics(config.encoding, of, stored, measured, layer.out, shape) if measured else (None, None))
+        if measured is None:
+            metrics.append((None, None))
+        else:
+            metrics.append(_metrics(config.encoding, of, stored, measured, ops.to_host(layer.out), shape))
     return KVStore(ops, plan, conditioning, metrics)
 
 
 def _metrics(
-    choice: Encoding, of: LayerShape, stored: Conditioning, measured: LayerStatistics, output: Array, shape: CacheShape
+    choice: Encoding,
+    of: LayerShape,
+    stored: Conditioning,
+    measured: LayerStatistics,
+    output: np.ndarray,
+    shape: CacheShape,
 ) -> Metrics:
     """What errors of one layer's keys and values cost; None for a codec that is no table."""
     k = v = None

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from engine import codecs
-from engine.backends.ops import Array, CacheSpan, LayerCache, Ops
+from engine.backends.ops import Array, Cache, CacheSpan, Ops, Spans
 from engine.conditioning import Conditioning
-from engine.kv.plan import CacheShape, LayerShape, StorePlan
+from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
 from engine.model import LayerWeights, Model, ModelWeights
 from engine.statistics import LayerStatistics, balance, measure, neutral
@@ -86,16 +86,15 @@ def calibrate(
 
     `progress` is told the layers done since its last call. Raises ValueError on fewer ids than two blocks have.
     """
-    watched = _WatchedOps(ops, np.empty((len(ids), config.heads, config.head_dim), np.float32))
-    model = _exact_model(cast(Ops, watched), config, weights, len(ids))
+    watched = _WatchedOps(ops, config, len(ids))
+    model = _exact_model(cast(Ops, watched), config, weights, len(ids), block_size)
     span = model.store.open(model.store.new_sequence(), len(ids))
-    assert span.buffer is not None
     statistics: list[LayerStatistics] = []
     rows = 0
     for unit in model.walk([span], ids):
         rows += unit
-        if rows % len(ids) == 0:  # all rows are through a layer, whose keys lie in the buffer until the next unit
-            keys = ops.to_host(span.buffer[0])
+        if rows % len(ids) == 0:  # all rows are through a layer
+            keys = np.ascontiguousarray(watched.keys.swapaxes(0, 1))
             layer = measure(watched.queries, keys, watched.scale, watched.window, block_size, ops.each)
             statistics.append(layer)
             if progress is not None:
@@ -104,31 +103,39 @@ def calibrate(
 
 
 class _WatchedOps:
-    """Ops that keep the queries (T, H, D) of the layer in work, whatever chunks and parts they come in."""
+    """Ops that keep queries (T, H, D) and keys (T, K, D) of the layer in work, in whatever parts they come."""
 
-    def __init__(self, ops: Ops, queries: np.ndarray):
+    def __init__(self, ops: Ops, config: ModelConfig, tokens: int):
         self._ops = ops
-        self.queries = queries
+        self.queries = np.empty((tokens, config.heads, config.head_dim), np.float32)
+        self.keys = np.empty((tokens, config.kv_heads, config.head_dim), np.float32)
         self.scale = 1.0
         self.window: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def attention(
-        self, q: Array, cache: LayerCache, spans: Sequence[CacheSpan], scale: float, window: int | None
-    ) -> Array:
+    def spans(self, spans: Sequence[CacheSpan]) -> tuple[int, Spans]:
         (span,) = spans
-        self.queries[span.position : span.position + len(q)] = self._ops.to_host(q)
+        return span.position, self._ops.spans(spans)
+
+    def append_kv(self, cache: Cache, spans: tuple[int, Spans], k: Array, v: Array) -> None:
+        position, of = spans
+        self.keys[position : position + len(k)] = self._ops.to_host(k)
+        self._ops.append_kv(cache, of, k, v)
+
+    def attention(self, q: Array, cache: Cache, spans: tuple[int, Spans], scale: float, window: int | None) -> Array:
+        position, of = spans
+        self.queries[position : position + len(q)] = self._ops.to_host(q)
         self.scale, self.window = scale, window
-        return self._ops.attention(q, cache, spans, scale, window)
+        return self._ops.attention(q, cache, of, scale, window)
 
 
-def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int) -> Model:
-    """A model whose store holds one sequence of `tokens` as its first block: exact, unrotated, never coded."""
+def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int) -> Model:
+    """A model that sees one prompt of `tokens` in full precision, unrotated."""
     f16 = codecs.get("f16")
-    shape = CacheShape(tokens, config.kv_heads, config.head_dim, (LayerShape(f16, f16),) * config.layers)
-    plan = StorePlan(shape, tokens, coded_blocks=(0,), exact_slots=1)
+    shape = CacheShape(block_size, config.kv_heads, config.head_dim, (LayerShape(f16, f16),) * config.layers)
+    plan = plan_for_tokens(shape, tokens, 1)
     return Model(ops, config, weights, KVStore(ops, plan, [Conditioning()] * config.layers))
 
 

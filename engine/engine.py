@@ -132,11 +132,10 @@ class Engine:
         request, started = self._requests[sequence], time.perf_counter()
         prefilling = sequence.generated == 0
         try:
-            hidden = self._prefill_unit(request) if prefilling else self._next_token(request)
-            logits = None if hidden is None else self._model.logits(hidden)[0]
+            token = self._prefill_unit(request) if prefilling else self._next_token(request)
             request.clock.add(prefilling, time.perf_counter() - started)
-            if logits is not None:
-                request.accept(logits)
+            if token is not None:
+                request.accept(token)
         except OutOfBlocks:
             request.finish("length")
         except Exception as error:
@@ -148,8 +147,8 @@ class Engine:
             if sequence.finished:
                 self._retire(request)
 
-    def _prefill_unit(self, request: Request) -> Any:
-        """Hidden state (1, E) of the prompt's last token once the prefill is done; None before."""
+    def _prefill_unit(self, request: Request) -> int | None:
+        """The first token behind the prompt once the prefill is done; None before."""
         if request.walk is None:
             ids = request.sequence.prompt
             request.kv = self._kept.resume(ids)
@@ -161,24 +160,27 @@ class Engine:
         except StopIteration as end:
             self._store.commit(request.walk.span)
             request.walk = None
-            return end.value
+            if request.sequence.max_tokens == 0:
+                request.finish("length")
+                return None
+            return self._model.choose(end.value, [request.draw()])[0]
         request.report_progress(self._model.config.layers)
         return None
 
-    def _next_token(self, request: Request) -> Any:
-        """Feed the newest token: hidden state (1, E). Raises OutOfBlocks where the context or the store ends."""
+    def _next_token(self, request: Request) -> int:
+        """Feed the newest token → the one behind it. Raises OutOfBlocks where the context or the store ends."""
         kv = request.kv
         assert kv is not None
         if kv.length >= self.context:
             raise OutOfBlocks
         span = self._kept.open(kv, 1)
         try:
-            hidden = self._model.run([span], request.sequence.ids[-1:])
+            (token,) = self._model.step([span], request.sequence.ids[-1:], [request.draw()])
         except BaseException:
             self._store.abort(span)
             raise
         self._store.commit(span)
-        return hidden
+        return token
 
     def _retire(self, request: Request) -> None:
         """Take a finished request out; what it computed stays for a next turn."""

@@ -6,18 +6,15 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.ops import Array, CacheSpan, Ops
+from engine.backends.ops import Array, Ops, Spans
 from engine.kv.store import KVStore, Span
+from engine.sampling import Draw
 from model_loaders.config import ModelConfig
 from model_loaders.rope import rope_frequencies
-
-# Rows of a prompt that go through a layer at once. Large enough for the matrix products, small enough that the
-# feed-forward activations stay near the cache.
-PREFILL_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,16 @@ class LayerWeights:
     gate_up_bias: Array | None
     down: Array  # (E, F)
     down_bias: Array | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a prompt that go through a layer together, and where their K/V go."""
+
+    rows: slice
+    spans: Sequence[Spans]  # for each group of layers
+    skipped: int  # rows of the last layer that only leave their K/V: nobody reads their outputs
+    last: Spans  # for the last layer, without the rows skipped
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,9 @@ class Model:
         self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim)
         self._scale = config.head_dim**-0.5
         self._balances = [stored.scales(config.heads) for stored in store.conditioning]
+        self._back = [None if c.value_rotation is None else c.value_rotation.T for c in store.conditioning]
+
+    # -- prefill ------------------------------------------------------------------------------------------------
 
     def walk(
         self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None
@@ -67,25 +77,23 @@ class Model:
         """Take the new tokens `ids` of `spans`, in order, through all layers, and their K/V into the store.
 
         A generator, so that other work can stand between its units: it yields the rows done after each unit (one
-        layer of at most PREFILL_CHUNK rows) and returns the hidden states of the last `outputs` rows (all for None),
-        (outputs, E). All layers are sealed then; commit is the caller's. Several spans must be steps (one token each).
+        layer of at most `prefill_rows` rows) and returns the hidden states of the last `outputs` rows (all for None),
+        (outputs, E). All layers are sealed then; commit is the caller's. Several spans must be of one token each.
         Cost per token: 2 FLOPs per weight, and attention that grows with the tokens before it; memory: T·E for the
         prompt, and one layer's K/V.
         """
-        count = len(ids)
+        count, step = len(ids), self.ops.prefill_rows
         first_output = 0 if outputs is None else count - outputs
-        x = self.ops.embed(self.weights.embedding, ids)
-        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
-        turns = self._turns(positions)
+        x = self.ops.embed(self.weights.embedding, self.ops.to_device(np.asarray(ids, np.int32)))
+        turns = [self.ops.to_device(turn) for turn in self._turns(spans)]
+        units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
+        parts = [[self._part(spans, rows, first_output) for rows in self.ops.parts(unit)] for unit in units]
         for layer in range(self.config.layers):
-            # Behind the last layer's K/V nobody reads the other rows any more.
-            wanted = first_output if layer == self.config.layers - 1 else 0
             for span in spans:
                 self.store.begin_layer(layer, span)
-            for first in range(0, count, PREFILL_CHUNK):
-                rows = slice(first, min(first + PREFILL_CHUNK, count))
-                self._layer(layer, x, turns, spans, rows, wanted)
-                yield rows.stop - rows.start
+            for unit, of in zip(units, parts, strict=True):
+                self._layer(layer, x, turns, of)
+                yield unit.stop - unit.start
             for span in spans:
                 self.store.seal(layer, span)
         return x[first_output:]
@@ -101,64 +109,107 @@ class Model:
 
     def logits(self, hidden: Array) -> np.ndarray:
         """Hidden states (T, E) → logits (T, V) float32 on the host."""
-        normed = self.ops.rms_norm(hidden, self.weights.norm, self.config.norm_eps)
-        return self.ops.to_host(self.ops.linear(normed, self.weights.head))
+        return self.ops.to_host(self._head(hidden))
 
-    def _turns(self, positions: np.ndarray) -> tuple[Array, Array]:
+    def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[int]:
+        """The token that follows each of hidden (B, E). Raises EngineError where none can be chosen."""
+        return self.ops.sample(self._head(hidden), draws)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[int]:
+        """One more token `ids` (B,) of each sequence through all layers → the tokens that follow.
+
+        All layers are sealed then; commit is the caller's. Raises EngineError where no token can be chosen.
+        """
+        seen = [
+            self.ops.spans([self.store.view(layers[0], s, slice(i, i + 1), s.start) for i, s in enumerate(spans)])
+            for _, layers in self.store.shape.groups
+        ]
+        logits = self.ops.replay("step", self._step, [np.asarray(ids, np.int32), *self._turns(spans), *seen])
+        for span in spans:
+            if any(growth.coded for growth in span.growth):
+                for layer in range(self.config.layers):
+                    self.store.seal(layer, span)
+        return self.ops.sample(logits, draws)
+
+    def _step(self, ids: Array, cos: Array, sin: Array, *spans: Spans) -> Array:
+        """ids (B,) int32, cos and sin (B, D/2), spans of each group of layers → logits (B, V)."""
+        x = self.ops.embed(self.weights.embedding, ids)
+        for layer in range(self.config.layers):
+            seen = spans[self.store.group_of(layer)]
+            self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
+        return self._head(x)
+
+    # -- one layer ----------------------------------------------------------------------------------------------
+
+    def _turns(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin (T, D/2) of every position's RoPE angles; formed in float64, since positions grow large."""
+        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
         angles = positions[:, None] * self._frequencies
-        factor = self._rope_factor
-        return self.ops.to_device(np.cos(angles) * factor), self.ops.to_device(np.sin(angles) * factor)
+        cos, sin = np.cos(angles) * self._rope_factor, np.sin(angles) * self._rope_factor
+        return cos.astype(np.float32), sin.astype(np.float32)
 
-    def _views(self, layer: int, spans: Sequence[Span], rows: slice) -> list[CacheSpan]:
+    def _part(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Part:
+        count = rows.stop - rows.start
+        skipped = min(max(0, first_output - rows.start), count)
+        seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
+        last = self.config.layers - 1
+        if not skipped:
+            return _Part(rows, seen, 0, seen[self.store.group_of(last)])
+        return _Part(rows, seen, skipped, self._spans(last, spans, slice(rows.start + skipped, rows.stop)))
+
+    def _spans(self, layer: int, spans: Sequence[Span], rows: slice) -> Spans:
         """Each span's part in `rows`, counted from the first of them."""
         if len(spans) == 1:
-            return [self.store.view(layer, spans[0], slice(0, rows.stop - rows.start), spans[0].start + rows.start)]
-        steps = enumerate(spans[rows])
-        return [self.store.view(layer, span, slice(i, i + 1), span.start) for i, span in steps]
+            views = [self.store.view(layer, spans[0], slice(0, rows.stop - rows.start), spans[0].start + rows.start)]
+        else:
+            views = [self.store.view(layer, s, slice(i, i + 1), s.start) for i, s in enumerate(spans[rows])]
+        return self.ops.spans(views)
 
-    def _layer(
-        self, layer: int, x: Array, turns: tuple[Array, Array], spans: Sequence[Span], rows: slice, wanted: int
-    ) -> None:
-        """Take `rows` of x (T, E) through one decoder layer, in place; rows before `wanted` only leave their K/V."""
+    def _layer(self, layer: int, x: Array, turns: Sequence[Array], parts: Sequence[_Part]) -> None:
+        """Take the rows of `parts` of x (T, E) through one decoder layer, in place."""
         cos, sin = turns
-        parts = self.ops.parts(rows)
-        views = [self._views(layer, spans, part) for part in parts]
-        queries = self.ops.each(
-            lambda i: self._project(layer, x[parts[i]], cos[parts[i]], sin[parts[i]], views[i]), len(parts)
-        )
-        # A row attends to all K/V before it: every part is projected before the first one attends.
-        self.ops.each(
-            lambda i: self._mix(layer, x[parts[i]], queries[i], views[i], wanted - parts[i].start), len(parts)
-        )
+        group, is_last = self.store.group_of(layer), layer == self.config.layers - 1
 
-    def _project(self, layer: int, x: Array, cos: Array, sin: Array, spans: Sequence[CacheSpan]) -> Array:
+        def project(i: int) -> Array:
+            rows = parts[i].rows
+            return self._project(layer, x[rows], cos[rows], sin[rows], parts[i].spans[group])
+
+        def mix(i: int) -> None:
+            part, skipped = parts[i], parts[i].skipped if is_last else 0
+            if skipped < len(queries[i]):
+                spans = part.last if is_last else part.spans[group]
+                self._mix(layer, x[part.rows][skipped:], queries[i][skipped:], spans)
+
+        # A row attends to all K/V before it: every part is projected before the first one attends.
+        queries = self.ops.each(project, len(parts))
+        self.ops.each(mix, len(parts))
+
+    def _project(self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans) -> Array:
         """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them."""
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
         heads, kv_heads, stored = config.heads, config.kv_heads, self.store.conditioning[layer]
-        normed = ops.rms_norm(x, w.attention_norm, config.norm_eps)
-        qkv = ops.linear(normed, w.qkv, w.qkv_bias).reshape(len(x), heads + 2 * kv_heads, config.head_dim)
+        qkv = ops.linear(x, w.qkv, w.qkv_bias, norm=(w.attention_norm, config.norm_eps))
+        qkv = qkv.reshape(len(x), heads + 2 * kv_heads, config.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if w.q_norm is not None:
             qk[:, :heads] = ops.rms_norm(qk[:, :heads], w.q_norm, config.norm_eps)
             qk[:, heads:] = ops.rms_norm(qk[:, heads:], w.k_norm, config.norm_eps)
         ops.rope(qk, cos, sin)
         qk = ops.rotate(qk, stored.key_rotation, self._balances[layer])
-        ops.append_kv(spans, qk[:, heads:], ops.rotate(v, stored.value_rotation))
+        ops.append_kv(self.store.cache(layer), spans, qk[:, heads:], ops.rotate(v, stored.value_rotation))
         return qk[:, :heads]
 
-    def _mix(self, layer: int, x: Array, q: Array, spans: Sequence[CacheSpan], wanted: int) -> None:
-        """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place, from row `wanted` on."""
-        if wanted >= len(x):
-            return
-        if wanted > 0:
-            (span,) = spans
-            x, q = x[wanted:], q[wanted:]
-            spans = [replace(span, rows=slice(0, len(x)), position=span.position + wanted)]
+    def _mix(self, layer: int, x: Array, q: Array, spans: Spans) -> None:
+        """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place."""
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
         mixed = ops.attention(q, self.store.cache(layer), spans, self._scale, config.window(layer))
-        rotation = self.store.conditioning[layer].value_rotation
-        mixed = ops.rotate(mixed, None if rotation is None else rotation.T)
-        x += ops.linear(mixed.reshape(len(x), config.heads * config.head_dim), w.out, w.out_bias)
-        normed = ops.rms_norm(x, w.ffn_norm, config.norm_eps)
-        x += ops.linear(ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+        mixed = ops.rotate(mixed, self._back[layer]).reshape(len(x), config.heads * config.head_dim)
+        ops.linear(mixed, w.out, w.out_bias, onto=x)
+        gate_up = ops.linear(x, w.gate_up, w.gate_up_bias, norm=(w.ffn_norm, config.norm_eps))
+        ops.linear(ops.silu_mul(gate_up), w.down, w.down_bias, onto=x)
+
+    def _head(self, hidden: Array) -> Array:
+        """hidden (T, E) → logits (T, V)."""
+        return self.ops.linear(hidden, self.weights.head, norm=(self.weights.norm, self.config.norm_eps))

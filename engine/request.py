@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Many
@@ -17,7 +16,7 @@ from engine.detokenizer import Detokenizer, StopFilter
 from engine.errors import EngineError
 from engine.kv.store import SequenceKV, Span
 from engine.outputs import Chunk, Usage
-from engine.sampling import Sampling, sample
+from engine.sampling import PENALTY_WINDOW, Draw, Sampling
 from engine.scheduler import Sequence
 from model_loaders.prompt import chat_ids
 from model_loaders.tokenizers import Tokenizer
@@ -108,15 +107,15 @@ class Request:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)
         self._stop = StopFilter(self.params.stop)
 
-    def accept(self, logits: np.ndarray) -> None:
-        """Choose the next token from logits (V,), and put out what it adds to the text."""
-        sequence, started = self.sequence, time.perf_counter()
-        if sequence.max_tokens == 0:
-            self.finish("length")
-            return
+    def draw(self) -> Draw:
+        """How the next token is to be drawn."""
         # An embedding may have more rows than the vocabulary has tokens.
-        token = sample(logits[: self.tokenizer.vocab_size], self.sampling, sequence.ids, self._rng)
-        self.clock.generation += time.perf_counter() - started
+        recent = self.sequence.ids[-PENALTY_WINDOW:]
+        return Draw(self.sampling, recent, self._rng.random(), self.tokenizer.vocab_size)
+
+    def accept(self, token: int) -> None:
+        """Put out what the next token adds to the text."""
+        sequence = self.sequence
         if token in self.tokenizer.eos_ids and not self.params.ignore_eos:
             self.finish("stop")
             return

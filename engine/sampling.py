@@ -18,6 +18,8 @@ from model_loaders.config import GenerationDefaults
 
 PENALTY_WINDOW = 64  # last tokens, prompt included, that the penalties look at
 
+NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
+
 _USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
 
 
@@ -105,14 +107,25 @@ def _check(params: SamplingParams) -> None:
             raise EngineError(f"{name} is {value!r}, but must be {wanted}")
 
 
-def sample(logits: np.ndarray, params: Sampling, recent: Sequence[int], rng: np.random.Generator) -> int:
-    """Draw a token id. `recent` are the ids so far (the last PENALTY_WINDOW count).
+@dataclass(frozen=True)
+class Draw:
+    """What one token is drawn with."""
+
+    sampling: Sampling
+    recent: Sequence[int]  # the last PENALTY_WINDOW ids, oldest first
+    uniform: float  # random, from [0, 1)
+    vocabulary: int  # ids that there are; logits may have more
+
+
+def sample(logits: np.ndarray, draw: Draw) -> int:
+    """Draw a token id from logits (V,).
 
     Cost: one pass over V, plus a sort of the top-k. Raises EngineError where no token can be chosen.
     """
+    params, logits = draw.sampling, logits[: draw.vocabulary]
     if not np.isfinite(logits.max()):  # NaN is the maximum of whatever holds it
-        raise EngineError("The model's output is not finite: its weights are damaged or not meant for this engine")
-    logits = _adjust(logits, params, recent)
+        raise EngineError(NOT_FINITE)
+    logits = _adjust(logits, params, draw.recent)
     best = int(np.argmax(logits))
     if np.isneginf(logits[best]):
         raise EngineError("logit_bias bans every token that could come next")
@@ -129,7 +142,7 @@ def sample(logits: np.ndarray, params: Sampling, recent: Sequence[int], rng: np.
     with np.errstate(over="ignore"):  # next to 0 all but the best tokens reach −inf
         scaled = (kept[:count] - kept[0]) / params.temperature
     weights = np.cumsum(np.exp(scaled))
-    return int(ids[np.searchsorted(weights, rng.random() * weights[-1], side="right").clip(max=count - 1)])
+    return int(ids[np.searchsorted(weights, draw.uniform * weights[-1], side="right").clip(max=count - 1)])
 
 
 def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.ndarray:
@@ -141,7 +154,7 @@ def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.n
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     if not plain and len(recent):
-        ids, counts = np.unique(np.asarray(recent[-PENALTY_WINDOW:]), return_counts=True)
+        ids, counts = np.unique(np.asarray(recent), return_counts=True)
         seen = logits[ids]
         seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
         logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty

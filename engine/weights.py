@@ -9,14 +9,14 @@ import numpy as np
 from engine.backends.ops import Array, Ops
 from engine.model import LayerWeights, ModelWeights
 from model_loaders.config import ModelConfig
-from model_loaders.weights import WeightSource
+from model_loaders.weights import WeightSource, main_dtype
 
 
 class _Reader:
     """Reads named tensors into float32 arrays and brings them to the device."""
 
-    def __init__(self, ops: Ops, source: WeightSource, progress: Callable[[int], None] | None):
-        self._ops, self._source, self._progress = ops, source, progress
+    def __init__(self, ops: Ops, source: WeightSource, stored: str, progress: Callable[[int], None] | None):
+        self._ops, self._source, self._stored, self._progress = ops, source, stored, progress
         self.bytes = 0
 
     def stacked(self, names: Sequence[str]) -> Array:
@@ -29,8 +29,9 @@ class _Reader:
             row += shape[0]
             if self._progress:
                 self._progress(4 * int(np.prod(shape)))
-        self.bytes += fused.nbytes
-        return self._ops.to_device(fused)
+        weight = self._ops.weight(fused, self._stored)
+        self.bytes += weight.nbytes
+        return weight
 
     def optional(self, names: Sequence[str], present: bool) -> Array | None:
         return self.stacked(names) if present else None
@@ -40,7 +41,7 @@ def load_weights(
     ops: Ops, config: ModelConfig, source: WeightSource, progress: Callable[[int], None] | None = None
 ) -> ModelWeights:
     """Every weight on the device. `progress` is told the float32 bytes that have been read since its last call."""
-    read = _Reader(ops, source, progress)
+    read = _Reader(ops, source, main_dtype(source), progress)
     embedding = read.stacked(["model.embed_tokens.weight"])
     layers = [_layer(read, config, f"model.layers.{i}.") for i in range(config.layers)]
     norm = read.stacked(["model.norm.weight"])

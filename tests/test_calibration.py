@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import engine.model
 import model_loaders
 from engine import calibration
 from engine.backends.numpy_ops import NumpyOps
@@ -39,7 +38,7 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
     attention, calls = model.ops.attention, []
 
     def attend_and_capture(q, cache, spans, scale, window):
-        calls.append((q.copy(), spans[0].now_k[:, : len(ids)].copy(), scale, window))
+        calls.append((q.copy(), cache.exact(spans[0].now)[0][:, : len(ids)].copy(), scale, window))
         return attention(q, cache, spans, scale, window)
 
     model.ops.attention, model.ops.parts = attend_and_capture, lambda rows: [rows]
@@ -68,7 +67,7 @@ def test_windows_are_among_the_fixtures() -> None:
 def test_chunks_and_parts_change_nothing(fixture, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     config, weights, ids = fixture
     whole = calibrate(NumpyOps(), config, weights, ids, N)
-    monkeypatch.setattr(engine.model, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)
     ops = NumpyOps()
     monkeypatch.setattr(ops, "parts", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
     for one, expected in zip(calibrate(ops, config, weights, ids, N), whole, strict=True):

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.model
 from engine import Chunk, Engine, EngineError, SamplingParams
+from engine.backends.numpy_ops import NumpyOps
 from engine.outputs import fold
 from tests.shared_data import shared
 from tests.tiny import CONTEXT, EOS, assert_idle, make_model
@@ -144,7 +144,7 @@ def test_rows_of_the_head_that_are_no_tokens_never_come(tiny: Engine, monkeypatc
 
 
 def test_progress_grows_to_the_length_of_the_prompt(tiny: Engine, monkeypatch) -> None:
-    monkeypatch.setattr(engine.model, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 7)
     for prompt in ([*PROMPT] * 5, [*PROMPT] * 8):
         chunks = list(tiny.stream(prompt, with_max(3), progress=True))
         progress = [chunk for chunk in chunks if chunk.prompt_tokens]
@@ -298,7 +298,7 @@ def test_breaking_out_of_a_loop_closes_the_stream(tiny: Engine) -> None:
 
 
 def test_a_prompt_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> None:
-    monkeypatch.setattr(engine.model, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 4)
     chunks = tiny.stream([*PROMPT] * 6, GREEDY, progress=True)
     assert next(chunks).prefilled < len(PROMPT) * 6
     chunks.close()
@@ -318,10 +318,10 @@ def fail_at(monkeypatch, target: Engine, call: int, error: BaseException) -> Non
     """The `call`-th matrix product from now on raises, once."""
     linear, calls = target._model.ops.linear, iter(range(1, 1_000_000))
 
-    def failing(*arguments):
+    def failing(*arguments, **options):
         if next(calls) == call:
             raise error
-        return linear(*arguments)
+        return linear(*arguments, **options)
 
     monkeypatch.setattr(target._model.ops, "linear", failing)
 
@@ -399,11 +399,11 @@ def test_a_stream_may_be_closed_by_the_garbage_collector_in_the_middle_of_a_step
     next(other)
     linear, closed = tiny._model.ops.linear, []
 
-    def collecting(*arguments):
+    def collecting(*arguments, **options):
         if not closed:
             closed.append(True)
             other.close()
-        return linear(*arguments)
+        return linear(*arguments, **options)
 
     monkeypatch.setattr(tiny._model.ops, "linear", collecting)
     worker = threading.Thread(target=lambda: closed.append(fold(chunks)), daemon=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import engine.model
-from engine.backends.ops import LayerCache
+from engine.backends.numpy_attention import LayerCache
+from engine.backends.numpy_ops import NumpyOps
+from engine.backends.ops import Place
 from engine.kept import KeptSequences
 from engine.model import Model
 from engine.score import score
@@ -54,7 +55,7 @@ def test_logits_are_those_of_transformers(fixture) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_chunk_size_never_changes_a_result(fixture, monkeypatch, chunk: int) -> None:
     config, weights, ids, reference = fixture
-    monkeypatch.setattr(engine.model, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)
     logits = prefill_logits(bare_model(config, weights, ("polarquant", "polarquant")), ids)
     assert np.abs(logits - reference).max() <= 1e-3 * spread(reference)
 
@@ -92,8 +93,8 @@ def recorded(model: Model) -> dict[int, Blocks]:
     blocks: dict[int, Blocks] = {layer: [] for layer in layers.values()}
     encode = model.store.ops.encode_blocks
 
-    def encode_and_record(cache: LayerCache, ids: Sequence[int], k: np.ndarray, v: np.ndarray) -> None:
-        encode(cache, ids, k, v)
+    def encode_and_record(cache: LayerCache, ids: Sequence[int], source: Place) -> None:
+        encode(cache, ids, source)
         arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
         blocks[layers[id(cache)]] += [[array[:, block].copy() for array in arrays] for block in ids]
 

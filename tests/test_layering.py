@@ -15,7 +15,8 @@ FLOORS = ["model_loaders", "engine", "server"]
 # Rooms of `engine`, and what of `engine` each may import. A name stands for the module and everything inside it.
 CODECS = {"engine.codecs"}
 ENCODING = CODECS | {"engine.encoding"}
-OPS = ENCODING | {"engine.backends.ops"}
+SAMPLING = {"engine.sampling", "engine.config", "engine.errors"}
+OPS = ENCODING | SAMPLING | {"engine.backends.ops"}
 ROOMS = {
     "engine.errors": set(),
     "engine.config": set(),
@@ -24,12 +25,13 @@ ROOMS = {
     "engine.kv.blocks": set(),
     "engine.encoding": CODECS,
     "engine.statistics": set(),
-    "engine.backends.ops": ENCODING,
-    "engine.backends.numpy_ops": OPS | {"engine.conditioning"},
+    "engine.backends.ops": ENCODING | SAMPLING,
+    "engine.backends.numpy_attention": OPS | {"engine.conditioning"},
+    "engine.backends.numpy_ops": OPS | {"engine.conditioning", "engine.backends.numpy_attention"},
     "engine.backends.kernels": set(),
     "engine.backends.select": {"engine.backends", "engine.errors"},
     "engine.kv.tables": {"engine.kv.blocks"},
-    "engine.kv.plan": CODECS | {"engine.conditioning", "engine.errors"},
+    "engine.kv.plan": OPS | {"engine.conditioning", "engine.errors"},
     "engine.kv.store": OPS | {"engine.conditioning", "engine.kv"},
     "engine.model": OPS | {"engine.kv"},
     "engine.calibration": OPS | {"engine.conditioning", "engine.kv", "engine.model", "engine.statistics"},

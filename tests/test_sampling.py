@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.config import SamplingParams
 from engine.errors import EngineError
-from engine.sampling import PENALTY_WINDOW, Sampling, resolve, sample
+from engine.sampling import PENALTY_WINDOW, Draw, Sampling, resolve, sample
 from model_loaders.config import GenerationDefaults
 
 V = 12
@@ -25,15 +25,8 @@ def sampling(**values) -> Sampling:
     return resolve(SamplingParams(**{**OFF, **values}), GenerationDefaults())
 
 
-class Fixed(np.random.Generator):
-    """A generator that always draws the same number."""
-
-    def __init__(self, drawn: float):
-        super().__init__(np.random.PCG64(0))
-        self.drawn = drawn
-
-    def random(self) -> float:  # type: ignore[override]
-        return self.drawn
+def drawn_with(logits: np.ndarray, params: Sampling, recent: Sequence[int], uniform: float) -> int:
+    return sample(logits, Draw(params, recent[-PENALTY_WINDOW:], uniform, len(logits)))
 
 
 def distribution(logits: Sequence[float], s: Sampling, recent: Sequence[int], slack: float = 0.0) -> dict[int, float]:
@@ -92,7 +85,7 @@ def test_a_draw_is_that_of_the_plain_chain(logits, values, recent, drawn) -> Non
     expected = distribution(logits, chain, recent)
     # Where rounding may decide what top-p and min-p keep, both are right.
     assume(all(distribution(logits, chain, recent, slack) == expected for slack in (-1e-9, 1e-9)))
-    token = sample(np.array(logits, np.float32), chain, recent, Fixed(drawn))
+    token = drawn_with(np.array(logits, np.float32), chain, recent, drawn)
     edges = np.cumsum(list(expected.values()))
     near = {int(np.searchsorted(edges, drawn * edges[-1] + off, side="right").clip(0, len(edges) - 1))
             for off in (-1e-9, 0, 1e-9)}  # fmt: skip
@@ -104,14 +97,14 @@ def test_a_draw_is_that_of_the_plain_chain(logits, values, recent, drawn) -> Non
 def test_logits_are_left_as_they_were(logits, values, recent) -> None:
     before = np.array(logits, np.float32)
     given = before.copy()
-    sample(given, sampling(**values), recent, Fixed(0.5))
+    drawn_with(given, sampling(**values), recent, 0.5)
     assert (given == before).all()
 
 
 def support(logits, values, recent=()) -> set[int]:
     """Tokens that come out for some draw."""
     chain = sampling(**values)
-    return {sample(np.float32(logits), chain, recent, Fixed(i / 1000)) for i in range(1000)}
+    return {drawn_with(np.float32(logits), chain, recent, i / 1000) for i in range(1000)}
 
 
 def test_top_p_looks_at_what_top_k_left() -> None:
@@ -155,7 +148,7 @@ def test_a_token_with_a_bias_of_minus_infinity_never_comes() -> None:
     logits = np.zeros(4, np.float32)
     chain = sampling(logit_bias={0: -math.inf, 3: -math.inf})
     draws = [0.0, 0.5, 1 - 2**-53]
-    assert [sample(logits, chain, [], Fixed(drawn)) for drawn in draws] == [1, 2, 2]
+    assert [drawn_with(logits, chain, [], drawn) for drawn in draws] == [1, 2, 2]
 
 
 def test_logits_of_minus_infinity_are_tokens_that_never_come() -> None:
@@ -182,7 +175,7 @@ def test_banning_every_token_is_an_error() -> None:
 def test_draws_are_distributed_as_the_chain_says(values) -> None:
     logits = np.linspace(-2, 2, V, dtype=np.float32)
     chain, rng, draws = sampling(**values), np.random.default_rng(7), 20_000
-    counts = Counter(sample(logits, chain, [], rng) for _ in range(draws))
+    counts = Counter(drawn_with(logits, chain, [], rng.random()) for _ in range(draws))
     expected = distribution(logits.tolist(), chain, [])
     assert counts.keys() <= expected.keys()
     chi_square = sum((counts[i] - draws * p) ** 2 / (draws * p) for i, p in expected.items())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from engine import Completion, Engine, SamplingParams
+from engine.backends.numpy_ops import NumpyOps
 from engine.outputs import fold
 from tests.tiny import assert_idle
 
@@ -135,10 +136,10 @@ def interrupting(engine: Engine, monkeypatch, call: int) -> None:
     """Ctrl-C in the middle of the `call`-th matrix product from now on."""
     linear, calls = engine._model.ops.linear, iter(range(1, 1_000_000))
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         if next(calls) == call:
             raise KeyboardInterrupt
-        return linear(*arguments)
+        return linear(*arguments, **options)
 
     monkeypatch.setattr(engine._model.ops, "linear", interrupted)
 
@@ -164,7 +165,7 @@ def test_ctrl_c_in_the_work_for_another_stream_ends_both_and_nothing_else(
 def test_ctrl_c_in_the_prefill_of_another_stream(shared_engine: Engine, monkeypatch, call: int) -> None:
     first, second = shared_engine.stream(*job(5), progress=True), shared_engine.stream(*job(3))
     alone = shared_engine.generate(*job(1))
-    monkeypatch.setattr("engine.model.PREFILL_CHUNK", 16)
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
     assert next(first).prefilled
     interrupting(shared_engine, monkeypatch, call)
     with pytest.raises(KeyboardInterrupt):

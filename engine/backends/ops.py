@@ -1,30 +1,33 @@
 """The op set: the only seam between the engine and a device.
 
-Letters: T rows (tokens of one or more sequences), E hidden size, F feed-forward size, H query heads, K KV heads,
-D head dim, N block size, V vocabulary size. `Array` is the backend's own array type; float32 in NumPy.
+Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F feed-forward size, H query heads,
+K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32 but for
+weights; `Cache`, `Buffer` and `Spans` are whatever a backend makes of the K/V of a layer, and of where to find them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.codecs import Codec
 from engine.encoding.metric import Metric
+from engine.sampling import Draw
 
 Array = Any
+Cache = Any
+Buffer = Any
+Spans = Any
 Result = TypeVar("Result")
 
 
-@dataclass
-class LayerCache:
-    """The stored K/V of one layer, balanced and rotated, and how they get there.
+@dataclass(frozen=True)
+class CacheFormat:
+    """How one layer stores its K/V, balanced and rotated, and how they get there.
 
     metric_k, metric_v: what an error costs, for encoding well; None takes the nearest code.
-    k, v: field name → (K, coded blocks, *field shape), in the codec's dtypes.
-    mean: the fields of the block means of keys (K, coded blocks, …); empty when keys are not centred.
-    exact_k, exact_v: (exact slots, K, N, D) full precision: sinks and tails.
+    mean_bits: of the block means that are taken out of keys, per channel: 8 or 16; 0 does not centre them.
     """
 
     codec_k: Codec
@@ -32,26 +35,30 @@ class LayerCache:
     metric_k: Metric | None
     metric_v: Metric | None
     mean_bits: int
-    k: Mapping[str, Array]
-    v: Mapping[str, Array]
-    mean: Mapping[str, Array]
-    exact_k: Array
-    exact_v: Array
+    block_size: int
+    kv_heads: int
+    head_dim: int
 
 
-@dataclass
+class Place(NamedTuple):
+    """N tokens in full precision: a block of a buffer, counted from its start, or an exact slot of the layer."""
+
+    buffer: Buffer | None
+    block: int
+
+
+@dataclass(frozen=True)
 class CacheSpan:
-    """Where the K/V of one sequence's new tokens go in one layer, and what they see. Positions count tokens.
+    """Where the K/V of one sequence's new tokens go, and what they see, in every layer with the same window.
 
-    The sequence is [sink | coded blocks | now]: `now` holds the current block's earlier tokens and all the new ones
-    in full precision.
+    Positions count tokens. The sequence is [sink | coded blocks | now]: `now` holds the current block's earlier tokens
+    and all the new ones in full precision.
     """
 
     rows: slice  # rows of q, k, v that belong to this sequence, in order of position
     position: int  # of the first of these rows
-    now_start: int  # position of now_k[:, 0]
-    now_k: Array  # (K, S, D); rows up to the newest position are filled
-    now_v: Array
+    now: Place  # where `now` begins: a buffer's block 0, or the one exact slot of a step
+    now_start: int  # position of its first token
     sink: int | None  # exact slot of the first block, if that is complete and kept
     table: Sequence[int]  # ids of the coded blocks
     table_start: int  # position of the first token of table[0]
@@ -63,11 +70,8 @@ class Ops(Protocol):
 
     name: str
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for the KV store; pages that are never written cost nothing where the device allows that."""
-
-    def empty(self, shape: tuple[int, ...]) -> Array:
-        """Scratch memory in the compute dtype."""
+    prefill_rows: int
+    """Rows of a prompt that go through a layer at once: enough for the matrix products, few enough for the memory."""
 
     def parts(self, rows: slice) -> list[slice]:
         """`rows` cut into consecutive parts that `each` may work on at the same time."""
@@ -75,43 +79,86 @@ class Ops(Protocol):
     def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
         """[work(0), …, work(count − 1)], possibly at the same time."""
 
+    def replay(self, key: Hashable, work: Callable[..., Array], inputs: Sequence[Any]) -> Array:
+        """work(*inputs), each input an array of the host (or what `spans` made) that `work` finds on the device.
+
+        With a `key` and shapes of inputs that it has seen before, a backend may launch again what it recorded then
+        instead of calling `work`: everything that differs from call to call is in the inputs. The result is good until
+        the next call.
+        """
+
+    def weight(self, x: Any, stored: str) -> Array:
+        """A float32 array of the host as a weight on the device; `stored`: the dtype that the file has it in."""
+
     def to_device(self, x: Any) -> Array:
-        """A host array on the device, in the compute dtype."""
+        """A host array on the device: whole numbers as int32, others as float32."""
 
     def to_host(self, x: Array) -> Any:
-        """A device array as NumPy float32."""
+        """A device array, a weight as well, as NumPy float32."""
 
-    def embed(self, table: Array, ids: Sequence[int]) -> Array:
-        """Rows `ids` (T,) of table (V, E) → (T, E)."""
+    def embed(self, table: Array, ids: Array) -> Array:
+        """Rows `ids` (T,) int32 of table (V, E) → (T, E)."""
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """x (..., n) / rms(x) * weight (n,)."""
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """x (T, in), weight (out, in), bias (out,) → (T, out)."""
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        norm: tuple[Array, float] | None = None,
+        onto: Array | None = None,
+    ) -> Array:
+        """x (T, in), weight (out, in), bias (out,) → (T, out).
+
+        norm: weight (in,) and eps of an `rms_norm` of x before. onto (T, out): what the result is added to, in place.
+        """
 
     def rope(self, x: Array, cos: Array, sin: Array) -> None:
         """Turn channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
 
     def rotate(self, x: Array, rotation: Array | None, scale: Array | None = None) -> Array:
-        """(x * scale) @ rotation for x (T, heads, D), scale (heads, D), rotation (D, D); None leaves a factor out."""
+        """(x * scale) @ rotation for x (T, heads, D), scale (heads, D), rotation (D, D); None leaves a factor out.
+
+        Both come from the host, the same objects each time.
+        """
 
     def silu_mul(self, gate_up: Array) -> Array:
         """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
 
-    def append_kv(self, spans: Sequence[CacheSpan], k: Array, v: Array) -> None:
+    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[int]:
+        """A token id for each row of logits (B, V). Raises EngineError where no token can be chosen."""
+
+    # -- the KV store --------------------------------------------------------------------------------------------
+
+    def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
+        """Bytes of a coded block, and of an exact slot, all KV heads. ValueError for a codec that it cannot serve."""
+
+    def cache(self, form: CacheFormat, coded: int, exact: int) -> Cache:
+        """Room for the K/V of one layer: so many coded blocks and exact slots."""
+
+    def buffer(self, form: CacheFormat, rows: int) -> Buffer:
+        """Room for `rows` tokens' K/V of one layer in full precision."""
+
+    def spans(self, spans: Sequence[CacheSpan]) -> Spans:
+        """What the ops below need to know of `spans`. Several spans must be of one row each."""
+
+    def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), rotated, into each span's `now` at their positions."""
 
-    def attention(
-        self, q: Array, cache: LayerCache, spans: Sequence[CacheSpan], scale: float, window: int | None
-    ) -> Array:
+    def attention(self, q: Array, cache: Cache, spans: Spans, scale: float, window: int | None) -> Array:
         """Causal attention of q (T, H, D), rotated, over each span's whole sequence → (T, H, D), rotated as values.
 
         Query head h reads KV head h // (H // K). With a window, position p sees positions > p − window only.
         """
 
-    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], k: Array, v: Array) -> None:
-        """Encode k, v (K, len(blocks), N, D), rotated, into the coded blocks with these ids; keys are centred first."""
+    def encode_blocks(self, cache: Cache, blocks: Sequence[int], source: Place) -> None:
+        """Encode consecutive blocks of N tokens, from `source` on, into the coded blocks with these ids.
 
-    def copy_exact(self, cache: LayerCache, slot: int, k: Array, v: Array) -> None:
-        """Write k, v (K, S ≤ N, D) into the first S rows of an exact slot."""
+        Keys are centred first.
+        """
+
+    def copy_exact(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:
+        """Copy the first `tokens` ≤ N tokens of one place to another."""

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from engine.backends.ops import CacheFormat
 from engine.codecs import Codec, get
 from engine.conditioning import mean_fields
+from engine.encoding.metric import Metric
 from engine.errors import EngineError
 
 
@@ -30,6 +32,16 @@ class CacheShape:
     kv_heads: int  # K
     head_dim: int  # D
     layers: tuple[LayerShape, ...]
+    # Bytes of a coded block and of an exact slot of each layer as the backend stores them, all KV heads. None: without
+    # padding, and float32.
+    stored: tuple[tuple[int, int], ...] | None = None
+
+    def form(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
+        """One layer, for the ops."""
+        of = self.layers[layer]
+        return CacheFormat(
+            of.codec_k, of.codec_v, metric_k, metric_v, of.mean_bits, self.block_size, self.kv_heads, self.head_dim
+        )
 
     @cached_property
     def groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
@@ -41,6 +53,8 @@ class CacheShape:
 
     def coded_bytes(self, layers: Iterable[int]) -> int:
         """One coded block of these layers: both codecs' fields and the key means."""
+        if self.stored is not None:
+            return sum(self.stored[layer][0] for layer in layers)
         return sum(self._coded_bytes[layer] for layer in layers)
 
     @cached_property
@@ -56,7 +70,9 @@ class CacheShape:
 
     @property
     def exact_bytes(self) -> int:
-        """One exact slot of one layer, in float32."""
+        """One exact slot of one layer."""
+        if self.stored is not None:
+            return self.stored[0][1]
         return 2 * self.kv_heads * self.block_size * self.head_dim * 4
 
     @property
@@ -66,7 +82,7 @@ class CacheShape:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of a complete encoded block for each of its K/V values, over all layers."""
+        """Bits of a complete encoded block for each of its K/V values, over all layers; what a backend pads apart."""
         values = 2 * len(self.layers) * self.kv_heads * self.block_size * self.head_dim
         return 8 * sum(self._coded_bytes) / values
 
@@ -141,7 +157,7 @@ def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
     """How many tokens an f16 cache would hold in the memory of `plan`."""
     half = get("f16")
     layers = tuple(LayerShape(half, half, window=layer.window) for layer in plan.shape.layers)
-    f16 = replace(plan.shape, layers=layers)
+    f16 = replace(plan.shape, layers=layers, stored=None)
     low, high = 0, max_tokens
     while low < high:
         middle = (low + high + 1) // 2

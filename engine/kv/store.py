@@ -15,16 +15,14 @@ see are given back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from engine.backends.ops import Array, CacheSpan, LayerCache, Ops
-from engine.conditioning import Conditioning, mean_fields
+from engine.backends.ops import Buffer, Cache, CacheSpan, Ops, Place
+from engine.conditioning import Conditioning
 from engine.encoding.metric import Metric
 from engine.kv.blocks import OutOfBlocks
-from engine.kv.plan import CacheShape, StorePlan
+from engine.kv.plan import StorePlan
 from engine.kv.tables import BlockTable, Growth, TableGroup
 
 # What an error of a layer's keys and of its values costs; None where the nearest code is taken.
@@ -47,7 +45,7 @@ class Span:
     start: int
     count: int
     growth: list[Growth]
-    buffer: tuple[Array, Array] | None  # k, v (K, start % N + count, D) of the layer in work; None: write to the tail
+    buffer: Buffer | None  # K/V of the layer in work, from the start of the current block; None: write to the tail
     now_as_codes: bool = False
 
 
@@ -64,17 +62,21 @@ class KVStore:
         self.conditioning = conditioning
         self.groups: list[TableGroup] = []
         self._group_of: dict[int, int] = {}
-        self._caches: dict[int, LayerCache] = {}
+        self._caches: dict[int, Cache] = {}
         for (window, layers), coded in zip(plan.shape.groups, plan.coded_blocks, strict=True):
             for layer in layers:
                 self._group_of[layer] = len(self.groups)
-                metric = (None, None) if metrics is None else metrics[layer]
-                self._caches[layer] = _allocate(ops, plan.shape, layer, metric, coded, plan.exact_slots)
+                form = plan.shape.form(layer, *((None, None) if metrics is None else metrics[layer]))
+                self._caches[layer] = ops.cache(form, coded, plan.exact_slots)
             self.groups.append(TableGroup(plan.shape.block_size, window, coded, plan.exact_slots))
 
-    def cache(self, layer: int) -> LayerCache:
-        """The arrays of one layer."""
+    def cache(self, layer: int) -> Cache:
+        """What the ops have made of one layer."""
         return self._caches[layer]
+
+    def group_of(self, layer: int) -> int:
+        """The number of the group of layers that share block tables with this one."""
+        return self._group_of[layer]
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -120,8 +122,8 @@ class KVStore:
                 original, fork = sequence.tables[index], copy.tables[index]
                 source = original.tail if in_tail else original.sink
                 assert fork.tail is not None
-                k, v = cache.exact_k[source], cache.exact_v[source]
-                self.ops.copy_exact(cache, fork.tail, k[:, :rest], v[:, :rest])
+                assert source is not None
+                self.ops.copy_exact(cache, Place(None, fork.tail), Place(None, source), rest)
         return copy
 
     # -- growing a sequence ------------------------------------------------------------------------------------
@@ -136,22 +138,19 @@ class KVStore:
             for group, grown in zip(self.groups, growth, strict=False):
                 group.abort(grown)
             raise
-        n, k, d = self.shape.block_size, self.shape.kv_heads, self.shape.head_dim
-        rows = sequence.length % n + count
-        buffer = None if count == 1 else (self.ops.empty((k, rows, d)), self.ops.empty((k, rows, d)))
+        rows = sequence.length % self.shape.block_size + count
+        buffer = None if count == 1 else self.ops.buffer(self.shape.form(0), rows)
         return Span(sequence, sequence.length, count, growth, buffer, now_as_codes)
 
     def view(self, layer: int, span: Span, rows: slice, position: int) -> CacheSpan:
-        """What the ops need to know of `span` in one layer, for the rows that start at `position`."""
+        """What the ops need to know of `span` for the rows that start at `position`, in a layer and all its group."""
         table, n = span.sequence.tables[self._group_of[layer]], self.shape.block_size
-        now_k, now_v = self._now(layer, span)
         now_start = span.start // n * n
         return CacheSpan(
             rows=rows,
             position=position,
+            now=self._now(layer, span),
             now_start=now_start,
-            now_k=now_k,
-            now_v=now_v,
             sink=table.sink if now_start else None,
             table=table.coded,
             table_start=(1 + table.dropped) * n,
@@ -163,28 +162,25 @@ class KVStore:
         filled = span.start % self.shape.block_size
         if span.buffer is None or filled == 0:
             return
-        cache, tail = self.cache(layer), span.sequence.tables[self._group_of[layer]].tail
-        span.buffer[0][:, :filled] = cache.exact_k[tail][:, :filled]
-        span.buffer[1][:, :filled] = cache.exact_v[tail][:, :filled]
+        tail = span.sequence.tables[self._group_of[layer]].tail
+        assert tail is not None
+        self.ops.copy_exact(self.cache(layer), Place(span.buffer, 0), Place(None, tail), filled)
 
     def seal(self, layer: int, span: Span) -> None:
         """All K/V of the span are appended: encode its complete blocks, keep the rest in full precision."""
         n = self.shape.block_size
         cache, grown = self.cache(layer), span.growth[self._group_of[layer]]
-        now_k, now_v = self._now(layer, span)
-        base = span.start // n  # number of the block at now[:, 0]
+        buffer, first = self._now(layer, span)
+        base = span.start // n  # number of the block that `now` begins with
         if grown.coded:
-            first = (grown.first_coded - base) * n
-            rows = slice(first, first + len(grown.coded) * n)
-            shape = (now_k.shape[0], len(grown.coded), n, now_k.shape[2])
-            self.ops.encode_blocks(cache, grown.coded, now_k[:, rows].reshape(shape), now_v[:, rows].reshape(shape))
-        if span.buffer is None:
+            self.ops.encode_blocks(cache, grown.coded, Place(buffer, first + grown.first_coded - base))
+        if buffer is None:
             return
+        complete, rest = divmod(span.start + span.count, n)
         if grown.sink is not None:
-            self.ops.copy_exact(cache, grown.sink, now_k[:, :n], now_v[:, :n])
+            self.ops.copy_exact(cache, Place(None, grown.sink), Place(buffer, 0), n)
         if grown.tail is not None:
-            rest = slice(((span.start + span.count) // n - base) * n, None)
-            self.ops.copy_exact(cache, grown.tail, now_k[:, rest], now_v[:, rest])
+            self.ops.copy_exact(cache, Place(None, grown.tail), Place(buffer, complete - base), rest)
 
     def commit(self, span: Span) -> None:
         """Every layer is sealed: the sequence has grown, and blocks that left the window are given back."""
@@ -198,13 +194,14 @@ class KVStore:
         for group, grown in zip(self.groups, span.growth, strict=True):
             group.abort(grown)
 
-    def _now(self, layer: int, span: Span) -> tuple[Array, Array]:
-        """k, v (K, S, D) from the start of the block that the span begins in: its buffer, or the slot of a step."""
+    def _now(self, layer: int, span: Span) -> Place:
+        """Where the block that the span begins in lies: at the start of its buffer, or in the slot of a step."""
         if span.buffer is not None:
-            return span.buffer
-        cache, grown = self.cache(layer), span.growth[self._group_of[layer]]
+            return Place(span.buffer, 0)
+        grown = span.growth[self._group_of[layer]]
         slot = grown.tail if grown.sink is None else grown.sink
-        return cache.exact_k[slot], cache.exact_v[slot]
+        assert slot is not None
+        return Place(None, slot)
 
     # -- what it takes -----------------------------------------------------------------------------------------
 
@@ -215,24 +212,3 @@ class KVStore:
             exact = (table.sink is not None) + (table.tail is not None)
             total += len(table.coded) * shape.coded_bytes(layers) + len(layers) * exact * shape.exact_bytes
         return total
-
-
-def _allocate(ops: Ops, shape: CacheShape, layer: int, metric: Metrics, coded: int, exact: int) -> LayerCache:
-    """Arrays of one layer for so many coded blocks and exact slots."""
-    n, k, d, of = shape.block_size, shape.kv_heads, shape.head_dim, shape.layers[layer]
-
-    def arrays(fields: Iterable[tuple[str, tuple[tuple[int, ...], np.dtype]]]) -> dict[str, Array]:
-        return {name: ops.zeros((k, coded, *inner), dtype) for name, (inner, dtype) in fields}
-
-    return LayerCache(
-        codec_k=of.codec_k,
-        codec_v=of.codec_v,
-        metric_k=metric[0],
-        metric_v=metric[1],
-        mean_bits=of.mean_bits,
-        k=arrays(of.codec_k.fields(n, d).items()),
-        v=arrays(of.codec_v.fields(n, d).items()),
-        mean=arrays(mean_fields(of.mean_bits, d).items()) if of.mean_bits else {},
-        exact_k=ops.zeros((exact, k, n, d), np.float32),
-        exact_v=ops.zeros((exact, k, n, d), np.float32),
-    )

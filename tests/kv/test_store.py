@@ -55,7 +55,7 @@ class Fed:
             for first in range(0, count, chunk or count):
                 rows = slice(first, min(first + (chunk or count), count))
                 view = self.store.view(layer, span, slice(0, rows.stop - first), start + first)
-                self.store.ops.append_kv([view], k[start:][rows], v[start:][rows])
+                self.store.ops.append_kv(self.store.cache(layer), [view], k[start:][rows], v[start:][rows])
                 window = self.store.shape.layers[layer].window
                 out[layer, rows] = self.store.ops.attention(q[rows], self.store.cache(layer), [view], 0.3, window)
                 self.check(out[layer, rows], q[rows], k, v, start, start + first, layer)
@@ -107,7 +107,7 @@ def test_steps_and_prompts_store_the_same_codes() -> None:
     for t in range(50):
         span = steps.store.open(steps.kv, 1)
         view = steps.store.view(0, span, slice(0, 1), t)
-        steps.store.ops.append_kv([view], prompt.k[t : t + 1], prompt.v[t : t + 1])
+        steps.store.ops.append_kv(steps.store.cache(0), [view], prompt.k[t : t + 1], prompt.v[t : t + 1])
         steps.store.seal(0, span)
         steps.store.commit(span)
     for name, codes in prompt.store.cache(0).k.items():

@@ -1,0 +1,176 @@
+"""Attention over the KV store in NumPy: exact K/V and decoded blocks, tile by tile, with online softmax."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.backends.ops import CacheFormat, CacheSpan, Place
+from engine.conditioning import centre, read_mean
+from engine.encoding import encode_well
+
+# Keys, and coded blocks that are decoded at once.
+_KEY_TILE = 1024
+_BLOCK_TILE = 64
+
+Fields = dict[str, np.ndarray]
+Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D)
+
+
+@dataclass
+class LayerCache:
+    """The stored K/V of one layer.
+
+    k, v: field name → (K, coded blocks, *field shape), in the codec's dtypes.
+    mean: the fields of the block means of keys (K, coded blocks, …); empty when keys are not centred.
+    exact_k, exact_v: (exact slots, K, N, D) full precision: sinks and tails.
+    """
+
+    form: CacheFormat
+    k: Mapping[str, np.ndarray]
+    v: Mapping[str, np.ndarray]
+    mean: Mapping[str, np.ndarray]
+    exact_k: np.ndarray
+    exact_v: np.ndarray
+
+    def exact(self, place: Place) -> Buffer:
+        """k, v (K, S, D) from a place on: a slot's N tokens, or all that the buffer has from that block on."""
+        if place.buffer is None:
+            return self.exact_k[place.block], self.exact_v[place.block]
+        first = place.block * self.form.block_size
+        return place.buffer[0][:, first:], place.buffer[1][:, first:]
+
+
+def attend(q: np.ndarray, position: int, cache: LayerCache, span: CacheSpan, window: int | None) -> np.ndarray:
+    """Attention of q (K, G, T, D), scaled, whose first row stands at `position`, by online softmax over tiles."""
+    tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, window)
+    whole = functools.reduce(_merge, (_partial(q, position, tile, window) for tile in tiles))
+    return (whole.mix / whole.total).reshape(q.shape)
+
+
+class _Tile(NamedTuple):
+    """Keys and values that stand next to each other: k, v (K, S, D), the first of them at position `start`.
+
+    mean: (K, S/N, D), one for each block of N keys, when they have been taken out of k; else None.
+    """
+
+    start: int
+    k: np.ndarray
+    v: np.ndarray
+    mean: np.ndarray | None = None
+
+
+class _Partial(NamedTuple):
+    """Attention over some of the keys: maximum score (K, R, 1), sum of exp (K, R, 1), weighted values (K, R, D)."""
+
+    top: np.ndarray
+    total: np.ndarray
+    mix: np.ndarray
+
+
+def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _Partial:
+    """q (K, G, T, D) over one tile, with R = G·T."""
+    kv_heads, group, count, dim = q.shape
+    flat = q.reshape(kv_heads, group * count, dim)
+    scores = flat @ tile.k.swapaxes(1, 2)  # (K, R, S)
+    if tile.mean is not None:  # q·k = q·(k − μ) + q·μ, one μ per block of N keys
+        by_block = scores.reshape(*scores.shape[:2], tile.mean.shape[1], -1)
+        by_block += (flat @ tile.mean.swapaxes(1, 2))[..., None]
+    _mask(scores.reshape(kv_heads, group, count, -1), position, tile.start, window)
+    top = scores.max(axis=-1, keepdims=True)
+    scores -= _finite(top)
+    np.exp(scores, out=scores)
+    return _Partial(top, scores.sum(axis=-1, keepdims=True), scores @ tile.v)
+
+
+def _merge(a: _Partial, b: _Partial) -> _Partial:
+    """Attention over the keys of both."""
+    top = np.maximum(a.top, b.top)
+    fade_a, fade_b = np.exp(a.top - _finite(top)), np.exp(b.top - _finite(top))
+    return _Partial(top, a.total * fade_a + b.total * fade_b, a.mix * fade_a + b.mix * fade_b)
+
+
+def _finite(top: np.ndarray) -> np.ndarray:
+    """0 for a row that a window lets see nothing here: exp(−inf − 0) = 0 where −inf − −inf would be NaN."""
+    return np.where(np.isneginf(top), np.float32(0), top)
+
+
+def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> None:
+    """Hide from scores (K, G, T, S), rows from `position` and keys from `start`, what a row may not see."""
+    count, size = scores.shape[2:]
+    ahead = start + size - 1 > position
+    behind = window is not None and start <= position + count - 1 - window
+    if not (ahead or behind):
+        return
+    # Where nothing is behind the window, only the keys after the first row's own need a look.
+    seen = 0 if behind else max(0, position + 1 - start)
+    rows = position + np.arange(count)[:, None]
+    keys = start + np.arange(seen, size)
+    hidden = keys > rows
+    if window is not None:
+        hidden |= keys <= rows - window
+    np.copyto(scores[..., seen:], -np.inf, where=hidden)
+
+
+def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int, window: int | None) -> Iterator[_Tile]:
+    """Every tile that a row from `position` to `last` sees."""
+    block_size = cache.exact_k.shape[2]
+    oldest = 0 if window is None else max(0, position - window + 1)
+    if span.sink is not None and oldest < block_size:
+        yield _Tile(0, cache.exact_k[span.sink], cache.exact_v[span.sink])
+
+    ids = np.asarray(span.table, np.intp)
+    skipped = max(0, (oldest - span.table_start) // block_size)
+    for first in range(skipped, len(ids), _BLOCK_TILE):
+        part = ids[first : first + _BLOCK_TILE]
+        yield _Tile(span.table_start + first * block_size, *_read_blocks(cache, part))
+
+    size = last + 1 - span.now_start
+    now_k, now_v = (whole[:, :size] for whole in cache.exact(span.now))
+    if span.now_as_codes:
+        now_k, now_v = _as_codes(cache, now_k, now_v)
+    skipped = max(0, (oldest - span.now_start) // _KEY_TILE * _KEY_TILE)
+    for first in range(skipped, size, _KEY_TILE):
+        rows = slice(first, first + _KEY_TILE)
+        yield _Tile(span.now_start + first, now_k[:, rows], now_v[:, rows])
+
+
+def _read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Decode coded blocks: k without its means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
+    kv_heads, _, dim = cache.exact_k.shape[1:]
+    k = cache.form.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})
+    v = cache.form.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})
+    mean = read_mean({field: part.take(ids, axis=1) for field, part in cache.mean.items()}) if cache.mean else None
+    return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean
+
+
+def encode_keys(form: CacheFormat, k: np.ndarray) -> tuple[Fields, Fields]:
+    """k (K, B, N, D) → the codec's fields, and those of the means (none when keys are not centred)."""
+    mean: Fields = {}
+    if form.mean_bits:
+        k, mean = centre(k, form.mean_bits)
+    return encode_well(form.codec_k, k, form.metric_k), mean
+
+
+def encode_values(form: CacheFormat, v: np.ndarray) -> tuple[Fields, Fields]:
+    """v (K, B, N, D) → the codec's fields; values have no means."""
+    return encode_well(form.codec_v, v, form.metric_v), {}
+
+
+def _as_codes(cache: LayerCache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """k, v (K, S ≤ N, D) as they read back from one encoded block. A part of a block is filled up with its mean."""
+    count, block_size = k.shape[1], cache.exact_k.shape[2]
+
+    def fill(x: np.ndarray) -> np.ndarray:
+        mean = np.broadcast_to(x.mean(axis=1, keepdims=True), (x.shape[0], block_size - count, x.shape[2]))
+        return np.concatenate([x, mean], axis=1)[:, None]
+
+    (coded_k, mean), (coded_v, _) = encode_keys(cache.form, fill(k)), encode_values(cache.form, fill(v))
+    k, v = cache.form.codec_k.decode(coded_k)[:, 0], cache.form.codec_v.decode(coded_v)[:, 0]
+    if mean:
+        k = k + read_mean(mean)
+    return k[:, :count], v[:, :count]
