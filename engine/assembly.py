@@ -32,7 +32,7 @@ from engine.kv.plan import (
 from engine.kv.store import KVStore, Metrics
 from engine.model import Model, ModelWeights
 from engine.statistics import LayerStatistics, balance
-from engine.weights import load_weights, weight_bytes
+from engine.weights import load_weights, weight_count
 from model_loaders.config import ModelConfig
 
 Say = Callable[[str], None]
@@ -94,10 +94,11 @@ def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
         say(note)
     source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose)
     try:
-        shape = _cache_shape(config, source.config)
-        plan = _plan(config, source.config, shape, say)
+        shape = _cache_shape(config, ops, source.config)
+        count = weight_count(source.weights)
+        plan = _plan(config, source.config, shape, ops.room_beside(count), say)
         bar = tqdm(
-            total=weight_bytes(source.weights),
+            total=4 * count,
             desc=f"Loading {source.name}",
             unit="B",
             unit_scale=True,
@@ -118,7 +119,7 @@ def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
     return Parts(config, source, plan, Model(ops, source.config, weights, store))
 
 
-def _cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
+def _cache_shape(config: EngineConfig, ops: Ops, model: ModelConfig) -> CacheShape:
     """How every layer stores its K/V. Raises EngineError for a cache type that does not exist or cannot serve."""
     mean_bits = 8 if config.encoding.small_means else 16
     layers = tuple(
@@ -131,7 +132,11 @@ def _cache_shape(config: EngineConfig, model: ModelConfig) -> CacheShape:
         )
         for layer, (codec_k, codec_v) in enumerate(cache_types.layer_codecs(config, model.layers, model.head_dim))
     )
-    return CacheShape(config.block_size, model.kv_heads, model.head_dim, layers)
+    shape = CacheShape(config.block_size, model.kv_heads, model.head_dim, layers)
+    try:
+        return replace(shape, stored=tuple(ops.cache_bytes(shape.form(layer)) for layer in range(model.layers)))
+    except ValueError as error:
+        raise EngineError(str(error)) from None
 
 
 def _store(
@@ -180,8 +185,8 @@ def _metrics(
     return k, v
 
 
-def _plan(config: EngineConfig, model: ModelConfig, shape: CacheShape, say: Say) -> StorePlan:
-    """How large the store is: --kv-memory, else what the context needs, as far as half of the free memory goes."""
+def _plan(config: EngineConfig, model: ModelConfig, shape: CacheShape, room: int, say: Say) -> StorePlan:
+    """How large the store is: --kv-memory, else what the context needs, as far as there is room."""
     tokens = config.ctx_size or model.max_context
     if config.ctx_size > model.max_context:
         say(f"--ctx-size {config.ctx_size} is more than the {model.max_context} tokens this model was trained on.")
@@ -189,17 +194,16 @@ def _plan(config: EngineConfig, model: ModelConfig, shape: CacheShape, say: Say)
     if config.kv_memory is not None:
         return plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
     plan = plan_for_tokens(shape, tokens, sequences)
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return plan if plan.bytes <= free // 2 else plan_for_memory(shape, free // 2, tokens, sequences)
+    return plan if plan.bytes <= room else plan_for_memory(shape, room, tokens, sequences)
 
 
 def fit_line(parts: Parts) -> str:
     """Model, dtype, memory for weights, KV blocks, and how many tokens fit."""
-    plan, shape, model = parts.plan, parts.plan.shape, parts.source
+    plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
+    weights = f"{model.dtype} weights as {ops.weight_type(model.dtype)}, {format_bytes(parts.model.weights.bytes)}"
     return (
-        f"{model.name}: {model.dtype} weights as float32, {format_bytes(parts.model.weights.bytes)} on the "
-        f"{parts.model.ops.name}; KV store {format_bytes(plan.bytes)}, {sum(plan.coded_blocks)} blocks of "
-        f"{shape.block_size} as {types} ({shape.bits_per_value:.2f} bits/value): "
+        f"{model.name}: {weights} on the {ops.name}; KV store {format_bytes(plan.bytes)}, "
+        f"{sum(plan.coded_blocks)} blocks of {shape.block_size} as {types} ({shape.bits_per_value:.2f} bits/value): "
         f"{plan.tokens:,} tokens fit (f16 cache: {f16_tokens(plan, plan.tokens):,})"
     )

@@ -49,9 +49,9 @@ def load_weights(
     return ModelWeights(embedding, layers, norm, head, read.bytes)
 
 
-def weight_bytes(source: WeightSource) -> int:
-    """Float32 bytes of all tensors, for a progress bar."""
-    return sum(4 * int(np.prod(source.shape(name))) for name in source.names())
+def weight_count(source: WeightSource) -> int:
+    """Values of all tensors."""
+    return sum(int(np.prod(source.shape(name))) for name in source.names())
 
 
 def _layer(read: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -66,6 +67,12 @@ class NumpyOps:
 
     def replay(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[Any]) -> np.ndarray:
         return work(*inputs)
+
+    def room_beside(self, weights: int) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
+
+    def weight_type(self, stored: str) -> str:
+        return "float32"
 
     def weight(self, x: np.ndarray, stored: str) -> np.ndarray:
         return np.ascontiguousarray(x, np.float32)

@@ -87,6 +87,15 @@ class Ops(Protocol):
         the next call.
         """
 
+    def room_beside(self, weights: int) -> int:
+        """Bytes that the KV store may take if so many weights are to be loaded.
+
+        Raises EngineError where it is certain that the weights alone do not fit.
+        """
+
+    def weight_type(self, stored: str) -> str:
+        """What weights become that a file has as `stored`, for people."""
+
     def weight(self, x: Any, stored: str) -> Array:
         """A float32 array of the host as a weight on the device; `stored`: the dtype that the file has it in."""
 
