@@ -79,6 +79,8 @@ def _check_values(config: EngineConfig) -> None:
         raise EngineError(f"--threads {config.threads}: give a number of threads, or 0 to follow OMP_NUM_THREADS")
     if config.block_size < 4 or config.block_size % 4:
         raise EngineError(f"block_size is {config.block_size}, but must be a multiple of 4")
+    if config.parallel < 1:
+        raise EngineError(f"--parallel {config.parallel}: give the number of requests to compute at a time, 1 or more")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     if config.kv_memory is not None:
@@ -190,7 +192,7 @@ def _plan(config: EngineConfig, model: ModelConfig, shape: CacheShape, room: int
     tokens = config.ctx_size or model.max_context
     if config.ctx_size > model.max_context:
         say(f"--ctx-size {config.ctx_size} is more than the {model.max_context} tokens this model was trained on.")
-    sequences = config.kept_sequences + 1
+    sequences = config.kept_sequences + config.parallel
     if config.kv_memory is not None:
         return plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
     plan = plan_for_tokens(shape, tokens, sequences)

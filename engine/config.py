@@ -83,6 +83,7 @@ class EngineConfig:
     threads: int = setting(0, "-t", "--threads", metavar="N", help="CPU threads; 0 follows OMP_NUM_THREADS")
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
+    parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
     kept_sequences: int = setting(4, help="finished sequences whose cache stays, so that a next turn can go on from it")
 
     encoding: Encoding = setting(Encoding(), help="which parts of encoding well are on; for measuring")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +15,12 @@ from engine.errors import EngineError
 from engine.kept import KeptSequences
 from engine.kv.blocks import OutOfBlocks
 from engine.outputs import CacheStats, Chunk, Completion, Score, fold
-from engine.request import Prompt, Request, Walk, checked_ids, is_chat, prompt_ids
+from engine.request import Prompt, Request, checked_ids, is_chat, prompt_ids
 from engine.sampling import resolve
 from engine.scheduler import Scheduler
 from engine.scheduler import Sequence as Tokens
 from engine.turns import Turns
+from engine.work import Work
 
 Chunks = Generator[Chunk, None, None]
 
@@ -37,8 +37,8 @@ class Engine:
         self._model = parts.model
         self._store = parts.model.store
         self._kept = KeptSequences(self._store, parts.config.kept_sequences)
-        self._scheduler = Scheduler()
-        self._requests: dict[Tokens, Request] = {}
+        self._scheduler = Scheduler(parts.config.parallel)
+        self._work = Work(parts.model, self._kept, self._scheduler, parts.plan.tokens)
         self._turns = Turns()
         self._closed = False
 
@@ -89,24 +89,20 @@ class Engine:
         ids = checked_ids(ids, self.model, self.context, room=0)
         if len(ids) < 2:
             raise EngineError(f"score needs at least 2 token ids, not {len(ids)}")
-        place = Tokens(tuple(ids), max_tokens=0)
         with self._exclusive():
-            self._scheduler.submit(place)
-        try:
-            while True:
-                with self._exclusive():
-                    if self._scheduler.schedule() is place:
-                        return self._score(ids, every_token_coded)
-                    self.step()
-        except OutOfBlocks:
-            raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
-        finally:
-            self._scheduler.remove(place)
+            before = set(self._work.requests)
+        while True:
+            with self._exclusive():
+                if before.isdisjoint(self._work.requests):
+                    return self._score(ids, every_token_coded)
+                self.step()
 
     def _score(self, ids: list[int], every_token_coded: bool) -> Score:
         kv = self._store.new_sequence()
         try:
             return score.score(self._model, self._kept, kv, ids, every_token_coded=every_token_coded)
+        except OutOfBlocks:
+            raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
         finally:
             self._store.release(kv)
 
@@ -122,80 +118,9 @@ class Engine:
         except ValueError as error:
             raise EngineError(str(error)) from None
 
-    # -- one unit of work --------------------------------------------------------------------------------------
-
     def step(self) -> None:
-        """One unit of the work at hand: a part of a prompt's prefill, or one more token."""
-        sequence = self._scheduler.schedule()
-        if sequence is None or sequence not in self._requests:  # `score` does its own work when its turn has come
-            return
-        request, started = self._requests[sequence], time.perf_counter()
-        prefilling = sequence.generated == 0
-        try:
-            token = self._prefill_unit(request) if prefilling else self._next_token(request)
-            request.clock.add(prefilling, time.perf_counter() - started)
-            if token is not None:
-                request.accept(token)
-        except OutOfBlocks:
-            request.finish("length")
-        except Exception as error:
-            request.fail(error)
-        except BaseException:  # Ctrl-C, maybe in a thread that waits for another request and works on this one
-            request.finish("cancelled")
-            raise
-        finally:
-            if sequence.finished:
-                self._retire(request)
-
-    def _prefill_unit(self, request: Request) -> int | None:
-        """The first token behind the prompt once the prefill is done; None before."""
-        if request.walk is None:
-            ids = request.sequence.prompt
-            request.kv = self._kept.resume(ids)
-            request.cached = request.kv.length
-            span = self._kept.open(request.kv, len(ids) - request.cached)
-            request.walk = Walk(span, self._model.walk([span], ids[request.cached :], outputs=1))
-        try:
-            request.walk.rows += next(request.walk.units)
-        except StopIteration as end:
-            self._store.commit(request.walk.span)
-            request.walk = None
-            if request.sequence.max_tokens == 0:
-                request.finish("length")
-                return None
-            return self._model.choose(end.value, [request.draw()])[0]
-        request.report_progress(self._model.config.layers)
-        return None
-
-    def _next_token(self, request: Request) -> int:
-        """Feed the newest token → the one behind it. Raises OutOfBlocks where the context or the store ends."""
-        kv = request.kv
-        assert kv is not None
-        if kv.length >= self.context:
-            raise OutOfBlocks
-        span = self._kept.open(kv, 1)
-        try:
-            (token,) = self._model.step([span], request.sequence.ids[-1:], [request.draw()])
-        except BaseException:
-            self._store.abort(span)
-            raise
-        self._store.commit(span)
-        return token
-
-    def _retire(self, request: Request) -> None:
-        """Take a finished request out; what it computed stays for a next turn."""
-        self._scheduler.remove(request.sequence)
-        self._requests.pop(request.sequence, None)
-        walk, kv, request.walk, request.kv = request.walk, request.kv, None, None
-        if walk is not None:
-            self._store.abort(walk.span)
-        if kv is not None:
-            self._kept.add(request.sequence.ids, kv)
-
-    def _sweep(self) -> None:
-        """Retire what was cancelled while a step was under way."""
-        for request in [request for request in self._requests.values() if request.sequence.finished]:
-            self._retire(request)
+        """One unit of the work at hand: a part of a prompt's prefill, or one more token of all that run."""
+        self._work.step()
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
@@ -220,8 +145,7 @@ class Engine:
         """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""
         try:
             with self._exclusive():
-                self._requests[request.sequence] = request
-                self._scheduler.submit(request.sequence)
+                self._work.submit(request)
             finished = False
             while not finished:
                 with self._exclusive(unless=request.outbox) as alone:
@@ -255,6 +179,11 @@ class Engine:
                 self._sweep()
             yield alone
 
+    def _sweep(self) -> None:
+        """Take out what was cancelled while a step was under way."""
+        if not self._closed:
+            self._work.sweep()
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("The engine is closed", "closed")
@@ -284,11 +213,11 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            for request in list(self._requests.values()):
+            for request in self._work.requests.values():
                 request.fail(EngineError("The engine was closed before this request was done", "closed"))
-                self._retire(request)
+            self._work.sweep()
             self._parts.close()
-            del self._parts, self._model, self._store, self._kept
+            del self._parts, self._model, self._store, self._kept, self._work
 
     def __enter__(self) -> Engine:
         return self

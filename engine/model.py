@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.ops import Array, Ops, Spans
+from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
 from engine.sampling import Draw
 from model_loaders.config import ModelConfig
@@ -111,16 +112,16 @@ class Model:
         """Hidden states (T, E) → logits (T, V) float32 on the host."""
         return self.ops.to_host(self._head(hidden))
 
-    def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[int]:
-        """The token that follows each of hidden (B, E). Raises EngineError where none can be chosen."""
+    def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[int | EngineError]:
+        """The token that follows each of hidden (B, E), or why none can be chosen."""
         return self.ops.sample(self._head(hidden), draws)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[int]:
-        """One more token `ids` (B,) of each sequence through all layers → the tokens that follow.
+    def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[int | EngineError]:
+        """One more token `ids` (B,) of each sequence through all layers → the tokens that follow, or why there is none.
 
-        All layers are sealed then; commit is the caller's. Raises EngineError where no token can be chosen.
+        All layers are sealed then; commit is the caller's. Cost: the weights are read once for all sequences.
         """
         seen = [
             self.ops.spans([self.store.view(layers[0], s, slice(i, i + 1), s.start) for i, s in enumerate(spans)])

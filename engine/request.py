@@ -99,7 +99,7 @@ class Request:
     wants_progress: bool = False
     kv: SequenceKV | None = None
     walk: Walk | None = None
-    cached: int = 0  # prompt tokens found in the store
+    cached: int | None = None  # prompt tokens found in the store; None before anyone has looked
     clock: Clock = field(default_factory=Clock)
     outbox: deque[Chunk | Exception] = field(default_factory=deque)
 
@@ -107,14 +107,33 @@ class Request:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)
         self._stop = StopFilter(self.params.stop)
 
+    def found(self, length: int) -> None:
+        """So many tokens were in the store when the request came to be computed; only the first time counts."""
+        if self.cached is None:
+            self.cached = length
+
+    def next_stop(self, start: int, block_size: int) -> int:
+        """Where the tokens end that go into the store together, of those from `start` on.
+
+        The prompt behind what was found. A request that gave way computes everything again as it was: what had been
+        found, the rest of the prompt, and then blocks of its own tokens, which see what the steps saw.
+        """
+        cached, prompt = self.cached or 0, len(self.sequence.prompt)
+        if start < prompt:
+            return cached if start < cached else prompt
+        return min((start // block_size + 1) * block_size, self.sequence.computable)
+
     def draw(self) -> Draw:
         """How the next token is to be drawn."""
         # An embedding may have more rows than the vocabulary has tokens.
         recent = self.sequence.ids[-PENALTY_WINDOW:]
         return Draw(self.sampling, recent, self._rng.random(), self.tokenizer.vocab_size)
 
-    def accept(self, token: int) -> None:
-        """Put out what the next token adds to the text."""
+    def take(self, token: int | EngineError) -> None:
+        """Put out what the next token adds to the text, or why there is none."""
+        if isinstance(token, EngineError):
+            self.fail(token)
+            return
         sequence = self.sequence
         if token in self.tokenizer.eos_ids and not self.params.ignore_eos:
             self.finish("stop")
@@ -146,14 +165,14 @@ class Request:
         """Put out how far the prefill is."""
         assert self.walk is not None
         if self.wants_progress:
-            done = self.cached + self.walk.rows // layers
+            done = (self.cached or 0) + self.walk.rows // layers
             self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=len(self.sequence.prompt)))
 
     def usage(self) -> Usage:
         sequence = self.sequence
         return Usage(
             prompt_tokens=len(sequence.prompt),
-            cached_tokens=self.cached,
+            cached_tokens=self.cached or 0,
             completion_tokens=sequence.generated,
             prefill_seconds=self.clock.prefill,
             generation_seconds=self.clock.generation,

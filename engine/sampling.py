@@ -117,6 +117,18 @@ class Draw:
     vocabulary: int  # ids that there are; logits may have more
 
 
+def sample_all(logits: np.ndarray, draws: Sequence[Draw]) -> list[int | EngineError]:
+    """`sample` of each row of logits (B, V), or the error that it raises."""
+
+    def one(row: np.ndarray, draw: Draw) -> int | EngineError:
+        try:
+            return sample(row, draw)
+        except EngineError as error:
+            return error
+
+    return [one(row, draw) for row, draw in zip(logits, draws, strict=True)]
+
+
 def sample(logits: np.ndarray, draw: Draw) -> int:
     """Draw a token id from logits (V,).
 

@@ -1,8 +1,17 @@
-"""Who computes next. Sequences here are integers: ids, counts and states."""
+"""Who computes next: first come, first served, many at once. Sequences here are integers: ids, counts and states.
+
+    submit → waiting ─ admit ─▶ prefilling (one at a time) ─ prefilled ─▶ running ─ remove
+                ▲                    │                           │
+                └────────────────── preempt ─────────────────────┘
+
+Units of a prompt and steps of all that run take turns, so that a long prompt delays nobody by more than a unit. Where
+blocks run out, the youngest gives up its own and waits for its turn again: the oldest always goes on, and whoever waits
+becomes the oldest in the end.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass, field
 
 
@@ -14,6 +23,7 @@ class Sequence:
     max_tokens: int  # to generate; −1: no limit
     ids: list[int] = field(default_factory=list)  # prompt and generated
     finish_reason: str | None = None
+    arrival: int = -1  # its number, in the order of submission
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
@@ -23,24 +33,94 @@ class Sequence:
         return len(self.ids) - len(self.prompt)
 
     @property
+    def computable(self) -> int:
+        """Tokens that are in the store before the next step: all but the newest, or the prompt."""
+        return max(len(self.prompt), len(self.ids) - 1)
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
-class Scheduler:
-    """First come, first served, one at a time."""
+@dataclass(frozen=True)
+class Work:
+    """A unit of work: a part of the prompt of one sequence, or a step of each of several."""
 
-    def __init__(self) -> None:
-        self._queue: deque[Sequence] = deque()
+    is_prefill: bool
+    sequences: tuple[Sequence, ...]  # oldest first
+
+
+class Scheduler:
+    """At most `most` sequences compute at a time; the others wait."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._arrivals = 0
+        self._waiting: list[Sequence] = []  # by arrival, as `_running`
+        self._prefilling: Sequence | None = None
+        self._running: list[Sequence] = []
+        self._held = False  # nobody is admitted before somebody has left
+        self._prefill_next = True
 
     def submit(self, sequence: Sequence) -> None:
-        self._queue.append(sequence)
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self._waiting.append(sequence)
 
-    def schedule(self) -> Sequence | None:
-        """The sequence that the next unit of work belongs to; None when there is nothing to do."""
-        return self._queue[0] if self._queue else None
+    def schedule(self) -> Work | None:
+        """The next unit of work; None when there is nothing to do."""
+        prompt = self._prefilling or self._next()
+        if prompt is not None and (self._prefill_next or not self._running):
+            self._prefill_next = False
+            return Work(True, (prompt,))
+        self._prefill_next = True
+        return Work(False, tuple(self._running)) if self._running else None
+
+    def _next(self) -> Sequence | None:
+        """Who may be admitted."""
+        if self._held or not self._waiting or len(self._running) >= self._most:
+            return None
+        return self._waiting[0]
+
+    def admit(self, sequence: Sequence) -> None:
+        """There is room for the sequence, if it has not had it before."""
+        if self._prefilling is None:
+            self._waiting.remove(sequence)
+            self._prefilling = sequence
+
+    def prefilled(self, sequence: Sequence) -> None:
+        """Its prompt is in the store: it takes part in steps from now on."""
+        self._prefilling = None
+        bisect.insort(self._running, sequence, key=_arrival)
+
+    def wait(self, sequence: Sequence) -> bool:
+        """There is no room for the sequence before somebody leaves. False if nobody runs who could."""
+        if sequence is self._prefilling:
+            self._prefilling = None
+            bisect.insort(self._waiting, sequence, key=_arrival)
+        self._held = bool(self._running)
+        return self._held
+
+    def preempt(self) -> Sequence | None:
+        """The youngest that computes goes back to wait until somebody has left; None if there is only one."""
+        computing = [*self._running, *([self._prefilling] if self._prefilling else [])]
+        if len(computing) < 2:
+            return None
+        youngest = max(computing, key=_arrival)
+        self.remove(youngest)
+        bisect.insort(self._waiting, youngest, key=_arrival)
+        self._held = True
+        return youngest
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a finished or cancelled sequence; the next one takes its place."""
-        if sequence in self._queue:
-            self._queue.remove(sequence)
+        """Forget a finished or cancelled sequence; others may take its place."""
+        self._held = False
+        if sequence is self._prefilling:
+            self._prefilling = None
+        for group in (self._waiting, self._running):
+            if sequence in group:
+                group.remove(sequence)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

@@ -277,7 +277,7 @@ def test_a_closed_stream_leaves_nothing_running_and_keeps_what_was_computed(tiny
     ids = [i for _ in range(taken) for i in next(chunks).token_ids]
     chunks.close()
     assert next(chunks, None) is None
-    assert not tiny._requests
+    assert not tiny._work.requests
     assert tiny.generate([*PROMPT, *ids, 50], with_max(1)).usage.cached_tokens == len(PROMPT) + taken - 1
 
 
@@ -285,7 +285,7 @@ def test_a_stream_that_is_dropped_is_a_closed_one(tiny: Engine) -> None:
     chunks = tiny.stream(PROMPT, GREEDY)
     next(chunks)
     del chunks
-    assert not tiny._requests
+    assert not tiny._work.requests
     assert tiny.cache_stats().tokens == len(PROMPT)
 
 
@@ -294,7 +294,7 @@ def test_breaking_out_of_a_loop_closes_the_stream(tiny: Engine) -> None:
         if chunk.token_ids:
             break
     gc.collect()
-    assert not tiny._requests
+    assert not tiny._work.requests
 
 
 def test_a_prompt_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> None:
@@ -307,7 +307,7 @@ def test_a_prompt_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> N
 
 def test_a_stream_that_is_never_begun_costs_nothing(tiny: Engine) -> None:
     chunks = tiny.stream(PROMPT, GREEDY)
-    assert not tiny._requests
+    assert not tiny._work.requests
     chunks.close()
     del chunks
     tiny.stream(PROMPT, GREEDY)
@@ -336,7 +336,7 @@ def test_an_error_ends_its_request_alone(tiny: Engine, monkeypatch, call: int) -
     fail_at(monkeypatch, tiny, call, ZeroDivisionError("broken"))
     with pytest.raises(ZeroDivisionError, match="broken"):
         tiny.generate(PROMPT, GREEDY)
-    assert not tiny._requests
+    assert not tiny._work.requests
     again = tiny.generate(PROMPT, GREEDY)
     assert len(again.token_ids) == 24
     tiny._kept.clear()
@@ -360,7 +360,7 @@ def test_ctrl_c_ends_the_request_and_the_engine_goes_on(tiny: Engine, monkeypatc
         fail_at(monkeypatch, tiny, call, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             tiny.generate(PROMPT, GREEDY)
-        assert not tiny._requests
+        assert not tiny._work.requests
         assert not tiny._turns.taken
         assert len(tiny.generate(PROMPT, GREEDY).token_ids) == 24
 

@@ -144,20 +144,21 @@ def interrupting(engine: Engine, monkeypatch, call: int) -> None:
     monkeypatch.setattr(engine._model.ops, "linear", interrupted)
 
 
-@pytest.mark.parametrize("call", [1, 6, 12])
-def test_ctrl_c_in_the_work_for_another_stream_ends_both_and_nothing_else(
-    shared_engine: Engine, monkeypatch, call: int
+@pytest.mark.parametrize(("call", "reason"), [(1, "cancelled"), (6, "cancelled"), (12, "length")])
+def test_ctrl_c_ends_what_is_worked_on_and_who_waits_for_it(
+    shared_engine: Engine, monkeypatch, call: int, reason: str
 ) -> None:
+    """A step of the first stream has nine products; behind it comes the prompt of the second."""
     first, second = shared_engine.stream(*job(2)), shared_engine.stream(*job(3))
     alone = shared_engine.generate(*job(1))
     assert next(first).token_ids
     interrupting(shared_engine, monkeypatch, call)
     with pytest.raises(KeyboardInterrupt):
-        next(second)  # it waits for the first, and so works on it
+        next(second)  # its turn comes after the first one's, and so it works on that
     *_, last = first
-    assert last.finish_reason == "cancelled"
+    assert last.finish_reason == reason
     assert last.usage is not None
-    assert not shared_engine._requests
+    assert not shared_engine._work.requests
     assert same(shared_engine.generate(*job(1)), alone)
 
 
@@ -201,7 +202,7 @@ def test_nobody_is_kept_out_by_a_long_answer(tiny_path: Path) -> None:
             begun.wait(PATIENCE)
             for _ in range(20):
                 engine.cache_stats()
-            seen.append(len(engine._requests))
+            seen.append(len(engine._work.requests))
 
         in_threads(read, look)
         assert seen == [1]

@@ -20,7 +20,8 @@ from engine.backends.numpy_attention import Buffer, LayerCache, attend, encode_k
 from engine.backends.ops import CacheFormat, CacheSpan, Place, Result
 from engine.codecs import Field
 from engine.conditioning import mean_fields
-from engine.sampling import Draw, sample
+from engine.errors import EngineError
+from engine.sampling import Draw, sample_all
 
 # Rows of queries per KV head that attend together.
 _QUERY_TILE = 768
@@ -133,8 +134,8 @@ class NumpyOps:
         y *= up
         return y
 
-    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[int]:
-        return [sample(row, draw) for row, draw in zip(logits, draws, strict=True)]
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[int | EngineError]:
+        return sample_all(logits, draws)
 
     def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
         coded = sum(field.nbytes for field in itertools.chain(*(fields.values() for fields in _fields(form))))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.codecs import Codec
 from engine.encoding.metric import Metric
+from engine.errors import EngineError
 from engine.sampling import Draw
 
 Array = Any
@@ -137,8 +138,8 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Array) -> Array:
         """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
 
-    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[int]:
-        """A token id for each row of logits (B, V). Raises EngineError where no token can be chosen."""
+    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[int | EngineError]:
+        """A token id for each row of logits (B, V), or why none can be chosen."""
 
     # -- the KV store --------------------------------------------------------------------------------------------
 

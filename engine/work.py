@@ -1,0 +1,156 @@
+"""The engine's work, unit by unit: parts of prompts, steps of all that run, and who gives way when blocks run out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Many
+
+from engine.kept import KeptSequences
+from engine.kv.blocks import OutOfBlocks
+from engine.kv.store import Span
+from engine.model import Model
+from engine.request import Request, Walk
+from engine.scheduler import Scheduler, Sequence
+
+
+class Work:
+    """All requests that wait or are being computed. One thread at a time."""
+
+    def __init__(self, model: Model, kept: KeptSequences, scheduler: Scheduler, context: int):
+        self._model, self._store, self._kept = model, model.store, kept
+        self._scheduler = scheduler
+        self._context = context
+        self.requests: dict[Sequence, Request] = {}
+
+    def submit(self, request: Request) -> None:
+        self.requests[request.sequence] = request
+        self._scheduler.submit(request.sequence)
+
+    def step(self) -> None:
+        """One unit: a part of a prompt's prefill, or one more token of all that run.
+
+        An error ends the requests that the unit is about, and no other.
+        """
+        unit = self._scheduler.schedule()
+        if unit is None:
+            return
+        requests, started = [self.requests[sequence] for sequence in unit.sequences], time.perf_counter()
+        try:
+            if unit.is_prefill:
+                self._prefill(requests[0])
+            else:
+                self._step_all(requests)
+        except Exception as error:
+            for request in self._concerned(requests, unit.is_prefill):
+                request.fail(error)
+        except BaseException:  # Ctrl-C, maybe in a thread that waits for another request and works on this one
+            for request in self._concerned(requests, unit.is_prefill):
+                request.finish("cancelled")
+            raise
+        finally:
+            for request in requests:
+                request.clock.add(unit.is_prefill, time.perf_counter() - started)
+            self.sweep()
+
+    @staticmethod
+    def _concerned(requests: Many[Request], is_prefill: bool) -> list[Request]:
+        """Those that an error ends: who has given way before it has nothing to do with it."""
+        return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
+
+    def sweep(self) -> None:
+        """Take out what is finished or cancelled; what it computed stays for a next turn."""
+        for request in [request for request in self.requests.values() if request.sequence.finished]:
+            self._scheduler.remove(request.sequence)
+            del self.requests[request.sequence]
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Let go of the store; what is in there can be found again until its room is needed."""
+        walk, kv, request.walk, request.kv = request.walk, request.kv, None, None
+        if walk is not None:
+            self._store.abort(walk.span)
+        if kv is not None:
+            self._kept.add(request.sequence.ids, kv)
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def _prefill(self, request: Request) -> None:
+        """One unit of a prompt, or of what a request that gave way had computed before."""
+        try:
+            if request.kv is None:
+                request.kv = self._kept.resume(request.sequence.ids)
+                request.found(request.kv.length)
+            if request.walk is None and request.kv.length < request.sequence.computable:
+                request.walk = self._walk(request)
+        except OutOfBlocks:
+            self._leave(request)
+            if not self._scheduler.wait(request.sequence):
+                request.finish("length")
+            return
+        self._scheduler.admit(request.sequence)
+        if request.walk is not None:
+            self._advance(request, request.walk)
+        if request.walk is None and request.kv.length == request.sequence.computable:
+            self._scheduler.prefilled(request.sequence)
+
+    def _walk(self, request: Request) -> Walk:
+        """The next tokens of a request on their way. Raises OutOfBlocks."""
+        assert request.kv is not None
+        start = request.kv.length
+        stop = request.next_stop(start, self._store.shape.block_size)
+        span = self._kept.open(request.kv, stop - start)
+        return Walk(span, self._model.walk([span], request.sequence.ids[start:stop], outputs=1))
+
+    def _advance(self, request: Request, walk: Walk) -> None:
+        """One unit of a walk; behind the last one of a prompt comes its first token."""
+        try:
+            walk.rows += next(walk.units)
+        except StopIteration as end:
+            self._store.commit(walk.span)
+            request.walk = None
+            if request.sequence.generated:
+                return
+            if request.sequence.max_tokens == 0:
+                request.finish("length")
+            else:
+                request.take(self._model.choose(end.value, [request.draw()])[0])
+        else:
+            request.report_progress(self._model.config.layers)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _step_all(self, requests: Many[Request]) -> None:
+        """One more token of every request, oldest first: the newest token of each is fed."""
+        spans: dict[Request, Span] = {}
+        for request in requests:
+            span = self._open_step(request)
+            if span is not None:
+                spans[request] = span
+        if not spans:
+            return
+        ids, draws = [request.sequence.ids[-1] for request in spans], [request.draw() for request in spans]
+        try:
+            tokens = self._model.step(list(spans.values()), ids, draws)
+        except BaseException:
+            for span in spans.values():
+                self._store.abort(span)
+            raise
+        for (request, span), token in zip(spans.items(), tokens, strict=True):
+            self._store.commit(span)
+            request.take(token)
+
+    def _open_step(self, request: Request) -> Span | None:
+        """Room for one more token; None where the context ends, or where the request has to give way."""
+        while request.kv is not None:
+            if request.kv.length >= self._context:
+                request.finish("length")
+                return None
+            try:
+                return self._kept.open(request.kv, 1)
+            except OutOfBlocks:
+                youngest = self._scheduler.preempt()
+                if youngest is None:
+                    request.finish("length")
+                    return None
+                self._leave(self.requests[youngest])
+        return None

@@ -1,0 +1,127 @@
+"""Many requests at once: steps are shared, nobody waits for a long answer or prompt, and giving way loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Completion, Engine, SamplingParams
+from engine.backends.numpy_ops import NumpyOps
+from engine.outputs import Chunk, fold
+from tests.tiny import assert_idle
+
+BLOCK = 8
+REQUESTS = 7
+
+
+@pytest.fixture
+def engine(tiny_path: Path) -> Iterator[Engine]:
+    """Full precision, so that what is computed again is what it was to the last bits but one."""
+    settings = {"device": "cpu", "block_size": BLOCK, "kept_sequences": 1, "cache_type": "f16", "parallel": 4}
+    with Engine.load(tiny_path, **settings) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+def job(number: int, tokens: int = 40) -> tuple[list[int], SamplingParams]:
+    prompt = np.random.default_rng(number).integers(5, 96, 9 + 13 * number).tolist()
+    return prompt, SamplingParams(temperature=1.5, seed=number, max_tokens=tokens, ignore_eos=True)
+
+
+def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, how many sequences each step has."""
+    seen: list[int] = []
+    step = engine._model.step
+
+    def counted(spans, ids, draws):
+        seen.append(len(spans))
+        return step(spans, ids, draws)
+
+    monkeypatch.setattr(engine._model, "step", counted)
+    return seen
+
+
+def all_at_once(engine: Engine, count: int = REQUESTS) -> list[Completion]:
+    """Every stream is opened before any is read to its end."""
+    streams = [engine.stream(*job(number)) for number in range(count)]
+    begun: list[list[Chunk]] = [[next(stream)] for stream in streams]
+    return [fold([*chunks, *stream]) for chunks, stream in zip(begun, streams, strict=True)]
+
+
+def test_steps_are_shared_and_everyone_gets_what_it_gets_alone(engine: Engine, monkeypatch) -> None:
+    alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
+    seen = batches(engine, monkeypatch)
+    for answer, expected in zip(all_at_once(engine), alone, strict=True):
+        assert (answer.text, answer.token_ids, answer.finish_reason) == (
+            expected.text,
+            expected.token_ids,
+            expected.finish_reason,
+        )
+    assert max(seen) == 4  # `parallel`
+    assert sum(seen) == sum(len(answer.token_ids) - 1 for answer in alone)
+
+
+def test_who_gives_way_goes_on_as_it_would_have(engine: Engine, monkeypatch) -> None:
+    alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
+    engine._kept.clear()
+    coded = engine._store.groups[0].coded
+    longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
+    taken = coded.allocate(coded.free - longest - 3)  # little more than the longest needs for itself
+    given_way = []
+    preempt = engine._scheduler.preempt
+    monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
+    answers = all_at_once(engine)
+    for block in taken:
+        coded.release(block)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
+    assert any(given_way)
+    assert None not in given_way
+
+
+def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    seen = batches(engine, monkeypatch)
+    short = engine.stream(*job(0, tokens=30))
+    next(short)
+    long = engine.stream(list(range(5, 90)) * 2, SamplingParams(max_tokens=1), progress=True)
+    units = sum(1 for chunk in long if not chunk.token_ids)
+    assert units > 10
+    assert len(seen) >= min(units, 29)  # a step between any two units
+    fold(short)
+
+
+def test_an_error_in_a_step_ends_who_took_part(engine: Engine, monkeypatch) -> None:
+    streams = [engine.stream(*job(number)) for number in range(3)]
+    for stream in streams:
+        next(stream)
+
+    def failing(spans, ids, draws):
+        raise ZeroDivisionError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "step", failing)
+        for stream in streams:
+            with pytest.raises(ZeroDivisionError, match="broken"):
+                list(stream)
+    assert len(engine.generate(*job(5)).token_ids) == 40
+
+
+def test_a_request_that_can_choose_no_token_ends_alone(engine: Engine) -> None:
+    good = engine.stream(*job(1))
+    next(good)
+    banned = dict.fromkeys(range(96), float("-inf"))
+    with pytest.raises(Exception, match="bans every token"):
+        engine.generate([5, 6], SamplingParams(logit_bias=banned))
+    assert fold(good).finish_reason == "length"
+
+
+def test_a_cancelled_request_leaves_its_room_to_others(engine: Engine) -> None:
+    streams = [engine.stream(*job(number)) for number in range(6)]
+    for stream in streams[:4]:
+        next(stream)
+    for stream in streams[:4]:
+        stream.close()
+    assert [fold(stream).finish_reason for stream in streams[4:]] == ["length", "length"]

@@ -1,0 +1,186 @@
+"""Who computes next: everyone gets there, the oldest never gives way, a prompt delays steps by one unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kv.blocks import BlockAllocator, OutOfBlocks
+from engine.scheduler import Scheduler, Sequence, Work
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence((1,), -1) for _ in range(count)]
+
+
+def running(scheduler: Scheduler, count: int) -> list[Sequence]:
+    """So many sequences that are past their prompts."""
+    new = sequences(count)
+    for sequence in new:
+        scheduler.submit(sequence)
+        scheduler.admit(sequence)
+        scheduler.prefilled(sequence)
+    return new
+
+
+def test_nothing_to_do() -> None:
+    assert Scheduler(1).schedule() is None
+
+
+def test_prompts_and_steps_take_turns() -> None:
+    scheduler = Scheduler(8)
+    old = running(scheduler, 2)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    units = []
+    for _ in range(6):
+        unit = scheduler.schedule()
+        assert unit is not None
+        units.append(unit)
+        if unit.is_prefill:
+            scheduler.admit(new)
+    assert units == [Work(True, (new,)), Work(False, tuple(old))] * 3
+
+
+def test_no_more_than_the_most_compute() -> None:
+    scheduler = Scheduler(2)
+    running(scheduler, 2)
+    scheduler.submit(Sequence((1,), -1))
+    assert not any(unit.is_prefill for unit in [scheduler.schedule() for _ in range(4)] if unit)
+
+
+def test_the_youngest_gives_way_and_comes_back_in_its_old_place() -> None:
+    scheduler = Scheduler(8)
+    old, young = running(scheduler, 2)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    assert scheduler.preempt() is young
+    assert scheduler.preempt() is None  # the last one goes on
+    assert [scheduler.schedule() for _ in range(3)] == [Work(False, (old,))] * 3
+    scheduler.remove(old)
+    assert scheduler.schedule() == Work(True, (young,))
+
+
+def test_who_finds_no_room_waits_for_somebody_to_leave() -> None:
+    scheduler = Scheduler(8)
+    (old,) = running(scheduler, 1)
+    first, second = sequences(2)
+    scheduler.submit(first)
+    scheduler.submit(second)
+    assert scheduler.wait(first)
+    assert [scheduler.schedule() for _ in range(3)] == [Work(False, (old,))] * 3
+    scheduler.remove(old)
+    assert scheduler.schedule() == Work(True, (first,))
+    assert not scheduler.wait(first)  # nobody is left who could leave room
+
+
+@dataclass
+class Job:
+    """A request of a simulated engine: prompt units of blocks, then a block every `pace` tokens."""
+
+    prompt: int  # blocks
+    tokens: int
+    arrives: int
+    cancelled: int | None
+    held: list[int] = field(default_factory=list)
+    done: int = 0
+
+
+JOBS = st.lists(
+    st.builds(
+        Job,
+        prompt=st.integers(1, 6),
+        tokens=st.integers(1, 12),
+        arrives=st.integers(0, 40),
+        cancelled=st.none() | st.integers(0, 60),
+    ),
+    min_size=1,
+    max_size=12,
+)
+PACE = 3  # tokens in a block
+
+
+@given(JOBS, st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
+    """Random arrivals, lengths and cancellations: all end, no block is lost, the oldest is never set back."""
+    allocator = BlockAllocator(max(job.prompt + job.tokens // PACE + 1 for job in jobs))
+    scheduler, alive = Scheduler(most), dict[Sequence, Job]()
+    time, pending = 0, sorted(jobs, key=lambda job: job.arrives)
+
+    def give_back(job: Job) -> None:
+        for block in job.held:
+            allocator.release(block)
+        job.held = []
+
+    def end(sequence: Sequence) -> None:
+        give_back(alive.pop(sequence))
+        scheduler.remove(sequence)
+
+    def prefill(sequence: Sequence) -> None:
+        job = alive[sequence]
+        try:
+            job.held += allocator.allocate(1)
+        except OutOfBlocks:
+            give_back(job)
+            assert scheduler.wait(sequence), "alone, everyone fits"
+            return
+        scheduler.admit(sequence)
+        if len(job.held) >= job.prompt + job.done // PACE:
+            scheduler.prefilled(sequence)
+
+    def step(unit: Work) -> None:
+        oldest = min(alive, key=lambda one: one.arrival)
+        for sequence in unit.sequences:
+            job = alive[sequence]
+            while job.held and len(job.held) < job.prompt + (job.done + 1) // PACE:
+                try:
+                    job.held += allocator.allocate(1)
+                except OutOfBlocks:
+                    youngest = scheduler.preempt()
+                    assert youngest is not None, "alone, everyone fits"
+                    assert youngest is not oldest
+                    give_back(alive[youngest])
+            if job.held:
+                job.done += 1
+            if job.done == job.tokens:
+                end(sequence)
+
+    budget = 100 + 50 * sum(job.prompt + job.tokens for job in jobs)
+    while pending or alive:
+        while pending and pending[0].arrives <= time:
+            sequence = Sequence((1,), -1)
+            alive[sequence] = pending.pop(0)
+            scheduler.submit(sequence)
+        for sequence in [one for one, job in alive.items() if job.cancelled is not None and job.cancelled <= time]:
+            end(sequence)
+        unit = scheduler.schedule()
+        assert unit is not None or not alive, "somebody waits and nobody works"
+        if unit is not None and unit.is_prefill:
+            prefill(unit.sequences[0])
+        elif unit is not None:
+            step(unit)
+        time += 1
+        assert time < budget, "somebody starves"
+    assert allocator.free == allocator.size
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_prompt_delays_steps_by_one_unit_at_most(most: int) -> None:
+    scheduler = Scheduler(most + 4)
+    running(scheduler, most)
+    for sequence in sequences(4):
+        scheduler.submit(sequence)
+    prompts_in_a_row = 0
+    for _ in range(50):
+        unit = scheduler.schedule()
+        assert unit is not None
+        if unit.is_prefill:
+            scheduler.admit(unit.sequences[0])
+            prompts_in_a_row += 1
+        else:
+            prompts_in_a_row = 0
+        assert prompts_in_a_row <= 1
