@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +15,8 @@ from engine.detokenizer import Detokenizer
 from engine.errors import EngineError
 from engine.kept import KeptSequences
 from engine.kv.blocks import OutOfBlocks
-from engine.outputs import CacheStats, Chunk, Completion, Score, fold
-from engine.request import Prompt, Request, checked_ids, is_chat, prompt_ids
+from engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
+from engine.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat, prompt_ids
 from engine.sampling import resolve
 from engine.scheduler import Scheduler
 from engine.scheduler import Sequence as Tokens
@@ -67,7 +68,8 @@ class Engine:
         chunks without text report how far a prompt is. Closing the iterator cancels the request. Raises EngineError
         for a prompt that cannot be served ("context_length_exceeded", "invalid_request").
         """
-        return self._drain(self._request(prompt, params or SamplingParams(), progress))
+        outbox: deque[Chunk | Exception] = deque()
+        return self._drain(self._request(prompt, params or SamplingParams(), outbox, progress), outbox)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
         """The whole answer at once."""
@@ -118,13 +120,41 @@ class Engine:
         except ValueError as error:
             raise EngineError(str(error)) from None
 
+    # -- for servers -------------------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, into: Outbox, progress: bool = False
+    ) -> Ticket:
+        """Queue a request whose chunks are appended to `into` as they come, by whichever thread does the work.
+
+        An exception instead of a last chunk says what went wrong. Somebody has to call `work`, best a thread of its
+        own. Raises EngineError like `stream`.
+        """
+        request = self._request(prompt, params or SamplingParams(), into, progress)
+        with self._exclusive():
+            self._work.submit(request)
+        return Ticket(len(request.sequence.prompt), lambda: self._cancel(request.sequence))
+
+    def work(self) -> bool:
+        """Do one unit of the work at hand; False when there is none."""
+        with self._exclusive():
+            if not self._work.requests:
+                return False
+            self.step()
+            return True
+
+    def status(self) -> Status:
+        """How busy the engine is."""
+        with self._exclusive():
+            return self._work.status()
+
     def step(self) -> None:
         """One unit of the work at hand: a part of a prompt's prefill, or one more token of all that run."""
         self._work.step()
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, params: SamplingParams, progress: bool) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, outbox: Outbox, progress: bool) -> Request:
         self._check_open()
         tokenizer, chat = self.model.tokenizer, is_chat(prompt)
         vocab_size = min(self.model.config.vocab_size, tokenizer.vocab_size)
@@ -138,21 +168,22 @@ class Engine:
             sampling,
             tokenizer,
             Detokenizer(tokenizer, at_start=chat),
+            outbox,
             wants_progress=progress,
         )
 
-    def _drain(self, request: Request) -> Chunks:
+    def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""
         try:
             with self._exclusive():
                 self._work.submit(request)
             finished = False
             while not finished:
-                with self._exclusive(unless=request.outbox) as alone:
+                with self._exclusive(unless=outbox) as alone:
                     if alone:
                         self.step()
-                while request.outbox:
-                    chunk = request.outbox.popleft()
+                while outbox:
+                    chunk = outbox.popleft()
                     if isinstance(chunk, Exception):
                         raise chunk
                     finished = chunk.finish_reason is not None

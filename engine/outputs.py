@@ -70,6 +70,16 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Status:
+    """How busy an engine is. Blocks are coded blocks of the groups of layers, together."""
+
+    running: int  # requests that take part in steps
+    waiting: int  # requests that do not yet
+    blocks: int
+    blocks_free: int  # held by nobody, not even for a next turn
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """What the cache of the most recent sequence takes."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -64,6 +63,21 @@ def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: 
     return [int(i) for i in ids]
 
 
+class Outbox(Protocol):
+    """Where chunks go."""
+
+    def append(self, item: Chunk | Exception, /) -> None:
+        """Take a chunk, or an error in place of a last one. May not wait for anything."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A request in the queue, for whoever put it there."""
+
+    prompt_tokens: int
+    cancel: Callable[[], None]  # may be called at any time, from any thread, more than once
+
+
 @dataclass
 class Walk:
     """A prefill under way."""
@@ -96,12 +110,12 @@ class Request:
     sampling: Sampling
     tokenizer: Tokenizer
     detokenizer: Detokenizer
+    outbox: Outbox
     wants_progress: bool = False
     kv: SequenceKV | None = None
     walk: Walk | None = None
     cached: int | None = None  # prompt tokens found in the store; None before anyone has looked
     clock: Clock = field(default_factory=Clock)
-    outbox: deque[Chunk | Exception] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)

@@ -177,5 +177,7 @@ def _best(logits: np.ndarray, count: int) -> np.ndarray:
     """Ids of the `count` largest logits (all for 0), largest first; equal ones by id."""
     ids: np.ndarray = np.arange(len(logits))
     if 0 < count < len(logits):
-        ids = np.sort(np.argpartition(-logits, count - 1)[:count])
+        least = np.partition(logits, -count)[-count]
+        above = np.flatnonzero(logits > least)
+        ids = np.sort(np.concatenate([above, np.flatnonzero(logits == least)[: count - len(above)]]))
     return ids[np.argsort(-logits[ids], kind="stable")]

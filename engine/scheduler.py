@@ -67,6 +67,11 @@ class Scheduler:
         self._arrivals += 1
         self._waiting.append(sequence)
 
+    @property
+    def running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._running)
+
     def schedule(self) -> Work | None:
         """The next unit of work; None when there is nothing to do."""
         prompt = self._prefilling or self._next()

@@ -9,6 +9,7 @@ from engine.kept import KeptSequences
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.store import Span
 from engine.model import Model
+from engine.outputs import Status
 from engine.request import Request, Walk
 from engine.scheduler import Scheduler, Sequence
 
@@ -56,6 +57,16 @@ class Work:
     def _concerned(requests: Many[Request], is_prefill: bool) -> list[Request]:
         """Those that an error ends: who has given way before it has nothing to do with it."""
         return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
+
+    def status(self) -> Status:
+        blocks = [group.coded for group in self._store.groups]
+        running = self._scheduler.running
+        return Status(
+            running=running,
+            waiting=len(self.requests) - running,
+            blocks=sum(group.size for group in blocks),
+            blocks_free=sum(group.free for group in blocks),
+        )
 
     def sweep(self) -> None:
         """Take out what is finished or cancelled; what it computed stays for a next turn."""

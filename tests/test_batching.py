@@ -125,3 +125,37 @@ def test_a_cancelled_request_leaves_its_room_to_others(engine: Engine) -> None:
     for stream in streams[:4]:
         stream.close()
     assert [fold(stream).finish_reason for stream in streams[4:]] == ["length", "length"]
+
+
+class Tray(list):
+    """Where chunks of a submitted request go."""
+
+    @property
+    def answer(self) -> Completion:
+        return fold(self)
+
+
+def test_a_submitted_request_is_worked_on_by_whoever_calls_work(engine: Engine) -> None:
+    alone = [engine.generate(*job(number)) for number in range(3)]
+    trays = [Tray() for _ in alone]
+    tickets = [engine.submit(*job(number), into=tray) for number, tray in enumerate(trays)]
+    assert [ticket.prompt_tokens for ticket in tickets] == [len(job(number)[0]) for number in range(3)]
+    assert engine.status().waiting == 3
+    while engine.work():
+        pass
+    assert engine.status().running == engine.status().waiting == 0
+    assert [tray.answer.text for tray in trays] == [answer.text for answer in alone]
+
+
+def test_a_ticket_cancels_its_request_alone(engine: Engine) -> None:
+    trays = [Tray(), Tray()]
+    first, _ = [engine.submit(*job(number), into=tray) for number, tray in enumerate(trays)]
+    for _ in range(10):
+        engine.work()
+    first.cancel()
+    first.cancel()
+    while engine.work():
+        pass
+    assert trays[1].answer.finish_reason == "length"
+    assert not engine.work()
+    assert trays[0][-1].finish_reason is None

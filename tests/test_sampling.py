@@ -107,6 +107,12 @@ def support(logits, values, recent=()) -> set[int]:
     return {drawn_with(np.float32(logits), chain, recent, i / 1000) for i in range(1000)}
 
 
+def test_top_k_keeps_the_first_of_equal_tokens() -> None:
+    """Enough of them that a partial sort would pick others."""
+    chain = sampling(top_k=2)
+    assert {drawn_with(np.zeros(400, np.float32), chain, [], i / 50) for i in range(50)} == {0, 1}
+
+
 def test_top_p_looks_at_what_top_k_left() -> None:
     even = [1.0] * 4 + [0.0] * 4  # of all tokens, two have 0.365; of the best four, they have half
     assert support(even, {"top_k": 4, "top_p": 0.5}) == {0, 1}
