@@ -9,7 +9,7 @@ EXTRA := $(if $(filter 12 13,$(CUDA)),cuda$(CUDA))
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test lint bench quality compile-all readme clean
+.PHONY: help chat test lint bench quality gpu-test gpu-bench compile-all readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -45,6 +45,15 @@ bench: $(VENV)/.installed-dev  ## speed on this machine (ARGS="…" adds flags)
 
 quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=FILE, ARGS="…" adds flags)
 	@$(PY) -m bench.quality --text "$(TEXT)" $(ARGS)
+
+# On a machine whose own Python has all that is needed: make gpu-test PY=python3
+READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-dev)
+
+gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there
+	@POLARLM_TEST_GPU=1 $(PY) -m pytest tests/cuda --ignore-glob='*emulator*' $(ARGS)
+
+gpu-bench: $(READY)  ## kernels, steps and prompts on the GPU that is there, beside PyTorch (ARGS="…" adds flags)
+	@$(PY) -m bench.kernels $(ARGS)
 
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all

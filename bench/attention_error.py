@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine import Engine
-from engine.backends.ops import Array, Cache, Spans
+from engine.backends.ops import Array, Cache, Spans, StoredSpace
 from engine.model import Model
 
 
@@ -69,6 +69,7 @@ class _Watch:
         *,
         norm: tuple[Array, float] | None = None,
         onto: Array | None = None,
+        gated: bool = False,
     ) -> Array:
         begun = None if norm is None else self._norms.get(id(norm[0]))
         if self.active and begun is not None:
@@ -77,12 +78,23 @@ class _Watch:
         ended = self._projections.get(id(weight))
         if self.active and ended is not None:
             self.on_output(ended, self.ops.to_host(x))
-        return self.ops.linear(x, weight, bias, norm=norm, onto=onto)
+        return self.ops.linear(x, weight, bias, norm=norm, onto=onto, gated=gated)
 
-    def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
-        if self.active:
-            self.on_keys(self.layer, self.ops.to_host(k))
+    def place_kv(
+        self,
+        qkv: Array,
+        turns: tuple[Array, Array],
+        space: StoredSpace,
+        cache: Cache,
+        spans: Spans,
+        norms: tuple[Array, Array, float] | None = None,
+    ) -> Array:
+        if not self.active:
+            return self.ops.place_kv(qkv, turns, space, cache, spans, norms)
+        q, k, v = self.ops.condition(qkv, turns, space, norms)
+        self.on_keys(self.layer, self.ops.to_host(k))
         self.ops.append_kv(cache, spans, k, v)
+        return q
 
     def on_input(self, layer: int, x: Array) -> None:
         """Rows (T, E) that `layer` is about to work on; may be changed in place."""

@@ -21,8 +21,8 @@ from engine.flags import FlagError
 _RESULTS = Path(__file__).parent / "results"
 
 
-def machine() -> dict[str, Any]:
-    """What speed depends on: CPU, cores this process may use, and the libraries that compute."""
+def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What speed depends on: CPU, cores this process may use, the libraries that compute, and the GPU that is used."""
     blas = [
         f"{library['internal_api']} {library['version']} ({library.get('architecture', 'unknown kernels')})"
         for library in threadpool_info()
@@ -35,6 +35,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas": ", ".join(dict.fromkeys(blas)) or "unknown",
+        **({"gpu": dict(gpu)} if gpu else {}),
     }
 
 
@@ -74,13 +75,15 @@ def output_path(given: str | None, kind: str, subject: str) -> Path:
     return path
 
 
-def write(path: Path, kind: str, argv: Sequence[str], result: Mapping[str, Any]) -> None:
+def write(
+    path: Path, kind: str, argv: Sequence[str], result: Mapping[str, Any], gpu: Mapping[str, str] | None = None
+) -> None:
     """`result` with the machine, the date and the command line that made it. Raises EngineError."""
     about = {
         "benchmark": kind,
         "date": today(),
         "command": shlex.join(["python", "-m", f"bench.{kind}", *argv]),
-        "machine": machine(),
+        "machine": machine(gpu),
     }
     try:
         path.write_text(json.dumps({**about, **result}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

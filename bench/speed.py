@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,14 @@ from tqdm import tqdm
 
 from bench import report
 from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, cache_types, note, run
+from bench.gpu_setup import about_gpu
 from bench.peer import NAME as PEER_NAME
 from bench.peer import NoPeer, Peer
 from bench.timing import Rates, generation_rate, prompt_rate, weights_rate
 from engine import Engine
 from engine.assembly import assemble, settle
+from engine.backends.numpy_ops import NumpyOps
+from engine.backends.select import select
 from engine.config import setting
 from engine.flags import FlagError, parse
 from engine.model import Model
@@ -46,6 +49,9 @@ class Options:
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     types: str = setting(
         "f16,polarquant,ring4/ring3.5", "--types", metavar="TYPES", help=f"measured at --depth: {TYPES_HELP}"
+    )
+    device: str = setting(
+        "auto", "--device", choices=("auto", "cpu", "cuda"), help="where the model runs; auto takes a GPU if it can"
     )
     threads: str = setting("1,2", "--threads", metavar="N,N", help="numbers of CPU threads; the best one counts")
     prompt: int = setting(256, "--prompt", metavar="N", help="tokens in the prompt whose prefill is measured")
@@ -82,17 +88,33 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         checks={"prompt": at_least(1), "depth": at_least(1), "repeat": at_least(1)},
     )
     types, threads = cache_types(options.types), _thread_counts(options.threads)
-    about = report.machine()
-    output = report.output_path(options.output, "speed", f"{about['cpu']} {about['cores']} cores")
-    speed = measure(options, types, threads)
-    report.write(output, "speed", argv, speed.as_json())
+    options = replace(options, device=_chosen(options.device))
+    gpu = about_gpu() if options.device == "cuda" else None
+    about = report.machine(gpu)
+    subject = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
+    output = report.output_path(options.output, "speed", subject)
+    speed = measure(options, types, threads[:1] if gpu else threads)
+    report.write(output, "speed", argv, speed.as_json(), gpu=gpu)
     note(f"Written to {output}")
+    place = (
+        f"the {gpu['name']}"
+        if gpu
+        else f"{about['cpu']}, {about['cores']} cores, numpy {about['numpy']}, {about['blas']}"
+    )
+    best = "" if gpu else f" with the best of {options.threads} threads"
     print(
-        f"{speed.model} ({speed.weights} weights, float32 arithmetic) on {about['cpu']}, {about['cores']} cores, numpy "
-        f"{about['numpy']}, {about['blas']}.\nTokens/s: median of {options.repeat} with the best of {options.threads} "
-        f"threads. {PEER_NAME}: {speed.peer}.\n"
+        f"{speed.model} ({speed.weights} weights{'' if gpu else ', float32 arithmetic'}) on {place}.\n"
+        f"Tokens/s: median of {options.repeat}{best}. {PEER_NAME}: {speed.peer}.\n"
     )
     print(format_table(speed))
+
+
+def _chosen(device: str) -> str:
+    """ "cpu" or "cuda". Raises EngineError where that one cannot be had."""
+    ops, sentence = select(device, 0)
+    if sentence:
+        note(sentence)
+    return "cpu" if ops.name == NumpyOps.name else "cuda"
 
 
 def _thread_counts(text: str) -> list[int]:
@@ -174,7 +196,8 @@ class _Referee:
 @contextmanager
 def _loaded(options: Options, context: int, **settings: Any) -> Iterator[tuple[Engine, Model]]:
     """An engine that keeps no finished prompt, and its model. Raises FlagError where the model's context is shorter."""
-    parts = assemble(settle(options.weights, None, {"ctx_size": context, "kept_sequences": 0, **settings}), None)
+    settings = {"device": options.device, "ctx_size": context, "kept_sequences": 0, **settings}
+    parts = assemble(settle(options.weights, None, settings), None)
     with Engine(parts) as engine:
         if context > parts.source.config.max_context:
             raise FlagError(
@@ -199,6 +222,8 @@ def _measure_short(options: Options, types: Sequence[CacheType], referee: _Refer
             (short.ours, lambda threads: generation_rate(engine, new_ids(_SHORT_PROMPT), _SHORT_STEPS)),
         ]
         try:
+            if options.device != "cpu":
+                raise NoPeer("on the CPU only")
             peer = stack.enter_context(closing(Peer(engine.model, context)))
         except NoPeer as reason:
             about_peer = prompt.peer = short.peer = str(reason)

@@ -1,22 +1,101 @@
-// Write the new tokens' keys and values, rotated, where their sequences keep full precision.
+// Write new keys and values, rotated, into the exact records in which their sequences grow.
 //
-// k, v: K vectors of D for each token, token t's first at k + t · k_stride. now_k, now_v: buffers in which KV head h of
-// token t goes to offsets[t] + h · head_stride. offsets (T). All counts are elements.
-// Grid (T), block any. DEFINES: ACT, STORE (type of the buffers), D.
-// PRECOND: D % 8 == 0; pointers aligned to 16 bytes, strides and offsets multiples of 8; no two tokens share a place.
+// k, v float: row r holds K vectors of D at k + r · k_stride, v + r · v_stride. They become halves, clipped to ±65504;
+// NaN stays.
+// now_k, now_v: pools (records, K, bytes) of exact records. spans int32 (B, span_stride), of a sequence: [0] its first
+// row, [1] rows, [2] position of the first of them, [6] index of the record of block [7]; further blocks lie behind it.
+// A CTA writes one KV head of 16 positions that begin at a multiple of 16: per side one tile for every 16 channels. A
+// thread makes 16 bytes of a tile: four channels of two tokens for keys, two channels of four tokens for values. It
+// stores them at once if the launch brings all these tokens, else only the halves of those that it brings.
+// Grid (groups, K), where groups is ceil((rows + 15) / 16) for one sequence, the most that its rows touch, and B for
+// B > 1 sequences. Block: whole warps; 2 · DP / 16 of them give every thread one piece of work. DEFINES: none.
+// PRECOND: B > 1 means one row a sequence; k, v aligned to 8 bytes, D and strides even.
+
+constexpr int APPEND_STEPS = ExactKeyLayout::STEPS, APPEND_SLOTS = APPEND_STEPS * 32;
+
+__device__ __forceinline__ unsigned clipped_halves(float x, float y) {
+    return as_bits(__floats2half2_rn(within<__half>(x), within<__half>(y)));
+}
+
+// One KV head of 16 positions: token t of them is row `first` + t, if that is one of `rows` rows from 0 on.
+struct NewTokens {
+    const float *head;
+    long long stride;
+    int first, rows;
+
+    __device__ bool has(int token) const { return first + token >= 0 && first + token < rows; }
+
+    // Channels `channel` and channel + 1; zero for a token that is not there and for channels that only fill up a tile.
+    __device__ float2 pair(int token, int channel) const {
+        if (!has(token) || channel >= ExactKeyLayout::D) return make_float2(0.0f, 0.0f);
+        return *reinterpret_cast<const float2 *>(head + (first + token) * stride + channel);
+    }
+};
+
+// Registers a[0..3] of lane 4 · g + tg in key tile `step`.
+__device__ __forceinline__ void append_keys(unsigned *slot, const NewTokens &k, int step, int g, int tg) {
+    unsigned a[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        const float2 x = k.pair(g + r % 2 * 8, 16 * step + r / 2 * 8 + 2 * tg);
+        a[r] = clipped_halves(x.x, x.y);
+    }
+    if (k.has(g) && k.has(g + 8)) {
+        *reinterpret_cast<uint4 *>(slot) = make_uint4(a[0], a[1], a[2], a[3]);
+        return;
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+        if (k.has(g + r % 2 * 8)) slot[r] = a[r];
+}
+
+// Registers a[0..3] of lane 4 · g + tg in value tile `step`.
+__device__ __forceinline__ void append_values(unsigned *slot, const NewTokens &v, int step, int g, int tg) {
+    unsigned a[4];
+    bool has[4];  // tokens 2tg, 2tg + 1, 2tg + 8, 2tg + 9
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int token = 8 * half + 2 * tg, channel = 16 * step + 2 * g;
+        const float2 x = v.pair(token, channel), y = v.pair(token + 1, channel);
+        a[2 * half] = clipped_halves(x.x, y.x);
+        a[2 * half + 1] = clipped_halves(x.y, y.y);
+        has[2 * half] = v.has(token);
+        has[2 * half + 1] = v.has(token + 1);
+    }
+    if (has[0] && has[1] && has[2] && has[3]) {
+        *reinterpret_cast<uint4 *>(slot) = make_uint4(a[0], a[1], a[2], a[3]);
+        return;
+    }
+    unsigned short *const halves = reinterpret_cast<unsigned short *>(slot);
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (has[r / 2 * 2 + i]) halves[2 * r + i] = static_cast<unsigned short>(a[r] >> 16 * i);
+}
+
 extern "C" __global__ void __launch_bounds__(1024)
-append_kv_kernel(STORE *now_k, STORE *now_v, const ACT *k, const ACT *v, const long long *offsets, int kv_heads,
-                 long long k_stride, long long v_stride, long long head_stride) {
-    constexpr int chunks = D / 8;
-    const long long offset = offsets[blockIdx.x];
-    k += blockIdx.x * k_stride;
-    v += blockIdx.x * v_stride;
-    for (int i = threadIdx.x; i < kv_heads * chunks; i += blockDim.x) {
-        const long long to = offset + i / chunks * head_stride + i % chunks * 8;
-        float values[8];
-        load_floats(values, k + i * 8);
-        store_floats(now_k + to, values);
-        load_floats(values, v + i * 8);
-        store_floats(now_v + to, values);
+append_kv_kernel(unsigned char *now_k, unsigned char *now_v, const float *k, const float *v, const int *spans,
+                 int span_stride, int spans_count, int kv_heads, long long k_stride, long long v_stride) {
+    using Layout = ExactKeyLayout;
+    const int head = blockIdx.y;
+    const int *const span = spans + (long long)(spans_count == 1 ? 0 : blockIdx.x) * span_stride;
+    const int first_row = span[0], rows = span[1], position = span[2];
+    const int start = (position / 16 + (spans_count == 1 ? blockIdx.x : 0)) * 16;  // of the 16 positions
+    if (start >= position + rows) return;
+
+    const NewTokens keys = {k + first_row * k_stride + head * Layout::D, k_stride, start - position, rows};
+    const NewTokens values = {v + first_row * v_stride + head * Layout::D, v_stride, start - position, rows};
+    const long long record = (long long)(span[6] + start / Layout::N - span[7]) * kv_heads + head;
+    const int token = start % Layout::N, part = token / Layout::PART, tile_row = token % Layout::PART / 16;
+    const int part_at = part * Layout::TILES * 512;
+    for (int i = threadIdx.x; i < 2 * APPEND_SLOTS; i += blockDim.x) {
+        const int step = i / 32 % APPEND_STEPS, lane = i % 32, g = lane / 4, tg = lane % 4;
+        const bool is_key = i < APPEND_SLOTS;
+        const int tile = is_key ? step * Layout::PT + tile_row : tile_row * APPEND_STEPS + step;
+        unsigned char *const at = (is_key ? now_k : now_v) + record * Layout::NBYTES + part_at + tile * 512 + lane * 16;
+        unsigned *const slot = reinterpret_cast<unsigned *>(at);
+        if (is_key) append_keys(slot, keys, step, g, tg);
+        else append_values(slot, values, step, g, tg);
     }
 }

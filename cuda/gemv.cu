@@ -1,56 +1,123 @@
-// y = x @ weightᵀ + bias for few rows, optionally of x normalised: the op `linear`, with `rms_norm` before it.
+// y = x @ weightᵀ + bias for few rows: the op `linear`, with `rms_norm` before it and a sum behind.
 //
 // x (rows, in), weight (out, in), bias (out) or null, y (rows, out). With NORMED, x is x / rms(x) · norm, norm (in):
-// the factor 1 / rms(x) is one number per row, so a warp sums the squares on its way and multiplies the results.
-// A warp makes OUTPUTS neighbouring columns of y for all rows: it reads each weight once, 16 bytes per lane at a time.
-// Grid (ceil(out / (OUTPUTS · warps of a block))). DEFINES: ACT, WEIGHT, ROWS (most rows), OUTPUTS, NORMED (0 or 1).
-// Cost: bytes of the weights; 1 FMA per weight and row, and x comes from the L1 cache 1 / OUTPUTS times as often.
-// PRECOND: 1 <= rows <= ROWS; in % 8 == 0; x, weight, norm aligned to 16 bytes.
-extern "C" __global__ void __launch_bounds__(256)
+// the factor 1 / rms(x) is one number per row, so a warp sums the squares on its way and multiplies the results. With
+// ADD, y += instead of y =. With GATED, weight and bias are [gate | up], 2 · out rows, and y is silu(gate) · up.
+// SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each its part of `in`: a warp reads each of its weights
+// once, 16 bytes per lane at a time, and has the next DEPTH · OUTPUTS loads on their way while it multiplies. They are
+// neighbouring rows; with GATED, half of them are of the gate, and half of what it multiplies.
+// Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256.
+// DEFINES: ACT, WEIGHT, ROWS (most rows), OUTPUTS, NORMED, ADD, GATED (0 or 1), SPLIT (1, 2, 4, 8); without the last
+// three, ADD and GATED 0 and SPLIT 1.
+// Cost: bytes of the weights, 2 KB · DEPTH a warp on their way at any time (OUTPUTS 4); 1 FMA per weight and row, and x
+// comes from the L1 cache 1 / OUTPUTS times as often.
+// PRECOND: 1 <= rows <= ROWS; in % 8 == 0; x, weight, norm aligned to 16 bytes; OUTPUTS % 2 == 0 if GATED.
+#ifndef ADD
+#define ADD 0
+#endif
+#ifndef GATED
+#define GATED 0
+#endif
+#ifndef SPLIT
+#define SPLIT 1
+#endif
+constexpr int DEPTH = ROWS == 1 ? 4 : 2, WARPS = 8, STEP = 32 * 8 * SPLIT;
+constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y
+
+struct Sums {
+    float of[OUTPUTS][ROWS], squares[ROWS];
+};
+
+// The products of 8 inputs, from x + i on, with their weights.
+__device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUTS][8], const ACT *x, const WEIGHT *norm,
+                                             int rows, int in, int i) {
+#if NORMED
+    float g[8];
+    load_floats(g, norm + i);
+#endif
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        if (r >= rows) break;
+        float v[8];
+        load_floats(v, x + r * (long long)in + i);
+#if NORMED
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            sums.squares[r] += v[j] * v[j];
+            v[j] *= g[j];
+        }
+#endif
+#pragma unroll
+        for (int o = 0; o < OUTPUTS; ++o)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums.of[o][r] += w[o][j] * v[j];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, ROWS > 4 ? 1 : 2)
 gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bias, const WEIGHT *norm, int rows, int in,
             int out, float eps) {
-    const int lane = threadIdx.x % 32, warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    const int first = warp * OUTPUTS;
-    if (first >= out) return;
+    __shared__ float joined[WARPS][ROWS][OUTPUTS], squares[WARPS][ROWS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = (blockIdx.x * (blockDim.x / 32 / SPLIT) + warp / SPLIT) * COLUMNS;  // column of y
+    const int end = first < out ? in : 0;
+    const auto row_of = [&](int o) { return min(first + o % COLUMNS, out - 1) + (o < COLUMNS ? 0 : out); };
 
-    float sum[OUTPUTS][ROWS] = {}, squares[ROWS] = {};
-#pragma unroll 2
-    for (int i = lane * 8; i < in; i += 32 * 8) {
-        float w[OUTPUTS][8];
+    Chunk<WEIGHT> ahead[DEPTH][OUTPUTS];
+    const auto load = [&](Chunk<WEIGHT> (&to)[OUTPUTS], int i) {
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; ++o) load_floats_once(w[o], weight + (long long)min(first + o, out - 1) * in + i);
-#if NORMED
-        float g[8];
-        load_floats(g, norm + i);
-#endif
+        for (int o = 0; o < OUTPUTS; ++o)
+            if (i < end)
+                *reinterpret_cast<uint4 *>(&to[o]) =
+                    __ldcs(reinterpret_cast<const uint4 *>(weight + row_of(o) * (long long)in + i));
+    };
+    Sums sums = {};
+    const int start = warp % SPLIT * 32 * 8 + lane * 8;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            if (r >= rows) break;
-            float v[8];
-            load_floats(v, x + r * (long long)in + i);
-#if NORMED
+    for (int d = 0; d < DEPTH; ++d) load(ahead[d], start + d * STEP);
+    for (int base = start; base < end; base += DEPTH * STEP) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                squares[r] += v[j] * v[j];
-                v[j] *= g[j];
-            }
-#endif
+        for (int d = 0; d < DEPTH; ++d) {
+            const int i = base + d * STEP;
+            if (i >= end) break;
+            float w[OUTPUTS][8];
 #pragma unroll
             for (int o = 0; o < OUTPUTS; ++o)
 #pragma unroll
-                for (int j = 0; j < 8; ++j) sum[o][r] += w[o][j] * v[j];
+                for (int j = 0; j < 8; ++j) w[o][j] = to_float(ahead[d][o].at[j]);
+            load(ahead[d], i + DEPTH * STEP);
+            add_products(sums, w, x, norm, rows, in, i);
         }
     }
 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         if (r >= rows) break;
-        const float factor = NORMED ? rsqrtf(warp_sum(squares[r]) / in + eps) : 1.0f;
+        if (NORMED) sums.squares[r] = warp_sum(sums.squares[r]);
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; ++o) {
-            const float total = warp_sum(sum[o][r]) * factor;
-            if (lane == o && first + o < out)
-                y[r * (long long)out + first + o] = from_float<ACT>(total + (bias ? to_float(bias[first + o]) : 0.0f));
-        }
+        for (int o = 0; o < OUTPUTS; ++o) sums.of[o][r] = warp_sum(sums.of[o][r]);
+        if (lane > 0) continue;
+        squares[warp][r] = sums.squares[r];
+#pragma unroll
+        for (int o = 0; o < OUTPUTS; ++o) joined[warp][r][o] = sums.of[o][r];
+    }
+    __syncthreads();
+    for (int i = lane; warp % SPLIT == 0 && i < rows * COLUMNS; i += 32) {
+        const int r = i / COLUMNS, o = i % COLUMNS;
+        if (first + o >= out) continue;
+        const auto product = [&](int o) {
+            float total = 0.0f, square = 0.0f;
+#pragma unroll
+            for (int part = 0; part < SPLIT; ++part) {
+                total += joined[warp + part][r][o];
+                square += squares[warp + part][r];
+            }
+            if (NORMED) total *= rsqrtf(square / in + eps);
+            return bias ? total + to_float(bias[row_of(o)]) : total;
+        };
+        float total = product(o);
+        if (GATED) total = silu(total) * product(o + COLUMNS);
+        ACT *const at = y + r * (long long)out + first + o;
+        *at = from_float<ACT>(ADD ? to_float(*at) + total : total);
     }
 }

@@ -91,6 +91,15 @@ __device__ __forceinline__ __half from_float<__half>(float x) { return __float2h
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
+// The nearest number that the type can hold; NaN stays.
+template <class T>
+__device__ __forceinline__ float within(float x) { return x; }
+template <>
+__device__ __forceinline__ float within<__half>(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
+
+// e^-x overflows to infinity below −88, where silu is 0 = x / infinity.
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+
 // What one 16-byte access moves.
 template <class T>
 struct __align__(16) Chunk {
@@ -149,4 +158,34 @@ __device__ __forceinline__ float block_sum(float x, float *partial) {
     if (lane == 0) partial[warp] = x;
     __syncthreads();
     return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
+}
+
+// v · H/√SIZE for a vector that a warp holds, lane l its channels l, l + 32, …; Hadamard's matrix of that order, a
+// power of two, stands on the diagonal as often as it fits. Sizes above 32 need channels in whole 32s.
+// Cost: log2(SIZE) additions per channel.
+template <int SIZE, int N>
+__device__ __forceinline__ void hadamard(float (&v)[N]) {
+    const int lane = threadIdx.x % 32;
+    // Butterflies between lanes, then between the registers of a lane.
+#pragma unroll
+    for (int step = 1; step < SIZE && step < 32; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float other = __shfl_xor_sync(0xffffffffu, v[i], step);
+            v[i] = lane & step ? other - v[i] : v[i] + other;
+        }
+    }
+#pragma unroll
+    for (int step = 1; step < SIZE / 32; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (i & step) continue;
+            const float a = v[i], b = v[i + step];
+            v[i] = a + b;
+            v[i + step] = a - b;
+        }
+    }
+    const float norm = rsqrtf((float)SIZE);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] *= norm;
 }

@@ -10,8 +10,7 @@ extern "C" __global__ void __launch_bounds__(1024) silu_mul_kernel(ACT *y, const
     float gate[8], up[8];
     load_floats(gate, row + i);
     load_floats(up, row + F + i);
-    // e^-g overflows to infinity for gates below −88, where silu is 0 = g / infinity.
 #pragma unroll
-    for (int j = 0; j < 8; ++j) gate[j] = gate[j] / (1.0f + __expf(-gate[j])) * up[j];
+    for (int j = 0; j < 8; ++j) gate[j] = silu(gate[j]) * up[j];
     store_floats(y + (long long)blockIdx.y * F + i, gate);
 }

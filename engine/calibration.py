@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from engine import codecs
-from engine.backends.ops import Array, Cache, CacheSpan, Ops, Spans
+from engine.backends.ops import Array, Cache, CacheSpan, Ops, Spans, StoredSpace
 from engine.conditioning import Conditioning
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
@@ -119,16 +119,34 @@ class _WatchedOps:
         (span,) = spans
         return span.position, self._ops.spans(spans)
 
-    def append_kv(self, cache: Cache, spans: tuple[int, Spans], k: Array, v: Array) -> None:
+    def place_kv(
+        self,
+        qkv: Array,
+        turns: tuple[Array, Array],
+        space: StoredSpace,
+        cache: Cache,
+        spans: tuple[int, Spans],
+        norms: tuple[Array, Array, float] | None = None,
+    ) -> Array:
         position, of = spans
-        self.keys[position : position + len(k)] = self._ops.to_host(k)
+        rows = slice(position, position + len(qkv))
+        q, k, v = self._ops.condition(qkv, turns, space, norms)
+        self.queries[rows], self.keys[rows] = self._ops.to_host(q), self._ops.to_host(k)
         self._ops.append_kv(cache, of, k, v)
+        return q
 
-    def attention(self, q: Array, cache: Cache, spans: tuple[int, Spans], scale: float, window: int | None) -> Array:
-        position, of = spans
-        self.queries[position : position + len(q)] = self._ops.to_host(q)
+    def attention(
+        self,
+        q: Array,
+        cache: Cache,
+        spans: tuple[int, Spans],
+        scale: float,
+        window: int | None,
+        back: Array | None = None,
+    ) -> Array:
+        _, of = spans
         self.scale, self.window = scale, window
-        return self._ops.attention(q, cache, of, scale, window)
+        return self._ops.attention(q, cache, of, scale, window, back)
 
 
 def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int) -> Model:

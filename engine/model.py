@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.ops import Array, Ops, Spans
+from engine.backends.ops import Array, Ops, Spans, StoredSpace
 from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
 from engine.sampling import Draw
@@ -67,7 +67,10 @@ class Model:
         self.store = store
         self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim)
         self._scale = config.head_dim**-0.5
-        self._balances = [stored.scales(config.heads) for stored in store.conditioning]
+        self._spaces = [
+            StoredSpace(config.kv_heads, stored.scales(config.heads), stored.key_rotation, stored.value_rotation)
+            for stored in store.conditioning
+        ]
         self._back = [None if c.value_rotation is None else c.value_rotation.T for c in store.conditioning]
 
     # -- prefill ------------------------------------------------------------------------------------------------
@@ -190,26 +193,19 @@ class Model:
     def _project(self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans) -> Array:
         """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them."""
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
-        heads, kv_heads, stored = config.heads, config.kv_heads, self.store.conditioning[layer]
         qkv = ops.linear(x, w.qkv, w.qkv_bias, norm=(w.attention_norm, config.norm_eps))
-        qkv = qkv.reshape(len(x), heads + 2 * kv_heads, config.head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if w.q_norm is not None:
-            qk[:, :heads] = ops.rms_norm(qk[:, :heads], w.q_norm, config.norm_eps)
-            qk[:, heads:] = ops.rms_norm(qk[:, heads:], w.k_norm, config.norm_eps)
-        ops.rope(qk, cos, sin)
-        qk = ops.rotate(qk, stored.key_rotation, self._balances[layer])
-        ops.append_kv(self.store.cache(layer), spans, qk[:, heads:], ops.rotate(v, stored.value_rotation))
-        return qk[:, :heads]
+        qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
+        norms = None if w.q_norm is None else (w.q_norm, w.k_norm, config.norm_eps)
+        return ops.place_kv(qkv, (cos, sin), self._spaces[layer], self.store.cache(layer), spans, norms)
 
     def _mix(self, layer: int, x: Array, q: Array, spans: Spans) -> None:
         """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place."""
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
-        mixed = ops.attention(q, self.store.cache(layer), spans, self._scale, config.window(layer))
-        mixed = ops.rotate(mixed, self._back[layer]).reshape(len(x), config.heads * config.head_dim)
-        ops.linear(mixed, w.out, w.out_bias, onto=x)
-        gate_up = ops.linear(x, w.gate_up, w.gate_up_bias, norm=(w.ffn_norm, config.norm_eps))
-        ops.linear(ops.silu_mul(gate_up), w.down, w.down_bias, onto=x)
+        cache, window = self.store.cache(layer), config.window(layer)
+        mixed = ops.attention(q, cache, spans, self._scale, window, self._back[layer])
+        ops.linear(mixed.reshape(len(x), config.heads * config.head_dim), w.out, w.out_bias, onto=x)
+        activated = ops.linear(x, w.gate_up, w.gate_up_bias, norm=(w.ffn_norm, config.norm_eps), gated=True)
+        ops.linear(activated, w.down, w.down_bias, onto=x)
 
     def _head(self, hidden: Array) -> Array:
         """hidden (T, E) → logits (T, V)."""

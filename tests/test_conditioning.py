@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engine.backends.numpy_ops import NumpyOps
+from engine.backends.numpy_ops import rotate
 from engine.codecs import get
 from engine.conditioning import Conditioning, centre, mean_fields, read_mean
 from tests.kv.reference import attention
@@ -28,12 +28,12 @@ def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, b
     w = get(f"polarquant+{rotation}").rotation(D)
     stored = Conditioning(w, w, np.concatenate([half, half], 1) if balanced else None)
 
-    scales, ops = stored.scales(HEADS), NumpyOps()
-    turned = ops.rotate(np.concatenate([q, k[:5]], axis=1), w, scales)[:, :HEADS]
-    keys = ops.rotate(k, w, None if scales is None else scales[HEADS:])
+    scales = stored.scales(HEADS)
+    turned = rotate(np.concatenate([q, k[:5]], axis=1), w, scales)[:, :HEADS]
+    keys = rotate(k, w, None if scales is None else scales[HEADS:])
     residual, fields = centre(keys.reshape(4, N, KV_HEADS, D).swapaxes(1, 2), bits)
     back = residual + read_mean(fields)[..., None, :]  # the products with q are what counts: (k − μ) + μ
-    mixed = attention(turned, back.swapaxes(1, 2).reshape(k.shape), ops.rotate(v, w), 4 * N - 5, 0.25, None)
+    mixed = attention(turned, back.swapaxes(1, 2).reshape(k.shape), rotate(v, w), 4 * N - 5, 0.25, None)
     mixed = mixed if w is None else mixed @ w.T.astype(np.float64)
     np.testing.assert_allclose(mixed, attention(q, k, v, 4 * N - 5, 0.25, None), atol=1e-5)
 

@@ -17,6 +17,8 @@ CODECS = {"engine.codecs"}
 ENCODING = CODECS | {"engine.encoding"}
 SAMPLING = {"engine.sampling", "engine.config", "engine.errors"}
 OPS = ENCODING | SAMPLING | {"engine.backends.ops"}
+LAUNCH = {f"engine.backends.{name}" for name in ("device", "kernels", "records", "candidates", "cuda_launch")}
+CUDA = OPS | LAUNCH | {f"engine.backends.cuda_{name}" for name in ("shapes", "rotation", "cache", "heads", "cache_ops")}
 ROOMS = {
     "engine.errors": set(),
     "engine.config": set(),
@@ -28,7 +30,18 @@ ROOMS = {
     "engine.backends.ops": ENCODING | SAMPLING,
     "engine.backends.numpy_attention": OPS | {"engine.conditioning"},
     "engine.backends.numpy_ops": OPS | {"engine.conditioning", "engine.backends.numpy_attention"},
-    "engine.backends.kernels": set(),
+    "engine.backends.records": CODECS,
+    "engine.backends.candidates": set(),
+    "engine.backends.kernels": {"engine.backends.records"},
+    "engine.backends.device": set(),
+    "engine.backends.cuda_launch": LAUNCH,
+    "engine.backends.cuda_shapes": LAUNCH,
+    "engine.backends.cuda_rotation": LAUNCH,
+    "engine.backends.cuda_cache": OPS | LAUNCH,
+    "engine.backends.cuda_heads": CUDA,
+    "engine.backends.cuda_cache_ops": CUDA | {"engine.backends.numpy_attention"},
+    "engine.backends.cuda_ops": CUDA,
+    "engine.backends.cupy_device": {"engine.backends.kernels", "engine.errors"},
     "engine.backends.select": {"engine.backends", "engine.errors"},
     "engine.kv.tables": {"engine.kv.blocks"},
     "engine.kv.plan": OPS | {"engine.conditioning", "engine.errors"},
@@ -112,7 +125,7 @@ def test_pure_rooms_need_almost_nothing(room: str, allowed: set[str]) -> None:
 
 def test_only_the_cuda_backend_imports_cupy() -> None:
     users = {name for name, path in ALL.items() if any(i.split(".")[0] == "cupy" for i in imports(path))}
-    assert users <= {"engine.backends.cupy_ops", "engine.backends.kernels"}
+    assert users <= {"engine.backends.cupy_device"}
 
 
 def test_cuda_holds_no_python() -> None:

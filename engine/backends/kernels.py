@@ -5,10 +5,16 @@ CuPy's cache of compiled kernels knows the string alone, so nothing of ours is e
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+
+from engine.backends.records import Layout
+
+_JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # in the head of a kernel: files that stand before it
 
 # Of every compilation, beside the target architecture.
 OPTIONS = ("--std=c++17",)
@@ -28,15 +34,40 @@ def folder() -> Path:
     raise FileNotFoundError(f"{package / '_cuda'}: the CUDA sources are missing; install polarlm again")
 
 
-def source(kernel: str, codec: str | None = None, **defines: int | float | str) -> str:
-    """Constants, prelude, the codec's functions and `cuda/<kernel>.cu` as one text.
+def source(kernel: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str) -> str:
+    """Constants, prelude, what the layouts need, and `cuda/<kernel>.cu` with the parts that it JOINS as one text.
 
+    keys, values: layouts of records; the text then has `KeyCodec` and `ExactKeys`, `ValueCodec` and `ExactValues`.
     defines: what the kernel's DEFINES line names. int as it is, float as the nearest float32, str as text (a type).
     Compilers report lines of the original files. FileNotFoundError when there is no such kernel or codec.
     """
+    text = _text(f"{kernel}.cu")
+    joined = _JOINS.search(text)
+    parts = [_text(name) for name in joined[1].split(", ")] if joined else []
+    return with_readers("".join([*parts, text]), keys, values, **defines)
+
+
+def with_readers(
+    text: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str
+) -> str:
+    """`source` of a kernel that is given as a text."""
     constants = [f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items())]
-    codec_text = _text(f"codecs/{codec}.cuh") if codec else ""
-    return "".join(constants) + prelude() + codec_text + _text(f"{kernel}.cu")
+    return "".join(constants) + prelude() + _readers({"Key": keys, "Value": values}) + text
+
+
+def _readers(sides: Mapping[str, Layout | None]) -> str:
+    """Side → its layout, where there is one, to the structs that read its records."""
+    layouts = {side: layout for side, layout in sides.items() if layout}
+    if not layouts:
+        return ""
+    names = sorted({"f16"} | {layout.codec for layout in layouts.values()})
+    texts = [_text(name) for name in ("fragments.cuh", "pair_table.cuh", *(f"codecs/{name}.cuh" for name in names))]
+    texts.append('#line 1 "cuda/layouts.cuh"\n')  # this file is nowhere: it is written here
+    for side, layout in layouts.items():
+        texts += [layout.text(f"{side}Layout"), layout.exact.text(f"Exact{side}Layout")]
+        texts.append(f"using {side}Codec = {layout.codec}<{side}Layout>;\n")
+        texts.append(f"using Exact{side}s = f16<Exact{side}Layout>;\n")
+    return "".join(texts)
 
 
 def prelude() -> str:

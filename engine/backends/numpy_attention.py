@@ -132,7 +132,7 @@ def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int,
     size = last + 1 - span.now_start
     now_k, now_v = (whole[:, :size] for whole in cache.exact(span.now))
     if span.now_as_codes:
-        now_k, now_v = _as_codes(cache, now_k, now_v)
+        now_k, now_v = as_codes(cache.form, now_k, now_v)
     skipped = max(0, (oldest - span.now_start) // _KEY_TILE * _KEY_TILE)
     for first in range(skipped, size, _KEY_TILE):
         rows = slice(first, first + _KEY_TILE)
@@ -161,16 +161,16 @@ def encode_values(form: CacheFormat, v: np.ndarray) -> tuple[Fields, Fields]:
     return encode_well(form.codec_v, v, form.metric_v), {}
 
 
-def _as_codes(cache: LayerCache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def as_codes(form: CacheFormat, k: np.ndarray, v: np.ndarray) -> Buffer:
     """k, v (K, S ≤ N, D) as they read back from one encoded block. A part of a block is filled up with its mean."""
-    count, block_size = k.shape[1], cache.exact_k.shape[2]
+    count, block_size = k.shape[1], form.block_size
 
     def fill(x: np.ndarray) -> np.ndarray:
         mean = np.broadcast_to(x.mean(axis=1, keepdims=True), (x.shape[0], block_size - count, x.shape[2]))
         return np.concatenate([x, mean], axis=1)[:, None]
 
-    (coded_k, mean), (coded_v, _) = encode_keys(cache.form, fill(k)), encode_values(cache.form, fill(v))
-    k, v = cache.form.codec_k.decode(coded_k)[:, 0], cache.form.codec_v.decode(coded_v)[:, 0]
+    (coded_k, mean), (coded_v, _) = encode_keys(form, fill(k)), encode_values(form, fill(v))
+    k, v = form.codec_k.decode(coded_k)[:, 0], form.codec_v.decode(coded_v)[:, 0]
     if mean:
         k = k + read_mean(mean)
     return k[:, :count], v[:, :count]

@@ -17,7 +17,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from engine.backends.numpy_attention import Buffer, LayerCache, attend, encode_keys, encode_values
-from engine.backends.ops import CacheFormat, CacheSpan, Place, Result
+from engine.backends.ops import CacheFormat, CacheSpan, Place, Result, StoredSpace
 from engine.codecs import Field
 from engine.conditioning import mean_fields
 from engine.errors import EngineError
@@ -87,12 +87,6 @@ class NumpyOps:
     def embed(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
         return table[ids]
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-        mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
-        normed = x * (1 / np.sqrt(mean_square + np.float32(eps)))
-        normed *= weight
-        return normed
-
     def linear(
         self,
         x: np.ndarray,
@@ -101,38 +95,35 @@ class NumpyOps:
         *,
         norm: tuple[np.ndarray, float] | None = None,
         onto: np.ndarray | None = None,
+        gated: bool = False,
     ) -> np.ndarray:
-        y = (x if norm is None else self.rms_norm(x, *norm)) @ weight.T
+        y = (x if norm is None else rms_norm(x, *norm)) @ weight.T
         if bias is not None:
             y += bias
+        if gated:
+            return silu_mul(y)
         if onto is None:
             return y
         onto += y
         return onto
 
-    def rope(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
-        half = x.shape[-1] // 2
-        cos, sin = cos[:, None, :], sin[:, None, :]
-        low, high = x[..., :half], x[..., half:]
-        turned = low * cos - high * sin
-        high *= cos
-        high += low * sin
-        low[...] = turned
-
-    def rotate(self, x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:
-        x = x if scale is None else x * scale
-        return x if rotation is None else x @ rotation
-
-    def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
-        half = gate_up.shape[-1] // 2
-        gate, up = gate_up[..., :half], gate_up[..., half:]
-        # exp overflows to inf for gates below −88, where silu is 0 = gate / inf.
-        with np.errstate(over="ignore"):
-            y = np.exp(-gate)
-        y += 1
-        np.divide(gate, y, out=y)
-        y *= up
-        return y
+    def condition(
+        self,
+        qkv: np.ndarray,
+        turns: tuple[np.ndarray, np.ndarray],
+        space: StoredSpace,
+        norms: tuple[np.ndarray, np.ndarray, float] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        keys = qkv.shape[1] - space.kv_heads
+        queries = keys - space.kv_heads
+        qk, v = qkv[:, :keys], qkv[:, keys:]
+        if norms is not None:
+            q_norm, k_norm, eps = norms
+            qk[:, :queries] = rms_norm(qk[:, :queries], q_norm, eps)
+            qk[:, queries:] = rms_norm(qk[:, queries:], k_norm, eps)
+        rope(qk, *turns)
+        qk = rotate(qk, space.key_rotation, space.scale)
+        return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation)
 
     def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[int | EngineError]:
         return sample_all(logits, draws)
@@ -164,8 +155,27 @@ class NumpyOps:
             for now, new in zip(cache.exact(span.now), (k, v), strict=True):
                 now[:, slots] = new[span.rows].swapaxes(0, 1)
 
+    def place_kv(
+        self,
+        qkv: np.ndarray,
+        turns: tuple[np.ndarray, np.ndarray],
+        space: StoredSpace,
+        cache: LayerCache,
+        spans: Sequence[CacheSpan],
+        norms: tuple[np.ndarray, np.ndarray, float] | None = None,
+    ) -> np.ndarray:
+        q, k, v = self.condition(qkv, turns, space, norms)
+        self.append_kv(cache, spans, k, v)
+        return q
+
     def attention(
-        self, q: np.ndarray, cache: LayerCache, spans: Sequence[CacheSpan], scale: float, window: int | None
+        self,
+        q: np.ndarray,
+        cache: LayerCache,
+        spans: Sequence[CacheSpan],
+        scale: float,
+        window: int | None,
+        back: np.ndarray | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.form.kv_heads
@@ -179,7 +189,7 @@ class NumpyOps:
                 position = span.position + first - span.rows.start
                 tile_out = attend(grouped * np.float32(scale), position, cache, span, window)
                 out[rows] = tile_out.transpose(2, 0, 1, 3).reshape(out[rows].shape)
-        return out
+        return rotate(out, back)
 
     def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], source: Place) -> None:
         form, count = cache.form, len(blocks)
@@ -197,6 +207,44 @@ class NumpyOps:
     def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
         for to, of in zip(cache.exact(target), cache.exact(source), strict=True):
             to[:, :tokens] = of[:, :tokens]
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """x (..., n) / rms(x) * weight (n,)."""
+    mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
+    normed = x * (1 / np.sqrt(mean_square + np.float32(eps)))
+    normed *= weight
+    return normed
+
+
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Turn channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    low, high = x[..., :half], x[..., half:]
+    turned = low * cos - high * sin
+    high *= cos
+    high += low * sin
+    low[...] = turned
+
+
+def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:
+    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D), rotation (D, D); None leaves a factor out."""
+    x = x if scale is None else x * scale
+    return x if rotation is None else x @ rotation
+
+
+def silu_mul(gate_up: np.ndarray) -> np.ndarray:
+    """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
+    half = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :half], gate_up[..., half:]
+    # exp overflows to inf for gates below −88, where silu is 0 = gate / inf.
+    with np.errstate(over="ignore"):
+        y = np.exp(-gate)
+    y += 1
+    np.divide(gate, y, out=y)
+    y *= up
+    return y
 
 
 def _fields(form: CacheFormat) -> tuple[Mapping[str, Field], Mapping[str, Field], Mapping[str, Field]]:

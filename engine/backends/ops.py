@@ -49,6 +49,21 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
+class StoredSpace:
+    """How the heads of one layer become what its cache holds.
+
+    kv_heads: K. scale (H + K, D): what queries and keys are multiplied with after RoPE. key_rotation, value_rotation
+    (D, D): of queries and keys, and of values, as x @ rotation. None leaves a factor out. All of them come from the
+    host, the same objects each time.
+    """
+
+    kv_heads: int
+    scale: Array | None = None
+    key_rotation: Array | None = None
+    value_rotation: Array | None = None
+
+
+@dataclass(frozen=True)
 class CacheSpan:
     """Where the K/V of one sequence's new tokens go, and what they see, in every layer with the same window.
 
@@ -109,9 +124,6 @@ class Ops(Protocol):
     def embed(self, table: Array, ids: Array) -> Array:
         """Rows `ids` (T,) int32 of table (V, E) → (T, E)."""
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
-        """x (..., n) / rms(x) * weight (n,)."""
-
     def linear(
         self,
         x: Array,
@@ -120,23 +132,26 @@ class Ops(Protocol):
         *,
         norm: tuple[Array, float] | None = None,
         onto: Array | None = None,
+        gated: bool = False,
     ) -> Array:
         """x (T, in), weight (out, in), bias (out,) → (T, out).
 
-        norm: weight (in,) and eps of an `rms_norm` of x before. onto (T, out): what the result is added to, in place.
+        norm: weight (in,) and eps of an RMS norm before: x / rms(x) * weight. onto (T, out): what the result is added
+        to, in place. gated, without onto: the result is [gate | up], and silu(gate) * up (T, out / 2) is returned.
         """
 
-    def rope(self, x: Array, cos: Array, sin: Array) -> None:
-        """Turn channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
+    def condition(
+        self,
+        qkv: Array,
+        turns: tuple[Array, Array],
+        space: StoredSpace,
+        norms: tuple[Array, Array, float] | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """Heads qkv (T, H + 2K, D), which may be overwritten → q (T, H, D), k, v (T, K, D) as the store takes them.
 
-    def rotate(self, x: Array, rotation: Array | None, scale: Array | None = None) -> Array:
-        """(x * scale) @ rotation for x (T, heads, D), scale (heads, D), rotation (D, D); None leaves a factor out.
-
-        Both come from the host, the same objects each time.
+        norms: weights (D,) for queries and for keys, and eps, of an RMS norm of each vector. turns: cos, sin (T, D/2)
+        of RoPE; channel j turns with channel j + D/2. What comes then is `space`'s.
         """
-
-    def silu_mul(self, gate_up: Array) -> Array:
-        """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
 
     def sample(self, logits: Array, draws: Sequence[Draw]) -> list[int | EngineError]:
         """A token id for each row of logits (B, V), or why none can be chosen."""
@@ -156,12 +171,26 @@ class Ops(Protocol):
         """What the ops below need to know of `spans`. Several spans must be of one row each."""
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
-        """Write rows of k, v (T, K, D), rotated, into each span's `now` at their positions."""
+        """Write rows of k, v (T, K, D), conditioned, into each span's `now` at their positions."""
 
-    def attention(self, q: Array, cache: Cache, spans: Spans, scale: float, window: int | None) -> Array:
-        """Causal attention of q (T, H, D), rotated, over each span's whole sequence → (T, H, D), rotated as values.
+    def place_kv(
+        self,
+        qkv: Array,
+        turns: tuple[Array, Array],
+        space: StoredSpace,
+        cache: Cache,
+        spans: Spans,
+        norms: tuple[Array, Array, float] | None = None,
+    ) -> Array:
+        """`condition`, then `append_kv` of keys and values → the queries (T, H, D)."""
+
+    def attention(
+        self, q: Array, cache: Cache, spans: Spans, scale: float, window: int | None, back: Array | None = None
+    ) -> Array:
+        """Causal attention of conditioned q (T, H, D), contiguous, over each span's whole sequence → (T, H, D).
 
         Query head h reads KV head h // (H // K). With a window, position p sees positions > p − window only.
+        back (D, D): rotation of the result, from the host, the same object each time.
         """
 
     def encode_blocks(self, cache: Cache, blocks: Sequence[int], source: Place) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes.util
+import ctypes
+import importlib.util
+import os
 
 from engine.backends.numpy_ops import NumpyOps
 from engine.backends.ops import Ops
@@ -16,13 +18,40 @@ def select(device: str, threads: int) -> tuple[Ops, str]:
     """
     if device == "cpu":
         return NumpyOps(threads), ""
-    if device == "cuda":
-        raise EngineError(
-            "--device cuda: this version has no CUDA backend; use --device cpu or leave the flag out",
-            "device_unavailable",
-        )
-    if device != "auto":
+    if device not in ("auto", "cuda"):
         raise EngineError(f"--device {device}: there are auto, cpu and cuda")
-    if ctypes.util.find_library("cuda"):
-        return NumpyOps(threads), "An NVIDIA driver is here, but this version has no CUDA backend: running on the CPU."
-    return NumpyOps(threads), "No NVIDIA driver found: running on the CPU."
+    try:
+        return _cuda(), ""
+    except EngineError as error:
+        if device == "auto":
+            return NumpyOps(threads), f"{error}: running on the CPU."
+        raise EngineError(f"--device cuda: {error}, or use --device cpu", "device_unavailable") from error
+
+
+def _cuda() -> Ops:
+    """The ops of the GPU. EngineError with the reason, a sentence without its end, where it cannot be used."""
+    version = driver_version()
+    if version is None:
+        raise EngineError("No NVIDIA driver found", "device_unavailable")
+    install = f"pip install 'polarlm[cuda{min(13, version // 1000)}]'"
+    if version < 12000:
+        raise EngineError("The NVIDIA driver is older than CUDA 12: update it", "device_unavailable")
+    if importlib.util.find_spec("cupy") is None:
+        raise EngineError(f"An NVIDIA driver is here, but CuPy is not installed ({install})", "device_unavailable")
+    try:
+        from engine.backends.cuda_ops import CudaOps
+        from engine.backends.cupy_device import open_device
+    except ImportError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EngineError(f"CuPy does not find its libraries ({reason}; {install})", "device_unavailable") from error
+    return CudaOps(open_device())
+
+
+def driver_version() -> int | None:
+    """The newest CUDA that the NVIDIA driver serves, as 13020 for 13.2; None without a driver."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        version = ctypes.c_int()
+        return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+    except (OSError, AttributeError):
+        return None

@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from engine.codecs._fragments import Record
+
 
 class Field(NamedTuple):
     """One array of an encoded block: N tokens of one KV head."""
@@ -111,6 +113,9 @@ class Codec(Protocol):
 
     def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
         """Fields of `encode` → (..., N, D) float32, C-contiguous and rotated; in `out` where one is given."""
+
+    def record(self, values: bool, block_size: int, head_dim: int) -> Record | None:
+        """How a block of keys, or of values, is laid out for CUDA. None: there is no kernel that reads this codec."""
 
 
 @cache

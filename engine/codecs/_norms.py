@@ -60,6 +60,11 @@ class ByteNorm:
     dtype = np.dtype(np.uint8)
 
     @property
+    def thresholds(self) -> np.ndarray:
+        """The norm at which each code but the first begins, (255,) float32, ascending."""
+        return _thresholds()
+
+    @property
     def largest(self) -> np.float32:
         return np.float32(_table()[-1])
 

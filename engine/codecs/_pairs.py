@@ -93,6 +93,16 @@ class PairPacking:
                 q[:, quarter] |= (high[:, 0] >> 2 * quarter & 3) << 8
         return units
 
+    def codes(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The inverse of `pack`: fields (..., *shape) → codes (..., N, D/2), uint8 or uint16."""
+        low = fields["low"]
+        if self.bits == 8:
+            return low
+        lead = low.shape[:-2]
+        units = self.units({name: x.reshape(-1, *x.shape[len(lead) :]) for name, x in fields.items()})
+        codes = np.stack([units >> self.bits * i & 2**self.bits - 1 for i in range(self.pairs)], -1)
+        return codes.reshape(*lead, low.shape[-2], -1)
+
     def table(self, points: np.ndarray) -> np.ndarray:
         """points (2^bits, 2) float32 → unit → the values of its pairs, (2^(bits·pairs), 2·pairs) float32."""
         unit = np.arange(2 ** (self.bits * self.pairs))

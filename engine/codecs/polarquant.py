@@ -56,6 +56,7 @@ import numpy as np
 from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
 from engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
+from engine.codecs._fragments import Geometry, Record
 from engine.codecs._refusals import check_block_size, check_head_dim
 from engine.codecs._rotation import preconditioning
 
@@ -97,7 +98,7 @@ def _level1_table() -> np.ndarray:
 
 
 @cache
-def _upper_table(levels: int) -> np.ndarray:
+def upper_table(levels: int) -> np.ndarray:
     """Codes of a half (`level4 << 6`, if there is one, and the six bits) → what its 8 values are multiplied by.
 
     (4 ** levels, 8) float32, a radius for either value of a pair. A first half shrinks by the cosine of the angle of
@@ -163,7 +164,7 @@ class PolarQuant:
         head_dim = 4 * quads
         out = destination(out, (*lead, block_size, head_dim))
         levels = level_count(head_dim)
-        upper = _upper_codes(codes, levels).reshape(-1, head_dim // 8)
+        upper = upper_codes(codes, levels).reshape(-1, head_dim // 8)
         level1 = codes["level1"].reshape(-1, quads)
         radius = np.empty((len(upper), head_dim >> levels), np.float32)
         widen(codes["radius"].reshape(radius.shape), radius)
@@ -171,9 +172,15 @@ class PolarQuant:
         for part in slabs(len(upper), head_dim):
             values = tokens[part]
             np.take(_level1_table(), level1[part], axis=0, mode="clip", out=values.reshape(-1, quads, 4))
-            values *= np.take(_upper_table(levels), upper[part], axis=0, mode="clip").reshape(values.shape)
+            values *= np.take(upper_table(levels), upper[part], axis=0, mode="clip").reshape(values.shape)
             values *= np.repeat(radius[part], 2**levels).reshape(values.shape)
         return out
+
+    def record(self, values: bool, block_size: int, head_dim: int) -> Record | None:
+        from engine.codecs._polar_record import PolarRecord  # it needs this module complete
+
+        # Centres that are learned are tables of their own in every layer.
+        return None if self.per_layer else PolarRecord(Geometry(values, block_size, head_dim))
 
     def _quantize(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels).
@@ -218,8 +225,8 @@ def unpack(fields: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     return [unpack_nibbles(fields["level1"]), level2, sixes >> 4, *level4]
 
 
-def _upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
-    """Fields (..., *shape) → rows of `_upper_table` for every 8 values, (..., N, D/8) uint8."""
+def upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
+    """Fields (..., *shape) → rows of `upper_table` for every 8 values, (..., N, D/8) uint8."""
     *lead, block_size, groups = codes["radius"].shape
     halves = 2 ** (levels - 3)
     upper = np.empty((*lead, block_size, groups, halves), np.uint8)
@@ -227,7 +234,7 @@ def _upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
     if levels == 4:
         upper[..., 0] = codes["upper8"]
         upper[..., 1] |= ~codes["upper8"] & 0xC0
-    return upper
+    return upper.reshape(*lead, block_size, groups * halves)
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:

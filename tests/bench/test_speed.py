@@ -20,11 +20,12 @@ from bench import full_precision, peer, speed
 from bench.timing import Rates, generation_rate, prompt_rate, weights_rate
 from engine import Engine
 from engine.backends.numpy_ops import NumpyOps
+from engine.model import Model
 from tests.bare import bare_model, read_model
 from tests.conftest import FIXTURES
 from tests.shared_data import shared
 
-SMALL = ["--prompt", "40", "--depth", "100", "--repeat", "2", "--threads", "1,2"]
+SMALL = ["--device", "cpu", "--prompt", "40", "--depth", "100", "--repeat", "2", "--threads", "1,2"]
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +56,12 @@ def test_the_best_thread_count_is_that_of_the_best_median(runs: dict[int, list[f
     assert rates.fastest == max(max(values) for values in runs.values())
 
 
-def test_reading_the_weights_alone_multiplies_by_each_matrix_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_weights_alone_multiplies_by_each_matrix_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = read_model(FIXTURES / "llama_gqa_linear")
     model = bare_model(config, weights)
     multiplied: list[np.ndarray] = []
 
-    def linear(self: NumpyOps, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    def linear(self: NumpyOps, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         assert x.shape == (1, weight.shape[1])
         multiplied.append(weight)
         return x @ weight.T
@@ -68,7 +69,7 @@ def test_reading_the_weights_alone_multiplies_by_each_matrix_once(monkeypatch: p
     monkeypatch.setattr(NumpyOps, "linear", linear)
     assert weights_rate(model, passes=3) > 0
     matrices = [m for layer in weights.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    assert [id(m) for m in multiplied] == 3 * [id(m) for m in (*matrices, weights.head)]
+    assert [id(m) for m in multiplied] == (2 + 3) * [id(m) for m in (*matrices, weights.head)]
 
 
 def test_a_prompt_from_the_cache_is_not_taken_for_a_measurement() -> None:
@@ -81,8 +82,8 @@ def test_a_prompt_from_the_cache_is_not_taken_for_a_measurement() -> None:
 def test_generation_takes_as_many_steps_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end-of-story token does not end it, and the first token, out of the prefill, is no step."""
     steps = []
-    take = Engine._next_token
-    monkeypatch.setattr(Engine, "_next_token", lambda *given: (steps.append(1), take(*given))[1])
+    take = Model.step
+    monkeypatch.setattr(Model, "step", lambda *given: (steps.append(1), take(*given))[1])
     with Engine.load(shared("models", "stories260K"), ctx_size=320, kept_sequences=0) as engine:
         assert generation_rate(engine, [1, 403, 407], 300) > 0
     assert len(steps) == 300
@@ -170,6 +171,23 @@ def test_the_peer_takes_turns_and_is_compared(
     assert prompt[2:] == ["2,000.0", "2", "2,000.0", "—", "—", "500.0", "4.00"]
     assert short[2:] == ["80.0", "2", "80.0", "160.0", "50 %", "100.0", "0.80"]
     assert deep[2:] == ["80.0", "2", "80.0", "160.0", "50 %", "—", "—"]
+
+
+def test_on_a_gpu_there_are_no_threads_and_no_peer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gpu(NumpyOps):
+        name = "Some GPU"
+
+    monkeypatch.setattr("engine.backends.select._cuda", Gpu)
+    monkeypatch.setattr(speed, "about_gpu", lambda: {"name": "Some GPU", "driver": "1.2"})
+    assert run(tmp_path / "out.json", "--device", "cuda", "--types", "f16") == 0
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert found["machine"]["gpu"] == {"name": "Some GPU", "driver": "1.2"}
+    assert found["peer"]["version_or_absence"] == "on the CPU only"
+    assert all(list(figure["ours"]["runs"]) == ["1"] for figure in found["figures"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("stories260K (F32 weights) on the Some GPU.\nTokens/s: median of 2. ")
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def stored(codes, n):
 
 
 def polar(x):
-    """x (..., D) → radius and angle in (−π, π] of channels j and j + D/2, float64."""
-    a, b = np.split(x.astype(np.float64), 2, axis=-1)
+    """x (..., D) → radius and angle in (−π, π] of channels 2j and 2j + 1, float64."""
+    a, b = x[..., 0::2].astype(np.float64), x[..., 1::2].astype(np.float64)
     return np.hypot(a, b), np.arctan2(b, a)
 
 
@@ -78,12 +78,13 @@ def test_codes_are_those_of_the_paper(name, n, head_dim):
 
 @pytest.mark.parametrize("turns", [1, 5, 13])
 def test_turning_a_pair_by_a_sixteenth_moves_its_angle_code_by_one(turns):
-    """The pairs are those of RoPE: channel j turns with channel j + D/2."""
+    """The pairs are those of RoPE: channel j turns with channel j + D/2, before both take their places in the store."""
     codec, x = codecs.get("polarpair-m4n4"), gaussian(64, 64)
+    w = codec.rotation(64)
     a, b = np.split(x, 2, axis=-1)
     c, s = np.cos(turns * np.pi / 8), np.sin(turns * np.pi / 8)
     turned = np.concatenate([c * a - s * b, s * a + c * b], -1).astype(np.float32)
-    before, after = stored(codec.encode(x), 4), stored(codec.encode(turned), 4)
+    before, after = stored(codec.encode(x @ w), 4), stored(codec.encode(turned @ w), 4)
     assert np.mean(before[0] == after[0]) > 0.99  # but for radii on a threshold
     assert np.mean((before[1] + turns) % 16 == after[1]) > 0.99
 
@@ -121,7 +122,7 @@ def test_decode_is_the_formula(name):
         radius += scales["radius_step"] / 2 + scales["radius_low"]
     if "angle_step" in codes:
         angle = (angle_code + 0.5) * scales["angle_step"] + scales["angle_low"]
-    exact = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], -1)
+    exact = np.stack([radius * np.cos(angle), radius * np.sin(angle)], -1).reshape(64, 64)
     # Six roundings of the radius and the product, and of an angle of up to 2π before its cosine.
     assert np.allclose(codecs.get(name).decode(codes), exact, rtol=0, atol=(6 + 2 * np.pi * 3) * EPS * radius.max())
 
@@ -170,7 +171,15 @@ def test_a_narrow_fan_of_angles_is_what_minmax_is_for():
 
 def test_keys_only():
     assert codecs.get("polarpair-m4n4").serves == {"k"}
-    assert codecs.get("polarpair-m4n4").rotation(64) is None
+
+
+@every_variant
+def test_its_rotation_moves_channels_and_mixes_none(name):
+    """Pair j of RoPE, channels j and j + D/2, is stored side by side: to the last bit, whatever the values."""
+    x = gaussian(5, 80) * np.logspace(-30, 30, 80, dtype=np.float32)
+    stored = x @ codecs.get(name).rotation(80)
+    assert np.array_equal(stored[:, 0::2], x[:, :40])
+    assert np.array_equal(stored[:, 1::2], x[:, 40:])
 
 
 @pytest.mark.parametrize("options", ["g0", "g", "g-4", "minmax+minmax-radius", "g16+g32", "dense"])

@@ -16,6 +16,7 @@ from engine.backends.kernels import OPTIONS
 # Specifications per Compute Capability" in the CUDA programming guide; 1 KB of each SM's is the system's).
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 STATIC_LIMIT = 48 << 10
+_OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # what CuPy adds to our options
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def compile_text(text: str, arch: int) -> list[Usage]:
     nvrtc, headers = compiler()
     program = ctypes.c_void_p()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
-    options = [*OPTIONS, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v", f"--include-path={headers}"]
+    options = [*OPTIONS, *_OF_CUPY, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v", f"--include-path={headers}"]
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     status = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
     size = ctypes.c_size_t()

@@ -32,8 +32,6 @@ def test_a_float_constant_is_the_nearest_float32(value: float) -> None:
 def test_an_unknown_kernel_is_an_error() -> None:
     with pytest.raises(FileNotFoundError, match=r"nonsense\.cu"):
         kernels.source("nonsense")
-    with pytest.raises(FileNotFoundError, match=r"nonsense\.cuh"):
-        kernels.source("embed", codec="nonsense")
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
@@ -44,11 +42,30 @@ def test_sources_need_no_header_of_ours_or_of_the_host(file: Path) -> None:
 
 @pytest.mark.parametrize("file", [file for file in SOURCES if file.suffix == ".cu"], ids=lambda file: file.stem)
 def test_every_kernel_says_what_it_needs(file: Path) -> None:
-    """A kernel has the name of its op, and its file says shapes, launch, constants and preconditions."""
+    """Kernels have the name of their op, and their file says shapes, launch, constants and preconditions."""
     text = file.read_text()
-    assert f"\n{file.stem}_kernel(" in text or f" {file.stem}_kernel(" in text
-    head = text[: text.index('extern "C"')]
+    kernels_of = re.findall(r"(\w+)_kernel\(", text)
+    assert kernels_of
+    assert all(name.split("_")[0] == file.stem.split("_")[0] for name in kernels_of)
+    assert text.startswith("// ")
     for word in ("Grid (", "DEFINES:", "PRECOND:"):
         assert word in text
-    assert head.startswith("// ")
-    assert len(text.splitlines()) <= 300
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
+def test_no_file_is_long(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 300
+
+
+def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
+    text = kernels._text("encode_blocks.cu")
+    (parts,) = re.findall(r"^// JOINS: (.+)\.$", text, re.MULTILINE)
+    named = {part for file in SOURCES if file.suffix == ".cu" for part in _joined(file)}
+    readers = {"prelude.cuh", "fragments.cuh", "pair_table.cuh"}
+    assert named == {file.name for file in SOURCES if file.suffix == ".cuh" and file.parent.name == "cuda"} - readers
+    assert set(parts.split(", ")) <= named
+
+
+def _joined(file: Path) -> list[str]:
+    found = re.search(r"^// JOINS: (.+)\.$", file.read_text(), re.MULTILINE)
+    return found[1].split(", ") if found else []

@@ -4,29 +4,55 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine import codecs
+from engine.backends import cuda_shapes, records
 from engine.backends.kernels import source
+from engine.backends.records import Layout
 from tests.cuda.nvrtc import SHARED_LIMIT
 
 Define = int | float | str
 
 
 @dataclass(frozen=True)
+class Cache:
+    """The records of a layer: names of codecs, and the shape of a block. mean_bits: 0 without centring, 8 or 16."""
+
+    keys: str
+    values: str
+    head_dim: int
+    block_size: int = 64
+    mean_bits: int = 8
+
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Of keys and of values."""
+        keys, values = codecs.get(self.keys), codecs.get(self.values)
+        return (
+            records.layout(keys, False, self.block_size, self.head_dim, self.mean_bits),
+            records.layout(values, True, self.block_size, self.head_dim),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.keys}/{self.values} D{self.head_dim} N{self.block_size} mean{self.mean_bits}"
+
+
+@dataclass(frozen=True)
 class Variant:
-    """One text: `cuda/<kernel>.cu` with a codec and constants; dynamic_shared: most bytes of any launch."""
+    """One text: `cuda/<kernel>.cu` with records and constants; dynamic_shared: most bytes of any launch."""
 
     kernel: str
     defines: Mapping[str, Define]
-    codec: str | None = None
+    cache: Cache | None = None
     dynamic_shared: int = 0
 
     def text(self) -> str:
-        return source(self.kernel, self.codec, **self.defines)
+        keys, values = self.cache.layouts() if self.cache else (None, None)
+        return source(self.kernel, keys, values, **self.defines)
 
     def __str__(self) -> str:
         values = " ".join(f"{name}={value}" for name, value in self.defines.items())
-        return " ".join(part for part in (self.kernel, self.codec, values) if part)
+        return " ".join(part for part in (self.kernel, str(self.cache or ""), values) if part)
 
 
 _TYPES = ("float", "__half", "__nv_bfloat16")
@@ -43,14 +69,114 @@ def _rotate() -> list[Variant]:
     return [Variant("rotate", {"ACT": act, "D": d, "ORDER": d & -d}) for act in _TYPES for d in _HEAD_DIMS]
 
 
+def _heads(kernel: str) -> list[Variant]:
+    """Of what joins `heads.cuh`: each head dim with and without norms, rotated or not."""
+    variants = []
+    for d, weight, (normed, keys, values) in itertools.product(_HEAD_DIMS, _SHORT, ((0, 1, 1), (1, 1, 0), (0, 0, 1))):
+        orders = {"KEY_ORDER": d & -d if keys else 1, "VALUE_ORDER": d & -d if values else 1}
+        constants = {"HEAD_DIM": d, "WEIGHT": weight if normed else "float", "HEAD_NORMS": normed, **orders}
+        cache = Cache("f16", "f16", d, mean_bits=0) if kernel == "place_kv" else None
+        variants.append(Variant(kernel, constants, cache))
+    return variants
+
+
+def _exact(kernel: str) -> list[Variant]:
+    """What moves exact records, for every head dim."""
+    return [Variant(kernel, {}, Cache("f16", "f16", d, mean_bits=0)) for d in _HEAD_DIMS]
+
+
+def _decode_attention() -> list[Variant]:
+    types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
+    types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
+    caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
+    caches += [Cache("f16", "f16", d, mean_bits=0) for d in _HEAD_DIMS]
+    caches += [Cache("ring4+norm16", "ring4+norm16", d, mean_bits=16) for d in _HEAD_DIMS]
+    caches += [Cache("ring4", "ring4", 128, block_size=n) for n in (16, 32, 128)]
+    caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
+    caches += [Cache("polarquant", "ring5", 128), Cache("ring4", "polarquant", 128), Cache("ring5", "polarquant", 128)]
+    caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
+    variants = []
+    for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
+        shape, _ = cuda_shapes.decode_attention(*cache.layouts(), group)
+        variants.append(Variant("decode_attention", shape.defines, cache, shape.shared))
+    return variants
+
+
+def _prefill_attention() -> list[Variant]:
+    types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring5", "turbo3"), ("turbo4", "f16"), ("ring3", "turbo2"))
+    caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
+    caches += [Cache("f16", "f16", d, mean_bits=0) for d in _HEAD_DIMS]
+    caches += [Cache("ring4", "ring4", 128, block_size=n) for n in (16, 32, 128)]
+    caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
+    caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
+    variants = []
+    for cache, group in zip(caches, itertools.cycle((1, 4, 8, 3)), strict=False):
+        shape, _ = cuda_shapes.prefill_attention(*cache.layouts(), group)
+        variants.append(Variant("prefill_attention", shape.defines, cache, shape.shared))
+    return variants
+
+
+def _encode_blocks() -> list[Variant]:
+    types = ("ring3", "ring4", "turbo2", "ring5", "turbo4", "ring3.5", "turbo3", "polarquant", "f16")
+    shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
+    caches = [Cache(keys, values, *next(shapes)) for keys in types for values in types]
+    caches += [Cache("ring4+norm16", "ring4+norm16", 8, mean_bits=16), Cache("polarpair-m4n4", "polarquant", 128)]
+    variants = []
+    for cache in caches:
+        shape = cuda_shapes.encode_blocks(*cache.layouts())
+        variants.append(Variant("encode_blocks", shape.defines, cache, shape.shared))
+    return variants
+
+
+# What `linear` asks for: NORMED, ADD, GATED.
+_LINEAR = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1))
+
+
+def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
+    return [
+        replace(variant, defines={**variant.defines, "NORMED": normed, "ADD": add, "GATED": gated})
+        for normed, add, gated in _LINEAR
+        for variant in _all(kernel, **choices)
+    ]
+
+
+def _gemm_small() -> list[Variant]:
+    """Above a number of rows, x comes normalised and in the type of the weights."""
+    variants = []
+    for rows, weight in itertools.product((16, 32, 48, 64), _SHORT):
+        shape, _, _ = cuda_shapes.gemm_small(rows, 4096, 4096, 132)
+        constants = {name: (value,) for name, value in shape.defines.items()}
+        rounded = rows > cuda_shapes.UNROUNDED_ROWS
+        act = weight if rounded else "float"
+        variants += [
+            replace(variant, dynamic_shared=shape.shared)
+            for variant in _linear("gemm_small", ACT=(act,), WEIGHT=(weight,), **constants)
+            if not (rounded and variant.defines["NORMED"])
+        ]
+    return variants
+
+
+def _gemv() -> list[Variant]:
+    return _linear("gemv", ACT=("float",), WEIGHT=_SHORT, OUTPUTS=(4,), ROWS=(1, 2, 4, 8), SPLIT=(1, 2, 4, 8))
+
+
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
-    "append_kv": _all("append_kv", ACT=_TYPES, STORE=_TYPES, D=_HEAD_DIMS),
+    "add_bias": _all("add_bias", ACT=("float",), WEIGHT=_SHORT),
+    "append_kv": _exact("append_kv"),
+    "combine": [Variant("combine", {"D": d, "ORDER": order}) for d in _HEAD_DIMS for order in (1, d & -d)],
+    "condition": _heads("condition"),
+    "copy_exact": _exact("copy_exact"),
+    "decode_attention": _decode_attention(),
     "embed": _all("embed", ACT=_TYPES, WEIGHT=_TYPES),
-    "gemv": _all("gemv", ACT=_TYPES, WEIGHT=_SHORT, NORMED=(0, 1), OUTPUTS=(4,), ROWS=(1, 2, 4, 8)),
-    "rms_norm": _all("rms_norm", ACT=_TYPES, WEIGHT=_TYPES),
-    "rope": _all("rope", ACT=_TYPES, D=_HEAD_DIMS),
+    "encode_blocks": _encode_blocks(),
+    "gemm_small": _gemm_small(),
+    "gemv": _gemv(),
+    "narrow": _all("narrow", ACT=("float",), WEIGHT=_SHORT, NORMED=(0, 1)),
+    "place_kv": _heads("place_kv"),
+    "prefill_attention": _prefill_attention(),
     "rotate": _rotate(),
+    "sample": _all("sample"),
     "silu_mul": _all("silu_mul", ACT=_TYPES),
 }
 

@@ -1,0 +1,149 @@
+"""Other libraries' attention of one token over an fp16 cache, timed as ours is: recorded, over more bytes than fit.
+
+They are no dependencies: where one is not there, or does not work, its row says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from model_loaders.config import ModelConfig
+
+TORCH, TORCH_ROWS, FLASHINFER = "torch sdpa, enable_gqa", "torch sdpa, group as rows", "flashinfer batch decode"
+_MOST_SETS = 256
+_PAGE = 16  # tokens
+_WORKSPACE = 128 << 20  # bytes
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class PeerTime:
+    """Seconds of one call, or why there are none."""
+
+    name: str
+    context: int
+    batch: int
+    seconds: float | None
+    note: str = ""
+
+
+def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
+    """Every peer at one shape. rotated: bytes that are read before anything is read again."""
+    names = (TORCH, TORCH_ROWS, FLASHINFER)
+    try:
+        torch = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            return [PeerTime(name, context, batch, None, "PyTorch sees no GPU") for name in names]
+    except ImportError:
+        return [PeerTime(name, context, batch, None, "PyTorch is not installed") for name in names]
+    except Exception as error:  # its libraries may not suit this machine
+        return [PeerTime(name, context, batch, None, _short(error)) for name in names]
+    shape = _Shape(torch, config, context, batch, rotated)
+    times = []
+    for name, make in ((TORCH, _sdpa), (TORCH_ROWS, _sdpa_rows), (FLASHINFER, _flashinfer)):
+        try:
+            seconds, note = _seconds(torch, make(shape), runs)
+            times.append(PeerTime(name, context, batch, seconds, note))
+        except ImportError:
+            times.append(PeerTime(name, context, batch, None, "not installed"))
+        except Exception as error:
+            times.append(PeerTime(name, context, batch, None, _short(error)))
+        torch.cuda.empty_cache()
+    return times
+
+
+def _short(error: Exception) -> str:
+    """The beginning of the first line, for a table."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"does not work: {line[:60]}"
+
+
+class _Shape:
+    """Random K/V of one shape, in as many sets as are read in turn."""
+
+    def __init__(self, torch: Any, config: ModelConfig, context: int, batch: int, rotated: int):
+        self.torch, self.config, self.context, self.batch = torch, config, context, batch
+        size = 2 * 2 * batch * config.kv_heads * context * config.head_dim
+        room = int(0.9 * torch.cuda.mem_get_info()[0]) // size
+        self.sets = min(_MOST_SETS, -(-rotated // size), room)
+
+    def random(self, *shape: int) -> Any:
+        if self.sets < 1:
+            raise MemoryError("there is too little memory for an fp16 cache of this size")
+        return self.torch.randn(shape, device="cuda", dtype=self.torch.float16)
+
+
+def _sdpa(shape: _Shape) -> list[Call]:
+    c, of = shape.config, shape.torch.nn.functional.scaled_dot_product_attention
+    q = shape.random(shape.batch, c.heads, 1, c.head_dim)
+    return [partial(of, q, k, v, enable_gqa=True) for k, v in _keys_and_values(shape)]
+
+
+def _sdpa_rows(shape: _Shape) -> list[Call]:
+    c, of = shape.config, shape.torch.nn.functional.scaled_dot_product_attention
+    q = shape.random(shape.batch, c.kv_heads, c.heads // c.kv_heads, c.head_dim)
+    return [partial(of, q, k, v) for k, v in _keys_and_values(shape)]
+
+
+def _keys_and_values(shape: _Shape) -> list[tuple[Any, Any]]:
+    size = shape.batch, shape.config.kv_heads, shape.context, shape.config.head_dim
+    return [(shape.random(*size), shape.random(*size)) for _ in range(shape.sets)]
+
+
+def _flashinfer(shape: _Shape) -> list[Call]:
+    library = importlib.import_module("flashinfer")
+    torch, c, batch = shape.torch, shape.config, shape.batch
+    pages = -(-shape.context // _PAGE)
+
+    def whole(values: Any) -> Any:
+        return torch.tensor(list(values), dtype=torch.int32, device="cuda")
+
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=c.heads > c.kv_heads
+    )
+    last = shape.context - (pages - 1) * _PAGE
+    wrapper.plan(
+        *(whole(range(0, batch * pages + 1, pages)), whole(range(batch * pages)), whole([last] * batch)),
+        *(c.heads, c.kv_heads, c.head_dim, _PAGE),
+    )
+    q = shape.random(batch, c.heads, c.head_dim)
+    caches = [shape.random(batch * pages, 2, _PAGE, c.kv_heads, c.head_dim) for _ in range(shape.sets)]
+    return [partial(wrapper.run, q, cache) for cache in caches]
+
+
+def _seconds(torch: Any, calls: Sequence[Call], runs: int) -> tuple[float, str]:
+    """The median time of one call, and what to know about it."""
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    note = ""
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        work: Call = graph.replay
+    except Exception:  # then the host's part counts as well
+        torch.cuda.synchronize()
+        note = "not recorded"
+
+        def work() -> None:
+            for call in calls:
+                call()
+
+    work()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 2)]
+    for event in events[:-1]:
+        event.record()
+        work()
+    events[-1].record()
+    events[-1].synchronize()
+    times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
+    return statistics.median(times[1:]) / 1e3 / len(calls), note

@@ -1,0 +1,56 @@
+// Half precision: tiles are stored as the registers that they are loaded into. Twin of engine/codecs/f16.py.
+
+template <class L>
+struct f16 {
+    static constexpr int ROWS = 0;
+    static constexpr bool NORMED = false;
+    static constexpr int ROUNDED = 0;
+
+    static __device__ __forceinline__ void fill(unsigned char *, const unsigned char *) {}
+
+    // A part would be up to 128 registers: tiles are loaded where they are asked for, as early as the compiler can.
+    struct Codes {
+        const unsigned char *first;
+
+        __device__ __forceinline__ void load(const unsigned char *record, int part, int lane) {
+            first = record + (part * L::TILES * 32 + lane) * 16;
+        }
+    };
+
+    struct Decoder {
+        const unsigned char *first;
+
+        __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *, int) : first(codes.first) {}
+        __device__ __forceinline__ void next(int t, unsigned (&a)[4]) { load_words<16, 4, true>(a, first + t * 512); }
+    };
+
+    static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *, int, int,
+                                                 const unsigned char *) {
+#pragma unroll
+        for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
+    }
+
+    // x [N][D] in shared memory; values beyond ±65504 saturate.
+    static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *,
+                                  int thread, int threads) {
+        for (int at = thread; at < L::PARTS * L::TILES * 128; at += threads) {
+            const int r = at % 4, lane = at / 4 % 32, tile = at / 128 % L::TILES, part = at / 128 / L::TILES;
+            const int g = lane / 4, tg = lane % 4;
+            float pair[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                int token, channel;
+                if (L::VALUES) {
+                    token = 16 * (tile / L::STEPS) + 8 * (r / 2) + 2 * tg + h;
+                    channel = 16 * (tile % L::STEPS) + 2 * g + r % 2;
+                } else {
+                    token = 16 * (tile % L::PT) + g + 8 * (r % 2);
+                    channel = 16 * (tile / L::PT) + 8 * (r / 2) + 2 * tg + h;
+                }
+                const float value = channel < L::D ? x[(part * L::PART + token) * L::D + channel] : 0.0f;
+                pair[h] = fminf(fmaxf(value, -65504.0f), 65504.0f);
+            }
+            reinterpret_cast<unsigned *>(record)[at] = as_bits(__floats2half2_rn(pair[0], pair[1]));
+        }
+    }
+};

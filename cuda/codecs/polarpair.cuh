@@ -1,0 +1,218 @@
+// Keys by RoPE pairs, each a radius and one of sixteen directions. Twin of engine/codecs/polarpair.py; only keys.
+//
+// Codes are those of pairs: BITS 8 (radius << 4 | angle) or 6 (radius << 4 | angle, two bits for the radius). RANGED 0:
+// radius = code · step; 1: radius = (code + ½) · step + low; 2: angles, too, (code + ½) · step + low.
+// Behind the codes, SCALES sections of halves: step and low of radii, step and low of angles, as far as there are any;
+// each [group][tg][s][h]: pair 8s + 4h + tg of the group, s < STEPS rounded up to 4. SCALED tokens are a group.
+// tables: half2 [2^BITS]: what a code decodes to at step 1, with RANGED 1 its direction; at TANGENTS two floats.
+template <class L>
+struct polarpair {
+    static constexpr int ROWS = L::ROWS;
+    static constexpr bool NORMED = false;
+    static constexpr int ROUNDED = 0;
+
+    static constexpr int SCALES = L::RANGED == 2 ? 4 : L::RANGED + 1;
+    static constexpr int WIDTH = (L::STEPS + 3) / 4 * 4;                         // scale words of a lane and group
+    static constexpr int GROUPS = L::SCALED < L::PART ? L::PART / L::SCALED : 1;  // of a part
+    static constexpr int SECTION = L::N / L::SCALED * 4 * WIDTH * 4;             // bytes of a section of scales
+    static_assert(!L::VALUES, "values have no RoPE pairs");
+
+    // Codes are read as those of any pair table, from which no points are chosen.
+    struct PairLayout : L {
+        static constexpr int WORDS = L::PAIR_WORDS, WIDTH = 2, POINTS = 0, POINTS_F32 = 0;
+    };
+    using Pairs = PairTable<PairLayout>;
+
+    static __device__ void fill(unsigned char *shared, const unsigned char *tables) {
+        for (int at = threadIdx.x; at < ROWS * 8; at += blockDim.x) {
+            const unsigned point = __ldg(reinterpret_cast<const unsigned *>(tables) + (at / 8 >> (8 - L::BITS)));
+            const uint4 four = make_uint4(point, point, point, point);
+            *reinterpret_cast<uint4 *>(shared + at / 8 * ROW_BYTES + at % 8 * 16) = four;
+        }
+    }
+
+    // Scales of one kind and group come with the codes. More of them would take too many registers: each is loaded
+    // where it is asked for, and `volatile` keeps the compiler from loading them all at once.
+    static constexpr bool HELD = SCALES * GROUPS == 1;
+    struct Codes {
+        typename Pairs::Codes pairs;
+        unsigned held[HELD ? WIDTH : 1];
+        const unsigned char *scales;  // the lane's first
+
+        __device__ __forceinline__ void load(const unsigned char *record, int part, int lane) {
+            pairs.load(record, part, lane);
+            scales = record + L::SCALES_AT + (part * L::PART / L::SCALED * 4 + lane % 4) * WIDTH * 4;
+            if constexpr (HELD) load_words<16>(held, scales);
+        }
+
+        // Those of kind k for a tile: of its pairs tg and tg + 4.
+        __device__ __forceinline__ unsigned scale(int k, int t) const {
+            const int s = t / L::PT, group = t % L::PT * 16 / L::SCALED;
+            if constexpr (HELD) return held[s];
+            return *reinterpret_cast<const volatile unsigned *>(scales + k * SECTION + (group * 4 * WIDTH + s) * 4);
+        }
+    };
+
+    struct Decoder {
+        typename Pairs::Decoder pairs;
+        const Codes &codes;
+
+        __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *shared, int lane)
+            : pairs(codes.pairs, shared, lane), codes(codes) {}
+
+        __device__ __forceinline__ void next(int t, unsigned (&a)[4]) {
+            unsigned scales[SCALES];
+#pragma unroll
+            for (int k = 0; k < SCALES; ++k) scales[k] = codes.scale(k, t);
+            if constexpr (L::RANGED == 0) {
+                pairs.next(t, a);
+#pragma unroll
+                for (int r = 0; r < 4; ++r) a[r] = as_bits(__hmul2(as_half2(a[r]), both(scales[0], r)));
+            } else if constexpr (L::RANGED == 1) {
+                const unsigned word = pairs.word(t), radii = word >> RADIUS_SHIFT & RADIUS_MASK * 0x01010101u;
+                pairs.bytes(word, a);
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    // 0x6400 | code is the half 1024 + code, 0x63ff is 1023.5.
+                    const __half2 code = as_half2(__byte_perm(radii, 0x64646464u, 0x4040 | r | r << 8));
+                    const __half2 cells = __hsub2(code, as_half2(0x63ff63ffu));
+                    const __half2 radius = __hfma2(cells, both(scales[0], r), both(scales[1], r));
+                    a[r] = as_bits(__hmul2(as_half2(a[r]), radius));
+                }
+            } else {
+                const unsigned word = pairs.word(t);
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const unsigned code = word >> 8 * r + 8 - L::BITS;
+                    const float radius = ranged(code >> 4 & RADIUS_MASK, both(scales[0], r), both(scales[1], r));
+                    const float angle = ranged(code & 15, both(scales[2], r), both(scales[3], r));
+                    a[r] = as_bits(__floats2half2_rn(radius * __cosf(angle), radius * __sinf(angle)));
+                }
+            }
+        }
+
+        // What a scale of a tile is for register r, in both halves.
+        __device__ __forceinline__ __half2 both(unsigned scale, int r) const {
+            return r < 2 ? __low2half2(as_half2(scale)) : __high2half2(as_half2(scale));
+        }
+        __device__ __forceinline__ float ranged(unsigned code, __half2 step, __half2 low) const {
+            return fmaf(float(code) + 0.5f, __low2float(step), __low2float(low));
+        }
+    };
+
+    static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *, int, int,
+                                                 const unsigned char *) {
+#pragma unroll
+        for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
+    }
+
+    // x [N][D] in shared memory. Has a barrier: all threads of the block come.
+    static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *tables,
+                                  int thread, int threads) {
+        __half *scales = reinterpret_cast<__half *>(record + L::SCALES_AT);
+        for (int at = thread; at < SECTION / 2; at += threads) {
+            const int pair = at / 2 % WIDTH * 8 + at % 2 * 4 + at / 2 / WIDTH % 4, group = at / 2 / WIDTH / 4;
+            Range radii = {}, angles = {};
+            for (int i = 0; i < L::SCALED && 2 * pair < L::D; ++i) {
+                const float *own = x + (group * L::SCALED + i) * L::D + 2 * pair;
+                radii.take(radius_of(own), i == 0);
+                if (L::RANGED == 2) angles.take(angle_of(own), i == 0);
+            }
+            if constexpr (L::RANGED == 0) {
+                scales[at] = __float2half_rn(radii.largest / RADIUS_MASK);
+            } else {
+                radii.store(scales + at, RADIUS_MASK + 1);
+                if (L::RANGED == 2) angles.store(scales + SECTION + at, 16);
+            }
+        }
+        __syncthreads();
+        for (int at = thread; at < L::PARTS * L::PAIR_WORDS * 32; at += threads) {
+            const int part = at / (L::PAIR_WORDS * 32), in_part = at % (L::PAIR_WORDS * 32), first = in_part / 128 * 4;
+            const int size = L::PAIR_WORDS - first < 4 ? L::PAIR_WORDS - first : 4;
+            const int word = first + in_part % 128 % size;
+            const int lane = in_part % 128 / size;
+            unsigned packed = 0;
+            for (int r = 0; r < 4; ++r) packed |= byte_of(x, scales, tables, part, word, lane, r) << 8 * r;
+            reinterpret_cast<unsigned *>(record)[at] = packed;
+        }
+    }
+
+private:
+    static constexpr unsigned RADIUS_MASK = (1u << (L::BITS - 4)) - 1;  // the largest code of a radius
+    static constexpr int RADIUS_SHIFT = 12 - L::BITS;                   // where it begins in a byte
+
+    struct Range {
+        float smallest, largest;
+
+        __device__ __forceinline__ void take(float value, bool first) {
+            smallest = first ? value : fminf(smallest, value), largest = first ? value : fmaxf(largest, value);
+        }
+        // Step of `count` equal cells, and behind it the smallest, a section further.
+        __device__ __forceinline__ void store(__half *step, int count) const {
+            step[0] = __float2half_rn((largest - smallest) / count);
+            step[SECTION / 2] = __float2half_rn(smallest);
+        }
+    };
+
+    // Squares are exact in double: the radius is rounded twice, as in C libraries.
+    static __device__ __forceinline__ float radius_of(const float *pair) {
+        const double a = pair[0], b = pair[1];
+        return fminf(static_cast<float>(sqrt(a * a + b * b)), L::SATURATION);
+    }
+    static __device__ __forceinline__ float angle_of(const float *pair) {
+        const float angle = atan2f(pair[1], pair[0]);
+        return angle < 0 ? __fadd_rn(angle, 6.2831855f) : angle;
+    }
+
+    // The nearest of the sixteen directions, which begin at −π.
+    static __device__ __forceinline__ unsigned direction_of(const float *pair, const float *tangents) {
+        const float x = fabsf(pair[0]), y = fabsf(pair[1]), first = tangents[0], second = tangents[1];
+        unsigned code = (y > __fmul_rn(first, x)) + (y > __fmul_rn(second, x)) + (__fmul_rn(second, y) > x) +
+                        (__fmul_rn(first, y) > x);
+        if (pair[0] < 0) code = 8 - code;
+        if (pair[1] < 0) code = 16 - code;
+        return (code + 8) & 15;
+    }
+
+    // The cell of `count` that a value lies in.
+    static __device__ __forceinline__ unsigned cell_of(float value, const __half *step, int count) {
+        const float divisor = __half2float(*step), low = __half2float(step[SECTION / 2]);
+        const float cell = floorf((value - low) / (divisor == 0 ? 1.0f : divisor));
+        return static_cast<unsigned>(fminf(fmaxf(cell, 0.0f), count - 1.0f));
+    }
+
+    // The code of c[r] of a lane and tile.
+    static __device__ __forceinline__ unsigned code_of(const float *x, const __half *scales,
+                                                       const unsigned char *tables, int part, int t, int lane, int r) {
+        const int s = t / L::PT, tg = lane % 4, token = part * L::PART + t % L::PT * 16 + lane / 4 + r % 2 * 8;
+        const int channel = 16 * s + r / 2 * 8 + 2 * tg;
+        if (channel >= L::D) return 0;
+        const float *pair = x + token * L::D + channel;
+        const __half *step = scales + ((token / L::SCALED * 4 + tg) * WIDTH + s) * 2 + r / 2;
+        unsigned radius, angle;
+        if constexpr (L::RANGED == 0) {
+            const float divisor = __half2float(*step);
+            const float steps = rintf(radius_of(pair) / (divisor == 0 ? 1.0f : divisor));
+            radius = static_cast<unsigned>(fminf(steps, RADIUS_MASK));
+        } else {
+            radius = cell_of(radius_of(pair), step, RADIUS_MASK + 1);
+        }
+        if constexpr (L::RANGED == 2)
+            angle = cell_of(angle_of(pair), step + SECTION, 16);
+        else
+            angle = direction_of(pair, reinterpret_cast<const float *>(tables + L::TANGENTS));
+        return radius << 4 | angle;
+    }
+
+    // Byte r of a word: a code on top, and below it a digit of one of the codes that have no word of their own.
+    static __device__ __forceinline__ unsigned byte_of(const float *x, const __half *scales,
+                                                       const unsigned char *tables, int part, int word, int lane,
+                                                       int r) {
+        constexpr int spare = 8 - L::BITS, span = Pairs::Decoder::SPAN;
+        unsigned byte = code_of(x, scales, tables, part, word, lane, r) << spare;
+        const int tile = L::PAIR_WORDS + word / span;
+        if (spare && tile < L::TILES)
+            byte |= code_of(x, scales, tables, part, tile, lane, r) >> word % span * spare & ((1 << spare) - 1);
+        return byte;
+    }
+};

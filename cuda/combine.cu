@@ -1,0 +1,71 @@
+// The parts that decode_attention.cu made of attention, put together and turned back: out (B, H, D).
+//
+// part_acc (B, H, splits, DP): Σ 2^(score − max) v of each split, DP = D rounded up to 16. part_ml (B, H, splits, 2):
+// max and Σ 2^(score − max); −inf and 0 where a split saw nothing. A head that saw nothing gives 0.
+// The rotation back is diag(before) · H/√ORDER · diag(behind), as in rotate.cu; signs (D) are unread where ORDER is 1,
+// which is no rotation.
+// DEFINES: D, ORDER. PRECOND: part_acc aligned to 16 bytes; ORDER divides D, and is at most 32 or D % 32 == 0.
+//
+// Grid (B · H), block 32 · COMBINE_WARPS: the warps of a block share the splits of one head.
+
+constexpr int DP = (D + 15) / 16 * 16, COMBINE_WARPS = 8, QUADS = (DP + 127) / 128;  // QUADS of channels of a lane
+
+extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * 32)
+combine_kernel(float *out, const float *part_acc, const float *part_ml, const float *before, const float *behind,
+               int splits) {
+    __shared__ float4 held[COMBINE_WARPS][QUADS][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const long long head = blockIdx.x;
+    part_acc += head * splits * DP;
+    part_ml += head * splits * 2;
+
+    float top = __int_as_float(0xff800000), sum = 0.0f;
+    for (int s = lane; s < splits; s += 32) top = fmaxf(top, part_ml[2 * s]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    const bool seen = top > __int_as_float(0xff800000);
+    for (int s = lane; s < splits; s += 32)
+        if (seen) sum += exp2_fast(part_ml[2 * s] - top) * part_ml[2 * s + 1];
+    const float share = seen ? 1.0f / warp_sum(sum) : 0.0f;
+
+    float4 total[QUADS] = {};
+#pragma unroll 4
+    for (int s = warp; s < splits; s += COMBINE_WARPS) {
+        const float weight = seen ? exp2_fast(part_ml[2 * s] - top) * share : 0.0f;
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            const int channel = 128 * i + 4 * lane;
+            if (channel >= DP) continue;
+            const float4 x = *reinterpret_cast<const float4 *>(part_acc + (long long)s * DP + channel);
+            total[i].x += x.x * weight, total[i].y += x.y * weight;
+            total[i].z += x.z * weight, total[i].w += x.w * weight;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) held[warp][i][lane] = total[i];
+    __syncthreads();
+    const float *sums = reinterpret_cast<const float *>(held);
+    const auto sum_of = [&](int channel) {
+        float x = 0.0f;
+#pragma unroll
+        for (int w = 0; w < COMBINE_WARPS; ++w) x += sums[w * QUADS * 128 + channel];
+        return x;
+    };
+    out += head * D;
+#if ORDER == 1
+    for (int channel = threadIdx.x; channel < D; channel += COMBINE_WARPS * 32) out[channel] = sum_of(channel);
+#else
+    __shared__ float whole[D];
+    for (int channel = threadIdx.x; channel < D; channel += COMBINE_WARPS * 32)
+        whole[channel] = sum_of(channel) * before[channel];
+    __syncthreads();
+    if (warp > 0) return;
+    float v[(D + 31) / 32];
+#pragma unroll
+    for (int i = 0; i < (D + 31) / 32; ++i) v[i] = lane + 32 * i < D ? whole[lane + 32 * i] : 0.0f;
+    hadamard<ORDER>(v);
+#pragma unroll
+    for (int i = 0; i < (D + 31) / 32; ++i)
+        if (lane + 32 * i < D) out[lane + 32 * i] = v[i] * behind[lane + 32 * i];
+#endif
+}

@@ -1,0 +1,39 @@
+// Copy the first tokens of an exact block, keys and values of all KV heads, from one pool to another.
+//
+// Pools (records, K, bytes) of exact records: record from_index of from_k, from_v goes to to_index of to_k, to_v.
+// Behind the first `tokens` tokens the copy is zero: what has no token yet must be finite, as 0 times it is added.
+// Grid (K, 2): keys, values. Block: whole warps. DEFINES: none.
+// PRECOND: 0 <= tokens <= N; the two records are not the same one.
+
+// What of a register's two halves belongs to tokens before `tokens`, when they hold tokens `low` and `high`.
+__device__ __forceinline__ unsigned kept_halves(int low, int high, int tokens) {
+    return (low < tokens ? 0x0000ffffu : 0u) | (high < tokens ? 0xffff0000u : 0u);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+copy_exact_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned char *from_k, const unsigned char *from_v,
+                  int to_index, int from_index, int tokens, int kv_heads) {
+    using Layout = ExactKeyLayout;
+    const bool is_key = blockIdx.y == 0;
+    const long long to_record = (long long)to_index * kv_heads + blockIdx.x;
+    const long long from_record = (long long)from_index * kv_heads + blockIdx.x;
+    unsigned char *const target = (is_key ? to_k : to_v) + to_record * Layout::NBYTES;
+    const unsigned char *const origin = (is_key ? from_k : from_v) + from_record * Layout::NBYTES;
+    uint4 *const to = reinterpret_cast<uint4 *>(target);
+    const uint4 *const from = reinterpret_cast<const uint4 *>(origin);
+    for (int i = threadIdx.x; i < Layout::PARTS * Layout::TILES * 32; i += blockDim.x) {
+        const int part = i / (Layout::TILES * 32), tile = i / 32 % Layout::TILES, g = i % 32 / 4, tg = i % 4;
+        const int row = part * Layout::PART + (is_key ? tile % Layout::PT : tile / Layout::STEPS) * 16;
+        const uint4 a = from[i];
+        if (is_key) {
+            const int token = row + g;
+            const unsigned low = kept_halves(token, token, tokens), high = kept_halves(token + 8, token + 8, tokens);
+            to[i] = make_uint4(a.x & low, a.y & high, a.z & low, a.w & high);
+        } else {
+            const int token = row + 2 * tg;
+            const unsigned low = kept_halves(token, token + 1, tokens);
+            const unsigned high = kept_halves(token + 8, token + 9, tokens);
+            to[i] = make_uint4(a.x & low, a.y & low, a.z & high, a.w & high);
+        }
+    }
+}

@@ -1,0 +1,87 @@
+// Attention of a step over exact records. Part of decode_attention.cu.
+
+// The records of one KV head in all pools.
+struct Pools {
+    const unsigned char *keys, *values, *exact_keys, *exact_values;
+    int kv_heads;
+
+    __device__ __forceinline__ Pools of(int kv_head) const {
+        return {keys + kv_head * KeyLayout::NBYTES, values + kv_head * ValueLayout::NBYTES,
+                exact_keys + kv_head * ExactKeyLayout::NBYTES, exact_values + kv_head * ExactValueLayout::NBYTES,
+                kv_heads};
+    }
+
+    __device__ __forceinline__ const unsigned char *key(int id) const { return keys + at(id, KeyLayout::NBYTES); }
+    __device__ __forceinline__ const unsigned char *value(int id) const { return values + at(id, ValueLayout::NBYTES); }
+    __device__ __forceinline__ unsigned long long at(int id, int nbytes) const {
+        return static_cast<unsigned long long>(static_cast<unsigned>(id)) * static_cast<unsigned>(kv_heads * nbytes);
+    }
+};
+
+// 16 tokens of a pair of exact records, from position `start` on; key and value at the lane's 16 bytes of the first
+// tile, the next tile of the slice KEY_STEP or VALUE_STEP bytes on.
+struct Slice {
+    static constexpr int VALUE_STEP = 512, KEY_STEP = 512 * PT;
+    const unsigned char *key, *value;
+    int start;
+
+    // Number e of the slices, first those of coded blocks where these are exact as well.
+    __device__ __forceinline__ Slice(int e, const Coded &coded, const Exact &exact, const Pools &pools, int lane) {
+        const int of_blocks = ALL_EXACT ? coded.count * SLICES : 0, in_now = e - of_blocks - exact.sink_slices;
+        if (e < of_blocks) {
+            start = coded.number * N + 16 * e;
+            key = pools.key(coded.ids[e / SLICES]), value = pools.value(coded.ids[e / SLICES]);
+        } else {
+            start = in_now < 0 ? 16 * (e - of_blocks) : exact.start + 16 * in_now;
+            const int slot = in_now < 0 ? exact.sink : exact.now;
+            key = pools.exact_keys + pools.at(slot, ExactKeyLayout::NBYTES);
+            value = pools.exact_values + pools.at(slot, ExactValueLayout::NBYTES);
+        }
+        const int in_record = start % N / 16, part = in_record / PT, i = in_record % PT;
+        key += (part * TILES + i) * 512 + lane * 16;
+        value += (part * TILES + i * STEPS) * 512 + lane * 16;
+    }
+};
+
+// The tokens of a value tile that nobody has written yet become 0: they may be NaN, and 0 · NaN is NaN.
+__device__ __forceinline__ void clear_unwritten(unsigned (&tile)[4], int start, const Seen &seen, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int written = seen.newest + 1 - (start + 8 * h + 2 * (lane & 3));  // of the two tokens of a register
+        const unsigned keep = written >= 2 ? ~0u : written == 1 ? 0xffffu : 0u;
+        tile[2 * h] &= keep, tile[2 * h + 1] &= keep;
+    }
+}
+
+__device__ __forceinline__ void attend_slice(State &state, const Slice &slice, const Seen &seen, int lane) {
+    unsigned k[STEPS][4], v[STEPS][4];
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) load_words<16, 4, true>(k[s], slice.key + s * Slice::KEY_STEP);
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) load_words<16, 4, true>(v[j], slice.value + j * Slice::VALUE_STEP);
+
+    float scores[1][4] = {};
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) mma_m16n8k16_f16(scores[0], k[s], state.q[s]);
+    hide(scores, slice.start, seen, lane);
+    state.absorb(scores);
+
+    unsigned p[2];
+    weights_operand(p, scores[0], 1.0f, 1.0f);
+    const bool ragged = slice.start + 15 > seen.newest;
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) {
+        if (ragged) clear_unwritten(v[j], slice.start, seen, lane);
+        mma_m16n8k16_f16(state.acc[j], v[j], p);
+    }
+}
+
+// The warp's slices.
+__device__ __forceinline__ void attend_exact(State &state, const Work &work, const Pools &pools, int lane) {
+    const Exact exact(work.span, work.seen);
+    const int slices = (ALL_EXACT ? work.coded.count * SLICES : 0) + exact.sink_slices + exact.now_slices;
+    const int units_before = ALL_EXACT ? 0 : work.coded.count;
+#pragma unroll 1
+    for (int e = work.first + work.count * work.stride - units_before; e < slices; e += work.stride)
+        attend_slice(state, Slice(e, work.coded, exact, pools, lane), work.seen, lane);
+}

@@ -1,0 +1,71 @@
+// What a warp of decode_attention.cu has summed up, and how scores become weights. Part of that file.
+
+// What one warp knows so far of its heads; lane 4g + tg has heads 2tg, 2tg + 1 in top, sum and acc.
+struct State {
+    unsigned q[STEPS][2];                        // qᵀ: channels 16s + 2tg + {0, 1} and + {8, 9} of head g
+    float acc[STEPS][4] = {};                    // Oᵀ: [j][2h + c] is channel 16j + 2g + h of head 2tg + c
+    float top[2] = {NOTHING, NOTHING}, sum[2] = {};  // maximum; sum over this lane's tokens, those of rows g, g + 8
+
+    // head: q of the CTA's first head, of `heads`; factor makes scores powers of two.
+    __device__ __forceinline__ State(const float *head, int heads, float factor, int lane) {
+        const int g = lane >> 2, tg = lane & 3;
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS; ++i) {
+            const int channel = 8 * i + 2 * tg;
+            float2 x = make_float2(0.0f, 0.0f);
+            if (g < heads && channel < D) x = *reinterpret_cast<const float2 *>(head + g * D + channel);
+            q[i / 2][i % 2] = as_bits(__floats2half2_rn(x.x * factor, x.y * factor));
+        }
+    }
+
+    // Scores of 16 · COUNT tokens become their weights; what was there before is scaled to the new maximum.
+    template <int COUNT>
+    __device__ __forceinline__ void absorb(float (&scores)[COUNT][4]) {
+        float next[2] = {top[0], top[1]};
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) next[c] = fmaxf(next[c], fmaxf(scores[i][c], scores[i][c + 2]));
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2)
+                next[c] = fmaxf(next[c], __shfl_xor_sync(ALL_LANES, next[c], step));
+        }
+        if (__any_sync(ALL_LANES, next[0] > top[0] || next[1] > top[1])) {  // seldom after the first blocks
+            const float fade[2] = {exp2_fast(top[0] - next[0]), exp2_fast(top[1] - next[1])};
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                sum[c] *= fade[c];
+                top[c] = next[c];
+#pragma unroll
+                for (int j = 0; j < STEPS; ++j) acc[j][c] *= fade[c], acc[j][c + 2] *= fade[c];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                scores[i][c] = exp2_fast(scores[i][c] - top[c & 1]);
+                sum[c & 1] += scores[i][c];
+            }
+    }
+};
+
+// Scores of tokens `start` + 16i + g and + 8 that are not seen become −inf.
+template <int COUNT>
+__device__ __forceinline__ void hide(float (&scores)[COUNT][4], int start, const Seen &seen, int lane) {
+    if (start >= seen.oldest && start + 16 * COUNT - 1 <= seen.newest) return;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int token = start + 16 * i + 8 * h + (lane >> 2);
+            if (token < seen.oldest || token > seen.newest)
+                scores[i][2 * h] = scores[i][2 * h + 1] = __int_as_float(0xff800000);
+        }
+}
+
+// Weights of 16 tokens, times `low` for row g and `high` for row g + 8, as the B operand Pᵀ.
+__device__ __forceinline__ void weights_operand(unsigned (&p)[2], const float (&weights)[4], float low, float high) {
+    p[0] = movmatrix_transposed(as_bits(__floats2half2_rn(weights[0] * low, weights[1] * low)));
+    p[1] = movmatrix_transposed(as_bits(__floats2half2_rn(weights[2] * high, weights[3] * high)));
+}

@@ -1,0 +1,104 @@
+// A block on its way from an exact record to a record of codes: reading it into shared memory, and taking its mean out.
+// Part of encode_blocks.cu, which says what the letters and DEFINES are.
+
+constexpr int THREADS = WARPS * 32;
+
+// One block of one KV head of a launch. Where it goes to is read anew each time: that is cheaper than to remember it.
+template <class L, class Exact>
+struct Move {
+    unsigned char *pool;
+    const unsigned char *exact_pool, *tables;
+    const int *moves;
+    int kv_heads;
+
+    __device__ __forceinline__ long long of(int slot) const { return slot * (long long)kv_heads + blockIdx.y; }
+    __device__ __forceinline__ const unsigned char *exact() const {
+        return exact_pool + of(moves[2 * blockIdx.x]) * Exact::NBYTES;
+    }
+    __device__ __forceinline__ unsigned char *record() const {
+        return pool + of(moves[2 * blockIdx.x + 1]) * L::NBYTES;
+    }
+};
+
+template <int W>
+__device__ __forceinline__ void load_cell(float (&v)[W], const float *p) {
+    if constexpr (W == 1) {
+        v[0] = *p;
+    } else {
+        const float2 pair = *reinterpret_cast<const float2 *>(p);
+        v[0] = pair.x, v[1] = pair.y;
+    }
+}
+
+// Tokens first … first + count − 1 of an exact record to x: channel c of the t-th of them at t · ALONG + c · ACROSS.
+template <class L, int ALONG, int ACROSS>
+__device__ void load_tokens(float *x, const unsigned char *exact, int first, int count) {
+#pragma unroll 1
+    for (int at = threadIdx.x; at < L::PARTS * L::TILES * 32; at += THREADS) {
+        const int lane = at % 32, g = lane / 4, tg = lane % 4, tile = at / 32 % L::TILES;
+        const int above = at / 32 / L::TILES * L::PART + 16 * (L::VALUES ? tile / L::STEPS : tile % L::PT) - first;
+        if (above < 0 || above >= count) continue;
+        const int token = above + (L::VALUES ? 2 * tg : g);
+        const int channel = 16 * (L::VALUES ? tile % L::STEPS : tile / L::PT) + 2 * (L::VALUES ? g : tg);
+        const Chunk<__half> chunk = reinterpret_cast<const Chunk<__half> *>(exact)[at];
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int t = token + (L::VALUES ? r / 2 * 8 + h : r % 2 * 8);
+                const int c = channel + (L::VALUES ? r % 2 : r / 2 * 8 + h);
+                if (c < L::D) x[t * ALONG + c * ACROSS] = to_float(chunk.at[2 * r + h]);
+            }
+    }
+}
+
+// One value of an exact record of values.
+template <class L>
+__device__ __forceinline__ float exact_value(const unsigned char *exact, int token, int channel) {
+    const int row = token % L::PART / 16, t = token % 16, c = channel % 16;
+    const int tile = token / L::PART * L::TILES + row * L::STEPS + channel / 16;
+    const int lane = c / 2 * 4 + t % 8 / 2;
+    return to_float(reinterpret_cast<const __half *>(exact)[(tile * 32 + lane) * 8 + t / 8 * 4 + c % 2 * 2 + t % 2]);
+}
+
+// sums (D) += the tokens of x, one after another; x as in `load_tokens`.
+template <int D, int ALONG, int ACROSS>
+__device__ void add_tokens(float *sums, const float *x, int count, bool first) {
+#pragma unroll 1
+    for (int c = threadIdx.x; c < D; c += THREADS) {
+        float sum = first ? 0.0f : sums[c];
+#pragma unroll 8
+        for (int t = 0; t < count; ++t) sum = __fadd_rn(sum, x[t * ALONG + c * ACROSS]);
+        sums[c] = sum;
+    }
+}
+
+// Sums (D) over the block become the mean as it reads back from the record, where it is written to. By all threads,
+// between two barriers.
+template <class L>
+__device__ void store_mean(unsigned char *record, float *mean) {
+    const auto mean_of = [&](int c) { return fminf(fmaxf(__fdiv_rn(mean[c], float(L::N)), -65504.0f), 65504.0f); };
+    float largest = 0.0f;
+    for (int c = threadIdx.x % 32; c < L::D; c += 32) largest = fmaxf(largest, fabsf(mean_of(c)));
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    const __half scale = __float2half_rn(__fdiv_rn(largest, 127.0f));
+    const float step = to_float(scale) > 0.0f ? to_float(scale) : 1.0f;
+    __syncthreads();
+    for (int c = threadIdx.x; c < L::DP; c += THREADS) {
+        const int at = (c % 8 / 2 * L::STEPS + c / 16) * 4 + c % 16 / 8 * 2 + c % 2;
+        const float exact = c < L::D ? mean_of(c) : 0.0f;
+        float stored;
+        if constexpr (L::MEAN_BITS == 16) {
+            const __half half = __float2half_rn(exact);
+            reinterpret_cast<__half *>(record + L::MEAN)[at] = half;
+            stored = to_float(half);
+        } else {
+            const int code = __float2int_rn(fminf(fmaxf(rintf(__fdiv_rn(exact, step)), -127.0f), 127.0f));
+            reinterpret_cast<signed char *>(record + L::MEAN)[at] = static_cast<signed char>(code);
+            stored = __fmul_rn(float(code), to_float(scale));
+        }
+        if (c < L::D) mean[c] = stored;
+    }
+    if (L::MEAN_BITS == 8 && threadIdx.x == 0) *reinterpret_cast<__half *>(record + L::MEAN_SCALE) = scale;
+}

@@ -1,0 +1,141 @@
+// Records: one block of one KV head, its keys or its values, in the order in which warps load them.
+// `engine/backends/records.py` makes and reads the same bytes; a layout struct L has the constants of one side.
+//
+// Letters: N tokens of a block, D values of a vector, DP = D rounded up to 16, STEPS = DP / 16. lane = 4 g + tg, g < 8
+// and tg < 4. A *tile* is an A operand of mma.m16n8k16: registers a[r], r = 0 … 3, of two halves, the low one first.
+//
+// Keys. Tile (s, i): rows are tokens 16i …, columns are channels 16s …
+//   a[r] = token 16i + g + 8 (r & 1), channels 16s + 8 (r >> 1) + 2tg + {0, 1}: pair 8s + 4 (r >> 1) + tg of the token
+// Values, transposed. Tile (u, j): row g is channel 16j + 2g, row g + 8 channel 16j + 2g + 1; columns are tokens 16u …
+//   a[r] = channel 16j + 2g + (r & 1), tokens 16u + 8 (r >> 1) + 2tg + {0, 1}
+//   codes of pairs: c[r] = pair 8j + g of token 16u + 8 (r >> 1) + 2tg + (r & 1); a[0], a[1] = x and y of c[0], c[1]
+// PART tokens (of a block, or 64 at most; 32 for DP > 128) are what a warp holds at once, PT = PART / 16.
+// TILES = PT · STEPS tiles of a part, number t = s · PT + i of keys, u · STEPS + j of values; PARTS parts of a block.
+//
+// A record: codes, norms, mean, scale of the mean, each at a multiple of 16 bytes; zeros up to NBYTES, a
+// multiple of 128.
+//   codes       part after part, each at a multiple of 128 bytes
+//     f16       16 bytes for every tile and lane, at (tile · 32 + lane) · 16: a[0] … a[3]
+//     pairs     WORDS words for every lane, in chunks of four: chunk c at c · 512 + lane · 16; the last n < 4 words at
+//               lane · 4n of theirs. Byte r of a word belongs to c[r]. With m bits a pair, 4, 6, 7 or 8: word t has the
+//               code of tile t in the upper m bits of its bytes, and the tiles that are left have their codes in the
+//               8 − m bits below, cut into digits of 8 − m bits, the lowest digit first, word after word from word 0.
+//               m = 10: word t has the lower 8 bits of tile t, word TILES + w the upper two of tiles 4w + k in bits 2k.
+//   norms       one byte or half a token, [part][g][2i + h]: token 16i + 8h + g of the part
+//   mean        keys only: DP values, int8 or half, [tg][s][4]: channels 16s + 2tg + {0, 1, 8, 9}
+//   mean scale  one half, for a mean of int8
+// Channels from D to DP have codes, values and means of zero.
+//
+// Tables in shared memory. A row has 256 bytes: 128 for the keys' codec, then 128 for the values', and so a row number
+// in one byte and 4 · lane in the byte below are the whole address of a lookup, made by one byte permute and without a
+// bank conflict. A codec has ROWS rows of 128 bytes; both take SharedTables<KeyCodec, ValueCodec>::BYTES together.
+//
+// template <class L> struct <codec>, in cuda/codecs/<codec>.cuh:
+//   ROWS      rows of its tables, none for 0
+//   NORMED    whether a token's values still have to be multiplied by its norm
+//   fill(shared, tables)                all threads of the block, before a barrier. `shared` is the side's first row
+//   Codes, .load(record, part, lane)    the codes of a part in registers
+//   Decoder(codes, shared, lane), .next(t, a)   tile t into registers; t = 0, 1, … in order, constants after unrolling
+//   norms(norm, record, part, lane, shared)     norm[2i + h] of token 16i + 8h + g; ones unless NORMED
+//   ROUNDED   whether codes are chosen among POINTS points of WIDTH values, at tables + POINTS_F32, and then packed by
+//   pack(record, codes, norms, tables, thread, threads)      codes [N][D / WIDTH], norms [N] ≥ 0, both in shared memory
+//   encode(record, x, scratch, tables, thread, threads)      where it is not ROUNDED: x [N][D] in shared memory
+// PRECOND of all: records aligned to 128 bytes, tables to 16.
+
+constexpr int ROW_BYTES = 256;
+
+// Where the tables of both sides lie. `base`: BYTES of shared memory, aligned to 128.
+template <class Keys, class Values>
+struct SharedTables {
+    static constexpr int BYTES = ROW_BYTES * (Keys::ROWS > Values::ROWS ? Keys::ROWS : Values::ROWS);
+
+    static __device__ __forceinline__ unsigned char *keys(unsigned char *base) { return base; }
+    static __device__ __forceinline__ unsigned char *values(unsigned char *base) { return base + ROW_BYTES / 2; }
+    // By all threads of the block; a barrier must follow.
+    static __device__ __forceinline__ void fill(unsigned char *base, const unsigned char *key_tables,
+                                                const unsigned char *value_tables) {
+        Keys::fill(keys(base), key_tables);
+        Values::fill(values(base), value_tables);
+    }
+};
+
+// COUNT words in loads as wide as `p` allows, which is aligned to ALIGN bytes; ONCE: without keeping them in a cache.
+template <int ALIGN, int COUNT, bool ONCE = false>
+__device__ __forceinline__ void load_words(unsigned (&words)[COUNT], const unsigned char *p) {
+    constexpr int width = ALIGN < 16 ? ALIGN / 4 : 4;
+    static_assert(width == 1 || width == 2 || width == 4, "words are aligned");
+#pragma unroll
+    for (int i = 0; i < COUNT; i += width) {
+        if (width == 4 && i + 4 <= COUNT) {
+            const uint4 *from = reinterpret_cast<const uint4 *>(p + 4 * i);
+            const uint4 v = ONCE ? __ldcs(from) : __ldg(from);
+            words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+        } else if (width == 2 && i + 2 <= COUNT) {
+            const uint2 *from = reinterpret_cast<const uint2 *>(p + 4 * i);
+            const uint2 v = ONCE ? __ldcs(from) : __ldg(from);
+            words[i] = v.x, words[i + 1] = v.y;
+        } else {
+#pragma unroll
+            for (int j = i; j < COUNT && j < i + width; ++j) {
+                const unsigned *from = reinterpret_cast<const unsigned *>(p + 4 * j);
+                words[j] = ONCE ? __ldcs(from) : __ldg(from);
+            }
+        }
+    }
+}
+
+// A lane's words of a part, which are read once.
+template <int COUNT>
+__device__ __forceinline__ void load_chunks(unsigned (&words)[COUNT], const unsigned char *part, int lane) {
+    constexpr int whole = COUNT / 4 * 4, rest = COUNT - whole;
+#pragma unroll
+    for (int at = 0; at < whole; at += 4) {
+        unsigned chunk[4];
+        load_words<16, 4, true>(chunk, part + at * 128 + lane * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[at + i] = chunk[i];
+    }
+    if constexpr (rest > 0) {
+        unsigned chunk[rest];
+        load_words<rest == 2 ? 8 : 4, rest, true>(chunk, part + whole * 128 + lane * rest * 4);
+#pragma unroll
+        for (int i = 0; i < rest; ++i) words[whole + i] = chunk[i];
+    }
+}
+
+__device__ __forceinline__ __half2 as_half2(unsigned bits) {
+    __half2 pair;
+    memcpy(&pair, &bits, 4);
+    return pair;
+}
+__device__ __forceinline__ unsigned as_bits(__half2 pair) {
+    unsigned bits;
+    memcpy(&bits, &pair, 4);
+    return bits;
+}
+
+// The mean of a block of keys, for step s: channels 16s + 2tg + {0, 1}, and + {8, 9}, over mean_scale. Exact in half.
+template <class L>
+__device__ __forceinline__ void mean_tile(unsigned (&mean)[2], const unsigned char *record, int s, int tg) {
+    const int at = tg * L::STEPS + s;
+    if constexpr (L::MEAN_BITS == 16) {
+        load_words<8>(mean, record + L::MEAN + at * 8);
+    } else if constexpr (L::MEAN_BITS == 8) {
+        unsigned bytes[1];
+        load_words<4>(bytes, record + L::MEAN + at * 4);
+        // 0x6400 | b + 128 is the half 1024 + 128 + b.
+        const unsigned biased = bytes[0] ^ 0x80808080u;
+        const __half2 origin = as_half2(0x64806480u);
+        mean[0] = as_bits(__hsub2(as_half2(__byte_perm(biased, 0x64646464u, 0x4140)), origin));
+        mean[1] = as_bits(__hsub2(as_half2(__byte_perm(biased, 0x64646464u, 0x4342)), origin));
+    } else {
+        mean[0] = mean[1] = 0;
+    }
+}
+
+// What the means of mean_tile are to be multiplied by.
+template <class L>
+__device__ __forceinline__ float mean_scale(const unsigned char *record) {
+    if constexpr (L::MEAN_BITS == 8) return __half2float(*reinterpret_cast<const __half *>(record + L::MEAN_SCALE));
+    return 1.0f;
+}

@@ -1,0 +1,236 @@
+// y = x @ weightᵀ + bias for up to 64 rows on tensor cores: the op `linear`, with `rms_norm` before it, a sum behind.
+//
+// y (rows, out) float, x (rows, in), weight (out, in), bias (out) or null. x is rounded to the weights' type (what is
+// too large for half precision becomes its largest number), sums are float. With NORMED, x is x / rms(x) · norm,
+// norm (in): x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of =.
+// With GATED, weight and bias are [gate | up], 2 · out rows, and y is silu(gate) · up.
+//
+// A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
+// the B operands. They are neighbouring rows; with GATED, 16 of the gate and 16 of what it multiplies. The sum over `in` may run in any order, so a lane takes 8 neighbouring inputs as its part of two products:
+// 16 bytes of a weight's row, copied to shared memory and read back by the same lane; 16 bytes of x for 8 rows.
+// WARPS_OUT warps of the 8 stand side by side in `out`, the others take other inputs of a stage; shared memory joins
+// their sums.
+// Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1 each row of blocks
+// takes a part of `in` and writes its sums to y (parts, rows, rows of weights): gemm_small_sum_kernel does the rest.
+// DEFINES: ACT (of x: float or WEIGHT), WEIGHT (__half or __nv_bfloat16), ROWS (most rows), WARPS_OUT (1, 2, 4, 8),
+// NORMED, ADD, GATED (0 or 1).
+// Dynamic shared memory: max(STAGES · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
+// WARPS_K = 8 / WARPS_OUT, STAGES = 5: at most 96 KB.
+// Cost: bytes of the weights, 64 KB a block on their way at any time; each block reads its inputs of all rows from L2,
+// in all rows · sizeof(ACT) / (2 · TILE) times the bytes of the weights.
+// PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight, norm aligned to 16 bytes;
+// one part if NORMED.
+constexpr int WARPS = 8, WARPS_K = WARPS / WARPS_OUT, TILE = 32 * WARPS_OUT, INPUTS = 32 * WARPS_K, STAGES = 5;
+constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // of y, of a block
+constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
+constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = TILE + 4;
+static_assert(ROWS % 8 == 0 && ROWS * WARPS_K <= 128 && WARPS % WARPS_OUT == 0, "shared memory is laid out for these");
+
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
+    mma_m16n8k16_f16(d, a, b);
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
+    mma_m16n8k16_bf16(d, a, b);
+}
+
+// The TILE rows of weights of a block, by their number c in it.
+struct Tile {
+    int first, out;  // columns of y
+
+    __device__ __forceinline__ int column_of(int c) const { return first + (GATED ? c / 32 * 16 + c % 16 : c); }
+    __device__ __forceinline__ int row_of(int c) const {
+        return min(column_of(c), out - 1) + (GATED && c % 32 >= 16 ? out : 0);
+    }
+};
+
+// The weights of one warp: 16-byte pieces at four rows of its lane, 8 apart, copied stage by stage.
+struct Weights {
+    const WEIGHT *rows[4];
+    uint4 *stages;  // [STAGES][WARPS][4][32], at the warp and lane
+    int input, in;  // the lane's first input of stage 0
+
+    __device__ __forceinline__ uint4 *piece(int stage, int i) const {
+        return stages + (stage % STAGES * WARPS * 4 + i) * 32;
+    }
+    // One group of copies: empty from stage `last` on.
+    __device__ __forceinline__ void copy(int stage, int last) const {
+        const int k = stage * INPUTS + input;
+#pragma unroll
+        for (int i = 0; stage < last && i < 4; ++i) {
+            if (k < in) cp_async<16>(piece(stage, i), rows[i] + k);
+            else *piece(stage, i) = make_uint4(0, 0, 0, 0);
+        }
+        cp_async_commit();
+    }
+};
+
+// A thread's share of x, a stage ahead: loaded, and once the stage before it is done, rounded and stored as fragments.
+struct Inputs {
+    float values[OWN][8];
+    float squares[OWN];
+
+    __device__ __forceinline__ void load(const ACT *x, const WEIGHT *norm, int stage, int rows, int in) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int c = 0; c < OWN; ++c) {
+            const int f = warp + WARPS * c, row = f % TILES_N * 8 + lane / 4;
+            const int k = stage * INPUTS + f / TILES_N * 32 + lane % 4 * 8;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) values[c][j] = 0.0f;
+            if (f >= FRAGMENTS || row >= rows || k >= in) continue;
+            load_floats(values[c], x + row * (long long)in + k);
+#if NORMED
+            float g[8];
+            load_floats(g, norm + k);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                squares[c] += values[c][j] * values[c][j];
+                values[c][j] *= g[j];
+            }
+#endif
+        }
+    }
+    __device__ __forceinline__ void store(uint4 *fragments) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int c = 0; c < OWN; ++c) {
+            if (warp + WARPS * c >= FRAGMENTS) break;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) values[c][j] = within<WEIGHT>(values[c][j]);
+            store_floats(reinterpret_cast<WEIGHT *>(fragments + (warp + WARPS * c) * 32 + lane), values[c]);
+        }
+    }
+};
+
+// The products of one stage: 32 columns × all rows × the warp's 32 inputs.
+__device__ __forceinline__ void add_stage(float (&sums)[2][TILES_N][4], const Weights &weights, int stage,
+                                          const uint4 *fragments) {
+    uint4 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = *weights.piece(stage, i);
+#pragma unroll
+    for (int n = 0; n < TILES_N; ++n) {
+        const uint4 v = fragments[n * 32];
+        const unsigned low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+            multiply(sums[m][n], {w[2 * m].x, w[2 * m + 1].x, w[2 * m].y, w[2 * m + 1].y}, low, WEIGHT());
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+            multiply(sums[m][n], {w[2 * m].z, w[2 * m + 1].z, w[2 * m].w, w[2 * m + 1].w}, high, WEIGHT());
+    }
+}
+
+// 1 / rms(x) of every row into `factors` (ROWS), which other threads see after the next barrier.
+__device__ __forceinline__ void row_factors(float *factors, float (*partial)[8], const Inputs &own, int in, float eps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < OWN; ++c) {
+        float sum = own.squares[c] + __shfl_xor_sync(0xffffffffu, own.squares[c], 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if (lane % 4 == 0 && warp + WARPS * c < FRAGMENTS) partial[warp + WARPS * c][lane / 4] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x >= ROWS) return;
+    float sum = 0.0f;
+    for (int k = 0; k < WARPS_K; ++k) sum += partial[k * TILES_N + threadIdx.x / 8][threadIdx.x % 8];
+    factors[threadIdx.x] = rsqrtf(sum / in + eps);
+}
+
+// A warp's sums (32 columns × all rows) to rows of PITCH floats, a column of y beside the other.
+__device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2][TILES_N][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                joined[(n * 8 + lane % 4 * 2 + i % 2) * PITCH + m * 16 + i / 2 * 8 + lane / 4] = sums[m][n][i];
+}
+
+// The sums of a block, in `joined` [WARPS_K][ROWS][PITCH], to y.
+__device__ __forceinline__ void store_tile(float *y, const float *joined, const float *factors, const Tile &tile,
+                                           const WEIGHT *bias, int rows) {
+    const auto sum_of = [&](int row, int c) {
+        float total = 0.0f;
+#pragma unroll
+        for (int k = 0; k < WARPS_K; ++k) total += joined[(k * ROWS + row) * PITCH + c];
+        return NORMED ? total * factors[row] : total;
+    };
+    if (gridDim.y > 1) {
+        const long long width = GATED ? 2ll * tile.out : tile.out;
+        for (int i = threadIdx.x; i < rows * TILE; i += blockDim.x) {
+            const int row = i / TILE, c = i % TILE;
+            if (tile.column_of(c) < tile.out)
+                y[(blockIdx.y * (long long)rows + row) * width + tile.row_of(c)] = sum_of(row, c);
+        }
+        return;
+    }
+    const auto product = [&](int row, int c) {
+        return bias ? sum_of(row, c) + to_float(bias[tile.row_of(c)]) : sum_of(row, c);
+    };
+    for (int i = threadIdx.x; i < rows * COLUMNS; i += blockDim.x) {
+        const int row = i / COLUMNS, c = GATED ? i % COLUMNS / 16 * 32 + i % 16 : i % COLUMNS;
+        if (tile.column_of(c) >= tile.out) continue;
+        float total = product(row, c);
+        if (GATED) total = silu(total) * product(row, c + 16);
+        float *const at = y + row * (long long)tile.out + tile.column_of(c);
+        *at = ADD ? *at + total : total;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
+gemm_small_kernel(float *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bias, const WEIGHT *norm, int rows,
+                  int in, int out, float eps) {
+    DYNAMIC_SHARED(uint4, shared);
+    __shared__ float partial[FRAGMENTS][8], factors[ROWS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_k = warp / WARPS_OUT;
+    const int column = warp % WARPS_OUT * 32;
+    const Tile tile = {int(blockIdx.x) * COLUMNS, out};
+    uint4 *const fragments = shared + STAGES * WARPS * 4 * 32;
+
+    Weights weights = {{}, shared + warp * 4 * 32 + lane, warp_k * 32 + lane % 4 * 8, in};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights.rows[i] = weight + tile.row_of(column + 8 * i + lane / 4) * (long long)in;
+    Inputs inputs = {};
+    const int all = (in + INPUTS - 1) / INPUTS;
+    const int first = int(all * (long long)blockIdx.y / gridDim.y), last = int(all * (blockIdx.y + 1ll) / gridDim.y);
+    for (int stage = first; stage < first + STAGES - 1; ++stage) weights.copy(stage, last);
+    float sums[2][TILES_N][4] = {};
+    inputs.load(x, norm, first, rows, in);
+    inputs.store(fragments + first % 2 * FRAGMENTS * 32);
+    for (int stage = first; stage < last; ++stage) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        weights.copy(stage + STAGES - 1, last);
+        if (stage + 1 < last) inputs.load(x, norm, stage + 1, rows, in);
+        add_stage(sums, weights, stage, fragments + (stage % 2 * FRAGMENTS + warp_k * TILES_N) * 32 + lane);
+        if (stage + 1 < last) inputs.store(fragments + (stage + 1) % 2 * FRAGMENTS * 32);
+    }
+
+    cp_async_wait<0>();
+    __syncthreads();
+    float *const joined = reinterpret_cast<float *>(shared);
+    store_sums(joined + warp_k * ROWS * PITCH + column, sums);
+    if (NORMED) row_factors(factors, partial, inputs, in, eps);
+    __syncthreads();
+    store_tile(y, joined, factors, tile, bias, rows);
+}
+
+// y (+)= the sum over the parts (count, rows, rows of weights), in their order, + bias; with GATED, silu(gate) · up of
+// these. Grid (ceil(rows · out / block)), block any.
+extern "C" __global__ void __launch_bounds__(1024)
+gemm_small_sum_kernel(float *y, const float *parts, const WEIGHT *bias, int count, int rows, int out) {
+    const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i >= (long long)rows * out) return;
+    const int width = GATED ? 2 * out : out;
+    const auto product = [&](int column) {
+        float total = 0.0f;
+        for (int part = 0; part < count; ++part) total += parts[(part * (long long)rows + i / out) * width + column];
+        return bias ? total + to_float(bias[column]) : total;
+    };
+    float total = product(i % out);
+    if (GATED) total = silu(total) * product(out + i % out);
+    y[i] = ADD ? y[i] + total : total;
+}

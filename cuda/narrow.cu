@@ -1,0 +1,36 @@
+// y = x in the type of the weights, optionally normalised before: x / rms(x) · norm.
+//
+// x, y (rows, n), norm (n). What is too large for half precision becomes its largest number; NaN stays.
+// Grid (rows), block any. DEFINES: ACT, WEIGHT, NORMED (0 or 1).
+// PRECOND: n % 8 == 0; x, y, norm aligned to 16 bytes.
+
+extern "C" __global__ void __launch_bounds__(1024)
+narrow_kernel(WEIGHT *y, const ACT *x, const WEIGHT *norm, int n, float eps) {
+    x += (long long)blockIdx.x * n;
+    y += (long long)blockIdx.x * n;
+    float factor = 1.0f;
+#if NORMED
+    __shared__ float partial[32];
+    float squares = 0.0f;
+    for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
+        float v[8];
+        load_floats(v, x + i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares += v[j] * v[j];
+    }
+    factor = rsqrtf(block_sum(squares, partial) / n + eps);
+#endif
+    for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
+        float v[8];
+        load_floats(v, x + i);
+#if NORMED
+        float w[8];
+        load_floats(w, norm + i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = v[j] * factor * w[j];
+#endif
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = within<WEIGHT>(v[j]);
+        store_floats(y + i, v);
+    }
+}

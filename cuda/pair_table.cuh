@@ -1,0 +1,193 @@
+// Codecs whose codes name a pair of values in one table, with a norm for every token: what ring and turbo share.
+// Twin of engine/codecs/_pair_record.py. L has, beside the geometry: BITS of a pair's code, WORDS of a lane and part;
+// NORMS offset, NORM_BYTES 1 or 2, LARGEST_NORM as the bits of a float; WIDTH, CODE_BITS, POINTS of what is rounded;
+// offsets into the tables: PAIRS half2 [2^BITS], POINTS_F32 float [POINTS][WIDTH] and, for norms of one byte,
+// NORM_TABLE float [256], NORM_THRESHOLDS float [256], ascending (0 otherwise).
+
+template <class L>
+struct PairTable {
+    static constexpr int ROWS = L::ROWS;
+    static constexpr bool NORMED = true;
+    static constexpr int ROUNDED = 1, WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
+
+    // Row `byte` has, in every lane's column, the point whose code is on top of that byte. Ten bits: four groups of
+    // eight columns have the four points whose codes end in that byte. Behind: the 256 norms, 32 a row.
+    static __device__ void fill(unsigned char *shared, const unsigned char *tables) {
+        const unsigned *pairs = reinterpret_cast<const unsigned *>(tables + L::PAIRS);
+        for (int at = threadIdx.x; at < ROWS * 8; at += blockDim.x) {
+            const int row = at / 8, piece = at % 8;
+            uint4 four;
+            if (row < 256) {
+                const unsigned point = __ldg(pairs + (L::BITS == 10 ? row | piece / 2 << 8 : row >> (8 - L::BITS & 7)));
+                four = make_uint4(point, point, point, point);
+            } else {
+                four = __ldg(reinterpret_cast<const uint4 *>(tables + L::NORM_TABLE) + (row - 256) * 8 + piece);
+            }
+            *reinterpret_cast<uint4 *>(shared + row * ROW_BYTES + piece * 16) = four;
+        }
+    }
+
+    struct Codes {
+        unsigned words[L::WORDS];
+
+        __device__ __forceinline__ void load(const unsigned char *record, int part, int lane) {
+            load_chunks(words, record + part * L::WORDS * 128, lane);
+        }
+    };
+
+    struct Decoder {
+        static constexpr int SPARE = L::BITS < 8 ? 8 - L::BITS : 0, SPAN = SPARE ? L::BITS / SPARE : 1;
+        static constexpr int EXTRA = L::WORDS < L::TILES ? L::TILES - L::WORDS : 0;
+
+        const Codes &codes;
+        const unsigned char *table;
+        unsigned column;                    // what a lane adds to the address of a row; for ten bits in every byte
+        unsigned extra[EXTRA ? EXTRA : 1];  // words of digits, as far as they have been met
+
+        __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *shared, int lane)
+            : codes(codes), table(shared), column(L::BITS == 10 ? lane % 8 * 0x04040404u : lane * 4u) {}
+
+        __device__ __forceinline__ void next(int t, unsigned (&a)[4]) {
+            unsigned c[4];
+            if constexpr (L::BITS == 10)
+                ten_bits(codes.words[t], codes.words[L::TILES + t / 4], t % 4 * 2, c);
+            else
+                bytes(word(t), c);
+            if constexpr (L::VALUES) {
+                a[0] = __byte_perm(c[0], c[1], 0x5410), a[1] = __byte_perm(c[0], c[1], 0x7632);
+                a[2] = __byte_perm(c[2], c[3], 0x5410), a[3] = __byte_perm(c[2], c[3], 0x7632);
+            } else {
+                a[0] = c[0], a[1] = c[1], a[2] = c[2], a[3] = c[3];
+            }
+        }
+
+        // Bits below a code need not be masked: rows repeat over them.
+        __device__ __forceinline__ unsigned word(int t) {
+            if (t >= L::WORDS) return extra[t < L::WORDS ? 0 : t - L::WORDS];
+            const unsigned v = codes.words[t < L::WORDS ? t : 0];
+            if (EXTRA && t / SPAN < EXTRA) {
+                const int digit = t % SPAN;
+                const unsigned spare = (v & ((1u << SPARE) - 1) * 0x01010101u) << SPARE * (digit + 1);
+                unsigned &sum = extra[t / SPAN < EXTRA ? t / SPAN : 0];
+                sum = digit ? sum + spare : spare;  // shift and sum are one instruction
+            }
+            return v;
+        }
+
+        __device__ __forceinline__ unsigned point(unsigned address) const {
+            return *reinterpret_cast<const unsigned *>(table + address);
+        }
+        __device__ __forceinline__ void bytes(unsigned v, unsigned (&c)[4]) const {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) c[r] = point(__byte_perm(v, column, 0x5504 | r << 4));
+        }
+        // Two addresses at a time: row in the upper byte; in the lower, two bits of the code and the column.
+        __device__ __forceinline__ void ten_bits(unsigned low, unsigned high, int shift, unsigned (&c)[4]) const {
+            const unsigned group = shift > 5 ? high >> max(shift - 5, 0) : high << max(5 - shift, 0);
+            const unsigned columns = (group & 0x60606060u) | column;
+            const unsigned first = __byte_perm(columns, low, 0x5140), second = __byte_perm(columns, low, 0x7362);
+            c[0] = point(first & 0xffff), c[1] = point(first >> 16);
+            c[2] = point(second & 0xffff), c[3] = point(second >> 16);
+        }
+    };
+
+    static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *record, int part,
+                                                 int lane, const unsigned char *shared) {
+        constexpr int bytes = 2 * L::PT * L::NORM_BYTES;  // of a lane
+        const unsigned char *from = record + L::NORMS + (part * 8 + lane / 4) * bytes;
+        unsigned words[bytes < 4 ? 1 : bytes / 4];
+        if constexpr (bytes < 4)
+            words[0] = __ldg(reinterpret_cast<const unsigned short *>(from));
+        else
+            load_words<bytes < 16 ? bytes : 16>(words, from);
+#pragma unroll
+        for (int i = 0; i < 2 * L::PT; ++i) {
+            if constexpr (L::NORM_BYTES == 1) {
+                const unsigned code = words[i / 4] >> i % 4 * 8 & 255;
+                const unsigned at = 256 * ROW_BYTES + code / 32 * ROW_BYTES + code % 32 * 4;
+                norm[i] = *reinterpret_cast<const float *>(shared + at);
+            } else {
+                const __half2 pair = as_half2(words[i / 2]);
+                norm[i] = __half2float(i % 2 ? __high2half(pair) : __low2half(pair));
+            }
+        }
+    }
+
+    // How a norm ≥ 0 is stored: a byte, or the bits of a half.
+    static __device__ __forceinline__ unsigned norm_code(float norm, const unsigned char *tables) {
+        norm = fminf(norm, __int_as_float(L::LARGEST_NORM));
+        if constexpr (L::NORM_BYTES == 2) {
+            const __half stored = __float2half_rn(norm);
+            unsigned short bits;
+            memcpy(&bits, &stored, 2);
+            return bits;
+        } else {
+            const float *thresholds = reinterpret_cast<const float *>(tables + L::NORM_THRESHOLDS);
+            unsigned code = 0;
+            for (unsigned step = 128; step; step /= 2)
+                if (norm >= thresholds[code + step - 1]) code += step;
+            return code;
+        }
+    }
+
+    // What a stored norm reads back as.
+    static __device__ __forceinline__ float stored_norm(unsigned code, const unsigned char *tables) {
+        if constexpr (L::NORM_BYTES == 2) return __low2float(as_half2(code));
+        return reinterpret_cast<const float *>(tables + L::NORM_TABLE)[code];
+    }
+
+    // Codes [N][D / WIDTH] and norms [N] in shared memory to the sections of a record.
+    static __device__ void pack(unsigned char *record, const unsigned short *codes, const float *norms,
+                                const unsigned char *tables, int thread, int threads) {
+        unsigned *words = reinterpret_cast<unsigned *>(record);
+        for (int at = thread; at < L::PARTS * L::WORDS * 32; at += threads) {
+            const int part = at / (L::WORDS * 32), in_part = at % (L::WORDS * 32), chunk = in_part / 128;
+            const int size = L::WORDS - 4 * chunk < 4 ? L::WORDS - 4 * chunk : 4, in_chunk = in_part % 128;
+            words[at] = packed_word(codes, part, 4 * chunk + in_chunk % size, in_chunk / size);
+        }
+        for (int token = thread; token < L::N; token += threads) {
+            const int in_part = token % L::PART, g = in_part % 8, half_row = in_part / 8;
+            const int at = ((token / L::PART * 8 + g) * 2 * L::PT + half_row) * L::NORM_BYTES;
+            const unsigned code = norm_code(norms[token], tables);
+            if constexpr (L::NORM_BYTES == 2)
+                *reinterpret_cast<unsigned short *>(record + L::NORMS + at) = static_cast<unsigned short>(code);
+            else
+                record[L::NORMS + at] = static_cast<unsigned char>(code);
+        }
+    }
+
+private:
+    // The code of c[r] of a lane and tile.
+    static __device__ __forceinline__ unsigned code_at(const unsigned short *codes, int part, int t, int lane, int r) {
+        const int g = lane / 4, tg = lane % 4;
+        const int token =
+            L::VALUES ? 16 * (t / L::STEPS) + 8 * (r / 2) + 2 * tg + r % 2 : 16 * (t % L::PT) + g + 8 * (r % 2);
+        const int pair = L::VALUES ? 8 * (t % L::STEPS) + g : 8 * (t / L::PT) + 4 * (r / 2) + tg;
+        if (pair >= L::D / 2) return 0;
+        const unsigned short *own = codes + ((part * L::PART + token) * L::D + 2 * pair) / WIDTH;
+        return WIDTH == 2 ? own[0] : own[0] | own[1] << L::CODE_BITS;
+    }
+
+    static __device__ __forceinline__ unsigned packed_word(const unsigned short *codes, int part, int word, int lane) {
+        constexpr int spare = Decoder::SPARE, span = Decoder::SPAN;
+        unsigned packed = 0;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            unsigned byte = 0;
+            if (L::BITS == 10 && word >= L::TILES) {
+                const int first = 4 * (word - L::TILES);
+                for (int k = 0; k < 4 && first + k < L::TILES; ++k)
+                    byte |= code_at(codes, part, first + k, lane, r) >> 8 << 2 * k;
+            } else if (L::BITS == 10) {
+                byte = code_at(codes, part, word, lane, r) & 255;
+            } else {
+                byte = code_at(codes, part, word, lane, r) << spare;
+                const int tile = L::WORDS + word / span;
+                if (spare && tile < L::TILES)
+                    byte |= code_at(codes, part, tile, lane, r) >> word % span * spare & ((1 << spare) - 1);
+            }
+            packed |= byte << 8 * r;
+        }
+        return packed;
+    }
+};

@@ -1,0 +1,56 @@
+// Queries, keys and values of a step as the store takes them (heads.cuh says how), keys and values at once in it.
+//
+// Row r of qkv is the one new token of sequence r. q (T, H, D). Keys and values become halves, clipped to ±65504 (NaN
+// stays), in the exact record in which their sequence grows. now_k, now_v: pools (records, K, bytes) of exact records.
+// spans int32 (T, span_stride), of a sequence: [2] position of the token, [6] index of the record of block [7].
+// vectors: T · (H + 2K).
+// Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, WEIGHT (of the norms), HEAD_NORMS (0 or
+// 1), KEY_ORDER, VALUE_ORDER.
+// Cost: one token has 2 or 4 bytes of every 32 that a record's writes touch. That is little beside a layer's weights;
+// a prompt has all the tokens of 16, and its coalesced writes are append_kv.cu's.
+// PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
+// JOINS: heads.cuh.
+
+// Where token `token` of a block has its halves of channel `channel`, in bytes from the begin of an exact record.
+template <bool VALUES>
+__device__ __forceinline__ int exact_offset(int token, int channel) {
+    using L = ExactKeyLayout;
+    const int t = token % L::PART, tokens = t / 16, step = channel / 16, c = channel % 16;
+    const int tile = VALUES ? tokens * L::STEPS + step : step * L::PT + tokens;
+    const int g = VALUES ? c / 2 : t % 8, tg = VALUES ? t % 8 / 2 : c % 8 / 2;
+    const int r = VALUES ? c % 2 + t % 16 / 8 * 2 : t % 16 / 8 + c / 8 * 2;
+    return (token / L::PART * L::TILES + tile) * 512 + (4 * g + tg) * 16 + r * 4 + (VALUES ? t : c) % 2 * 2;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+place_kv_kernel(float *q, unsigned char *now_k, unsigned char *now_v, const float *qkv, const float *cos,
+                const float *sin, const WEIGHT *q_norm, const WEIGHT *k_norm, const float *scale,
+                const float *key_before, const float *key_behind, const float *value_before, const float *value_behind,
+                const int *spans, int span_stride, int vectors, int heads, int kv_heads, float eps) {
+    using L = ExactKeyLayout;
+    const int vector = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (vector >= vectors) return;
+    const int of_row = heads + 2 * kv_heads, row = vector / of_row, head = vector % of_row;
+    const Turns turns = {cos, sin, scale, key_before, key_behind, value_before, value_behind};
+    float held[OWN];
+    conditioned(held, turns, qkv + (long long)vector * D, q_norm, k_norm, row, head, heads, kv_heads, eps);
+    if (head < heads) {
+        store_vector(q + ((long long)row * heads + head) * D, held);
+        return;
+    }
+    const int *const span = spans + (long long)row * span_stride;
+    const int block = span[2] / L::N, token = span[2] % L::N;
+    const long long record = (long long)(span[6] + block - span[7]) * kv_heads + (head - heads) % kv_heads;
+    const bool is_key = head < heads + kv_heads;
+    unsigned char *const at = (is_key ? now_k : now_v) + record * L::NBYTES;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        const int channel = lane + 32 * i;
+        const __half2 pair = __floats2half2_rn(within<__half>(held[i]),
+                                               within<__half>(__shfl_down_sync(0xffffffffu, held[i], 1)));
+        if (channel >= L::STEPS * 16) continue;
+        if (!is_key) *reinterpret_cast<__half *>(at + exact_offset<true>(token, channel)) = __low2half(pair);
+        else if (channel % 2 == 0)
+            *reinterpret_cast<unsigned *>(at + exact_offset<false>(token, channel)) = as_bits(pair);
+    }
+}

@@ -1,0 +1,251 @@
+"""The launches that fill the KV store and attend to it; the part of `CudaOps` that concerns it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engine import codecs
+from engine.backends import cuda_shapes, records
+from engine.backends.candidates import candidates
+from engine.backends.cuda_cache import Buffer, LayerCache, Layouts, Side, Spans, describe
+from engine.backends.cuda_heads import NO_TURN, HeadOps, Norms, Turns
+from engine.backends.cuda_launch import Shape, row_stride, threads_for
+from engine.backends.cuda_rotation import OnDevice
+from engine.backends.device import Array, Device
+from engine.backends.numpy_attention import as_codes
+from engine.backends.ops import CacheFormat, CacheSpan, Place, StoredSpace
+from engine.backends.records import Layout
+from engine.codecs import Codec
+from engine.codecs._pair_record import PairRecord
+from engine.encoding.metric import Metric
+from engine.errors import EngineError
+
+# Threads of a block.
+_COPY_THREADS = 256
+_COMBINE_THREADS = 256  # COMBINE_WARPS in cuda/combine.cu
+
+
+class CacheOps(HeadOps):
+    """The ops of `engine.backends.ops.Ops` that concern the KV store."""
+
+    def __init__(self, device: Device):
+        super().__init__(device)
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._tables: dict[Layout, tuple[Array | None, Array | None]] = {}  # and candidates
+        self._block_size: int | None = None  # of all caches: spans are in tokens, and the kernels count blocks
+
+    # -- what it takes -----------------------------------------------------------------------------------------
+
+    def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
+        keys, values = self._layouts_of(form)
+        cuda_shapes.encode_blocks(keys, values)
+        exact = sum(layout.nbytes for layout in self._exact_layouts(form))
+        return form.kv_heads * (keys.nbytes + values.nbytes), form.kv_heads * exact
+
+    def _layouts_of(self, form: CacheFormat) -> Layouts:
+        return self._layout(form, form.codec_k, False, form.mean_bits), self._layout(form, form.codec_v, True)
+
+    def _exact_layouts(self, form: CacheFormat) -> Layouts:
+        return self._layout(form, codecs.get("f16"), False), self._layout(form, codecs.get("f16"), True)
+
+    def _layout(self, form: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
+        """The same object for the same layout: launches are told apart by it."""
+        key = (codec.name, values, form.block_size, form.head_dim, mean_bits)
+        if key not in self._layouts:
+            self._layouts[key] = records.layout(codec, values, form.block_size, form.head_dim, mean_bits)
+        return self._layouts[key]
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def cache(self, form: CacheFormat, coded: int, exact: int) -> LayerCache:
+        assert self._block_size in (None, form.block_size), "a store has one block size"
+        self._block_size = form.block_size
+        keys, values = self._layouts_of(form)
+        try:
+            sides = self._side(keys, form, form.metric_k, coded), self._side(values, form, form.metric_v, coded)
+            return LayerCache(form, *sides, self._pools(form, exact), self._exact_layouts(form))
+        except MemoryError:
+            left = self._device.memory()[0] / 2**30
+            raise EngineError(
+                f"The KV store does not fit into the GPU's memory, of which {left:.1f} GiB are left for the next "
+                "layer: choose a smaller --kv-memory or --ctx-size",
+                "out_of_memory",
+            ) from None
+
+    def buffer(self, form: CacheFormat, rows: int) -> Buffer:
+        return self._pools(form, -(-rows // form.block_size))
+
+    def _pools(self, form: CacheFormat, count: int) -> Buffer:
+        """Of exact records."""
+        keys, values = self._exact_layouts(form)
+        return Buffer(self._pool(keys, form, count), self._pool(values, form, count))
+
+    def _pool(self, layout: Layout, form: CacheFormat, count: int) -> Array:
+        return self._device.empty((count, form.kv_heads, layout.nbytes), np.uint8)
+
+    def _side(self, layout: Layout, form: CacheFormat, metric: Metric | None, coded: int) -> Side:
+        if layout not in self._tables:
+            self._tables[layout] = self._upload(layout.tables if layout.tables.size else None), self._near(layout)
+        side = Side(layout, self._pool(layout, form, coded), *self._tables[layout])
+        if metric is None:
+            return side
+
+        tokens = metric.token_feedback  # (N, 1, N): codecs with kernels round every token in a turn of its own
+        return replace(
+            side,
+            feedback=self._upload(metric.feedback.swapaxes(1, 2)),
+            matrix=self._upload(metric.matrix),
+            tilt_second=self._upload(metric.tilt_second),
+            tilt_mean=self._upload(metric.tilt_mean),
+            token_feedback=self._upload(None if tokens is None else tokens[:, 0].T),
+        )
+
+    def _near(self, layout: Layout) -> Array | None:
+        record = layout.record
+        if isinstance(record, PairRecord) and record.points.shape[1] == 2:
+            return self._upload(candidates(record.points))
+        return None
+
+    def _upload(self, x: np.ndarray | None) -> Array | None:
+        return None if x is None else self._device.from_host(np.ascontiguousarray(x))
+
+    # -- from and to it ----------------------------------------------------------------------------------------
+
+    def spans(self, spans: Sequence[CacheSpan]) -> Spans:
+        assert self._block_size is not None, "spans lead into a cache"
+        return describe(spans, self._block_size)
+
+    def append_kv(self, cache: LayerCache, spans: Spans, k: Array, v: Array) -> None:
+        count, width = spans.table.shape
+        groups = -(-(spans.rows + 15) // 16) if count == 1 else count
+        args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, count, cache.form.kv_heads)
+        self._launch(
+            "append_kv",
+            (groups, cache.form.kv_heads),
+            Shape({}, threads_for(2 * cache.padded)),
+            *(*args, row_stride(k), row_stride(v)),
+            layouts=cache.exact_layouts,
+        )
+
+    def place_kv(
+        self,
+        qkv: Array,
+        turns: Turns,
+        space: StoredSpace,
+        cache: LayerCache,
+        spans: Spans,
+        norms: Norms = None,
+    ) -> Array:
+        (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
+        dense = any(self._turn(rotation).matrix is not None for rotation in (space.key_rotation, space.value_rotation))
+        if rows > count or dense:  # the kernel for one row a sequence would write rows of a block in small pieces
+            q, k, v = self.condition(qkv, turns, space, norms)
+            self.append_kv(cache, spans, k, v)
+            return q
+        q = self._device.empty((rows, heads - 2 * space.kv_heads, dim), np.float32)
+        outputs, of_spans = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width)
+        inputs = qkv, turns, space, norms, rows * heads
+        self._of_heads("place_kv", outputs, *inputs, *of_spans, layouts=cache.exact_layouts)
+        return q
+
+    def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+        pools = (*cache.pools(target.buffer), *cache.pools(source.buffer))
+        sizes = (target.block, source.block, tokens, cache.form.kv_heads)
+        grid = (cache.form.kv_heads, 2)
+        self._launch("copy_exact", grid, Shape({}, _COPY_THREADS), *pools, *sizes, layouts=cache.exact_layouts)
+
+    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], source: Place) -> None:
+        keys, values, heads = cache.keys, cache.values, cache.form.kv_heads
+        moves = np.array([(source.block + i, block) for i, block in enumerate(blocks)], np.int32)
+        moves, exact = self._device.from_host(moves), cache.pools(source.buffer)
+        shape, grid = cuda_shapes.encode_blocks(*cache.layouts), (len(blocks), heads)
+        costs_k = (keys.feedback, keys.tilt_second, keys.tilt_mean, keys.matrix)
+        costs_v = (values.feedback, values.matrix, values.token_feedback)
+        sides = (("encode_keys", keys, exact.k, costs_k), ("encode_values", values, exact.v, costs_v))
+        for kernel, side, pool, costs in sides:
+            args = (side.coded, pool, moves, side.tables, side.near, *costs, heads)
+            self._launch(kernel, grid, shape, *args, file="encode_blocks", layouts=cache.layouts)
+
+    def attention(
+        self,
+        q: Array,
+        cache: LayerCache,
+        spans: Spans,
+        scale: float,
+        window: int | None,
+        back: np.ndarray | None = None,
+    ) -> Array:
+        turn = self._turn(back)
+        if spans.now_as_codes:
+            spans = self._coded_now(cache, spans)
+        if spans.buffer is not None:
+            out = self._attend_rows(q, cache, spans, spans.buffer, float(scale), window or 0)
+            return self._rotate(out, turn)
+        by_signs = turn if turn.matrix is None else NO_TURN
+        return self._dense(self._attend_steps(q, cache, spans, float(scale), window or 0, by_signs), turn)
+
+    def _attend_rows(self, q: Array, cache: LayerCache, spans: Spans, now: Buffer, scale: float, window: int) -> Array:
+        """Of the new rows of one sequence, which are in a buffer."""
+        (rows, heads, _), kv_heads = q.shape, cache.form.kv_heads
+        group = heads // kv_heads
+        # Without coded blocks, as in every first turn, the kernel for exact records is the faster one.
+        layouts = cache.layouts if spans.table[0, 5] else cache.exact_layouts
+        shape, tile = cuda_shapes.prefill_attention(*layouts, group)
+        out = self._device.empty(q.shape, np.float32)
+        self._launch(
+            "prefill_attention",
+            (-(-rows * group // tile), kv_heads),
+            shape,
+            *(out, q, cache.keys.coded, cache.values.coded, *cache.exact, *now, spans.on(self._device)),
+            *(cache.keys.tables, cache.values.tables, spans.table.shape[1], kv_heads, heads, row_stride(q)),
+            *(window, scale),
+            layouts=layouts,
+        )
+        return out
+
+    def _coded_now(self, cache: LayerCache, spans: Spans) -> Spans:
+        """Of one sequence: spans whose `now`, one block, is what its codes read back as. Made on the host, for figures.
+
+        A span of one row has its `now` in an exact slot, a longer one in a buffer; the new one is a buffer of its own.
+        """
+        ((_, count, position, _, _, _, index, number, *_),) = spans.table.tolist()
+        size, coded = position + count - number * cache.form.block_size, []
+        for pool, layout in zip(cache.pools(spans.buffer), cache.exact_layouts, strict=True):
+            fields, _ = layout.unpack(self._device.to_host(pool[index]))
+            coded.append(fields["values"][:, :size].astype(np.float32))
+        halves = np.zeros((2, cache.form.kv_heads, cache.form.block_size, cache.form.head_dim), np.float16)
+        halves[:, :, :size] = as_codes(cache.form, *coded)
+        pools = [
+            self._upload(layout.pack({"values": x})[None])
+            for layout, x in zip(cache.exact_layouts, halves, strict=True)
+        ]
+        table = spans.table.copy()
+        table[0, 6] = 0
+        return Spans(table, spans.rows, Buffer(*pools))
+
+    def _attend_steps(
+        self, q: Array, cache: LayerCache, spans: Spans, scale: float, window: int, turn: OnDevice
+    ) -> Array:
+        """Of one row of each sequence, which is in its exact slot; `turn`ed, which is by signs."""
+        (count, heads, dim), kv_heads = q.shape, cache.form.kv_heads
+        group = heads // kv_heads
+        shape, chunks = cuda_shapes.decode_attention(*cache.layouts, group)
+        splits = cuda_shapes.decode_splits(self._device.processors, kv_heads * chunks * count)
+        parts = self._device.empty((count, heads, splits, cache.padded), np.float32)
+        sums = self._device.empty((count, heads, splits, 2), np.float32)
+        self._launch(
+            "decode_attention",
+            (splits, kv_heads * chunks, count),
+            shape,
+            *(parts, sums, q, cache.keys.coded, cache.values.coded, *cache.exact),
+            *(spans.on(self._device), cache.keys.tables, cache.values.tables, spans.table.shape[1], kv_heads),
+            *(window, scale),
+            layouts=cache.layouts,
+        )
+        out = self._device.empty(q.shape, np.float32)
+        shape = Shape({"D": dim, "ORDER": turn.order}, _COMBINE_THREADS)
+        self._launch("combine", (count * heads,), shape, out, parts, sums, turn.before, turn.behind, splits)
+        return out

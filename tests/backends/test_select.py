@@ -1,0 +1,98 @@
+"""What each --device gives on machines with and without what CUDA takes, and the sentences about it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from engine.backends import select as module
+from engine.backends.numpy_ops import NumpyOps
+from engine.backends.select import driver_version, select
+from engine.errors import EngineError
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Sets what the machine has: the CUDA version of its driver, whether CuPy is installed, what opening a GPU does."""
+
+    def has(driver: int | None, cupy: bool = True, opens=None) -> None:
+        monkeypatch.setattr(module, "driver_version", lambda: driver)
+        find = importlib.util.find_spec
+        fake = SimpleNamespace() if cupy else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake if name == "cupy" else find(name))
+        device = ModuleType("engine.backends.cupy_device")
+        if opens is not None:
+            device.open_device = opens
+        monkeypatch.setitem(sys.modules, "engine.backends.cupy_device", device)
+
+    return has
+
+
+def no_gpu() -> None:
+    raise EngineError("The NVIDIA driver shows no GPU", "device_unavailable")
+
+
+REASONS = [
+    ({"driver": None}, "No NVIDIA driver found"),
+    ({"driver": 11080}, "The NVIDIA driver is older than CUDA 12: update it"),
+    (
+        {"driver": 12040, "cupy": False},
+        "An NVIDIA driver is here, but CuPy is not installed (pip install 'polarlm[cuda12]')",
+    ),
+    (
+        {"driver": 14000, "cupy": False},
+        "An NVIDIA driver is here, but CuPy is not installed (pip install 'polarlm[cuda13]')",
+    ),
+    ({"driver": 13000}, "CuPy does not find its libraries (cannot import name 'open_device'"),
+    ({"driver": 13000, "opens": no_gpu}, "The NVIDIA driver shows no GPU"),
+]
+
+
+@pytest.mark.parametrize(("machine_has", "reason"), REASONS)
+def test_without_a_gpu_auto_takes_the_cpu_and_says_why(machine, machine_has: dict, reason: str) -> None:
+    machine(**machine_has)
+    ops, sentence = select("auto", 0)
+    assert isinstance(ops, NumpyOps)
+    assert sentence.startswith(reason)
+    assert sentence.endswith(": running on the CPU.")
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(("machine_has", "reason"), REASONS)
+def test_without_a_gpu_cuda_is_an_error(machine, machine_has: dict, reason: str) -> None:
+    machine(**machine_has)
+    with pytest.raises(EngineError) as caught:
+        select("cuda", 0)
+    assert caught.value.code == "device_unavailable"
+    assert str(caught.value).startswith(f"--device cuda: {reason}")
+    assert str(caught.value).endswith(", or use --device cpu")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_that_works_is_taken(machine, device: str) -> None:
+    machine(driver=13000, opens=lambda: SimpleNamespace(name="NVIDIA H200"))
+    ops, sentence = select(device, 0)
+    assert ops.name == "NVIDIA H200"
+    assert sentence == ""
+
+
+def test_the_cpu_asks_for_nothing(machine) -> None:
+    machine(driver=13000, opens=no_gpu)
+    assert select("cpu", 0)[1] == ""
+
+
+def test_other_devices_are_an_error() -> None:
+    with pytest.raises(EngineError, match="there are auto, cpu and cuda"):
+        select("tpu", 0)
+
+
+def test_a_machine_without_a_driver_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert driver_version() is None

@@ -1,0 +1,242 @@
+"""Random caches as kernels see them, pools of records and spans, and what attention over them should give.
+
+    cache = random_cache(rng, "ring4", "ring3.5", lengths=[300, 17], head_dim=64)   # a step: every sequence has one row
+    cache = random_cache(rng, "ring4", "ring3.5", lengths=[300], rows=200)          # a prefill of the last 200 tokens
+    text = source("decode_attention", keys=cache.key_layout, values=cache.value_layout, ...)
+    q = rng.standard_normal((cache.rows, heads, head_dim), np.float32)
+    cache.assert_attention(out, q, window)
+
+A sequence is [sink | coded blocks | now]. Whatever no row may read is NaN (exact records) or random bytes (coded ones),
+so that a kernel which reads it gives wrong results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine import codecs
+from engine.backends import records
+from engine.conditioning import centre, read_mean
+from tests.cuda.formats import EPS32
+
+_HEADER = 8  # words of a row of spans before the block ids
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """One layer's K/V. B sequences, K KV heads, D head dim, N block size.
+
+    keys, values: coded records, uint8 (blocks, K, bytes); exact_keys, exact_values: uint8 (slots, K, bytes).
+    now_keys, now_values: what `now` records are in: the exact pools in a step, a buffer of their own in a prefill.
+    spans: int32 (B, 8 + W). k, v: for each sequence (K, tokens, D) float64 as decoded from the codecs' own fields.
+    rows: new tokens of all sequences together, which q has a row for each.
+    """
+
+    key_layout: records.Layout
+    value_layout: records.Layout
+    keys: np.ndarray
+    values: np.ndarray
+    exact_keys: np.ndarray
+    exact_values: np.ndarray
+    now_keys: np.ndarray
+    now_values: np.ndarray
+    spans: np.ndarray
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.key_layout.record.geometry.head_dim
+
+    @property
+    def rows(self) -> int:
+        return int(self.spans[:, 1].sum())
+
+    def attention(self, q: np.ndarray, window: int, *, as_kernel: bool = False) -> np.ndarray:
+        """q (rows, H, D) → (rows, H, D), float64; window 0 hides nothing.
+
+        as_kernel: q, k, v and the weights of tokens rounded to half precision, everything else float32.
+        """
+        scale = np.log2(np.e) / np.sqrt(q.shape[-1])
+        out = np.empty(q.shape, np.float64)
+        for (first, count, position), k, v in zip(self.spans[:, :3], self.k, self.v, strict=True):
+            for t in range(count):
+                seen = slice(max(0, position + t - window + 1) if window else 0, position + t + 1)
+                queries = (q[first + t] * scale).reshape(self.kv_heads, -1, q.shape[-1])
+                out[first + t] = _weighted(queries, k[:, seen], v[:, seen], as_kernel).reshape(q.shape[1:])
+        return out
+
+    def assert_attention(self, out: np.ndarray, q: np.ndarray, window: int = 0) -> None:
+        """`out` (rows, H, D) is attention of q to what kernels' own precision allows.
+
+        That is: four times the largest error of NumPy in float32 on q, k, v and weights of tokens rounded to half
+        precision, for products are added in another order and points, norms and means round apart from each other.
+        Where few values leave that error to luck, half a step of half precision of the largest value stands in.
+        """
+        exact = self.attention(q, window)
+        rounding = np.abs(self.attention(q, window, as_kernel=True) - exact).max()
+        allowed = 4 * max(rounding, np.finfo(np.float16).eps / 2 * np.abs(exact).max(), EPS32)
+        worst = np.abs(out - exact).max()
+        assert worst <= allowed, f"off by up to {worst}, allowed are {allowed}"
+
+
+def _weighted(q: np.ndarray, k: np.ndarray, v: np.ndarray, as_kernel: bool) -> np.ndarray:
+    """q (K, G, D), scaled for powers of two, k, v (K, S, D) → (K, G, D)."""
+    if as_kernel:
+        q, k, v = (x.astype(np.float16).astype(np.float32) for x in (q, k, v))
+    scores = q @ k.swapaxes(1, 2)
+    weights = np.exp2(scores - scores.max(-1, keepdims=True))
+    total = weights.sum(-1, keepdims=True)
+    if as_kernel:
+        weights = weights.astype(np.float16).astype(np.float32)
+    return weights @ v / total
+
+
+def random_cache(
+    rng: np.random.Generator,
+    key_codec: str,
+    value_codec: str,
+    lengths: Sequence[int],
+    *,
+    rows: int = 1,
+    block_size: int = 64,
+    kv_heads: int = 1,
+    head_dim: int = 64,
+    mean_bits: int = 0,
+    dropped: int = 0,
+) -> PagedCache:
+    """Sequences of `lengths` tokens whose last `rows` are new: more than one row makes a prefill of one sequence.
+
+    mean_bits: of the means of key blocks. dropped: blocks behind the sink that a sequence has lost to its window, if it
+    has so many; k and v are NaN there.
+    """
+    assert rows == 1 or len(lengths) == 1, "only one sequence may have several rows"
+    plans = [_Plan(length, length - rows, block_size, dropped) for length in lengths]
+    spans = _spans(rng, plans, rows)
+    keys = _Side(key_codec, values=False, mean_bits=mean_bits, block_size=block_size, head_dim=head_dim)
+    values = _Side(value_codec, values=True, mean_bits=0, block_size=block_size, head_dim=head_dim)
+    built = [side.build(rng, plans, spans, kv_heads, in_step=rows == 1) for side in (keys, values)]
+    pairs = [pair for pool in zip(*built, strict=True) for pair in pool]
+    coded_k, coded_v, exact_k, exact_v, now_k, now_v, k, v = pairs
+    return PagedCache(keys.layout, values.layout, coded_k, coded_v, exact_k, exact_v, now_k, now_v, spans, k, v)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where the tokens of one sequence are. position: of its first new row."""
+
+    length: int
+    position: int
+    block_size: int
+    most_dropped: int
+
+    @property
+    def now(self) -> int:
+        """Number of the block with the first new row."""
+        return self.position // self.block_size
+
+    @property
+    def dropped(self) -> int:
+        return max(0, min(self.most_dropped, self.now - 1))
+
+    @property
+    def coded(self) -> range:
+        return range(1 + self.dropped, self.now)
+
+    @property
+    def now_records(self) -> int:
+        return -(-self.length // self.block_size) - self.now
+
+
+def _spans(rng: np.random.Generator, plans: list[_Plan], rows: int) -> np.ndarray:
+    """Sinks, tails and coded blocks in random places; ids behind the last one lead nowhere."""
+    spans = np.full((len(plans), _HEADER + 3 + max(len(plan.coded) for plan in plans)), 1 << 28, np.int32)
+    ids = iter(rng.permutation(_spare(sum(len(plan.coded) for plan in plans))))
+    slots = iter(rng.permutation(_spare(2 * len(plans))))
+    for number, (row, plan) in enumerate(zip(spans, plans, strict=True)):
+        sink = next(slots) if plan.now else -1
+        now = next(slots) if rows == 1 else 0
+        row[:_HEADER] = [number, rows, plan.position, sink, 1 + plan.dropped, len(plan.coded), now, plan.now]
+        row[_HEADER : _HEADER + len(plan.coded)] = [next(ids) for _ in plan.coded]
+    return spans
+
+
+def _spare(used: int) -> int:
+    """Records in a pool of which `used` are in use."""
+    return used + 2
+
+
+@dataclass(frozen=True)
+class _Side:
+    """How keys or values become records."""
+
+    codec: str
+    values: bool
+    mean_bits: int
+    block_size: int
+    head_dim: int
+
+    @property
+    def layout(self) -> records.Layout:
+        return records.layout(codecs.get(self.codec), self.values, self.block_size, self.head_dim, self.mean_bits)
+
+    @property
+    def exact_layout(self) -> records.Layout:
+        return records.layout(codecs.get("f16"), self.values, self.block_size, self.head_dim, 0)
+
+    def build(
+        self, rng: np.random.Generator, plans: list[_Plan], spans: np.ndarray, kv_heads: int, in_step: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Pools of coded, exact and `now` records, and what each sequence decodes to, (K, tokens, D) float64."""
+        coded_bytes, exact_bytes = self.layout.nbytes, self.exact_layout.nbytes
+        blocks = _spare(sum(len(plan.coded) for plan in plans))
+        coded = rng.integers(0, 256, (blocks, kv_heads, coded_bytes), np.uint8)
+        exact = np.full((_spare(2 * len(plans)), kv_heads, exact_bytes), 0xFF, np.uint8)  # NaN
+        now = exact if in_step else np.full((plans[0].now_records, kv_heads, exact_bytes), 0xFF, np.uint8)
+        decoded = []
+        for row, plan in zip(spans, plans, strict=True):
+            x = self._vectors(rng, kv_heads, plan.length)
+            known = np.full(x.shape, np.nan)
+            if plan.now:
+                exact[row[3]], known[:, : self.block_size] = self._exact(x[:, : self.block_size])
+            if plan.coded:
+                ids = row[_HEADER : _HEADER + len(plan.coded)]
+                part = slice(plan.coded.start * self.block_size, plan.coded.stop * self.block_size)
+                coded[ids], known[:, part] = self._coded(x[:, part])
+            for i in range(plan.now_records):
+                part = slice((plan.now + i) * self.block_size, (plan.now + i + 1) * self.block_size)
+                now[row[6] + i], known[:, part] = self._exact(x[:, part])
+            decoded.append(known)
+        return coded, exact, now, decoded
+
+    def _vectors(self, rng: np.random.Generator, kv_heads: int, length: int) -> np.ndarray:
+        """(K, length, D) float32: of several magnitudes, around an offset of each channel."""
+        magnitude = np.exp(0.3 * rng.standard_normal((kv_heads, length, 1)))
+        offset = rng.standard_normal((kv_heads, 1, self.head_dim))
+        return (magnitude * rng.standard_normal((kv_heads, length, self.head_dim)) + offset).astype(np.float32)
+
+    def _exact(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """x (K, S ≤ N, D) → records (K, bytes), NaN behind the last token, and the tokens (K, S, D)."""
+        halves = np.full((len(x), self.block_size, self.head_dim), np.nan, np.float16)
+        halves[:, : x.shape[1]] = x
+        return self.exact_layout.pack({"values": halves}, {}), halves[:, : x.shape[1]].astype(np.float64)
+
+    def _coded(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """x (K, B·N, D) → records (B, K, bytes), and the tokens as they read back (K, B·N, D)."""
+        codec = codecs.get(self.codec)
+        blocks = x.reshape(len(x), -1, self.block_size, self.head_dim)
+        mean: dict[str, np.ndarray] = {}
+        if self.mean_bits:
+            blocks, mean = centre(blocks, self.mean_bits)
+        fields = codec.encode(blocks)
+        decoded = codec.decode(fields).astype(np.float64)
+        if mean:
+            decoded += read_mean(mean)[..., None, :]
+        return self.layout.pack(fields, mean).swapaxes(0, 1), decoded.reshape(x.shape)

@@ -1,0 +1,82 @@
+"""What the CUDA ops are tested on: the emulator as a device, or a GPU where the environment has POLARLM_TEST_GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from engine.backends.device import Device
+from tests.cuda.formats import poisoned, read
+from tests.cuda_emulator import Program
+
+_KINDS = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
+
+
+@cache
+def _program(text: str, checked: bool) -> Program:
+    return Program(text, checked=checked)
+
+
+class EmulatedDevice:
+    """See `engine.backends.device.Device`. New arrays hold NaN: whoever reads what nobody has written is found out."""
+
+    name = "emulated GPU"
+    processors = 6
+
+    def __init__(self, *, checked: bool = True):
+        """checked: as for the emulator's programs; without, launches take less than half the time."""
+        self._checked = checked
+        self.launches: list[str] = []
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 30, 2 << 30
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        kind = _KINDS.get(np.dtype(dtype).name)
+        if kind is not None:
+            return poisoned(shape, kind)
+        return np.full(shape, np.iinfo(dtype).max, dtype)
+
+    def from_host(self, x: np.ndarray) -> np.ndarray:
+        assert isinstance(x, np.ndarray)
+        assert x.flags.c_contiguous
+        return x.copy()
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
+
+    def launch(
+        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
+    ) -> None:
+        assert all(size > 0 for size in (*grid, *block)), f"{kernel}: nothing to launch, {grid} × {block}"
+        self.launches.append(kernel)
+        _program(text, self._checked).launch(kernel, grid, block, *args, shared=shared)
+
+    def gemm(self, y: np.ndarray, x: np.ndarray, weight: np.ndarray, *, add: bool) -> None:
+        assert x.dtype == weight.dtype
+        assert y.dtype == np.float32
+        assert all(array.flags.c_contiguous for array in (y, x, weight))
+        self.launches.append("gemm")
+        kind = _KINDS[x.dtype.name]
+        product = read(x, kind) @ read(weight, kind).T
+        y[...] = y + product if add else product
+
+    def replay(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
+        hash(key)
+        before = len(self.launches)
+        result = work(*(self.from_host(x) for x in inputs))
+        assert "gemm" not in self.launches[before:], "a library's product cannot be recorded"
+        return result
+
+
+def open_device(*, checked: bool = True) -> Device:
+    """The device under test."""
+    if os.environ.get("POLARLM_TEST_GPU"):
+        from engine.backends.cupy_device import open_device as open_gpu
+
+        return open_gpu()
+    return EmulatedDevice(checked=checked)

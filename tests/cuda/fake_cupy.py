@@ -1,0 +1,252 @@
+"""A CuPy whose GPU is the emulator: as much of its interface as `engine.backends.cupy_device` uses, with its rules.
+
+Arrays are NumPy's with an address; kernels run in the emulator; a graph holds the launches that it was recorded from,
+with the very arrays, and does them again. It is stricter than CuPy: whatever would go to another stream than the one in
+use, would take memory from the common pool while a graph is recorded, or is not allowed then, is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.cuda.formats import poisoned, read
+from tests.cuda_emulator import Program
+
+SHARED_WITHOUT_ASKING = 48 << 10
+_KINDS = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int):
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class CUBLASError(CUDARuntimeError):
+    pass
+
+
+class CUDADriverError(CUDARuntimeError):
+    pass
+
+
+class Array(np.ndarray):
+    """cupy.ndarray of the machine that made it."""
+
+    machine: Machine
+
+    def __array_finalize__(self, of: Any) -> None:
+        self.machine = getattr(of, "machine", None)
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    def __setitem__(self, place: Any, x: Any) -> None:
+        """A kernel of CuPy's own."""
+        to = self.view(np.ndarray)
+        self.machine.do(lambda: to.__setitem__(place, x))
+
+
+@dataclass
+class Machine:
+    """The state of the fake: what is current, what is being recorded, what was done. Tests look at it and set it."""
+
+    devices: int = 1
+    status: int = 0  # of getDeviceCount
+    capability: tuple[int, int] = (9, 0)
+    stream: Any = None
+    pool: Any = None
+    recorded: list[Callable[[], None]] | None = None
+    launches: list[str] = field(default_factory=list)
+    largest_shared: int = 0
+    room: int = 1 << 30  # bytes that one allocation may have
+
+    def do(self, work: Callable[[], None]) -> None:
+        """On the stream in use, now or when the graph is launched."""
+        assert self.stream is not None, "work for CuPy's own stream"
+        if self.recorded is None:
+            work()
+        else:
+            self.recorded.append(work)
+
+    def empty(self, shape: Any, dtype: Any) -> Array:
+        assert self.stream is not None, "memory of another stream"
+        assert self.recorded is None or self.pool is not None, "recorded work takes memory from the common pool"
+        shape, kind = np.atleast_1d(shape).tolist(), _KINDS.get(np.dtype(dtype).name)
+        array = poisoned(tuple(shape), kind) if kind else np.full(shape, 0x7F, dtype)
+        if array.nbytes > self.room:
+            raise MemoryError
+        array = array.view(Array)
+        array.machine = self
+        return array
+
+
+@cache
+def _program(text: str) -> Program:
+    return Program(text, checked=False)
+
+
+def make() -> tuple[Machine, dict[str, ModuleType]]:
+    """A machine, and the modules that stand for CuPy's."""
+    machine = Machine()
+    cupy, cuda, libs = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy_backends.cuda.libs")
+    cuda.runtime = _runtime(machine)
+    cuda.driver = SimpleNamespace(CUDADriverError=CUDADriverError)
+    cuda.Stream = lambda non_blocking: _Stream(machine)
+    cuda.Event = _Event
+    cuda.MemoryPool = lambda: SimpleNamespace(malloc=object())
+    cuda.Graph = _Graph
+    cuda.alloc_pinned_memory = bytearray
+    cuda.get_cublas_handle = lambda: 7
+    cuda.using_allocator = lambda malloc: _using(machine, malloc)
+    libs.cublas = SimpleNamespace(
+        CUBLASError=CUBLASError,
+        CUBLAS_OP_N=0,
+        CUBLAS_OP_T=1,
+        CUBLAS_COMPUTE_32F=68,
+        CUBLAS_GEMM_DEFAULT=-1,
+        gemmEx=lambda *args: _gemm(machine, *args),
+    )
+    cupy.cuda, cupy.ndarray, cupy.empty = cuda, Array, machine.empty
+    cupy.ascontiguousarray = lambda x: np.ascontiguousarray(x).view(Array)
+    cupy.get_default_memory_pool = lambda: SimpleNamespace(free_bytes=lambda: 100)
+    cupy.RawModule = lambda code, options: SimpleNamespace(get_function=lambda name: _Kernel(machine, code, name))
+    cupy.RawKernel = _Kernel
+    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends.cuda.libs": libs}
+    return machine, {**modules, "cupy_backends": ModuleType("cupy_backends"), "cupy_backends.cuda": ModuleType("cuda")}
+
+
+def _runtime(machine: Machine) -> SimpleNamespace:
+    def count() -> int:
+        if machine.status:
+            raise CUDARuntimeError(machine.status)
+        return machine.devices
+
+    def copy(to: int, of: int, size: int, kind: int, stream: int) -> None:
+        assert machine.recorded is None, "a copy of the host's memory is recorded"
+        assert stream == machine.stream.ptr
+        ctypes.memmove(to, of, size)
+
+    properties = {"name": b"Fake GPU", "multiProcessorCount": 4}
+    return SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        CUDA_R_32F=0,
+        CUDA_R_16F=2,
+        CUDA_R_16BF=14,
+        memcpyHostToDevice=1,
+        memcpyDeviceToHost=2,
+        getDevice=lambda: 0,
+        getDeviceCount=count,
+        getDeviceProperties=lambda device: properties,
+        deviceGetAttribute=lambda of, device: machine.capability[of - 75],
+        memGetInfo=lambda: (1 << 30, 2 << 30),
+        memcpyAsync=copy,
+    )
+
+
+@contextlib.contextmanager
+def _using(machine: Machine, malloc: object) -> Iterator[None]:
+    before, machine.pool = machine.pool, malloc
+    try:
+        yield
+    finally:
+        machine.pool = before
+
+
+class _Event:
+    done = True
+
+    def __init__(self, disable_timing: bool):
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record(self, stream: _Stream) -> None:
+        assert stream.machine.recorded is None
+
+
+class _Stream:
+    ptr = 11
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def use(self) -> None:
+        self.machine.stream = self
+
+    def record(self, event: _Event) -> _Event:
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        assert self.machine.recorded is None, "recorded work waits"
+
+    def begin_capture(self) -> None:
+        assert self.machine.recorded is None
+        self.machine.recorded = []
+
+    def end_capture(self) -> _Graph:
+        work, self.machine.recorded = self.machine.recorded, None
+        assert work is not None
+        return _Graph(work)
+
+
+@dataclass
+class _Graph:
+    work: list[Callable[[], None]]
+
+    def launch(self, stream: _Stream) -> None:
+        for launch in self.work:
+            launch()
+
+
+@dataclass
+class _Kernel:
+    machine: Machine
+    text: str
+    name: str
+    max_dynamic_shared_size_bytes: int = SHARED_WITHOUT_ASKING
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int) -> None:
+        assert all(type(sizes) is tuple and all(type(size) is int for size in sizes) for sizes in (grid, block))
+        assert shared_mem <= self.max_dynamic_shared_size_bytes
+        assert not any(arg is None for arg in args), "CuPy passes None as no argument"
+        values = [None if isinstance(arg, np.uintp) else arg for arg in args]
+        assert all(value is None or isinstance(value, Array | np.generic) for value in values)
+        self.machine.largest_shared = max(self.machine.largest_shared, shared_mem)
+
+        def launch() -> None:
+            self.machine.launches.append(self.name)
+            _program(self.text).launch(self.name, grid, block, *values, shared=shared_mem)
+
+        self.machine.do(launch)
+
+
+def _gemm(machine: Machine, handle: int, transa: int, transb: int, m: int, n: int, k: int, *rest: int) -> None:
+    """cublasGemmEx of the one kind that the engine asks for: C = alpha · Aᵀ · B + beta · C, columns first."""
+    alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, algorithm = rest
+    assert machine.recorded is None, "cuBLAS cannot be recorded"
+    assert (handle, transa, transb, c_type, compute, algorithm) == (7, 1, 0, 0, 68, -1)
+    assert a_type == b_type
+    kind, dtype = {2: ("__half", np.float16), 14: ("__nv_bfloat16", np.uint16)}[a_type]
+
+    def at(address: int, count: int, dtype: Any) -> np.ndarray:
+        raw = (ctypes.c_ubyte * (count * np.dtype(dtype).itemsize)).from_address(address)
+        return np.frombuffer(raw, dtype)
+
+    factors = [float(at(address, 1, np.float32)[0]) for address in (alpha, beta)]
+    left = read(at(a, m * lda, dtype).reshape(m, lda)[:, :k], kind)
+    right = read(at(b, n * ldb, dtype).reshape(n, ldb)[:, :k], kind)
+    result = at(c, n * ldc, np.float32).reshape(n, ldc)[:, :m]
+    before = factors[1] * result if factors[1] else 0
+    result[...] = factors[0] * (right @ left.T) + before

@@ -1,0 +1,12 @@
+"""What tests run kernels on: the emulator, or a GPU where the environment has POLARLM_TEST_GPU; calls are the same."""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("POLARLM_TEST_GPU"):
+    from tests.cuda.gpu_program import Program
+else:
+    from tests.cuda_emulator import Program
+
+__all__ = ["Program"]

@@ -1,0 +1,226 @@
+"""The device of CuPy, with the emulator for a GPU: what goes where and when."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from engine.backends.cuda_ops import CudaOps
+from engine.backends.kernels import source
+from engine.errors import EngineError
+from tests.cuda import fake_cupy
+from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError, Machine
+from tests.cuda.formats import STEP, read, store
+from tests.cuda.test_model_emulated import talk
+
+SILU = source("silu_mul", ACT="float")
+NAME = "engine.backends.cupy_device"
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]]:
+    """The machine, and the module under test, imported anew."""
+    machine, modules = fake_cupy.make()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    yield machine, importlib.import_module(NAME)
+    sys.modules.pop(NAME, None)
+
+
+@pytest.fixture
+def machine(fake: tuple[Machine, ModuleType]) -> Machine:
+    return fake[0]
+
+
+@pytest.fixture
+def device(fake: tuple[Machine, ModuleType]):
+    return fake[1].CupyDevice()
+
+
+def silu(device, y, gate_up) -> None:
+    args = (y, gate_up, np.int32(gate_up.shape[1] // 2))
+    device.launch("silu_mul_kernel", SILU, (1, len(gate_up)), (32,), args)
+
+
+def silu_of(x: np.ndarray) -> np.ndarray:
+    gate, up = np.split(x.astype(np.float64), 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0, 4), (600, 1000)])
+def test_what_goes_up_comes_back(device, rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+    x = rng.standard_normal(shape).astype(np.float32)
+    before, y = x.copy(), device.from_host(x)
+    x[...] = 0
+    np.testing.assert_array_equal(device.to_host(y), before)
+    np.testing.assert_array_equal(device.to_host(y[:, 1:3]), before[:, 1:3])
+
+
+def test_memory_counts_what_the_pool_has(device) -> None:
+    assert device.memory() == ((1 << 30) + 100, 2 << 30)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_writes_its_output(device, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((3, 16)).astype(np.float32)
+    y = device.empty((3, 8), np.float32)
+    silu(device, y, device.from_host(x))
+    np.testing.assert_allclose(device.to_host(y), silu_of(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [3, 3.0, np.float64(3), np.int8(3), np.zeros(3), "3"])
+def test_only_what_a_kernel_takes_is_passed_on(device, wrong: object) -> None:
+    with pytest.raises(TypeError, match="a kernel takes device arrays"):
+        device.launch("silu_mul_kernel", SILU, (1,), (32,), (None, wrong, np.int32(8)))
+
+
+def test_shared_memory_is_asked_for(device, machine: Machine) -> None:
+    text = 'extern "C" __global__ void f(int *y) { DYNAMIC_SHARED(int, s); s[0] = 1; y[0] = s[0]; }'
+    text = text.replace("void f", "void __launch_bounds__(32) f")
+    y = device.from_host(np.zeros(1, np.int32))
+    from engine.backends.kernels import prelude
+
+    for size in (1 << 10, 96 << 10, 64 << 10):
+        device.launch("f", prelude() + text, (1,), (1,), (y,), size)
+    assert machine.largest_shared == 96 << 10
+
+
+@pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
+@pytest.mark.parametrize("add", [False, True])
+def test_gemm(device, rng: np.random.Generator, kind: str, add: bool) -> None:
+    x, w = (store(rng.standard_normal(shape), kind) for shape in ((5, 24), (7, 24)))
+    before = rng.standard_normal((5, 7)).astype(np.float32)
+    y = device.from_host(before)
+    device.gemm(y, device.from_host(x), device.from_host(w), add=add)
+    wanted = read(x, kind).astype(np.float64) @ read(w, kind).T + (before if add else 0)
+    np.testing.assert_allclose(device.to_host(y), wanted, atol=24 * STEP["float"] * 24)
+
+
+# -- recorded work -----------------------------------------------------------------------------------------------
+
+
+def test_work_is_recorded_once_and_then_launched(device, machine: Machine, rng: np.random.Generator) -> None:
+    calls: list[int] = []
+
+    def work(x, offset):
+        calls.append(1)
+        y = device.empty((len(x), 8), np.float32)
+        silu(device, y, x)
+        return y
+
+    for turn in range(5):
+        x = rng.standard_normal((2, 16)).astype(np.float32)
+        result = device.replay("key", work, [x, np.arange(3, dtype=np.int32)])
+        np.testing.assert_allclose(device.to_host(result), silu_of(x), rtol=1e-5)
+        assert len(calls) == min(turn + 1, 2)
+    assert machine.launches == ["silu_mul_kernel"] * 5
+
+
+def test_other_keys_shapes_and_dtypes_are_other_work(device) -> None:
+    calls: list[tuple] = []
+
+    def work(x):
+        calls.append((x.shape, x.dtype))
+        return x
+
+    for key, x in [("a", np.zeros(3)), ("b", np.zeros(3)), ("a", np.zeros(4)), ("a", np.zeros(3, np.int32))] * 3:
+        device.replay(key, work, [x])
+    assert len(calls) == 8
+
+
+def test_inputs_are_the_ones_of_the_call(device) -> None:
+    """Of all sizes in one buffer, each in a place of its own."""
+    for _ in range(3):
+        inputs = [np.arange(n, dtype=t) for n, t in [(1, np.int32), (100, np.float32), (3, np.uint8), (7, np.int32)]]
+        seen: list[np.ndarray] = []
+        device.replay("key", lambda *arrays, seen=seen: seen.extend(map(np.array, arrays)) or arrays[0], inputs)
+        for given, array in zip(inputs, seen, strict=False):
+            np.testing.assert_array_equal(array, given)
+
+
+def test_an_error_while_recording_ends_the_recording(device, machine: Machine) -> None:
+    fails = [False, True, False, False]
+
+    def work(x):
+        if fails.pop(0):
+            raise ZeroDivisionError
+        return x
+
+    device.replay("key", work, [np.zeros(3)])
+    with pytest.raises(ZeroDivisionError):
+        device.replay("key", work, [np.zeros(3)])
+    assert machine.recorded is None
+    np.testing.assert_array_equal(device.replay("key", work, [np.ones(3)]), np.ones(3))
+
+
+def test_a_whole_model_says_the_same_recorded_or_not(device, machine: Machine) -> None:
+    """Steps over the end of a block: a graph launched again must find all that has changed in its inputs."""
+    recorded = talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5"))
+    device.replay = lambda key, work, inputs: work(*map(device.from_host, inputs))
+    for given, wanted in zip(recorded, talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")), strict=True):
+        np.testing.assert_array_equal(given, wanted)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [CUDARuntimeError(2), CUDADriverError(2), CUBLASError(3)])
+def test_a_gpu_without_memory_is_a_memory_error(device, error: Exception) -> None:
+    def work(x):
+        raise error
+
+    with pytest.raises(MemoryError):
+        device.replay("key", work, [np.zeros(3)])
+
+
+@pytest.mark.parametrize("error", [CUDARuntimeError(700), CUBLASError(13)])
+def test_other_errors_stay_what_they_are(device, error: Exception) -> None:
+    def work(x):
+        raise error
+
+    with pytest.raises(type(error)):
+        device.replay("key", work, [np.zeros(3)])
+
+
+def test_open_device(fake: tuple[Machine, ModuleType]) -> None:
+    machine, module = fake
+    device = module.open_device()
+    assert (device.name, device.processors) == ("Fake GPU", 4)
+    assert machine.launches == ["silu_mul_kernel"]
+
+
+def broken(machine: Machine) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("CuPy failed to load libnvrtc.so.13\nand more")
+
+    machine.do = fail  # type: ignore[method-assign]
+
+
+NO_GPU: list[tuple[Callable[[Machine], object], str]] = [
+    (lambda machine: setattr(machine, "status", 35), "driver is older than the CUDA of the installed CuPy"),
+    (lambda machine: setattr(machine, "status", 100), "shows no GPU: look at CUDA_VISIBLE_DEVICES"),
+    (lambda machine: setattr(machine, "devices", 0), "shows no GPU: look at CUDA_VISIBLE_DEVICES"),
+    (lambda machine: setattr(machine, "status", 999), r"CUDA does not start \(status 999\)"),
+    (lambda machine: setattr(machine, "capability", (7, 5)), "Fake GPU, has compute capability 7.5, and 8.0 is"),
+    (broken, r"do not work \(CuPy failed to load libnvrtc.so.13\)$"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), NO_GPU)
+def test_a_gpu_that_cannot_be_used_says_why(fake: tuple[Machine, ModuleType], spoil: Callable, reason: str) -> None:
+    machine, module = fake
+    spoil(machine)
+    with pytest.raises(EngineError, match=reason) as caught:
+        module.open_device()
+    assert caught.value.code == "device_unavailable"

@@ -1,0 +1,221 @@
+"""Attention of a step over random paged caches, run by the emulator with every check on, against float64.
+
+The reference is attention over what the codecs' own fields decode to; `tests.cuda.caches` states the tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache as cached
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.backends import cuda_shapes
+from engine.backends.kernels import source
+from engine.backends.records import table_bytes
+from engine.codecs._rotation import twice_signed_hadamard
+from tests.cuda.caches import PagedCache, random_cache
+from tests.cuda.formats import EPS32
+from tests.cuda.nvrtc import SHARED_LIMIT, compile_text
+from tests.cuda.programs import Program
+from tests.cuda.test_kernels_basic import hadamard_signs
+from tests.cuda.variants import Cache, Variant
+
+SEEDS = [0, 1, 2]
+COMBINE_THREADS = 256
+
+
+@cached
+def compiled(text: str) -> Program:
+    return Program(text)
+
+
+def i32(value: int) -> np.int32:
+    return np.int32(value)
+
+
+def parts(
+    cache: PagedCache, q: np.ndarray, *, splits: int, warps: int, window: int = 0, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """q (B, H, D) → part_acc (B, H, splits, DP), part_ml (B, H, splits, 2)."""
+    sequences, heads, dim = q.shape
+    group = heads // cache.kv_heads
+    chunks = -(-group // 8)
+    layouts = cache.key_layout, cache.value_layout
+    shared = table_bytes(*layouts) + (512 * warps if cache.key_layout.mean_bits else 0)
+    shared = max(shared, 4 * warps * -(-group // chunks) * (-(-dim // 16) * 16 + 6))
+    text = source("decode_attention", *layouts, GROUP=group, WARPS=warps)
+    acc = np.full((sequences, heads, splits, -(-dim // 16) * 16), np.nan, np.float32)
+    ml = np.full((sequences, heads, splits, 2), np.nan, np.float32)
+    pools = cache.keys, cache.values, cache.exact_keys, cache.exact_values
+    tables = cache.key_layout.tables, cache.value_layout.tables
+    numbers = i32(cache.spans.shape[1]), i32(cache.kv_heads), i32(window), np.float32(1 / np.sqrt(dim))
+    grid = splits, cache.kv_heads * chunks, sequences
+    args = acc, ml, q, *pools, cache.spans, *tables, *numbers
+    compiled(text).launch("decode_attention_kernel", grid, (32 * warps,), *args, shared=shared, seed=seed)
+    return acc, ml
+
+
+def combined(
+    acc: np.ndarray, ml: np.ndarray, dim: int, seed: int = 0, rotation: tuple[Any, ...] = (1, None, None)
+) -> np.ndarray:
+    """What `parts` gives → (B, H, D). rotation: order of Hadamard's matrix, signs (D) before and behind it."""
+    sequences, heads, splits, _ = acc.shape
+    out = np.full((sequences, heads, dim), np.nan, np.float32)
+    order, before, behind = rotation
+    args = out, acc, ml, before, behind, i32(splits)
+    program = compiled(source("combine", D=dim, ORDER=order))
+    program.launch("combine_kernel", (sequences * heads,), (COMBINE_THREADS,), *args, seed=seed)
+    return out
+
+
+def attend(cache: PagedCache, q: np.ndarray, *, seed: int = 0, **options: Any) -> np.ndarray:
+    return combined(*parts(cache, q, seed=seed, **options), q.shape[-1], seed)
+
+
+def queries(rng: np.random.Generator, cache: PagedCache, group: int) -> np.ndarray:
+    """(B, H, D), long enough that some tokens weigh much more than others."""
+    return (2 * rng.standard_normal((cache.rows, cache.kv_heads * group, cache.head_dim))).astype(np.float32)
+
+
+# Keys, values, head dim, query heads of a KV head, block size, bits of means.
+CACHES = [
+    ("f16", "f16", 64, 4, 64, 0),
+    ("f16", "f16", 80, 7, 32, 0),
+    ("f16", "f16", 8, 1, 16, 8),
+    ("f16", "f16", 256, 2, 64, 0),
+    ("f16", "turbo4", 128, 4, 64, 16),
+    ("ring3", "f16", 256, 1, 64, 8),
+    ("ring3.5", "ring3", 128, 4, 64, 8),
+    ("ring3.5", "ring3.5", 16, 7, 32, 16),
+    ("ring4", "ring3.5", 128, 8, 64, 8),
+    ("ring4", "ring4", 80, 4, 128, 8),
+    ("ring4+norm16", "ring4+dense+norm16", 96, 12, 64, 0),
+    ("ring5", "turbo4", 256, 4, 128, 16),
+    ("turbo3", "ring5", 8, 2, 32, 8),
+    ("turbo4", "turbo2", 256, 8, 32, 0),
+    ("ring3", "turbo3", 64, 11, 16, 8),
+    ("polarquant", "polarquant", 64, 4, 64, 8),
+    ("ring4", "polarquant", 80, 1, 64, 8),
+    ("polarpair-m4n4", "ring3", 64, 4, 64, 8),
+    ("polarpair-m4n2", "polarquant", 96, 1, 32, 0),
+]
+
+
+@pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
+def test_ragged_batches(
+    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
+) -> None:
+    lengths = [5 * block + 3, 1, block - 1, block, block + 1, 2 * block]
+    shape = {"head_dim": dim, "block_size": block, "mean_bits": mean_bits, "kv_heads": 2}
+    cache = random_cache(rng, keys, values, lengths, **shape)
+    q = queries(rng, cache, group)
+    results = [attend(cache, q, splits=2, warps=2, seed=seed) for seed in SEEDS]
+    cache.assert_attention(results[0], q)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize(("keys", "mean_bits"), [("ring4", 8), ("f16", 0)])
+@pytest.mark.parametrize(("splits", "warps"), [(1, 1), (2, 1), (1, 3), (13, 3)])
+def test_any_number_of_splits_and_warps(
+    rng: np.random.Generator, keys: str, mean_bits: int, splits: int, warps: int
+) -> None:
+    """A warp that does it all has three groups of means; 39 warps are more than the units of the short sequences."""
+    cache = random_cache(rng, keys, "f16" if keys == "f16" else "ring3", [16 * 43 - 5, 16 * 18, 40, 3], **SMALL)
+    q = queries(rng, cache, 3)
+    cache.assert_attention(attend(cache, q, splits=splits, warps=warps), q)
+
+
+SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "block"), [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128)]
+)
+@pytest.mark.parametrize(("blocks", "tokens"), [(0, 1), (0, 17), (1, -1), (1, 0), (1, 1), (2, 7), (3, -9), (40, 0)])
+def test_windows(rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int) -> None:
+    """The sink, the tail and any coded block may be cut or hidden, and blocks behind every window are gone."""
+    window, longest = blocks * block + tokens, block * 7 + 5
+    dropped = max(0, (longest - window) // block - 1)
+    lengths = [longest, longest + 20, block + 3, block * 2, 5]
+    cache = random_cache(rng, keys, values, lengths, dropped=dropped, block_size=block, head_dim=16, mean_bits=8)
+    q = queries(rng, cache, 4)
+    cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
+
+
+def test_what_a_split_without_tokens_writes(rng: np.random.Generator) -> None:
+    cache = random_cache(rng, "ring4", "ring4", [20], **SMALL)  # a sink's and a tail's slice
+    acc, ml = parts(cache, queries(rng, cache, 2), splits=4, warps=2)
+    assert np.isfinite(ml[:, :, :2]).all()
+    assert (ml[:, :, 2:] == [-np.inf, 0]).all()
+    assert (acc[:, :, 2:] == 0).all()
+
+
+def test_a_sequence_without_rows(rng: np.random.Generator) -> None:
+    """It fills up a batch, and gives zeros."""
+    cache = random_cache(rng, "ring4", "ring4", [70, 70], **SMALL)
+    q = queries(rng, cache, 2)
+    full = attend(cache, q, splits=2, warps=2)
+    cache.spans[1] = 0
+    out = attend(cache, q, splits=2, warps=2)
+    np.testing.assert_array_equal(out[0], full[0])
+    assert (out[1] == 0).all()
+
+
+def test_scores_of_any_size(rng: np.random.Generator) -> None:
+    """One token takes all the weight; the maximum rises from block to block."""
+    cache = random_cache(rng, "ring4", "ring4", [200], **SMALL)
+    q = 300 * queries(rng, cache, 2)
+    cache.assert_attention(attend(cache, q, splits=2, warps=2), q)
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_the_tables_are_where_the_kernel_thinks(arch: int) -> None:
+    """Where it knows the shared memory's address to be another one, the compiler leaves a kernel that only stops."""
+    cache = Cache("ring4", "ring4", 64)
+    shape, _ = cuda_shapes.decode_attention(*cache.layouts(), 4)
+    (usage,) = compile_text(Variant("decode_attention", shape.defines, cache).text(), arch)
+    assert usage.registers > 64  # of codes alone there are 32
+
+
+# Word of a row of spans, and a window in which it matters where the first coded block stands.
+@pytest.mark.parametrize(("column", "window"), [(3, 0), (4, 64), (5, 0), (6, 0), (7, 64), (8, 0), (10, 0)])
+def test_a_wrong_span_is_noticed(rng: np.random.Generator, column: int, window: int) -> None:
+    """Off by one: the sink's slot, the first block's number, the number of blocks, the tail's slot, its number, ids."""
+    cache = random_cache(rng, "ring4", "ring4", [16 * 6 + 5], **SMALL)
+    q = queries(rng, cache, 2)
+    wrong = replace(cache, spans=cache.spans.copy())
+    wrong.spans[0, column] += 1 if wrong.spans[0, column] == 0 else -1
+    cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
+    with pytest.raises(AssertionError, match="off by up to"):
+        cache.assert_attention(attend(wrong, q, splits=1, warps=2, window=window), q, window)
+
+
+@pytest.mark.parametrize("dim", [8, 80, 128, 256])
+@pytest.mark.parametrize("splits", [1, 5, 40])
+def test_combine(rng: np.random.Generator, dim: int, splits: int) -> None:
+    heads, padded = 3, -(-dim // 16) * 16
+    acc = rng.standard_normal((1, heads, splits, padded)).astype(np.float32)
+    acc[..., dim:] = np.nan
+    ml = np.stack([20 * rng.standard_normal((1, heads, splits)), rng.uniform(1, 9, (1, heads, splits))], -1)
+    empty = rng.random((1, heads, splits)) < 0.3
+    empty[:, 0], empty[:, 1], empty[:, :, 0] = True, False, [True, False, False]
+    acc[empty], ml[empty] = 0, (-np.inf, 0)
+    ml = ml.astype(np.float32)
+    tops, sums = ml[:, 1:, :, 0].astype(np.float64), ml[:, 1:, :, 1]
+    weights = np.exp2(tops - tops.max(-1, keepdims=True))
+    exact = (weights[..., None] * acc[:, 1:, :, :dim]).sum(2) / (weights * sums).sum(-1)[..., None]
+    for seed in SEEDS:
+        out = combined(acc, ml, dim, seed)
+        assert (out[:, 0] == 0).all()
+        # A sum of `splits` products of weights that are two roundings off, and a division.
+        allowed = (splits + 8) * EPS32 * np.abs(acc[:, 1:, :, :dim]).max()
+        assert np.abs(out[:, 1:] - exact).max() <= allowed
+        # A sum of as many as the order of Hadamard's matrix, over its root.
+        matrix = twice_signed_hadamard(dim)
+        order, *signs = hadamard_signs(matrix)
+        turned = combined(acc, ml, dim, seed, (order, *signs))
+        assert np.abs(turned[:, 1:] - exact @ matrix).max() <= 2 * np.sqrt(order) * allowed

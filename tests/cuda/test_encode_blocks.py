@@ -1,0 +1,263 @@
+"""Exact records become coded ones, run by the emulator: the codes, norms and means that NumPy chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import codecs
+from engine.backends import cuda_shapes, records
+from engine.backends.candidates import ALL, candidates
+from engine.backends.kernels import source
+from engine.backends.records import Layout
+from engine.codecs._nearest import NearestPoint
+from engine.codecs._pair_record import PairRecord
+from engine.codecs.ring import RINGS, points_of
+from engine.conditioning import centre
+from engine.encoding import encode_well
+from engine.encoding.metric import Metric, key_metric, value_metric
+from tests.cuda.programs import Program
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of blocks: head dim D, tokens N of a block, of which `tokens` are in shared memory at once; bits of key means.
+
+    warps: of a CTA.
+    """
+
+    dim: int
+    size: int = 16
+    tokens: int = 16
+    mean_bits: int = 0
+    warps: int = 4
+
+
+@dataclass(frozen=True)
+class Side:
+    """The codec of keys, or of values, and where their records are."""
+
+    values: bool
+    name: str
+    shape: Shape
+
+    @property
+    def layout(self) -> Layout:
+        shape = self.shape
+        return records.layout(codecs.get(self.name), self.values, shape.size, shape.dim, self.mean_bits)
+
+    @property
+    def mean_bits(self) -> int:
+        return 0 if self.values else self.shape.mean_bits
+
+    def expected(self, x: np.ndarray, metric: Metric | None) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """x (K, B, N, D) → NumPy's fields and those of means."""
+        mean: dict[str, np.ndarray] = {}
+        if self.mean_bits:
+            x, mean = centre(x, self.mean_bits)
+        return encode_well(codecs.get(self.name), x, metric), mean
+
+
+def shared_bytes(layout: Layout, warps: int, tokens: int) -> int:
+    """Room::BYTES of `cuda/encode_blocks.cu`, or what a codec takes that has no table."""
+    size, dim = layout.record.geometry.block_size, layout.record.geometry.head_dim
+    mean = 4 * dim * (layout.mean_bits > 0)
+    if not isinstance(layout.record, PairRecord):
+        return 4 * dim * size + mean
+    points, width = layout.record.points.shape
+    shares = warps // -(-tokens // 32)
+    floats = dim * (tokens + 4) + shares * 7 * tokens + width * (2 * tokens + points) + 2 * size
+    return 4 * floats + mean + 2 * dim // width * (size + tokens + 2)
+
+
+@cache
+def program(name: str, shape: Shape) -> Program:
+    keys, values = (Side(values, name, shape).layout for values in (False, True))
+    return Program(source("encode_blocks", keys, values, WARPS=shape.warps, TOKENS=shape.tokens))
+
+
+@cache
+def near(name: str) -> np.ndarray | None:
+    record = codecs.get(name).record(False, 16, 16)
+    pairs = isinstance(record, PairRecord) and record.points.shape[1] == 2
+    return candidates(record.points) if pairs else None
+
+
+def pointers(side: Side, metric: Metric | None) -> list[np.ndarray | None]:
+    """What the kernel gets of a metric."""
+    if metric is None:
+        return [None] * (3 if side.values else 4)
+    feedback = np.ascontiguousarray(metric.feedback.swapaxes(1, 2))
+    if side.values:
+        fed = metric.token_feedback
+        return [feedback, metric.matrix, None if fed is None else np.ascontiguousarray(fed[:, 0].T)]
+    return [feedback, metric.tilt_second, metric.tilt_mean, metric.matrix]
+
+
+def encoded(side: Side, x: np.ndarray, metric: Metric | None, seed: int = 0) -> np.ndarray:
+    """x (K, B, N, D), halves as float32 → the kernel's records (K, B, bytes); slots and block ids are in any order."""
+    heads, blocks = x.shape[:2]
+    rng = np.random.default_rng(seed)
+    layout = side.layout
+    slots, ids = rng.permutation(blocks + 1)[:blocks], rng.permutation(blocks + 2)[:blocks]
+    exact = np.full((blocks + 1, heads, layout.exact.nbytes), 255, np.uint8)  # 0xffff is NaN
+    exact[slots] = layout.exact.pack(codecs.get("f16").encode(x)).swapaxes(0, 1)
+    out = np.full((blocks + 2, heads, layout.nbytes), 0xA5, np.uint8)
+    moves = np.stack([slots, ids], axis=1).astype(np.int32)
+    kernel = "encode_values_kernel" if side.values else "encode_keys_kernel"
+    args: list[Any] = [out, exact, moves, layout.tables, near(side.name), *pointers(side, metric), np.int32(heads)]
+    shape = side.shape
+    shared = shared_bytes(layout, shape.warps, shape.tokens)
+    program(side.name, shape).launch(kernel, (blocks, heads), (32 * shape.warps,), *args, shared=shared, seed=seed)
+    untouched = np.setdiff1d(np.arange(blocks + 2), ids)
+    assert (out[untouched] == 0xA5).all()
+    return out[ids].swapaxes(0, 1)
+
+
+def halves(rng: np.random.Generator, *shape: int, bias: float = 0.0) -> np.ndarray:
+    """Vectors of different lengths, around a bias of the channels, as exact records hold them; float32."""
+    x = rng.standard_normal(shape) * np.exp(rng.standard_normal((*shape[:-1], 1)))
+    return (x + bias * rng.standard_normal(shape[-1])).astype(np.float16).astype(np.float32)
+
+
+def assert_same(side: Side, x: np.ndarray, seed: int = 0) -> None:
+    """Without a metric: every field is NumPy's."""
+    fields, mean = side.layout.unpack(encoded(side, x, None, seed))
+    wanted, wanted_mean = side.expected(x, None)
+    for name, field in {**wanted, **wanted_mean}.items():
+        np.testing.assert_array_equal({**fields, **mean}[name], field, err_msg=name)
+        assert {**fields, **mean}[name].dtype == field.dtype
+
+
+CODECS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
+# Head dims of whole and of half tiles, blocks of one part and of several, all tokens in shared memory or some of them.
+SHAPES = [Shape(16, 16, 16, 8), Shape(64, 32, 32, 16), Shape(72, 16, 16, 8), Shape(80, 32, 16, 0)]
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
+@pytest.mark.parametrize(("number", "name"), list(enumerate([*CODECS, "ring4+norm16"])))
+def test_plain_codes_are_those_of_numpy(rng: np.random.Generator, number: int, name: str, values: bool) -> None:
+    side = Side(values, name, SHAPES[number % len(SHAPES)])
+    x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=2.0)
+    assert_same(side, x, seed=number % 3)
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
+@pytest.mark.parametrize("name", ["f16", "polarquant"])
+def test_codecs_without_a_table_encode_the_block_themselves(rng: np.random.Generator, name: str, values: bool) -> None:
+    for shape in (Shape(64, 16, 16, 8), Shape(80, 32, 16, 16)):
+        side = Side(values, name, shape)
+        assert_same(side, halves(rng, 1, 2, shape.size, shape.dim, bias=2.0))
+
+
+def edges(shape: Shape) -> np.ndarray:
+    """Blocks (1, B, N, D) of vectors that are exceptions: nothing, equal ones, the largest, spikes, ties."""
+    size, dim, top = shape.size, shape.dim, np.float32(65504)
+    signs = np.where(np.arange(size * dim).reshape(size, dim) * 7 % 3 == 1, -1, 1).astype(np.float32)
+    spikes = np.zeros((size, dim), np.float32)
+    spikes[np.arange(size), np.arange(size) * 5 % dim] = signs[:, 0] * top
+    turns = np.array([[1, 0], [0, 1], [-1, 0], [0, -1], [1, 1], [-1, 1], [2, -2], [0, 0]], np.float32)
+    mixed = np.zeros((size, dim), np.float32)
+    mixed[::2] = np.float32(2.0**-24)
+    mixed[1] = top
+    blocks = [np.zeros((size, dim)), np.full((size, dim), 3.5), signs * top, spikes, signs * np.float32(2.0**-24)]
+    return np.stack([*blocks, np.resize(turns, (size, dim)), mixed]).astype(np.float32)[None]
+
+
+@pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3", "ring4+norm16"])
+def test_exceptional_blocks(name: str) -> None:
+    for shape in (Shape(16, 16, 16, 8), Shape(64, 32, 32, 16)):
+        for values in (False, True):
+            assert_same(Side(values, name, shape), edges(shape))
+
+
+@pytest.mark.parametrize("bits", RINGS)
+def test_the_nearest_point_is_among_the_candidates_of_its_cell(rng: np.random.Generator, bits: int) -> None:
+    points = points_of(bits)
+    corners = np.stack(np.meshgrid(np.arange(-32, 32), np.arange(-32, 32)), -1).reshape(-1, 2) / np.float32(8)
+    nudges = np.float32(2.0) ** rng.integers(-20, -3, (4, len(corners), 2)) * rng.choice([-1, 1], (4, len(corners), 2))
+    x = np.concatenate([rng.uniform(-4, 4, (20000, 2)), *(corners + nudges), corners]).astype(np.float32)
+    x = x[(np.abs(x) < 4).all(1)]
+    codes, _ = NearestPoint(points)(x)
+    cells = (x * 8 + 32).astype(int)
+    found = candidates(points)[cells[:, 0], cells[:, 1]]
+    assert ((found == codes[:, None]).any(1) | (found[:, 0] == ALL)).all()
+    assert (found[:, 0] == ALL).mean() < 0.01
+    assert (np.diff(found.astype(int), axis=1)[:, 0] >= 0).all()
+
+
+# -- with a metric -----------------------------------------------------------------------------------------------
+
+
+def metric_of(side: Side, heads: int, *, tilt: bool = True, tokens: bool = True) -> Metric:
+    """Errors of some directions cost ten times what they cost in others, and tokens share attention."""
+    rng, dim = np.random.default_rng(5), side.shape.dim
+    rounding = codecs.get(side.name).rounding
+    rotation = np.linalg.qr(rng.standard_normal((dim, dim)))[0]
+    spread = np.geomspace(1, 0.1, dim)
+    if side.values:
+        output = rng.standard_normal((3 * dim, heads, 2, dim)) * spread @ rotation
+        correlation = 0.6 ** np.arange(side.shape.size) if tokens else None
+        return value_metric(output.reshape(3 * dim, -1), heads, dim, None, rounding, correlation)
+    queries = rng.standard_normal((heads, 4 * dim, dim)) * spread @ rotation + 0.2
+    second = queries.swapaxes(1, 2) @ queries / (4 * dim)
+    metric = key_metric(second, queries.mean(1), np.ones((heads, dim)), None, rounding)
+    return metric if tilt else replace(metric, tilt_second=None, tilt_mean=None)
+
+
+def codes_of(side: Side, fields: dict[str, np.ndarray]) -> np.ndarray:
+    """The fields of a codec of pairs but the norm → (K, B, N, D/2)."""
+    return side.layout.record.codes_of({name: x for name, x in fields.items() if name != "norm"})
+
+
+def cost(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metric) -> np.ndarray:
+    """What reading the fields back instead of x costs: Σ e·M·eᵀ of each KV head (K,)."""
+    error = (x - codecs.get(side.name).decode(fields)).astype(np.float64)
+    return np.einsum("kbnd,kde,kbne->k", error, metric.matrix.astype(np.float64), error)
+
+
+def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> None:
+    """Sums are added in another order than NumPy's, so that a code on the edge of a cell may change, and with it those
+    that it feeds back to: .1 % of the codes, and of what errors cost."""
+    fields, mean = side.layout.unpack(encoded(side, x, metric, seed))
+    wanted, wanted_mean = side.expected(x, metric)
+    for name, field in wanted_mean.items():
+        np.testing.assert_array_equal(mean[name], field)
+    same = codes_of(side, fields) == codes_of(side, wanted)
+    assert same.mean() >= 0.999
+    if side.mean_bits:
+        x, _ = centre(x, side.mean_bits)
+    assert cost(side, x, fields, metric) == pytest.approx(cost(side, x, wanted, metric), rel=1e-3)
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
+@pytest.mark.parametrize(("number", "name"), list(enumerate(CODECS)))
+def test_codes_with_a_metric(rng: np.random.Generator, number: int, name: str, values: bool) -> None:
+    side = Side(values, name, SHAPES[number % len(SHAPES)])
+    x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=0.5)
+    assert_as_good(side, x, metric_of(side, 2), seed=number % 3)
+    assert_as_good(side, x, metric_of(side, 2, tilt=False, tokens=False), seed=number % 3)
+
+
+@pytest.mark.parametrize("name", ["ring3.5", "turbo2"])
+def test_exceptional_blocks_with_a_metric(name: str) -> None:
+    shape = Shape(64, 32, 32, 16)
+    for values in (False, True):
+        side, x = Side(values, name, shape), edges(shape)
+        for block in range(x.shape[1]):
+            assert_as_good(side, x[:, block : block + 1], metric_of(side, 1))
+
+
+def test_as_the_engine_launches_it(rng: np.random.Generator) -> None:
+    size, dim = 64, 128
+    layouts = [records.layout(codecs.get("ring4"), values, size, dim, 8 * (not values)) for values in (False, True)]
+    plan = cuda_shapes.encode_blocks(*layouts)
+    shape = Shape(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
+    assert plan.shared == max(shared_bytes(layout, shape.warps, shape.tokens) for layout in layouts)
+    for values in (False, True):
+        side = Side(values, "ring4", shape)
+        assert_as_good(side, halves(rng, 1, 1, size, dim, bias=0.5), metric_of(side, 1))

@@ -1,0 +1,215 @@
+"""The products of few rows, run by the emulator with every check on, against NumPy in float64."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.backends.kernels import source
+from tests.cuda.formats import EPS32, poisoned, read, store
+from tests.cuda.programs import Program
+
+EPS = 1e-5
+SEEDS = [0, 1, 2]
+
+# x, weight, bias, norm, what is in y already
+Case = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]
+
+
+@cache
+def program(kernel: str = "gemm_small", **defines: Any) -> Program:
+    return Program(source(kernel, **defines))
+
+
+def shared_bytes(rows: int, warps_out: int) -> int:
+    """Dynamic shared memory for ROWS and WARPS_OUT, as the kernel's head says."""
+    warps_k = 8 // warps_out
+    return max(5 * 16384 + 128 * rows * warps_k, 4 * warps_k * rows * (32 * warps_out + 4))
+
+
+def made(rng: np.random.Generator, act: str, weight: str, shape: tuple[int, int, int], normed: int, more: bool) -> Case:
+    """Arrays of the kernel's types; bias and y if there is `more`."""
+    rows, n, out = shape
+    x = store(rng.standard_normal((rows, n)) * rng.uniform(0.1, 10, (rows, 1)), act)
+    w = store(rng.standard_normal((out, n)) / np.sqrt(n), weight)
+    bias = store(rng.standard_normal(out), weight) if more else None
+    before = rng.standard_normal((rows, out)).astype(np.float32) if more else None
+    return x, w, bias, store(rng.uniform(0.5, 2, n), weight) if normed else None, before
+
+
+def exact_and_allowed(case: Case, act: str, kind: str, rounded: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """The result in float64, and how far float sums may be from it. x is `rounded` to a type: else the weights'.
+
+    Each of n additions rounds a sum of about the root of the summed squares r, and the errors go either way: √n · r
+    units. Four times that, because tensor cores cut off instead. The products x · norm are the same floats in NumPy.
+    """
+    x, w, bias, norm, before = case
+    values, weights = read(x, act), read(w, kind).astype(np.float64)
+    factor = 1.0
+    if norm is not None:
+        factor = 1 / np.sqrt((values.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS)
+        values = values * read(norm, kind)
+    values = read(store(values, rounded or kind), rounded or kind).astype(np.float64)
+    exact = values @ weights.T * factor
+    root = np.sqrt(values**2 @ weights.T**2) * factor
+    allowed = 4 * EPS32 * np.sqrt(values.shape[1]) * root
+    if bias is not None:
+        exact += read(bias, kind)
+    if before is not None:
+        exact += before
+    return exact, allowed + 4 * EPS32 * np.abs(exact)
+
+
+CASES = [
+    # x, weights, ROWS, WARPS_OUT, (rows, in, out), normed, with a bias and added to what is in y
+    ("float", "__half", 16, 1, (9, 1032, 40), 1, True),
+    ("float", "__nv_bfloat16", 16, 1, (16, 776, 33), 1, False),
+    ("float", "__nv_bfloat16", 16, 2, (16, 136, 65), 0, False),
+    ("__half", "__half", 24, 2, (17, 520, 64), 0, True),
+    ("float", "__half", 32, 4, (32, 72, 129), 1, False),
+    ("__nv_bfloat16", "__nv_bfloat16", 64, 4, (50, 328, 130), 0, True),
+    ("float", "__half", 64, 4, (64, 136, 128), 1, True),
+    ("__half", "__half", 64, 8, (64, 264, 8), 0, False),
+    ("float", "__half", 8, 1, (1, 8, 1), 1, True),
+    ("float", "__half", 8, 1, (8, 2568, 33), 1, True),
+]
+
+
+@pytest.mark.parametrize(("act", "weight", "most", "warps_out", "shape", "normed", "more"), CASES)
+def test_product(
+    rng: np.random.Generator,
+    act: str,
+    weight: str,
+    most: int,
+    warps_out: int,
+    shape: tuple[int, int, int],
+    normed: int,
+    more: bool,
+) -> None:
+    rows, n, out = shape
+    case = made(rng, act, weight, shape, normed, more)
+    x, w, bias, norm, before = case
+    exact, allowed = exact_and_allowed(case, act, weight)
+    run = program(ACT=act, WEIGHT=weight, ROWS=most, WARPS_OUT=warps_out, NORMED=normed, ADD=int(more), GATED=0)
+    for seed in SEEDS[: 1 if n > 1000 else None]:
+        y = poisoned((rows, out), "float") if before is None else before.copy()
+        args = (y, x, w, bias, norm, np.int32(rows), np.int32(n), np.int32(out), np.float32(EPS))
+        grid = (-(-out // (32 * warps_out)), 1)
+        run.launch("gemm_small_kernel", grid, (256,), *args, shared=shared_bytes(most, warps_out), seed=seed)
+        worst = np.abs(y - exact) - allowed
+        assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} are off, by up to {np.nanmax(worst)}"
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7])
+@pytest.mark.parametrize("more", [False, True])
+def test_parts_of_the_inputs_add_up(rng: np.random.Generator, parts: int, more: bool) -> None:
+    """Parts of several stages, and more parts than stages."""
+    shape = rows, n, out = 20, 1000, 70
+    case = made(rng, "__half", "__half", shape, 0, more)
+    x, w, bias, _, before = case
+    exact, allowed = exact_and_allowed(case, "__half", "__half")
+    run = program(ACT="__half", WEIGHT="__half", ROWS=24, WARPS_OUT=2, NORMED=0, ADD=int(more), GATED=0)
+    sums, y = np.full((parts, rows, out), np.nan, np.float32), poisoned((rows, out), "float")
+    sizes = (np.int32(rows), np.int32(n), np.int32(out), np.float32(0))
+    run.launch("gemm_small_kernel", (2, parts), (256,), sums, x, w, bias, None, *sizes, shared=shared_bytes(24, 2))
+    y = y if before is None else before.copy()
+    args = (y, sums, bias, np.int32(parts), np.int32(rows), np.int32(out))
+    run.launch("gemm_small_sum_kernel", (-(-rows * out // 64),), (64,), *args)
+    assert (np.abs(y - exact) <= allowed).all()
+
+
+def test_what_half_precision_cannot_hold_becomes_its_largest_number() -> None:
+    x = np.zeros((3, 8), np.float32)
+    x[0, 1], x[1, 2], x[2, 3] = 1e6, -1e6, np.nan
+    w, y = np.ones((1, 8), np.float16), np.full((3, 1), 7, np.float32)
+    run = program(ACT="float", WEIGHT="__half", ROWS=8, WARPS_OUT=1, NORMED=0, ADD=0, GATED=0)
+    sizes = (np.int32(3), np.int32(8), np.int32(1), np.float32(0))
+    run.launch("gemm_small_kernel", (1, 1), (256,), y, x, w, None, None, *sizes, shared=shared_bytes(8, 1))
+    np.testing.assert_array_equal(y[:, 0], [65504, -65504, np.nan])
+
+
+@pytest.mark.parametrize("normed", [0, 1])
+@pytest.mark.parametrize(
+    ("split", "shape"), [(1, (1, 4104, 33)), (2, (2, 1032, 21)), (4, (3, 1800, 9)), (8, (4, 72, 3)), (8, (4, 2104, 5))]
+)
+def test_gemv_joins_the_warps_of_its_columns(
+    rng: np.random.Generator, split: int, shape: tuple[int, int, int], normed: int
+) -> None:
+    """Split over warps that have a part of the inputs each (or none), and added to what is in y."""
+    rows, n, out = shape
+    x, w, bias, norm, before = made(rng, "float", "__half", shape, normed, True)
+    exact, allowed = exact_and_allowed((x, w, bias, norm, before), "float", "__half", "float")
+    run = program("gemv", ACT="float", WEIGHT="__half", ROWS=rows, OUTPUTS=4, NORMED=normed, ADD=1, SPLIT=split)
+    for seed in SEEDS:
+        y = np.array(before)
+        args = (y, x, w, bias, norm, np.int32(rows), np.int32(n), np.int32(out), np.float32(EPS))
+        run.launch("gemv_kernel", (-(-out * split // 32),), (256,), *args, seed=seed)
+        assert (np.abs(y - exact) <= allowed).all()
+
+
+def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[gate | up] (rows, 2F) in float64 and how far it may be off → silu(gate) · up, and how far that may be.
+
+    The slope of silu is at most 1.1, and its size at most that of the gate; it takes a few operations of its own.
+    """
+    (gate, up), (off_gate, off_up) = np.split(exact, 2, axis=1), np.split(allowed, 2, axis=1)
+    silu = gate / (1 + np.exp(-gate))
+    return silu * up, 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(silu) * off_up + 16 * EPS32 * np.abs(gate * up)
+
+
+@pytest.mark.parametrize(
+    ("rows", "warps_out", "shape", "parts", "normed", "biased"),
+    [
+        (16, 1, (9, 776, 24), 1, 1, True),
+        (16, 1, (16, 264, 50), 3, 0, False),
+        (32, 2, (20, 136, 33), 1, 1, False),
+        (64, 4, (50, 520, 70), 1, 0, True),
+        (64, 4, (50, 520, 70), 3, 0, True),
+    ],
+)
+def test_a_gated_product(
+    rng: np.random.Generator,
+    rows: int,
+    warps_out: int,
+    shape: tuple[int, int, int],
+    parts: int,
+    normed: int,
+    biased: bool,
+) -> None:
+    """Outputs that fill a block's tile, and that end within a warp's 16."""
+    count, n, out = shape
+    x, w, bias, norm, _ = made(rng, "float", "__half", (count, n, 2 * out), normed, biased)
+    exact, allowed = gated(*exact_and_allowed((x, w, bias, norm, None), "float", "__half"))
+    run = program(ACT="float", WEIGHT="__half", ROWS=rows, WARPS_OUT=warps_out, NORMED=normed, ADD=0, GATED=1)
+    sizes = np.int32(count), np.int32(n), np.int32(out), np.float32(EPS)
+    grid, shared = (-(-2 * out // (32 * warps_out)), parts), shared_bytes(rows, warps_out)
+    for seed in SEEDS:
+        y = poisoned((count, out), "float")
+        if parts == 1:
+            run.launch("gemm_small_kernel", grid, (256,), y, x, w, bias, norm, *sizes, shared=shared, seed=seed)
+        else:
+            sums = poisoned((parts, count, 2 * out), "float")
+            run.launch("gemm_small_kernel", grid, (256,), sums, x, w, None, None, *sizes, shared=shared, seed=seed)
+            args = y, sums, bias, np.int32(parts), np.int32(count), np.int32(out)
+            run.launch("gemm_small_sum_kernel", (-(-count * out // 64),), (64,), *args, seed=seed)
+        assert (np.abs(y - exact) <= allowed).all()
+
+
+@pytest.mark.parametrize(("normed", "biased"), [(1, True), (0, False)])
+@pytest.mark.parametrize(("split", "shape"), [(1, (1, 1032, 35)), (2, (3, 520, 8)), (8, (4, 2104, 5))])
+def test_a_gated_gemv(
+    rng: np.random.Generator, split: int, shape: tuple[int, int, int], normed: int, biased: bool
+) -> None:
+    rows, n, out = shape
+    x, w, bias, norm, _ = made(rng, "float", "__half", (rows, n, 2 * out), normed, biased)
+    exact, allowed = gated(*exact_and_allowed((x, w, bias, norm, None), "float", "__half", "float"))
+    constants = {"ROWS": rows, "OUTPUTS": 4, "NORMED": normed, "GATED": 1, "SPLIT": split}
+    for seed in SEEDS:
+        y = poisoned((rows, out), "float")
+        args = y, x, w, bias, norm, np.int32(rows), np.int32(n), np.int32(out), np.float32(EPS)
+        run = program("gemv", ACT="float", WEIGHT="__half", **constants)
+        run.launch("gemv_kernel", (-(-2 * out * split // 32),), (256,), *args, seed=seed)
+        assert (np.abs(y - exact) <= allowed).all()

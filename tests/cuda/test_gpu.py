@@ -1,0 +1,263 @@
+"""What only a GPU can show: recorded work, long contexts, whole models, memory that ends.
+
+The other tests of this folder run on a GPU as well where the environment has POLARLM_TEST_GPU; these need one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.command import CacheType
+from bench.gpu_attention import layer_form
+from bench.gpu_cache import ALLOWED_ERROR, Content, Laid, attention_error, fill, read_tokens
+from bench.gpu_setup import CupyClock, Sizes
+from engine import Engine, EngineError, SamplingParams, codecs
+from engine.backends.cuda_cache import Spans
+from engine.backends.cuda_ops import CudaOps
+from engine.backends.ops import CacheSpan, Place
+from engine.conditioning import Conditioning
+from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from engine.kv.store import KVStore, SequenceKV
+from engine.model import Model
+from engine.sampling import Draw, Sampling
+from engine.weights import load_weights
+from model_loaders import demo
+from model_loaders import load_weights as open_weights
+from model_loaders.cache import cache_folder
+from tests.conftest import FIXTURES
+from tests.cuda.emulated import open_device
+from tests.shared_data import shared
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("POLARLM_TEST_GPU"), reason="needs a GPU, and POLARLM_TEST_GPU=1 in the environment"
+)
+
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+
+
+# -- recorded work -------------------------------------------------------------------------------------------------
+
+BLOCK = 16
+PROMPT = 16 * BLOCK + 5  # 15 coded blocks: two more, and the table is twice as wide
+STEPS = 130
+
+
+class Unrecorded(CudaOps):
+    """Does the work of a step each time."""
+
+    def replay(self, key: Any, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        def there(host: Any) -> Any:
+            if isinstance(host, Spans):
+                return replace(host, device=self._device.from_host(host.table))
+            return self._device.from_host(np.ascontiguousarray(host))
+
+        self._recording = True  # the same kernels
+        try:
+            return work(*map(there, inputs))
+        finally:
+            self._recording = False
+
+
+def small_model(ops: CudaOps, types: tuple[str, str], fixture: str = "llama_gqa_llama3_tied") -> Model:
+    """With room for a few sequences."""
+    config, source, _ = open_weights(FIXTURES / fixture)
+    weights = load_weights(ops, config, source)
+    source.close()
+    k, v = (codecs.get(name) for name in types)
+    layers = tuple(LayerShape(k, v, 0 if types[0] == "f16" else 8, config.window(i)) for i in range(config.layers))
+    shape = CacheShape(BLOCK, config.kv_heads, config.head_dim, layers)
+    stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))
+    plan = plan_for_tokens(shape, 16 * (PROMPT + STEPS), 16)
+    return Model(ops, config, weights, KVStore(ops, plan, [stored] * config.layers))
+
+
+def steps(model: Model, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """STEPS tokens of `count` sequences of different lengths, (STEPS, B), and the last logits (B, V) of the prompts
+    and of the steps."""
+    rng, store = np.random.default_rng(7), model.store
+    sequences: list[SequenceKV] = []
+    for index in range(count):
+        ids = rng.integers(5, model.config.vocab_size, PROMPT - 3 * index).tolist()
+        sequences.append(store.new_sequence())
+        span = store.open(sequences[-1], len(ids))
+        hidden = model.run([span], ids)
+        store.commit(span)
+    logits = [model.logits(hidden[-1:])[0]]
+    chosen, ids = [], [7] * count
+    draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * count
+    for _ in range(STEPS):
+        spans = [store.open(sequence, 1) for sequence in sequences]
+        ids = model.step(spans, ids, draws)
+        for span in spans:
+            store.commit(span)
+        chosen.append(ids)
+    # One more through the store as it is now: what steps wrote shows in it.
+    spans = [store.open(sequence, 1) for sequence in sequences]
+    logits += list(model.logits(model.run(spans, ids)))
+    return np.array(chosen), np.array(logits)
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+@pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
+def test_recorded_steps_are_the_steps_that_they_stand_for(types: tuple[str, str], count: int) -> None:
+    """Over ends of blocks, and where block tables grow: tokens and logits are the same to the bit."""
+    recorded, logits = steps(small_model(CudaOps(open_device()), types), count)
+    plain, plain_logits = steps(small_model(Unrecorded(open_device()), types), count)
+    np.testing.assert_array_equal(recorded, plain)
+    np.testing.assert_array_equal(logits, plain_logits)
+    assert np.isfinite(logits).all()
+
+
+def test_sequences_may_join_and_leave() -> None:
+    """Every number of sequences has a recording of its own, and they take turns."""
+    tokens = []
+    for ops in (CudaOps(open_device()), Unrecorded(open_device())):
+        model = small_model(ops, ("ring4", "ring3.5"))
+        sequences = [model.store.new_sequence() for _ in range(4)]
+        chosen: list[int] = []
+        for turn in range(40):
+            spans = [model.store.open(sequence, 1) for sequence in sequences[: 1 + turn * 3 % 4]]
+            draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * len(spans)
+            chosen += model.step(spans, [5 + turn] * len(spans), draws)
+            for span in spans:
+                model.store.commit(span)
+        tokens.append(chosen)
+    assert tokens[0] == tokens[1]
+
+
+# -- long contexts -------------------------------------------------------------------------------------------------
+
+LONG = 32768
+SHAPE = Sizes(blocks=16)  # Llama-3-8B's
+TYPES = ["f16", "ring4/ring3.5", "ring3/ring3.5", "ring5/ring4", "polarquant", "turbo4"]
+
+
+def filled(cache_type: str, coded: int, exact: int) -> tuple[CudaOps, Any, Any]:
+    """Ops, their device, and a layer's cache full of random records."""
+    device, config = open_device(), SHAPE.config
+    ops = CudaOps(device)
+    cache = ops.cache(layer_form(SHAPE, CacheType.read(cache_type), None, None), coded, exact)
+    content = Content.random(SHAPE.blocks, SHAPE.block_size, config.kv_heads, config.head_dim)
+    fill(ops, CupyClock(), cache, content)
+    return ops, device, cache
+
+
+@pytest.mark.parametrize("cache_type", TYPES)
+def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_type: str) -> None:
+    """Ragged sequences in one launch, every KV head, against float64 over what NumPy reads out of the records."""
+    config, n = SHAPE.config, SHAPE.block_size
+    contexts = [LONG, LONG - n - 17, 2 * n + 1]
+    coded = [(context - 1) // n - 1 for context in contexts]
+    ops, device, cache = filled(cache_type, sum(coded), 2 * len(contexts))
+    ids = np.split(rng.permutation(sum(coded)), np.cumsum(coded)[:-1])
+    laid = [Laid(context, 2 * i, ids[i].tolist(), 2 * i + 1) for i, context in enumerate(contexts)]
+    queries = rng.standard_normal((len(contexts), config.heads, config.head_dim), np.float32)
+    spans = ops.spans([of.span(row, n) for row, of in enumerate(laid)])
+    out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, config.head_dim**-0.5, None))
+    group = config.heads // config.kv_heads
+    for row, of in enumerate(laid):
+        for head in range(config.kv_heads):
+            mine = row, slice(head * group, (head + 1) * group)
+            assert attention_error(device, cache, SHAPE.blocks, of, head, queries[mine], out[mine]) <= ALLOWED_ERROR
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "ring4/ring3.5", "polarquant"])
+def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type: str) -> None:
+    """New rows behind a sink and many coded blocks: the first, the last and some between, of one KV head."""
+    config, n, new = SHAPE.config, SHAPE.block_size, 1000
+    complete = LONG // n - new // n - 1
+    ops, device, cache = filled(cache_type, complete - 1, 2)
+    of = Laid(complete * n, 0, rng.permutation(complete - 1).tolist(), 0)
+    buffer = ops.buffer(cache.form, new)
+    start = complete * n
+    span = CacheSpan(slice(0, new), start, Place(buffer, 0), start, of.sink, of.coded, n)
+    spans = ops.spans([span])
+    k, v = (rng.standard_normal((new, config.kv_heads, config.head_dim), np.float32) for _ in "kv")
+    queries = rng.standard_normal((new, config.heads, config.head_dim), np.float32)
+    ops.append_kv(cache, spans, ops.to_device(k), ops.to_device(v))
+    out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, config.head_dim**-0.5, None))
+
+    head, group = 5, config.heads // config.kv_heads
+    heads = slice(head * group, (head + 1) * group)
+    old = [read_tokens(device, cache, side, SHAPE.blocks, of, head) for side in ("keys", "values")]
+    keys, values = (np.concatenate([x, y[:, head]]) for x, y in zip(old, (k, v), strict=True))
+    exact, rows = [], [0, 1, n - 1, n, 500, new - 1]
+    for row in rows:
+        seen = start + row + 1
+        scores = queries[row, heads].astype(np.float64) @ keys[:seen].T * config.head_dim**-0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        exact.append(weights / weights.sum(-1, keepdims=True) @ values[:seen])
+    assert np.abs(out[rows, heads] - exact).max() <= ALLOWED_ERROR * np.abs(exact).max()
+
+
+# -- whole models --------------------------------------------------------------------------------------------------
+
+ANSWER, CONTEXT = 200, 256  # tokens
+
+
+def stories() -> Path:
+    return shared("models", "stories15M")
+
+
+def demonstration() -> Path:
+    file = cache_folder() / demo.FILE_NAME
+    if not file.is_file():
+        pytest.skip("needs the demonstration model in the cache folder: start the chat once")
+    return file
+
+
+@pytest.mark.parametrize(("find", "prompt"), [(stories, "Once upon a time"), (demonstration, "The old lighthouse")])
+def test_the_text_is_that_of_the_cpu(find: Callable[[], Path], prompt: str) -> None:
+    """The GPU's own answer, fed to both: nearly every time the same token comes first.
+
+    Weights are rounded to half precision, and so are K/V: two tokens that are nearly as likely may change places.
+    """
+    path = find()
+    params = SamplingParams(max_tokens=ANSWER, temperature=0, repeat_penalty=1, ignore_eos=True)
+    with Engine.load(path, device="cuda", cache_type="f16", ctx_size=CONTEXT) as engine:
+        given = engine.generate(prompt, params).token_ids
+        bos = engine.model.tokenizer.bos_id
+        ids = [*([] if bos is None else [bos]), *engine.tokenize(prompt), *given]
+        on_gpu = engine.score(ids).logits
+    with Engine.load(path, device="cpu", cache_type="f16", ctx_size=CONTEXT) as engine:
+        on_cpu = engine.score(ids).logits
+    assert len(given) == ANSWER
+    assert (on_gpu.argmax(-1) == on_cpu.argmax(-1)).mean() >= 0.99
+    # Steps chose the answer; scoring takes whole blocks at once.
+    assert (on_gpu[-ANSWER - 1 : -1].argmax(-1) == np.array(given)).mean() >= 0.99
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_more_memory() -> Iterator[None]:
+    """Nothing new can be allocated, by the pool that everything comes from."""
+    import cupy
+
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.get_limit()
+    pool.set_limit(size=max(1, pool.total_bytes()))
+    try:
+        yield
+    finally:
+        pool.set_limit(size=before)
+
+
+def test_a_request_that_finds_no_memory_ends_and_the_engine_lives_on(tiny_path: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0)
+    with Engine.load(tiny_path, device="cuda", cache_type="f16", ctx_size=256, kept_sequences=0) as engine:
+        wanted = engine.generate(list(range(5, 25)), params).token_ids
+        with no_more_memory(), pytest.raises(EngineError, match="There is not enough memory") as caught:
+            engine.generate(np.resize(np.arange(5, 95), 200), params)
+        assert caught.value.code == "out_of_memory"
+        assert engine.generate(list(range(5, 25)), params).token_ids == wanted

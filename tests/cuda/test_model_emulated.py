@@ -1,0 +1,181 @@
+"""A whole model through the CUDA backend on the emulated device: prompts, second turns and steps, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Engine, SamplingParams, assembly, codecs
+from engine.backends.cuda_ops import CudaOps
+from engine.backends.cuda_shapes import GEMV_ROWS
+from engine.backends.numpy_ops import NumpyOps, rms_norm
+from engine.backends.ops import Ops
+from engine.conditioning import Conditioning
+from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from engine.kv.store import KVStore
+from engine.model import Model
+from engine.sampling import Draw, Sampling
+from engine.weights import load_weights
+from model_loaders import load_weights as open_weights
+from tests.conftest import FIXTURES
+from tests.cuda.emulated import open_device
+from tests.cuda.formats import read, store
+
+N = 16  # tokens of a block
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+
+
+class SameWeights(NumpyOps):
+    """NumPy with the weights that the device has."""
+
+    def __init__(self, device: CudaOps):
+        super().__init__()
+        self._device = device
+        self.kind = "__half"
+
+    def weight(self, x: np.ndarray, stored: str) -> np.ndarray:
+        self.kind = "__nv_bfloat16" if stored == "BF16" else "__half"
+        return self._device.to_host(self._device.weight(x, stored))
+
+
+class Rounded(SameWeights):
+    """NumPy with what the kernels round: queries, keys and values to half precision, and for products with the model's
+    matrices the other factor to the type of the weights, if it has more rows than fit into one pass over these."""
+
+    def append_kv(self, cache, spans, k, v) -> None:
+        super().append_kv(cache, spans, _half(k), _half(v))
+
+    def attention(self, q, cache, spans, scale, window, back=None) -> np.ndarray:
+        return super().attention(_half(q), cache, spans, scale, window, back)
+
+    def linear(self, x, weight, bias=None, *, norm=None, onto=None, gated=False) -> np.ndarray:
+        x = x if norm is None else rms_norm(x, *norm)
+        if len(x) > GEMV_ROWS:
+            x = read(store(x, self.kind), self.kind)
+        return super().linear(x, weight, bias, onto=onto, gated=gated)
+
+
+def _half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Model:
+    config, source, _ = open_weights(FIXTURES / fixture)
+    weights = load_weights(ops, config, source)
+    source.close()
+    k, v = (codecs.get(name) for name in types)
+    d, mean_bits = config.head_dim, 0 if types[0] == "f16" else 8
+    layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
+    shape = CacheShape(N, config.kv_heads, d, layers)
+    balance = np.repeat(np.linspace(0.5, 2, config.kv_heads * d // 2, dtype=np.float32).reshape(config.kv_heads, -1), 1)
+    halves = balance.reshape(config.kv_heads, d // 2)
+    balances = np.concatenate([halves, halves], axis=1) if mean_bits else None
+    stored = Conditioning(k.rotation(d), v.rotation(d), balances)
+    return Model(ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4), [stored] * config.layers))
+
+
+class Talk:
+    """Sequences of a model and the logits that it gave for them."""
+
+    def __init__(self, model: Model, count: int = 1):
+        self.model = model
+        self.sequences = [model.store.new_sequence() for _ in range(count)]
+        self.logits: list[np.ndarray] = []
+
+    def prompt(self, ids: Sequence[int], outputs: int | None = None, index: int = 0) -> None:
+        span = self.model.store.open(self.sequences[index], len(ids))
+        units = self.model.walk([span], ids, outputs)
+        while True:
+            try:
+                next(units)
+            except StopIteration as end:
+                self.model.store.commit(span)
+                self.logits.append(self.model.logits(end.value))
+                return
+
+    def step(self, ids: Sequence[int]) -> list[int]:
+        """One token of each of the first sequences; the logits are those that the tokens were chosen from."""
+        spans = [self.model.store.open(sequence, 1) for sequence in self.sequences[: len(ids)]]
+        draws = [Draw(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
+        seen: list[np.ndarray] = []
+        replay = self.model.ops.replay
+
+        def watched(*args):
+            logits = replay(*args)
+            seen.append(np.array(self.model.ops.to_host(logits)))
+            return logits
+
+        self.model.ops.replay = watched  # type: ignore[method-assign]
+        try:
+            chosen = self.model.step(spans, ids, draws)
+        finally:
+            self.model.ops.replay = replay  # type: ignore[method-assign]
+        for span in spans:
+            self.model.store.commit(span)
+        self.logits += seen
+        assert chosen == self.logits[-1].argmax(-1).tolist()
+        return chosen
+
+
+def talk(ops: Ops, fixture: str, types: tuple[str, str]) -> list[np.ndarray]:
+    """A prompt, a second turn whose last row alone is looked at, steps over a block's end, and steps in company."""
+    ids = np.random.default_rng(3).integers(5, 96, 150).tolist()
+    dialogue = Talk(model_of(ops, fixture, types), 2)
+    dialogue.prompt(ids[:70])
+    dialogue.prompt(ids[70:94], outputs=1)
+    for token in ids[94:98]:
+        dialogue.step([token])
+    dialogue.prompt(ids[98:128], index=1)
+    for pair in np.reshape(ids[128:136], (-1, 2)).tolist():
+        dialogue.step(pair)
+    return dialogue.logits
+
+
+def close(logits: list[np.ndarray], exact: list[np.ndarray], rounded: list[np.ndarray]) -> None:
+    """As near to NumPy's float32 as NumPy with the kernels' roundings is, times four: they round in other places as
+    well, such as the weights of tokens. Where a rounding turns a vector over the edge of its code is a matter of luck,
+    so that the worst of all outputs is what counts."""
+    spread = max(wanted.max() - wanted.min() for wanted in exact)
+    rounding = max(np.abs(half - wanted).max() for half, wanted in zip(rounded, exact, strict=True))
+    allowed = 4 * max(rounding, 2.0**-11 * spread)
+    worst = [float(np.abs(given - wanted).max()) for given, wanted in zip(logits, exact, strict=True)]
+    assert max(worst) <= allowed, f"off by {worst}, allowed are {allowed}, of {spread}"
+    assert allowed <= spread / 20, "the comparison says nothing"
+
+
+# Half and bfloat16 weights, biases, norms of heads, a group of layers with a window and one without.
+CASES = [
+    ("llama_wide_heads_biases", ("f16", "f16")),
+    ("llama_gqa_llama3_tied", ("f16", "f16")),
+    ("qwen2_mixed_windows", ("ring4", "ring3.5")),
+    ("qwen3_qk_norm_tied", ("polarquant", "polarquant")),
+]
+
+
+@pytest.mark.parametrize(("fixture", "types"), CASES)
+def test_logits_are_those_of_numpy(fixture: str, types: tuple[str, str]) -> None:
+    device = CudaOps(open_device(checked=False))
+    given = talk(device, fixture, types)
+    close(given, talk(SameWeights(device), fixture, types), talk(Rounded(device), fixture, types))
+
+
+def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted to the model, with the default cache types: everything that an engine asks of its ops."""
+    said, scores = [], []
+    for ops in (CudaOps(open_device(checked=False)), NumpyOps()):
+        monkeypatch.setattr(assembly, "select", lambda device, threads, ops=ops: (ops, ""))
+        with Engine.load(tiny_path, block_size=N, ctx_size=128) as engine:
+            assert ops.name in engine.fit_line()
+            params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+            said.append(engine.generate("The cat sat on the mat and", params).text)
+            drawn = engine.generate("The cat", SamplingParams(max_tokens=3, seed=1, repeat_penalty=1.2))
+            assert drawn.usage.completion_tokens <= 3
+            scores += [engine.score(range(5, 60), every_token_coded=coded).logprobs for coded in (False, True)]
+    assert said[0][:5] == said[1][:5]
+    for index in (0, 1):
+        # Codes flip where a vector is near the edge of one: single tokens change, and hardly the sum.
+        np.testing.assert_allclose(scores[index].mean(), scores[index + 2].mean(), rtol=0.02)
+        np.testing.assert_allclose(scores[index][: N - 1], scores[index + 2][: N - 1], atol=0.05)

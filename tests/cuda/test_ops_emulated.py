@@ -1,0 +1,457 @@
+"""Every op of the CUDA backend on the emulated device, against the NumPy ops with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import codecs
+from engine.backends.cuda_ops import CudaOps
+from engine.backends.numpy_ops import NumpyOps, rms_norm
+from engine.backends.ops import CacheFormat, Ops, StoredSpace
+from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
+from engine.conditioning import Conditioning
+from engine.encoding.metric import key_metric, value_metric
+from engine.errors import EngineError
+from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from engine.kv.store import KVStore, SequenceKV
+from engine.sampling import Draw, Sampling
+from tests.cuda.emulated import open_device
+from tests.cuda.formats import EPS32, STEP
+
+HOST = NumpyOps()
+N, HEADS, KV_HEADS, D = 16, 4, 2, 16
+EPS = 1e-5
+STORED = {"F16": "__half", "BF16": "__nv_bfloat16"}
+
+
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps(open_device())
+
+
+def weight(ops: CudaOps, rng: np.random.Generator, *shape: int, stored: str = "F16") -> tuple[Any, np.ndarray]:
+    """On the device, and what it is there as float32."""
+    on_device = ops.weight(rng.standard_normal(shape).astype(np.float32), stored)
+    return on_device, ops.to_host(on_device)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def same(result: np.ndarray, wanted: np.ndarray, *, sums: int = 1) -> None:
+    """Equal up to the rounding of `sums` additions of float32, four times: kernels add and approximate otherwise."""
+    assert result.shape == wanted.shape
+    allowed = 4 * EPS32 * np.sqrt(sums) * max(np.abs(wanted).max(), 1e-6)
+    worst = np.abs(result - wanted).max()
+    assert worst <= allowed, f"off by {worst}, allowed are {allowed}"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", ["F16", "BF16", "F32", "Q4_K"])
+def test_weights_are_what_the_file_has(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
+    x = normal(rng, 5, 24)
+    held = ops.to_host(ops.weight(x, stored))
+    kind = ops.weight_type(stored)
+    assert held.dtype == np.float32
+    step = STEP["__nv_bfloat16" if kind == "bfloat16" else "__half"]
+    assert np.abs(held - x).max() <= step / 2 * np.abs(x).max()
+    np.testing.assert_array_equal(ops.to_host(ops.weight(held, stored)), held)  # what it can hold, it holds exactly
+
+
+def test_a_weight_too_large_for_half_precision_is_clipped(ops: CudaOps) -> None:
+    x = np.array([[1e6, -1e6, 65504, 65520, np.nan, 0, -0.0, 1]], np.float32)
+    np.testing.assert_array_equal(ops.to_host(ops.weight(x, "F32")), [[65504, -65504, 65504, 65504, np.nan, 0, 0, 1]])
+
+
+def test_large_weights_come_in_parts(ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(rng, 7, 16)
+    whole = ops.to_host(ops.weight(x, "BF16"))
+    monkeypatch.setattr("engine.backends.cuda_ops._UPLOAD_BYTES", 2 * 16 * 4)
+    np.testing.assert_array_equal(ops.to_host(ops.weight(x, "BF16")), whole)
+
+
+def test_rows_that_kernels_cannot_read_are_refused(ops: CudaOps) -> None:
+    with pytest.raises(EngineError, match=r"rows of 12 numbers.*--device cpu"):
+        ops.weight(np.zeros((8, 12), np.float32), "F16")
+
+
+def test_numbers_come_back_as_float32(ops: CudaOps, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((3, 4, 5))
+    np.testing.assert_array_equal(ops.to_host(ops.to_device(x)), x.astype(np.float32))
+    np.testing.assert_array_equal(ops.to_host(ops.to_device(x)[:, 1:3]), x[:, 1:3].astype(np.float32))
+    assert ops.to_device([1, 2]).dtype == np.int32
+
+
+def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
+    free, total = ops._device.memory()
+    assert ops.room_beside(free // 4) < free // 2
+    with pytest.raises(EngineError, match=r"weights take .* GiB .* only .* GiB of its .* GiB are free") as caught:
+        ops.room_beside(total)
+    assert caught.value.code == "out_of_memory"
+
+
+# -- the forward pass --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_embed(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
+    table, host = weight(ops, rng, 11, 24, stored=stored)
+    ids = np.array([10, 0, 3], np.int32)
+    np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(ids))), host[ids])
+
+
+ROWS = [(1, False), (7, False), (9, False), (20, False), (65, False), (100, True)]  # and whether it is recorded
+
+
+@pytest.mark.parametrize(("rows", "recorded"), ROWS)
+@pytest.mark.parametrize(("normed", "biased", "onto", "stored"), [
+    (False, False, False, "F16"),
+    (True, True, False, "BF16"),
+    (True, False, True, "F16"),
+    (False, True, True, "BF16"),
+])  # fmt: skip
+def test_linear(
+    ops: CudaOps,
+    rng: np.random.Generator,
+    rows: int,
+    recorded: bool,
+    normed: bool,
+    biased: bool,
+    onto: bool,
+    stored: str,
+) -> None:
+    """Few rows, more, and many; work that is recorded does many in passes."""
+    n, out = 48, 40
+    x, before = normal(rng, rows, n), normal(rng, rows, out)
+    w, host_w = weight(ops, rng, out, n, stored=stored)
+    bias, host_bias = weight(ops, rng, out, stored=stored)
+    gain, host_gain = weight(ops, rng, n, stored=stored)
+
+    def on_device(x: Any, y: Any) -> Any:
+        return ops.linear(
+            x, w, bias if biased else None, norm=(gain, EPS) if normed else None, onto=y if onto else None
+        )
+
+    if recorded:
+        result = ops.to_host(ops.replay("test", on_device, [x, before]))
+    else:
+        y = ops.to_device(before)
+        result = ops.to_host(on_device(ops.to_device(x), y))
+        if onto:
+            np.testing.assert_array_equal(ops.to_host(y), result)
+    wanted = HOST.linear(
+        x,
+        host_w,
+        host_bias if biased else None,
+        norm=(host_gain, EPS) if normed else None,
+        onto=before.copy() if onto else None,
+    )
+    # Many rows take x in the type of the weights, which is half a step of each product.
+    normed_x = rms_norm(x, host_gain, EPS) if normed else x
+    rounding = STEP[STORED[stored]] / 2 if rows > 8 else 0
+    allowed = (rounding + 4 * n * EPS32) * (np.abs(normed_x) @ np.abs(host_w).T + np.abs(wanted))
+    assert (np.abs(result - wanted) <= allowed).all()
+
+
+@pytest.mark.parametrize(("rows", "recorded"), ROWS)
+@pytest.mark.parametrize(("normed", "biased"), [(True, False), (False, True)])
+def test_gated_linear(
+    ops: CudaOps, rng: np.random.Generator, rows: int, recorded: bool, normed: bool, biased: bool
+) -> None:
+    n, out = 48, 24
+    x = normal(rng, rows, n)
+    w, host_w = weight(ops, rng, 2 * out, n)
+    bias, host_bias = weight(ops, rng, 2 * out)
+    gain, host_gain = weight(ops, rng, n)
+
+    def on_device(x: Any) -> Any:
+        return ops.linear(x, w, bias if biased else None, norm=(gain, EPS) if normed else None, gated=True)
+
+    result = ops.to_host(ops.replay("test", on_device, [x]) if recorded else on_device(ops.to_device(x)))
+    values = rms_norm(x, host_gain, EPS) if normed else x
+    exact = values.astype(np.float64) @ host_w.T + (host_bias if biased else 0)
+    gate, up = np.split(exact, 2, axis=1)
+    wanted = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(
+        HOST.linear(x, host_w, host_bias if biased else None, norm=(host_gain, EPS) if normed else None, gated=True),
+        wanted,
+        atol=1e-3,
+    )
+    rounding = STEP["__half"] / 2 if rows > 8 else 0
+    off_gate, off_up = np.split((rounding + 4 * n * EPS32) * (np.abs(values) @ np.abs(host_w).T + 1), 2, axis=1)
+    # silu is no steeper than 1.1, and no larger than its gate.
+    allowed = 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(gate) * off_up
+    assert (np.abs(result - wanted) <= allowed).all()
+
+
+# -- heads -------------------------------------------------------------------------------------------------------
+
+ROTATIONS: dict[str, Callable[[int], np.ndarray | None]] = {
+    "none": lambda dim: None,
+    "signs": signed_hadamard,
+    "signs on both sides": twice_signed_hadamard,
+    "dense": dense,
+    "permutation": lambda dim: np.eye(dim, dtype=np.float32)[np.arange(dim).reshape(2, -1).T.reshape(-1)].T,
+}
+
+
+def heads_of(rng: np.random.Generator, rows: int, dim: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """qkv (T, H + 2K, D), and cos and sin."""
+    angles = rng.uniform(0, 100, (rows, dim // 2))
+    return normal(rng, rows, HEADS + 2 * KV_HEADS, dim), (
+        np.cos(angles).astype(np.float32),
+        np.sin(angles).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 96])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("stored", [None, *STORED])
+@pytest.mark.parametrize(("keys", "values"), list(zip(ROTATIONS, [*list(ROTATIONS)[1:], "none"], strict=True)))
+def test_condition(
+    ops: CudaOps, rng: np.random.Generator, dim: int, scaled: bool, stored: str | None, keys: str, values: str
+) -> None:
+    qkv, turns = heads_of(rng, 3, dim)
+    scale = rng.uniform(0.5, 2, (HEADS + KV_HEADS, dim)).astype(np.float32) if scaled else None
+    space = StoredSpace(KV_HEADS, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim))
+    norms, host_norms = None, None
+    if stored:
+        gains = [weight(ops, rng, dim, stored=stored) for _ in range(2)]
+        norms, host_norms = ((*(gain[side] for gain in gains), EPS) for side in (0, 1))
+    wanted = HOST.condition(qkv.copy(), turns, space, host_norms)
+    for _ in range(2):
+        given = ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), space, norms)
+        for one, expected in zip(given, wanted, strict=True):
+            same(ops.to_host(one), expected, sums=dim)
+
+
+@pytest.mark.skipif(not hasattr(open_device(), "launches"), reason="what a GPU was asked to do is not known")
+def test_matrices_of_hadamard_are_not_multiplied_out(ops: CudaOps, rng: np.random.Generator) -> None:
+    qkv, turns = heads_of(rng, 2, 64)
+    for keys, values, launches in (
+        (twice_signed_hadamard(64).T, signed_hadamard(64), []),
+        (dense(64), None, ["rotate_dense_kernel"]),
+        (signed_hadamard(64), dense(64), ["rotate_dense_kernel"]),
+    ):
+        ops._device.launches.clear()
+        ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), StoredSpace(KV_HEADS, None, keys, values))
+        assert ops._device.launches == ["condition_kernel", *launches]
+
+
+# -- the next token ----------------------------------------------------------------------------------------------
+
+GREEDY = Sampling(0.0, 40, 0.95, 0.05, 1.0, 0.0, 0.0, {})
+
+
+@pytest.mark.parametrize("width", [96, 98])
+def test_sample(ops: CudaOps, rng: np.random.Generator, width: int) -> None:
+    logits = normal(rng, 3, width)
+    best = int(logits[2, :90].argmax())
+    draws = [
+        Draw(GREEDY, [], 0.5, 90),
+        Draw(replace(GREEDY, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), [4], 1 - 1e-12, 90),
+        Draw(replace(GREEDY, presence_penalty=100.0), [best], 0.5, 90),
+    ]
+    assert ops.sample(ops.to_device(logits), draws) == HOST.sample(logits, draws)
+
+
+def test_a_bias_is_taken_on_the_host(ops: CudaOps, rng: np.random.Generator) -> None:
+    logits = normal(rng, 1, 96)
+    draws = [Draw(replace(GREEDY, logit_bias={7: 1e5}), [], 0.5, 96)]
+    assert ops.sample(ops.to_device(logits), draws) == [7]
+
+
+def test_logits_that_are_not_finite_are_that_row_s_error(ops: CudaOps, rng: np.random.Generator) -> None:
+    logits = normal(rng, 3, 96)
+    logits[0, 5], logits[2, 6] = np.nan, np.inf
+    first, second, third = ops.sample(ops.to_device(logits), [Draw(GREEDY, [], 0.5, 96)] * 3)
+    assert second == logits[1].argmax()
+    assert isinstance(first, EngineError)
+    assert isinstance(third, EngineError)
+
+
+# -- the KV store ------------------------------------------------------------------------------------------------
+
+
+def store_of(
+    ops: Ops, types: tuple[str, str], windows: Sequence[int | None], metrics: Sequence | None = None
+) -> KVStore:
+    """A layer for each window."""
+    k, v = (codecs.get(name) for name in types)
+    layers = tuple(LayerShape(k, v, 0 if types[0] == "f16" else 8, window) for window in windows)
+    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), 200, 4)
+    return KVStore(ops, plan, [Conditioning()] * len(windows), metrics)
+
+
+def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Numbers that exact records hold as they are."""
+    return (rng.standard_normal(shape) + 0.5).astype(np.float16).astype(np.float32)
+
+
+def feed(store: KVStore, sequences: Sequence[SequenceKV], count: int, seed: int, **options: Any) -> list[np.ndarray]:
+    """`count` random tokens of each sequence through all layers, from rows with a head of keys and values too many;
+    what they see."""
+    ops, rng = store.ops, np.random.default_rng(seed)
+    spans = [store.open(sequence, count, **options) for sequence in sequences]
+    rows, seen = count * len(sequences), []
+    q, k, v = (halves(rng, rows, heads, D) for heads in (HEADS, KV_HEADS + 1, KV_HEADS + 1))
+    for layer, of in enumerate(store.shape.layers):
+        for span in spans:
+            store.begin_layer(layer, span)
+        views = [store.view(layer, s, slice(i * count, (i + 1) * count), s.start) for i, s in enumerate(spans)]
+        described, cache = ops.spans(views), store.cache(layer)
+        ops.append_kv(cache, described, ops.to_device(k)[:, 1:], ops.to_device(v)[:, 1:])
+        out = ops.attention(ops.to_device(q), cache, described, D**-0.5, of.window)
+        seen.append(np.array(ops.to_host(out)))
+        for span in spans:
+            store.seal(layer, span)
+    for span in spans:
+        store.commit(span)
+    return seen
+
+
+def everything_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
+    """Prompts of less and of more than a block, steps over the end of one, a fork, two sequences in one step."""
+    store = store_of(ops, types, (None, 20))
+    first = store.new_sequence()
+    seen = [out for i, count in enumerate((9, 30, 1, 21, 1, 1, 1, 1)) for out in feed(store, [first], count, i)]
+    second = store.fork(first, store.forkable(first, first.length))
+    for i in range(N + 1):
+        seen += feed(store, [second], 1, 100 + i)
+    for i in range(3):
+        seen += feed(store, [first, second], 1, 200 + i)
+    return seen
+
+
+TYPES = [("f16", "f16"), ("ring4", "ring3.5"), ("turbo4", "f16"), ("polarquant", "ring5")]
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_tokens_see_what_they_see_on_the_host(types: tuple[str, str]) -> None:
+    """Everything that goes in is exact in half precision, so that codes are the same, and only sums are not."""
+    ops = CudaOps(open_device(checked=False))
+    for seen, wanted in zip(everything_seen(ops, types), everything_seen(HOST, types), strict=True):
+        # Scores come from queries and keys in half precision, weights of tokens are in half precision as well.
+        assert np.abs(seen - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
+
+
+PLACED = [("signs", "signs on both sides"), ("none", "signs"), ("dense", "none"), ("signs", "dense")]
+
+
+@pytest.mark.parametrize(("keys", "values"), PLACED)
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, values: str, sequences: int) -> None:
+    """Prompts and steps, over the end of a block, as on the host: whichever kernels serve them, the result is the same
+    as of three ops, one after the other."""
+    rotations = ROTATIONS[keys](D), ROTATIONS[values](D)
+    back = None if rotations[1] is None else rotations[1].T
+    scale = rng.uniform(0.5, 2, (HEADS + KV_HEADS, D)).astype(np.float32)
+    space, outputs = StoredSpace(KV_HEADS, scale, *rotations), []
+    for ops in (CudaOps(open_device(checked=False)), HOST):
+        store, made = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1)
+        kept = [store.new_sequence() for _ in range(sequences)]
+        seen = []
+        for of, count in [*(([kv], N - 2) for kv in kept), *((kept, 1) for _ in range(4))]:
+            spans = [store.open(kv, count) for kv in of]
+            for span in spans:
+                store.begin_layer(0, span)
+            qkv, turns = heads_of(made, count * len(of), D)
+            views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
+            described, on_device = ops.spans(views), tuple(map(ops.to_device, turns))
+            q = ops.place_kv(ops.to_device(qkv), on_device, space, store.cache(0), described)
+            seen.append(np.array(ops.to_host(ops.attention(q, store.cache(0), described, D**-0.5, None, back))))
+            for span in spans:
+                store.seal(0, span)
+                store.commit(span)
+        outputs.append(seen)
+    for given, wanted in zip(*outputs, strict=True):
+        assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("count", [N, 5, 1])
+def test_now_is_seen_as_codes_where_that_is_asked_for(ops: CudaOps, count: int) -> None:
+    pair = []
+    for backend in (ops, HOST):
+        store = store_of(backend, ("ring4", "ring3.5"), (None,))
+        kv = store.new_sequence()
+        feed(store, [kv], 2 * N, 0)
+        pair += feed(store, [kv], count, 1, now_as_codes=True)
+    assert np.abs(pair[0] - pair[1]).max() <= 4 * STEP["__half"] * np.abs(pair[1]).max()
+
+
+def test_a_metric_is_what_errors_cost(rng: np.random.Generator) -> None:
+    """Nearly all codes are NumPy's, and they are not the nearest ones."""
+    types = codecs.get("ring4"), codecs.get("ring3.5")
+    directions = rng.standard_normal((KV_HEADS, 5 * D, D)) * np.geomspace(1, 0.1, D) + 0.2
+    second, output = directions.swapaxes(1, 2) @ directions / (5 * D), rng.standard_normal((48, HEADS * D))
+    metric_k = key_metric(second, directions.mean(1), np.ones((KV_HEADS, D)), None, types[0].rounding)
+    metric_v = value_metric(output, KV_HEADS, D, None, types[1].rounding, 0.6 ** np.arange(N))
+
+    def fields(ops: Ops, metrics: Any) -> list[np.ndarray]:
+        """Of the first coded block: keys' codes, norms and means, values'."""
+        store = store_of(ops, ("ring4", "ring3.5"), (None,), [metrics])
+        kv = store.new_sequence()
+        feed(store, [kv], 4 * N + 3, 0)
+        cache, ids = store.cache(0), kv.tables[0].coded
+        if ops is HOST:
+            return [field[:, ids] for part in (cache.k, cache.mean, cache.v) for field in part.values()]
+        unpacked = [
+            side.layout.unpack(ops.to_bytes(side.coded)[ids].swapaxes(0, 1)) for side in (cache.keys, cache.values)
+        ]
+        (keys, mean), (values, _) = unpacked
+        return [*keys.values(), *mean.values(), *values.values()]
+
+    device = CudaOps(open_device(checked=False))
+    device.to_bytes = device._device.to_host  # type: ignore[attr-defined]
+    for metrics, least in [((None, None), 1.0), ((metric_k, metric_v), 0.98)]:
+        for field, wanted in zip(fields(device, metrics), fields(HOST, metrics), strict=True):
+            assert field.dtype == wanted.dtype
+            assert (field == wanted).mean() >= least
+    plain, chosen = fields(HOST, (None, None)), fields(HOST, (metric_k, metric_v))
+    assert any((a != b).mean() > 0.1 for a, b in zip(plain, chosen, strict=True))
+
+
+def format_of(k: str, v: str, block_size: int = 64, head_dim: int = 128) -> CacheFormat:
+    return CacheFormat(codecs.get(k), codecs.get(v), None, None, 8, block_size, 8, head_dim)
+
+
+def test_bytes_of_the_cache_are_those_of_records(ops: CudaOps) -> None:
+    coded, exact = ops.cache_bytes(format_of("ring4", "ring3.5"))
+    assert exact == 2 * 8 * 64 * 128 * 2
+    values = 64 * 128
+    assert 8 * values * (4 + 3.5) / 8 < coded < 8 * values * (4 + 3.5) / 8 * 1.1
+    assert coded % 128 == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (format_of("kivi4", "ring4"), "kivi4 has no GPU kernel"),
+        (format_of("ring4", "q8_0"), "q8_0 has no GPU kernel"),
+        (format_of("ring4", "ring4", block_size=24), "not 24: choose another block size"),
+        (format_of("polarquant", "f16", block_size=128, head_dim=256), "choose 64"),
+        (format_of("f16", "f16", head_dim=20), "multiple of 8"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(ops: CudaOps, form: CacheFormat, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        ops.cache_bytes(form)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_store_that_does_not_fit_is_refused(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(shape: tuple[int, ...], dtype: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ops._device, "empty", full)
+    with pytest.raises(EngineError, match=r"KV store does not fit .* GiB are left .* --kv-memory") as caught:
+        ops.cache(format_of("f16", "f16"), 10, 2)
+    assert caught.value.code == "out_of_memory"

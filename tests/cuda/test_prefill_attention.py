@@ -1,0 +1,199 @@
+"""Attention of the rows of a prompt, through the emulator, against float64 attention over the decoded records."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.backends import cuda_shapes, records
+from engine.backends.cuda_launch import Shape
+from engine.backends.kernels import source
+from engine.backends.records import Layout
+from tests.cuda.caches import PagedCache, random_cache
+from tests.cuda.programs import Program
+
+SEEDS = [0, 1, 2]
+
+
+@cache
+def _program(text: str) -> Program:
+    return Program(text)
+
+
+def shape_of(keys: Layout, values: Layout, group: int, warps: int, warp_rows: int) -> Shape:
+    """Of blocks that are smaller than those that are launched: the emulator takes its time."""
+    geometry = keys.record.geometry
+    queries = warps * warp_rows * geometry.padded * 2 if warp_rows == 32 and geometry.padded > 64 else 0
+    shared = records.table_bytes(keys, values) + 2 * geometry.tiles * 512 + queries
+    return Shape({"GROUP": group, "WARPS": warps, "WARP_ROWS": warp_rows}, 32 * warps, shared)
+
+
+def attend(
+    paged: PagedCache,
+    q: np.ndarray,
+    window: int = 0,
+    seed: int = 0,
+    warps: tuple[int, int] | None = (2, 16),
+    layouts: tuple[Layout, Layout] | None = None,
+) -> np.ndarray:
+    """q (T, H + 1, D), of which the last head is someone else's → (T, H, D).
+
+    warps: how many, and the rows of each; None for what is launched. layouts: others than the cache's own.
+    """
+    keys, values = layouts or (paged.key_layout, paged.value_layout)
+    rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
+    group = heads // paged.kv_heads
+    shape = shape_of(keys, values, group, *warps) if warps else cuda_shapes.prefill_attention(keys, values, group)[0]
+    of_block = int(shape.defines["WARPS"]) * int(shape.defines["WARP_ROWS"])
+    out = np.full((rows, heads, dim), np.nan, np.float32)
+    pools = paged.keys, paged.values, paged.exact_keys, paged.exact_values, paged.now_keys, paged.now_values
+    tables = (layout.tables if layout.tables.size else None for layout in (keys, values))
+    counts = np.int32(paged.spans.shape[1]), np.int32(paged.kv_heads), np.int32(heads), np.int64(q[0].size)
+    _program(source("prefill_attention", keys, values, **shape.defines)).launch(
+        "prefill_attention_kernel",
+        (-(-rows * group // of_block), paged.kv_heads),
+        (shape.threads,),
+        *(out, q, *pools, paged.spans, *tables, *counts, np.int32(window), np.float32(dim**-0.5)),
+        shared=shape.shared,
+        seed=seed,
+    )
+    return out
+
+
+def check(
+    rng: np.random.Generator,
+    codec_k: str,
+    codec_v: str,
+    length: int,
+    rows: int,
+    group: int,
+    window: int = 0,
+    seeds: list[int] = SEEDS,
+    warps: tuple[int, int] | None = (2, 16),
+    **of_cache: Any,
+) -> None:
+    """The last `rows` of `length` tokens; of_cache as for `random_cache`."""
+    paged = random_cache(rng, codec_k, codec_v, [length], rows=rows, **of_cache)
+    q = rng.standard_normal((rows, paged.kv_heads * group + 1, paged.key_layout.record.geometry.head_dim), np.float32)
+    for seed in seeds:
+        paged.assert_attention(attend(paged, q, window, seed, warps), q[:, :-1], window)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "rows", "block_size", "kv_heads"),
+    [
+        (8, 1, 40, 16, 2),
+        (16, 3, 50, 32, 1),
+        (64, 2, 70, 64, 1),
+        (80, 8, 19, 16, 1),
+        (128, 1, 65, 64, 1),
+        (256, 2, 37, 64, 1),
+        (24, 1, 130, 128, 1),
+        (144, 1, 33, 32, 1),
+    ],
+)
+def test_a_prompt_from_its_beginning(
+    rng: np.random.Generator, dim: int, group: int, rows: int, block_size: int, kv_heads: int
+) -> None:
+    check(rng, "f16", "f16", rows, rows, group, block_size=block_size, head_dim=dim, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 32, 33])
+def test_ends_and_blocks_of_any_length(rng: np.random.Generator, rows: int) -> None:
+    check(rng, "f16", "f16", rows, rows, 1, block_size=16, head_dim=16, seeds=[0, 2])
+
+
+# (keys, values, head dim, group, tokens, new rows, block size, bits of means)
+CODED = [
+    ("ring4", "ring3.5", 64, 2, 205, 20, 64, 8),
+    ("ring3", "ring4", 128, 1, 150, 10, 32, 16),
+    ("ring5", "turbo3", 80, 3, 90, 12, 16, 8),
+    ("turbo4", "ring5", 16, 8, 300, 7, 64, 0),
+    ("turbo2", "turbo4", 24, 1, 140, 50, 32, 8),
+    ("ring3.5", "ring3", 256, 2, 140, 9, 64, 8),
+    ("ring4+norm16", "turbo2", 8, 1, 100, 33, 16, 16),
+    ("f16", "ring4", 64, 1, 135, 5, 64, 8),
+    ("f16", "ring3", 64, 1, 135, 5, 64, 0),
+    ("ring4", "f16", 48, 3, 135, 5, 32, 0),
+    ("f16", "f16", 64, 2, 200, 70, 64, 0),
+    ("polarquant", "polarquant", 64, 2, 140, 9, 64, 8),
+    ("polarpair-m4n4", "polarquant", 128, 1, 135, 5, 32, 16),
+    ("ring4", "ring4", 16, 1, 400, 20, 128, 8),
+]
+
+
+@pytest.mark.parametrize(("codec_k", "codec_v", "dim", "group", "length", "rows", "block_size", "mean_bits"), CODED)
+def test_behind_coded_blocks(
+    rng: np.random.Generator,
+    codec_k: str,
+    codec_v: str,
+    dim: int,
+    group: int,
+    length: int,
+    rows: int,
+    block_size: int,
+    mean_bits: int,
+) -> None:
+    of_cache: dict[str, Any] = {"block_size": block_size, "head_dim": dim, "mean_bits": mean_bits}
+    check(rng, codec_k, codec_v, length, rows, group, **of_cache)
+
+
+@pytest.mark.parametrize("length", [100, 128, 129, 191])
+def test_a_second_turn_within_or_at_the_end_of_a_block(rng: np.random.Generator, length: int) -> None:
+    check(rng, "ring4", "ring3.5", length, 3, 1, head_dim=16, seeds=[0, 2])
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 64, 100, 1000])
+@pytest.mark.parametrize(("rows", "dropped"), [(45, 0), (170, 0), (20, 4)])
+def test_windows(rng: np.random.Generator, window: int, rows: int, dropped: int) -> None:
+    """Over blocks that are hidden from some rows, from all, or not there any more."""
+    dropped = dropped if window <= 64 else 0
+    check(rng, "ring4", "turbo3", 190, rows, 2, window, [1], block_size=16, head_dim=16, dropped=dropped, mean_bits=8)
+
+
+@pytest.mark.parametrize(("codec", "dim"), [("f16", 16), ("f16", 64), ("f16", 80), ("f16", 128), ("ring4", 64)])
+def test_warps_of_32_rows(rng: np.random.Generator, codec: str, dim: int) -> None:
+    check(rng, codec, codec, 150, 45, 2, block_size=32, head_dim=dim, warps=(1, 32), seeds=[0, 3])
+
+
+@pytest.mark.parametrize(("codec_k", "codec_v", "dim"), [("f16", "f16", 128), ("ring4", "ring3.5", 128)])
+def test_the_shapes_that_are_launched(rng: np.random.Generator, codec_k: str, codec_v: str, dim: int) -> None:
+    check(rng, codec_k, codec_v, 330, 70, 3, head_dim=dim, warps=None, seeds=[2])
+
+
+def test_without_coded_blocks_layouts_of_f16_do(rng: np.random.Generator) -> None:
+    paged = random_cache(rng, "ring4", "ring3.5", [100], rows=60, head_dim=32)
+    q = rng.standard_normal((60, 3, 32), np.float32)
+    assert paged.spans[0, 5] == 0
+    exact = paged.key_layout.exact, paged.value_layout.exact
+    paged.assert_attention(attend(paged, q, layouts=exact), q[:, :-1])
+
+
+def test_scores_that_rise_and_fall_steeply(rng: np.random.Generator) -> None:
+    """Maxima change from part to part, by more than half precision can weigh."""
+    paged = random_cache(rng, "f16", "f16", [96], rows=96, block_size=16, head_dim=16)
+    q = rng.standard_normal((96, 2, 16), np.float32) * 12
+    paged.assert_attention(attend(paged, q), q[:, :-1])
+
+
+@pytest.mark.parametrize("column", [3, 8, 10])
+def test_another_block_is_noticed(rng: np.random.Generator, column: int) -> None:
+    """The comparison fails when the sink or a coded block is the next record of its pool."""
+    paged = random_cache(rng, "ring4", "ring3.5", [220], rows=20, block_size=32, head_dim=16)
+    q = rng.standard_normal((20, 2, 16), np.float32)
+    spans, pool = paged.spans.copy(), paged.exact_keys if column == 3 else paged.keys
+    spans[0, column] = (spans[0, column] + 1) % len(pool)
+    with pytest.raises(AssertionError, match="off by"):
+        paged.assert_attention(attend(dataclasses.replace(paged, spans=spans), q), q[:, :-1])
+
+
+def test_new_blocks_in_another_order_are_noticed(rng: np.random.Generator) -> None:
+    paged = random_cache(rng, "ring4", "ring3.5", [64], rows=64, block_size=32, head_dim=16)
+    q = rng.standard_normal((64, 2, 16), np.float32)
+    turned = dataclasses.replace(paged, now_values=paged.now_values[::-1].copy())
+    with pytest.raises(AssertionError, match="off by"):
+        paged.assert_attention(attend(turned, q), q[:, :-1])

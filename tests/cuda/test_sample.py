@@ -1,0 +1,211 @@
+"""The sampling kernel, run by the emulator with every check on, against `engine.sampling.sample`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.backends.kernels import source
+from engine.sampling import PENALTY_WINDOW, Draw, Sampling, _adjust, sample
+from tests.cuda.programs import Program
+
+PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+NO_TOKENS = np.full(PENALTY_WINDOW, -1, np.int32)
+
+
+@cache
+def program() -> Program:
+    return Program(source("sample"))
+
+
+def on_host(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: float) -> int:
+    """`sample`, but of values that are equal at the edge of top-k the first ids are kept, not any."""
+    recent = recent[-PENALTY_WINDOW:]
+    logits = logits.copy()
+    if chain.top_k > 1:
+        logits[np.argsort(-_adjust(logits, chain, recent), kind="stable")[chain.top_k :]] = -np.inf
+    return sample(logits, Draw(chain, recent, drawn, len(logits)))
+
+
+def params(chain: Sampling, drawn: float) -> np.ndarray:
+    return np.array(
+        [
+            chain.temperature, chain.top_k, chain.top_p, chain.min_p,
+            chain.repeat_penalty, chain.presence_penalty, chain.frequency_penalty, drawn,
+        ],
+        np.float32,
+    )  # fmt: skip
+
+
+def window(recent: Sequence[int]) -> np.ndarray:
+    last = list(recent)[-PENALTY_WINDOW:]
+    return np.array(last + [-1] * (PENALTY_WINDOW - len(last)), np.int32)
+
+
+def launch(
+    logits: np.ndarray, rows: Sequence[np.ndarray], recent: Sequence[np.ndarray], threads: int = 128, seed: int = 2
+) -> np.ndarray:
+    """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernel wants them: aligned."""
+    batch, vocab = logits.shape
+    stride = (vocab + 7) // 4 * 4
+    held = np.full((batch, stride), np.nan, np.float32)
+    held[:, :vocab] = logits
+    before, ids = held.copy(), np.full(batch, -7, np.int32)
+    args = (ids, held, np.stack(rows), np.stack(recent), np.int32(vocab), np.int64(stride))
+    program().launch("sample_kernel", (batch,), (threads,), *args, seed=seed)
+    np.testing.assert_array_equal(held, before)
+    return ids
+
+
+def right_answers(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: float) -> set[int]:
+    """What `sample` says, and the tokens next to it where a cut or the draw is nearer to an edge than 1e-6."""
+    slack = (-1e-6, 0.0, 1e-6)
+    return {
+        on_host(logits, replace(chain, top_p=top_p, min_p=min_p), recent, min(max(drawn + moved, 0.0), 1 - 1e-9))
+        for top_p in ([chain.top_p + by for by in slack] if chain.top_p < 1 else [chain.top_p])
+        for min_p in [chain.min_p * (1 + by) for by in (slack if chain.min_p else (0.0,))]
+        for moved in slack
+    }
+
+
+def near(value: float) -> float:
+    """As the kernel gets it."""
+    return float(np.float32(value))
+
+
+UNIFORM = st.floats(0, 1 - 2.0**-20).map(near)
+CHAINS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.25, 0.8, 1.0, 3.0, 50.0]).map(near),
+    top_k=st.one_of(st.sampled_from([0, 1, 2, 40]), st.integers(0, 4000)),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.9999)).map(near),
+    min_p=st.one_of(st.just(0.0), st.floats(1e-4, 1)).map(near),
+    repeat_penalty=st.sampled_from([1.0, 0.5, 1.1, 4.0]).map(near),
+    presence_penalty=st.sampled_from([0.0, -1.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.25, 0.3]).map(near),
+    logit_bias=st.just({}),
+)
+
+
+@st.composite
+def logits_of_models(draw: st.DrawFn) -> np.ndarray:
+    """(V,) float32: from peaked to flat, some with many equal values, some with −inf."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    vocab = draw(st.one_of(st.integers(1, 70), st.integers(300, 3000)))
+    x = rng.standard_normal(vocab) * draw(st.sampled_from([0.0, 1e-3, 0.5, 3.0, 30.0]))
+    if draw(st.booleans()):
+        x = np.round(x * 4) / 4
+    if draw(st.booleans()):
+        x[rng.integers(0, vocab, vocab // 2)] = -np.inf
+        x[rng.integers(0, vocab)] = 1.5
+    return (x + draw(st.sampled_from([0.0, 20.0, -7.0]))).astype(np.float32)
+
+
+@given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32), st.sampled_from([64, 128, 512]))
+def test_ids_are_those_of_the_host(
+    logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int, threads: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    recent = rng.integers(0, min(len(logits), 40), tokens).tolist()
+    ids = launch(logits[None], [params(chain, drawn)], [window(recent)], threads, seed % 1000)
+    expected = on_host(logits, chain, recent, drawn)
+    assert ids[0] == expected or ids[0] in right_answers(logits, chain, recent, drawn)
+
+
+def test_sequences_of_a_batch_have_their_own_parameters(rng: np.random.Generator) -> None:
+    logits = (4 * rng.standard_normal((5, 700))).astype(np.float32)
+    chains = [
+        PLAIN,
+        replace(PLAIN, temperature=0.0),
+        replace(PLAIN, top_k=3),
+        replace(PLAIN, top_p=0.5),
+        replace(PLAIN, repeat_penalty=2.0),
+    ]
+    drawn = [0.0, 0.25, 0.5, 0.75, 0.999]
+    recent = [[], [1], [2, 2], [], np.argsort(-logits[4])[:70].tolist()]
+    ids = launch(logits, list(map(params, chains, drawn)), list(map(window, recent)))
+    for i, chain in enumerate(chains):
+        assert ids[i] in right_answers(logits[i], chain, recent[i], drawn[i])
+        assert ids[i] == on_host(logits[i], chain, recent[i], drawn[i])
+
+
+def test_every_draw_of_equal_logits_is_by_id() -> None:
+    """More equal values than the list of the best has room for: the places of tokens decide, by id alone."""
+    vocab = 5000
+    logits = np.full((4, vocab), 3.0, np.float32)
+    drawn = [0.0, 0.2502, 0.5, 0.9999]
+    ids = launch(logits, [params(PLAIN, u) for u in drawn], [NO_TOKENS] * 4)
+    np.testing.assert_array_equal(ids, [int(np.float32(u) * vocab) for u in drawn])
+    kept = replace(PLAIN, top_k=100)
+    ids = launch(logits, [params(kept, u) for u in drawn], [NO_TOKENS] * 4)
+    np.testing.assert_array_equal(ids, [int(np.float32(u) * 100) for u in drawn])
+
+
+EXACT_CASES = [
+    # of equal tokens two have half of the mass, and the third draws from a quarter on
+    ([1.0] * 4, replace(PLAIN, top_p=0.5), [], 0.999, 1),
+    ([1.0] * 4, replace(PLAIN, top_p=0.75), [], 0.999, 2),
+    ([1.0] * 4, PLAIN, [], 0.75, 3),
+    # min_p 1 keeps what is as likely as the best
+    ([1.0, 2.0, 0.5, 2.0], replace(PLAIN, min_p=1.0), [], 0.25, 1),
+    ([1.0, 2.0, 0.5, 2.0], replace(PLAIN, min_p=1.0), [], 0.75, 3),
+    # the frequency penalty is for each time, presence for all of them together, repetition divides or multiplies once
+    ([1.0, 0.875, 0.0], replace(PLAIN, top_k=1, frequency_penalty=0.0625), [0, 0], 0.0, 0),
+    ([1.0, 0.875, 0.0], replace(PLAIN, top_k=1, frequency_penalty=0.0625), [0, 0, 0], 0.0, 1),
+    ([1.0, 0.875, 0.0], replace(PLAIN, top_k=1, presence_penalty=0.0625), [0, 0, 0], 0.0, 0),
+    ([4.0, 3.0, 1.5], replace(PLAIN, top_k=1, repeat_penalty=2.0), [0, 0, 1], 0.0, 0),
+    ([-1.0, -1.5, -3.0], replace(PLAIN, top_k=1, repeat_penalty=2.0), [0, 0], 0.0, 1),
+]
+
+
+@pytest.mark.parametrize(("logits", "chain", "recent", "drawn", "expected"), EXACT_CASES)
+def test_edges_that_rounding_does_not_move(
+    logits: list[float], chain: Sampling, recent: list[int], drawn: float, expected: int
+) -> None:
+    assert on_host(np.array(logits, np.float32), chain, recent, drawn) == expected
+    assert launch(np.array([logits], np.float32), [params(chain, drawn)], [window(recent)])[0] == expected
+
+
+def test_zeros_of_both_signs_are_equal() -> None:
+    logits = np.array([[-1.0, -0.0, 0.0, -0.0, -2.0]], np.float32)
+    assert launch(logits, [params(replace(PLAIN, temperature=0.0), 0.0)], [NO_TOKENS])[0] == 1
+    assert launch(logits, [params(replace(PLAIN, top_k=2), 0.75)], [NO_TOKENS])[0] == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 3, 299])
+def test_an_output_that_is_not_finite_gives_no_token(value: float, place: int, temperature: float) -> None:
+    logits = np.zeros((2, 300), np.float32)
+    logits[0, place] = value
+    row = params(replace(PLAIN, temperature=temperature, presence_penalty=1.0), 0.5)
+    ids = launch(logits, [row, row], [window([place, 5])] * 2)
+    assert ids[0] == -1
+    assert ids[1] >= 0
+
+
+def test_no_token_where_all_are_impossible() -> None:
+    assert launch(np.full((1, 9), -np.inf, np.float32), [params(PLAIN, 0.5)], [NO_TOKENS])[0] == -1
+
+
+@pytest.mark.parametrize("temperature", [1e-44, 1e-30, 1e4])
+def test_extreme_temperatures_are_no_trouble(temperature: float, rng: np.random.Generator) -> None:
+    logits = (20 + rng.standard_normal((1, 90))).astype(np.float32)
+    chain = replace(PLAIN, temperature=near(temperature), top_p=near(0.9))
+    id_ = launch(logits, [params(chain, 0.5)], [NO_TOKENS])[0]
+    assert id_ in right_answers(logits[0], chain, [], 0.5)
+
+
+def test_the_order_of_threads_changes_nothing(rng: np.random.Generator) -> None:
+    logits = rng.standard_normal((1, 1500)).astype(np.float32)
+    chains = [replace(PLAIN, top_p=near(0.9)), replace(PLAIN, top_k=700), replace(PLAIN, min_p=near(0.01))]
+    for chain, drawn in itertools.product(chains, [0.1, 0.9]):
+        ids = {launch(logits, [params(chain, drawn)], [NO_TOKENS], 64, seed)[0] for seed in range(3)}
+        assert len(ids) == 1

@@ -1,0 +1,57 @@
+"""The launches of the larger kernels: everything is covered, and fits into every GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import codecs
+from engine.backends import cuda_shapes, records
+from engine.backends.cuda_shapes import GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+
+CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "polarquant"]
+WIDTHS = [8, 48, 576, 4096, 28672]
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 80, 128, 160, 256])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_attention_fits_into_shared_memory(head_dim: int, block_size: int) -> None:
+    for k in CODECS:
+        for v in CODECS:
+            keys = records.layout(codecs.get(k), False, block_size, head_dim, 8)
+            values = records.layout(codecs.get(v), True, block_size, head_dim)
+            shapes = [cuda_shapes.encode_blocks(keys, values)]
+            for group in (1, 3, 8, 12):
+                shapes += [
+                    shape(keys, values, group)[0]
+                    for shape in (cuda_shapes.decode_attention, cuda_shapes.prefill_attention)
+                ]
+            assert max(shape.shared for shape in shapes) <= SHARED_BYTES
+            assert block_size % shapes[0].defines["TOKENS"] == 0
+
+
+@pytest.mark.parametrize("processors", [1, 20, 132])
+def test_products_cover_every_output(processors: int) -> None:
+    for width in WIDTHS:
+        for out in (1, 40, 4096, 151936):
+            for rows in range(1, GEMV_ROWS + 1):
+                shape, blocks = cuda_shapes.gemv(rows, out, width, processors)
+                columns = shape.defines["OUTPUTS"] * shape.threads // 32 // shape.defines["SPLIT"]
+                assert shape.defines["ROWS"] >= rows
+                assert (blocks - 1) * columns < out <= blocks * columns
+            for rows in range(1, SMALL_ROWS + 1):
+                shape, blocks, parts = cuda_shapes.gemm_small(rows, out, width, processors)
+                tile = 32 * shape.defines["WARPS_OUT"]
+                assert shape.defines["ROWS"] >= rows
+                assert shape.defines["ROWS"] * 8 // shape.defines["WARPS_OUT"] <= 128
+                assert (blocks - 1) * tile < out <= blocks * tile
+                assert parts == 1 or parts * 32 <= width
+                assert shape.shared <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("processors", [20, 132])
+def test_splits_keep_the_machine_busy(processors: int) -> None:
+    """A multiprocessor has one block at a time: of all their turns, four in five have work."""
+    for blocks in range(1, 600):
+        splits = cuda_shapes.decode_splits(processors, blocks)
+        turns = -(-splits * blocks // processors) * processors
+        assert splits * blocks / turns >= 0.8
