@@ -9,7 +9,7 @@ EXTRA := $(if $(filter 12 13,$(CUDA)),cuda$(CUDA))
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test lint bench quality gpu-test gpu-bench compile-all readme clean
+.PHONY: help chat serve test lint bench quality gpu-test gpu-bench compile-all readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -22,12 +22,20 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing the test tools into $(VENV)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench,serve$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@
 
 chat: $(VENV)/.installed  ## chat with the demonstration model (PROMPT="…" answers once, ARGS="…" adds flags)
 	@$(PY) -m engine.chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS)
 chat: export PROMPT := $(PROMPT)
+
+$(VENV)/.installed-serve: $(VENV)/.installed
+	@echo "Installing the server's packages into $(VENV)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[serve$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@touch $@
+
+serve: $(VENV)/.installed-serve  ## serve an HTTP API (ARGS="…" adds flags)
+	@$(PY) -m server $(ARGS)
 
 # One BLAS thread: two test processes with two threads each on two cores are many times slower than one.
 test: export OMP_NUM_THREADS = 1

@@ -136,7 +136,7 @@ def sample(logits: np.ndarray, draw: Draw) -> int:
     """
     params, logits = draw.sampling, logits[: draw.vocabulary]
     if not np.isfinite(logits.max()):  # NaN is the maximum of whatever holds it
-        raise EngineError(NOT_FINITE)
+        raise EngineError(NOT_FINITE, "model_damaged")
     logits = _adjust(logits, params, draw.recent)
     best = int(np.argmax(logits))
     if np.isneginf(logits[best]):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from engine.chat_config import GROUPS
 from engine.flags import describe
+from server.config import ServerConfig
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- flags -->", "<!-- /flags -->"
@@ -12,7 +13,7 @@ BEGIN, END = "<!-- flags -->", "<!-- /flags -->"
 def flag_table() -> str:
     """One Markdown table with a line per flag, in the order and the groups of `--help`."""
     lines = ["| Flag | Meaning |", "|---|---|"]
-    for title, cls in GROUPS.items():
+    for title, cls in {**GROUPS, "Server (`make serve`)": ServerConfig}.items():
         lines.append(f"| **{title}** | |")
         lines += [f"| `{_cell(names)}` | {_cell(meaning)} |" for names, meaning in describe(cls)]
     return "\n".join(lines)

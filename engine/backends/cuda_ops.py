@@ -214,7 +214,10 @@ class CudaOps(CacheOps):
         rows = _in_fours(self._device, logits)
         args = (ids, rows, params, self._device.from_host(recent), vocabulary, np.int64(rows.shape[1]))
         self._launch("sample", (len(draws),), Shape({}, _SAMPLE_THREADS), *args)
-        return [chosen if chosen >= 0 else EngineError(NOT_FINITE) for chosen in self._device.to_host(ids).tolist()]
+        return [
+            chosen if chosen >= 0 else EngineError(NOT_FINITE, "model_damaged")
+            for chosen in self._device.to_host(ids).tolist()
+        ]
 
 
 def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:

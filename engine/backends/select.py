@@ -25,7 +25,7 @@ def select(device: str, threads: int) -> tuple[Ops, str]:
     except EngineError as error:
         if device == "auto":
             return NumpyOps(threads), f"{error}: running on the CPU."
-        raise EngineError(f"--device cuda: {error}, or use --device cpu", "device_unavailable") from error
+        raise EngineError(f"--device cuda: {error}; --device cpu needs none of this", "device_unavailable") from error
 
 
 def _cuda() -> Ops:

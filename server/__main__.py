@@ -1,0 +1,138 @@
+"""`python -m server`: load a model and serve it, until a signal says otherwise.
+
+Exit codes: 0 after SIGTERM or SIGINT; 1 for an unexpected error, a port in use or packages that are missing; 2 for a
+sentence about a flag or the model. A second signal ends the process at once, with 128 and the signal's number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+from engine import Engine, EngineError
+from engine.console import use_utf8
+from engine.flags import FlagError
+from model_loaders.errors import LoadError
+from server import journal
+from server.config import KEY_VARIABLE, ServerConfig, read_command_line
+from server.driver import Driver
+from server.listening import ListenError, address_of, is_local, tcp_socket, unix_socket
+from server.socket_server import SocketServer
+
+_DRAIN_SECONDS = 30.0
+_FAILED, _BAD_REQUEST, _SIGNALLED = 1, 2, 128
+
+MakeWeb = Callable[[Driver, ServerConfig, socket.socket], Any]
+
+
+class _Missing(Exception):
+    """Packages that only the server needs are not there."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal comes, and returns the exit code."""
+    use_utf8()
+    try:
+        _run(sys.argv[1:] if argv is None else argv)
+        return 0
+    except FlagError as error:
+        return _complain(f"{error}; --help lists the flags", _BAD_REQUEST)
+    except (LoadError, EngineError) as error:
+        return _complain(str(error), _BAD_REQUEST)
+    except (ListenError, _Missing) as error:
+        return _complain(str(error), _FAILED)
+    except KeyboardInterrupt:
+        return _SIGNALLED + signal.SIGINT
+
+
+def _run(argv: Sequence[str]) -> None:
+    model, config = read_command_line(argv)
+    make_web = _web()
+    with ExitStack() as bound:
+        http = bound.enter_context(tcp_socket(config.host, config.port))
+        lines: socket.socket | None = None
+        if config.unix is not None:
+            lines = bound.enter_context(unix_socket(config.unix))
+        elif config.socket_port is not None:
+            lines = bound.enter_context(tcp_socket(config.host, config.socket_port))
+        if config.api_key is None and not is_local(http):
+            _note(
+                f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}"
+            )
+        with Engine.load(model.weights, config=model, verbose=_note) as engine:
+            _note(engine.fit_line())
+            journal.set_up()
+            asyncio.run(_serve(engine, config, make_web, http, lines))
+
+
+def _web() -> MakeWeb:
+    """What makes the HTTP server. Raises _Missing before a model is loaded for nothing."""
+    try:
+        from server.http.app import create_app
+        from server.web import Web
+    except ImportError as error:
+        raise _Missing(f"{error}: the server needs the packages of polarlm[serve]") from None
+    return lambda driver, config, bound: Web(journal.Journaled(create_app(driver, config)), config, bound)
+
+
+async def _serve(
+    engine: Engine, config: ServerConfig, make_web: MakeWeb, http: socket.socket, lines: socket.socket | None
+) -> None:
+    driver = Driver(engine, config)
+    await driver.start()
+    try:
+        servers = [make_web(driver, config, http)]
+        if lines is not None:
+            servers.append(SocketServer(driver, lines))
+        for server in servers:
+            await server.start()
+        with _signals() as told:
+            where = f"Listening at http://{address_of(http)}"
+            print(where if lines is None else f"{where} and, for JSON lines, at {address_of(lines)}", flush=True)
+            await told.wait()
+            for server in servers:
+                server.refuse()
+            await driver.drain(_DRAIN_SECONDS)
+            await asyncio.gather(*(server.close() for server in servers))
+    finally:
+        await driver.stop()
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """An event that the first SIGTERM or SIGINT sets; the second ends the process."""
+    loop, told, heard = asyncio.get_running_loop(), asyncio.Event(), False
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        nonlocal heard
+        if heard:
+            os._exit(_SIGNALLED + number)
+        heard = True
+        loop.call_soon_threadsafe(told.set)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _note(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def _complain(sentence: str, code: int) -> int:
+    _note(f"error: {sentence}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The server's own settings, and what each value on its command line may be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.assembly import settle
+from engine.config import EngineConfig, setting
+from engine.flags import Check, FlagError, parse
+from engine.kv.plan import parse_size
+
+KEY_VARIABLE = "POLARLM_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where the server listens and what it grants to one client."""
+
+    host: str = setting(
+        "127.0.0.1", "--host", metavar="ADDRESS", help="address to listen at; 0.0.0.0 lets other machines in"
+    )
+    port: int = setting(8080, "--port", metavar="N", help="port of the HTTP API; 0 takes a free one")
+    socket_port: int | None = setting(
+        None, "--socket-port", metavar="N", help="also speak JSON lines at this TCP port; 0 takes a free one"
+    )
+    unix: str | None = setting(
+        None, "--unix", metavar="PATH", help="also speak JSON lines at a Unix socket, which only its owner can open"
+    )
+    api_key: str | None = setting(
+        None,
+        "--api-key",
+        metavar="KEY",
+        help=f"what clients have to know; the environment variable {KEY_VARIABLE} keeps it out of the process list",
+    )
+    max_body: int = setting(
+        1 << 20, "--max-body", metavar="BYTES", help="size of a request's body, or of a line on the socket"
+    )
+    max_connections: int = setting(
+        256, "--max-connections", metavar="N", help="connections at the same time, HTTP and socket each"
+    )
+    max_queue: int = setting(
+        64, "--max-queue", metavar="N", help="requests that wait behind those computed; more are told to come back"
+    )
+    max_tokens: int | None = setting(
+        None, "--max-tokens", metavar="N", help="tokens of an answer at most; without it, what the context holds"
+    )
+    request_seconds: int = setting(
+        600, "--request-seconds", metavar="N", help="time from a request's arrival to the end of its answer at most"
+    )
+    log_prompts: bool = setting(False, "--log-prompts", help="write prompts and answers into the log")
+
+
+GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Server": ServerConfig}
+
+
+def read_command_line(
+    argv: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> tuple[EngineConfig, ServerConfig]:
+    """Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0)."""
+    engine, server = parse(
+        argv,
+        GROUPS,
+        prog="python -m server",
+        description="Serve a local language model: OpenAI's HTTP API, and JSON lines over a socket.",
+        checks=_CHECKS,
+    )
+    # Looked at before a model is fetched and read.
+    settle(None, engine, {})
+    if engine.kv_memory is not None:
+        parse_size(engine.kv_memory)
+    if server.socket_port is not None and server.unix is not None:
+        raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
+    key = environment.get(KEY_VARIABLE)
+    if server.api_key is None and key is not None:
+        if complaint := _CHECKS["api_key"](key):
+            raise FlagError(f"{KEY_VARIABLE}: {complaint}")
+        server = replace(server, api_key=key)
+    return engine, server
+
+
+def _that(holds: Callable[[Any], bool], complaint: str) -> Check:
+    return lambda value: None if holds(value) else complaint
+
+
+def _is_key(text: str) -> bool:
+    """What an HTTP header can carry, and no white space."""
+    return text != "" and all("!" <= character <= "~" for character in text)
+
+
+_PORT = _that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
+_POSITIVE = _that(lambda count: count >= 1, "this has to be 1 or more")
+_PATH = _that(lambda text: text != "" and "\0" not in text, "this needs a path")
+
+_CHECKS: Mapping[str, Check] = {
+    "host": _that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
+    "port": _PORT,
+    "socket_port": _PORT,
+    "unix": _PATH,
+    "api_key": _that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
+    "max_body": _POSITIVE,
+    "max_connections": _POSITIVE,
+    "max_queue": _that(lambda count: count >= 0, "this has to be 0 or more"),
+    "max_tokens": _POSITIVE,
+    "request_seconds": _POSITIVE,
+}

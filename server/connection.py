@@ -1,0 +1,276 @@
+"""One client of the socket: lines of JSON in, several requests at a time, lines of JSON out."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+from engine import Chunk, EngineError
+from server import journal
+from server.driver import Driver, Refused
+from server.listening import notice_lost_peers
+from server.parameters import Asked, BadRequest, read, read_json
+
+SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
+MOST_PENDING = 1 << 20  # bytes that are kept for a client that does not read them
+KEY_SECONDS = 10.0  # until a client has to have shown the key
+PROBE_SECONDS = 0.25
+_MOST_ID = 200  # characters
+
+_LOG = logging.getLogger(__name__)
+Id = str | int
+_HTTP = re.compile(rb"[A-Z]+ .*HTTP/[0-9]")  # a web page can have a browser send this, with JSON lines behind it
+
+
+class Lines:
+    """Cuts what arrives into lines of at most `limit` bytes, and never holds more than one."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = bytearray()
+        self._skipping = False
+
+    def feed(self, data: bytes) -> Iterator[bytes | None]:
+        """The lines that `data` completes, without their ends; None as soon as one is too long."""
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            if self._outgrown(end):
+                yield None
+            if not self._skipping:
+                yield bytes(self._held)
+            self._held.clear()
+            self._skipping = False
+        if self._outgrown(rest):
+            yield None
+
+    def rest(self) -> bytes:
+        """A last line that nothing ended."""
+        return bytes(self._held)
+
+    def _outgrown(self, piece: bytes) -> bool:
+        """Take `piece` in; whether it is what makes the line too long."""
+        if self._skipping:
+            return False
+        self._skipping = len(self._held) + len(piece) > self._limit
+        if self._skipping:
+            self._held.clear()
+        else:
+            self._held += piece
+        return self._skipping
+
+
+class Connection(asyncio.Protocol):
+    """Reads requests, and runs each as a task whose lines go out as they come.
+
+    A client that has gone, or that does not read what it asked for, loses the connection, and its requests with it.
+    One that has ended its side alone gets its answers. As the two look the same from here, spaces are sent to it in the
+    meantime, which JSON passes over: they tell whether there still is anybody.
+    """
+
+    def __init__(self, driver: Driver, others: set[Connection]) -> None:
+        self._driver, self._config = driver, driver.config
+        self._others = others
+        self._lines = Lines(self._config.max_body)
+        self._requests: dict[Id, asyncio.Task[None]] = {}
+        self._known = self._config.api_key is None
+        self._ended = False  # the client's side
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.lost = asyncio.Event()
+
+    # -- called by the event loop ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self._loop = transport, asyncio.get_running_loop()
+        name = transport.get_extra_info("peername")
+        self._client = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unix"
+        notice_lost_peers(transport.get_extra_info("socket"))
+        if len(self._others) >= self._config.max_connections:
+            self._complain(None, Refused("busy", "The server has too many connections: try again a little later", 1))
+            transport.close()
+        self._others.add(self)
+        if not self._known:
+            self._after("key", KEY_SECONDS, self._turn_away)
+
+    def data_received(self, data: bytes) -> None:
+        for line in self._lines.feed(data):
+            if self._transport.is_closing():
+                return
+            self._take(line)
+
+    def eof_received(self) -> bool:
+        self._ended = True
+        if not self._transport.is_closing():
+            self._take(self._lines.rest())
+        if self._requests:
+            self._probe()
+        return bool(self._requests)
+
+    def pause_writing(self) -> None:
+        self._after("slow", SLOW_SECONDS, self._transport.abort)
+
+    def resume_writing(self) -> None:
+        self._timers.pop("slow").cancel()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._others.discard(self)
+        for timer in self._timers.values():
+            timer.cancel()
+        for task in self._requests.values():
+            task.cancel()
+        self.lost.set()
+
+    # -- messages in -------------------------------------------------------------------------------------------
+
+    def _take(self, line: bytes | None) -> None:
+        """Do what a line asks for; None stands for one that is too long."""
+        if line is not None and not line.strip():
+            return
+        request_id: Id | None = None
+        try:
+            if line is not None and _HTTP.match(line):
+                self._hang_up("this is no HTTP port")
+                return
+            if line is None:
+                raise BadRequest(None, f"a line may have {self._config.max_body} bytes at most")
+            message = read_json(line)
+            has_key = self._greet(message)
+            if not self._known or (has_key and len(message) == 1):
+                return
+            request_id = _read_id(message)
+            if message.get("cancel") is not None:
+                self._cancel(request_id, message["cancel"])
+            else:
+                self._start(request_id, message)
+        except BadRequest as error:
+            self._complain(request_id, error)
+
+    def _greet(self, message: dict[str, Any]) -> bool:
+        """Look at the key of a message, if it has one; a first message without the right key is the last."""
+        key, wanted = message.get("api_key"), self._config.api_key
+        if not self._known and wanted is not None:
+            given = key if isinstance(key, str) else ""
+            self._known = hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
+            if self._known:
+                self._timers.pop("key").cancel()
+            else:
+                self._turn_away()
+        return key is not None
+
+    def _turn_away(self) -> None:
+        self._hang_up('send {"api_key": …} with the right key as the first message', "unauthorized")
+
+    def _hang_up(self, reason: str, code: str = "invalid_request") -> None:
+        self._complain(None, Refused(code, reason))
+        self._transport.close()
+
+    def _start(self, request_id: Id, message: dict[str, Any]) -> None:
+        if request_id in self._requests:
+            raise BadRequest("id", "id is that of a request under way: choose another")
+        asked = read({**message, "stream": True} if message.get("stream") is None else message)
+        if asked.n != 1:
+            raise BadRequest("n", "n must be 1 here: send a request for each answer")
+        self._requests[request_id] = self._loop.create_task(self._serve(request_id, asked))
+
+    def _cancel(self, request_id: Id, value: Any) -> None:
+        """End a request; one that has ended meanwhile has had its last message."""
+        if value is not True:
+            raise BadRequest("cancel", "cancel must be true")
+        if request_id in self._requests:
+            self._requests[request_id].cancel()
+            self._finish(request_id, {"done": True, "finish_reason": "cancelled"})
+
+    # -- messages out ------------------------------------------------------------------------------------------
+
+    async def _serve(self, request_id: Id, asked: Asked) -> None:
+        """Answer one request; its task is cancelled where nobody wants the answer any more."""
+        try:
+            with journal.entry(self._client, "socket"):
+                async with aclosing(self._driver.stream(asked.prompt, asked.params)) as chunks:
+                    held = ""
+                    async for chunk in chunks:
+                        held += chunk.text
+                        if held and (asked.stream or chunk.finish_reason):
+                            self._send(request_id, {"delta": held})
+                            held = ""
+            self._finish(request_id, _last(chunk))
+        except (Refused, EngineError) as error:
+            self._finish(request_id, _error(error))
+        except Exception as error:
+            _LOG.exception("a request of the socket ended with an unexpected error")
+            self._finish(request_id, _error(Refused("internal", f"unexpected {type(error).__name__}")))
+
+    def _finish(self, request_id: Id, message: dict[str, Any]) -> None:
+        """The last message of a request; from then on its id is free."""
+        self._send(request_id, message)
+        del self._requests[request_id]
+        if self._ended and not self._requests:
+            self._transport.close()
+
+    def _complain(self, request_id: Id | None, error: Exception) -> None:
+        self._send(request_id, _error(error))
+
+    def _send(self, request_id: Id | None, message: dict[str, Any]) -> None:
+        line = json.dumps({"id": request_id, **message}, ensure_ascii=False)
+        self._write(line.encode("utf-8", "replace") + b"\n")
+
+    def _write(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size() > MOST_PENDING:
+            self._transport.abort()
+
+    def _probe(self) -> None:
+        """Send what says nothing, so that the system tells when there is nobody to read it."""
+        self._write(b" ")
+        self._after("probe", PROBE_SECONDS, self._probe)
+
+    def _after(self, name: str, seconds: float, action: Any) -> None:
+        self._timers[name] = self._loop.call_later(seconds, action)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    async def close(self, seconds: float) -> None:
+        """Let requests that are about to end send their last messages, and hang up; returns when that is done."""
+        try:
+            if self._requests:
+                await asyncio.wait(self._requests.values(), timeout=seconds)
+            self._transport.close()
+            await asyncio.wait_for(self.lost.wait(), seconds)
+        except asyncio.TimeoutError:
+            self._transport.abort()
+            await self.lost.wait()
+
+
+def _read_id(message: dict[str, Any]) -> Id:
+    value = message.get("id")
+    if isinstance(value, str) and len(value) <= _MOST_ID and value.isprintable():
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        return value
+    raise BadRequest("id", f"id must be a whole number or a text of at most {_MOST_ID} printable characters")
+
+
+def _last(chunk: Chunk) -> dict[str, Any]:
+    usage = chunk.usage
+    assert usage is not None
+    counts = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
+    seconds = {name: round(value, 6) for name, value in asdict(usage).items() if name.endswith("_seconds")}
+    return {"done": True, "finish_reason": chunk.finish_reason, "usage": counts, "timings": seconds}
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    """What a client is told of an error that was meant for it."""
+    told: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": str(error)}
+    for name in ("field", "retry_after"):
+        if (value := getattr(error, name, None)) is not None:
+            told[name] = value
+    return {"error": told}

@@ -1,0 +1,260 @@
+"""The bridge between the event loop and the engine, which computes in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from engine import Chunk, Engine, EngineError, SamplingParams
+from engine.outputs import Status
+from engine.request import Prompt, Ticket
+from server import journal
+from server.config import ServerConfig
+from server.counters import Snapshot, Totals
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+_TOKENIZERS = 4  # threads that turn prompts into tokens; a template may take its time
+
+
+class Refused(Exception):
+    """A request that the server does not serve, or not to its end. The message is a sentence for the client.
+
+    `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal".
+    """
+
+    def __init__(self, code: str, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retry_after = retry_after
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request between the loop and the engine: an outbox for the one, a queue for the other."""
+
+    loop: asyncio.AbstractEventLoop
+    arrived: asyncio.Queue[Chunk | Exception] = field(default_factory=asyncio.Queue)
+    started: float = field(default_factory=time.monotonic)
+    outcome: str = "cancelled"
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ticket: Ticket | None = None
+        self._closed = False
+
+    def append(self, item: Chunk | Exception, /) -> None:
+        """The outbox of the engine; nothing it raises may reach a step."""
+        try:
+            self.loop.call_soon_threadsafe(self.arrived.put_nowait, item)
+        except RuntimeError:  # the loop is closed, and nobody reads any more
+            _LOG.debug("a chunk came after the event loop was closed")
+
+    def queued(self, ticket: Ticket) -> None:
+        """The engine has the request; maybe nobody wants it any more."""
+        with self._lock:
+            self._ticket, closed = ticket, self._closed
+        if closed:
+            ticket.cancel()
+
+    def close(self) -> None:
+        """Have the engine drop the request, now or as soon as it has it."""
+        with self._lock:
+            self._closed, ticket = True, self._ticket
+        if ticket is not None:
+            ticket.cancel()
+
+    def end(self, reason: Exception) -> None:
+        """End the request with an error for its reader; in the event loop."""
+        self.close()
+        self.arrived.put_nowait(reason)
+
+
+class Driver:
+    """Lets coroutines of one event loop stream from an engine. All methods belong to that loop.
+
+    The driver owns neither: `stop` leaves the engine open.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self._totals = Totals()
+        self._jobs: set[_Job] = set()
+        self._room = engine.config.parallel + config.max_queue
+        self._closing = False
+        self._stopping = False
+        self._wake = threading.Event()
+        self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread.start()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, wait for those under way, and end what is left after `seconds`."""
+        self._closing = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except asyncio.TimeoutError:
+            self._end_all(_closing())
+
+    async def stop(self) -> None:
+        """End everything; returns when the engine's thread has ended."""
+        self._closing = self._stopping = True
+        self._end_all(_closing())
+        self._wake.set()
+        await self._loop.run_in_executor(None, self._thread.join)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused because the server is about to end."""
+        return self._closing
+
+    def _end_all(self, reason: Exception) -> None:
+        for job in self._jobs:
+            job.end(reason)
+        self._wake.set()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
+        """The answer to `prompt`, chunk by chunk; the last one has a finish_reason and the usage.
+
+        Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
+        `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
+        """
+        entry = journal.current() or journal.Entry("", "")
+        job = self._admit(entry)
+        entry.prompt = prompt if self.config.log_prompts else None
+        timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
+        try:
+            ticket = await self._aside(self._submit, job, prompt, self._limited(params))
+            self._totals.prompt_tokens += ticket.prompt_tokens
+            entry.prompt_tokens += ticket.prompt_tokens
+            last = False
+            while not last:
+                item = await job.arrived.get()
+                if isinstance(item, Exception):
+                    raise _for_clients(item)
+                self._totals.count(item)
+                entry.count(item)
+                last = item.finish_reason is not None
+                job.outcome = item.finish_reason or job.outcome
+                yield item
+        except (Refused, EngineError) as error:
+            job.outcome = error.code if isinstance(error, Refused) else "error"
+            raise
+        finally:
+            timer.cancel()
+            entry.outcome = job.outcome
+            self._leave(job)
+
+    def _admit(self, entry: journal.Entry) -> _Job:
+        refusal = _closing() if self._closing else self._busy() if len(self._jobs) >= self._room else None
+        if refusal is not None:
+            entry.outcome = refusal.code
+            self._totals.requests[refusal.code] += 1
+            raise refusal
+        job = _Job(self._loop)
+        self._jobs.add(job)
+        self._idle.clear()
+        return job
+
+    def _busy(self) -> Refused:
+        return Refused("busy", "The server is busy: try again a little later", self._totals.usual_seconds())
+
+    def _leave(self, job: _Job) -> None:
+        job.close()
+        self._wake.set()  # the engine may have to take it out
+        self._jobs.discard(job)
+        self._totals.requests[job.outcome] += 1
+        self._totals.seconds += time.monotonic() - job.started
+        if not self._jobs:
+            self._idle.set()
+
+    def _expire(self, job: _Job) -> None:
+        limit = self.config.request_seconds
+        job.end(Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server"))
+
+    def _limited(self, params: SamplingParams) -> SamplingParams:
+        limit = self.config.max_tokens
+        if limit is None or 0 <= params.max_tokens <= limit:
+            return params
+        return replace(params, max_tokens=limit)
+
+    def _submit(self, job: _Job, prompt: Prompt, params: SamplingParams) -> Ticket:
+        """In a thread of the pool: the engine takes a request between two units of its work."""
+        ticket = self.engine.submit(prompt, params, into=job)
+        job.queued(ticket)
+        self._wake.set()
+        return ticket
+
+    # -- what else clients ask -----------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The counters as they are now."""
+        return self._totals.snapshot(active=len(self._jobs))
+
+    async def status(self) -> Status:
+        """How busy the engine is; waits for the unit of work at hand."""
+        return await self._aside(self.engine.status)
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`, nothing added."""
+        return await self._aside(self.engine.tokenize, text)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of `ids`. Raises EngineError for ids that are none."""
+        return await self._aside(self.engine.detokenize, ids)
+
+    async def _aside(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The engine's answer, without keeping the event loop waiting for it."""
+        try:
+            return await self._loop.run_in_executor(self._pool, function, *arguments)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise _for_clients(error) from None
+
+    # -- the engine's thread ---------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """One unit after another; sleeps while there is none. No error ends this thread before `stop` does."""
+        while True:
+            self._wake.clear()
+            if self._stopping:  # looked at behind `clear`, so that the call of `stop` is not missed
+                return
+            try:
+                busy = self.engine.work()
+            except Exception as error:  # not of a step, which ends its own requests: of the engine as a whole
+                busy = False
+                self._loop.call_soon_threadsafe(self._end_all, error)
+            if not busy:
+                self._wake.wait()
+
+
+def _closing() -> Refused:
+    return Refused("closing", "The server is about to end and takes no more requests")
+
+
+def _for_clients(error: Exception) -> Exception:
+    """`error`, or, where it was not meant for a client's eyes, a sentence in its place."""
+    if isinstance(error, (Refused, EngineError)):
+        return error
+    _LOG.error("a request ended with an unexpected error", exc_info=error)
+    return Refused("internal", f"The server could not go on with this request: unexpected {type(error).__name__}")

@@ -1,0 +1,103 @@
+"""The HTTP application. Whoever runs it starts and stops the driver, in the same event loop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine import EngineError
+from server.config import ServerConfig
+from server.driver import Driver, Refused
+from server.http.bodies import read_body
+from server.http.errors import ApiError, handle
+from server.http.guard import Guard
+from server.http.metrics import exposition
+from server.http.openai import Generation
+from server.http.shapes import Chat, Text
+from server.parameters import BadRequest
+
+
+def create_app(driver: Driver, config: ServerConfig) -> Starlette:
+    """OpenAI's endpoints over `driver`, and what else a server is asked."""
+    api = _Api(driver, config)
+    routes = [
+        Route("/v1/chat/completions", Generation(driver, Chat()).serve, methods=["POST"]),
+        Route("/v1/completions", Generation(driver, Text()).serve, methods=["POST"]),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+    ]
+    errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, config=config)],
+        exception_handlers={**dict.fromkeys(errors, handle), ClientDisconnect: _nobody_there},
+    )
+
+
+async def _nobody_there(_request: Request, _error: Exception) -> Any:
+    """No response."""
+
+
+class _Api:
+    def __init__(self, driver: Driver, config: ServerConfig) -> None:
+        self._driver = driver
+        self._config = config
+        self._since = int(time.time())
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._driver.engine.model.name:
+            raise ApiError(404, "There is no such model here; /v1/models lists what there is", "model_not_found")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        engine = self._driver.engine
+        return {
+            "id": engine.model.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "polarlm",
+            "context_length": engine.context,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        """{"content": text} → {"tokens": [ids]}, nothing added."""
+        content = (await read_body(request, self._config.max_body)).get("content")
+        if not isinstance(content, str):
+            raise BadRequest("content", "content must be a text")
+        if any("\ud800" <= character <= "\udfff" for character in content):
+            raise BadRequest("content", "content holds half of a surrogate pair, which is no character")
+        return JSONResponse({"tokens": await self._driver.tokenize(content)})
+
+    async def detokenize(self, request: Request) -> Response:
+        """{"tokens": [ids]} → {"content": text}"""
+        tokens = (await read_body(request, self._config.max_body)).get("tokens")
+        if not isinstance(tokens, list):
+            raise BadRequest("tokens", "tokens must be a list of token ids")
+        for index, token in enumerate(tokens):
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise BadRequest(f"tokens[{index}]", f"tokens[{index}] is no token id")
+        return JSONResponse({"content": await self._driver.detokenize(tokens)})
+
+    async def health(self, _request: Request) -> Response:
+        """200 while requests are taken, 503 when the server is about to end."""
+        closing = self._driver.closing
+        return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
+
+    async def metrics(self, _request: Request) -> Response:
+        page = exposition(self._driver.snapshot(), await self._driver.status())
+        return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,0 +1,39 @@
+"""Reading requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+
+from server.http.errors import CLOSE, ApiError
+from server.parameters import read_json
+
+_BODY_SECONDS = 30  # for all of a request's body to arrive
+
+
+async def read_body(request: Request, limit: int) -> dict[str, Any]:
+    """The JSON object that a request of at most `limit` bytes holds. Raises ApiError or BadRequest."""
+    try:
+        return read_json(await asyncio.wait_for(_bytes(request, limit), _BODY_SECONDS))
+    except asyncio.TimeoutError:
+        raise ApiError(
+            408, f"The request did not arrive within {_BODY_SECONDS} seconds", "timeout", headers=CLOSE
+        ) from None
+
+
+async def _bytes(request: Request, limit: int) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise _too_large(limit)
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > limit:
+            raise _too_large(limit)
+    return bytes(data)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The request is larger than {limit} bytes", "request_too_large", headers=CLOSE)

@@ -1,0 +1,71 @@
+"""Every error that a client may see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine import EngineError
+from server.driver import Refused
+from server.parameters import BadRequest
+
+CLOSE = {"Connection": "close"}  # for answers behind which the connection cannot go on
+_RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # OpenAI's clients look at it
+
+# What is not the client's fault; everything else of the engine's is a 400.
+_ENGINE_STATUS = {"out_of_memory": 503, "closed": 503, "device_unavailable": 503, "model_damaged": 500}
+_REFUSED_STATUS = {"busy": 429, "closing": 503, "timeout": 504, "internal": 500}
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An answer that is an error. `message` is a sentence for the client, `param` the field that is wrong."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _type(status: int) -> str:
+    """The names that OpenAI gives to kinds of errors."""
+    if status >= 500:
+        return "server_error"
+    return "rate_limit_error" if status == 429 else "invalid_request_error"
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client gets to see of `error`; of one that nobody has foreseen, nothing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BadRequest):
+        return ApiError(400, error.message, "invalid_request", error.field)
+    if isinstance(error, EngineError):
+        return ApiError(_ENGINE_STATUS.get(error.code, 400), str(error), error.code)
+    if isinstance(error, Refused):
+        headers = dict(_RETRYING_IS_NO_USE) if error.code == "timeout" else {}
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(error.retry_after)
+        return ApiError(_REFUSED_STATUS.get(error.code, 503), error.message, error.code, headers=headers)
+    if isinstance(error, HTTPException):
+        sentence = f"{error.detail}: this API has no such path, or not with this method"
+        code = error.detail.lower().replace(" ", "_")
+        return ApiError(error.status_code, sentence, code, headers=error.headers or {})
+    return ApiError(500, "The server could not answer this request", "internal", headers=CLOSE)
+
+
+async def handle(_request: Request, error: Exception) -> Response:
+    """An exception handler of Starlette's."""
+    return api_error(error).response()

@@ -1,0 +1,88 @@
+"""Who may speak to the API: looked at before any of a request's body is read."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.config import ServerConfig
+from server.http.errors import ApiError
+
+_OPEN = {"/health"}  # what needs no key: whoever watches over the server asks it
+
+
+class Guard:
+    """ASGI middleware that checks Host, API key and Content-Type.
+
+    A web page elsewhere cannot use the API: its browser asks before it sends JSON and gets no permission, and where a
+    name of the attacker's leads to this machine (DNS rebinding), Host holds that name.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._host = _bare(config.host)
+        self._key = None if config.api_key is None else config.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await error.response()(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if not self._is_ours(headers.getlist("host"), scope.get("server")):
+            sentence = "This server does not go by the name in the Host header; --host tells it which name it has"
+            return ApiError(421, sentence, "misdirected_request", "Host")
+        if not self._knows_key(headers.getlist("authorization")) and scope["path"] not in _OPEN:
+            sentence = "This server needs its API key, as in 'Authorization: Bearer KEY'"
+            return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if scope["method"] == "POST" and not _is_json(headers.getlist("content-type")):
+            return ApiError(415, "Content-Type must be application/json", "unsupported_media_type", "Content-Type")
+        return None
+
+    def _is_ours(self, hosts: list[str], server: tuple[str, int | None] | None) -> bool:
+        """Whether a request was meant for this server: for a loopback name, for --host, or for the address it reached.
+
+        Where --host is every address, so is any literal address: behind a forwarded port the server cannot know its
+        own, and an attacker's name is none.
+        """
+        name = _without_port(hosts[0]) if len(hosts) == 1 else ""
+        if name in ("localhost", self._host) or (server is not None and name == _bare(server[0])):
+            return True
+        address = _address(name)
+        everywhere = _address(self._host)
+        return address is not None and (address.is_loopback or (everywhere is not None and everywhere.is_unspecified))
+
+    def _knows_key(self, given: list[str]) -> bool:
+        if self._key is None:
+            return True
+        scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
+        # Both in constant time, so that nobody can find the key byte by byte.
+        return hmac.compare_digest(key.strip().encode(), self._key) and scheme.lower() == "bearer"
+
+
+def _is_json(content_types: list[str]) -> bool:
+    return len(content_types) == 1 and content_types[0].partition(";")[0].strip().lower() == "application/json"
+
+
+def _without_port(host: str) -> str:
+    """The name or address in a Host header, `[::1]:8080` as `::1`; empty for what is neither."""
+    found = re.fullmatch(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?", host)
+    return "" if found is None else _bare(found[1])
+
+
+def _bare(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]").removesuffix(".").lower()
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

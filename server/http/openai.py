@@ -1,0 +1,84 @@
+"""OpenAI's endpoints that generate: /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine import Chunk, Completion, EngineError, SamplingParams, Usage
+from engine.outputs import fold
+from server.driver import Driver, Refused
+from server.http.bodies import read_body
+from server.http.errors import api_error
+from server.http.shapes import Dialect, Writer
+from server.http.streams import Event, EventStream, Pieces, merged, while_there
+from server.parameters import Asked, read
+
+
+class Generation:
+    """One endpoint: requests in, answers out, whole or as they come."""
+
+    def __init__(self, driver: Driver, dialect: Dialect) -> None:
+        self._driver = driver
+        self._dialect = dialect
+
+    async def serve(self, request: Request) -> Response:
+        """Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect where nobody waits any more."""
+        asked = read(await read_body(request, self._driver.config.max_body), (self._dialect.takes,))
+        writer = Writer(self._dialect, self._driver.engine.model.name, asked.include_usage)
+        if asked.stream:
+            events = self._events(asked, writer)
+            return EventStream(await while_there(request.receive, anext(events)), events)
+        return JSONResponse(await while_there(request.receive, self._whole(asked, writer)))
+
+    def _pieces(self, asked: Asked) -> Pieces:
+        return merged([self._driver.stream(asked.prompt, _params(asked.params, index)) for index in range(asked.n)])
+
+    async def _whole(self, asked: Asked, writer: Writer) -> dict[str, object]:
+        chunks: list[list[Chunk]] = [[] for _ in range(asked.n)]
+        async with aclosing(self._pieces(asked)) as pieces:
+            async for index, chunk in pieces:
+                chunks[index].append(chunk)
+        answers: list[Completion] = [fold(of_answer) for of_answer in chunks]
+        return writer.whole(answers)
+
+    async def _events(self, asked: Asked, writer: Writer) -> AsyncGenerator[Event, None]:
+        """Raises what goes wrong before the first event; later it can only be an event, and is the last."""
+        begun = False
+        try:
+            async with aclosing(self._answers(asked, writer)) as events:
+                async for event in events:
+                    begun = True
+                    yield event
+        except (Refused, EngineError) as error:
+            if not begun:
+                raise
+            yield api_error(error).body()
+        else:
+            yield None
+
+    async def _answers(self, asked: Asked, writer: Writer) -> AsyncGenerator[Event, None]:
+        opened: set[int] = set()
+        usages: list[Usage] = []
+        async with aclosing(self._pieces(asked)) as pieces:
+            async for index, chunk in pieces:
+                if index not in opened and (opening := writer.opening(index)) is not None:
+                    yield opening
+                opened.add(index)
+                if chunk.text:
+                    yield writer.text(index, chunk.text)
+                if chunk.finish_reason is not None:
+                    yield writer.end(index, chunk.finish_reason)
+                if chunk.usage is not None:
+                    usages.append(chunk.usage)
+        if asked.include_usage:
+            yield writer.usage(usages)
+
+
+def _params(params: SamplingParams, index: int) -> SamplingParams:
+    """Several answers to one request differ, and do so again for the same seed."""
+    return params if params.seed < 0 else replace(params, seed=params.seed + index)

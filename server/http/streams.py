@@ -1,0 +1,122 @@
+"""Asynchronous plumbing: several answers at once, clients that go away, and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine import Chunk
+
+T = TypeVar("T")
+Pieces = AsyncGenerator[tuple[int, Chunk], None]
+"""Chunks of several answers, each with its answer's number."""
+
+Event = dict[str, Any] | None
+
+SLOW_READER_SECONDS = 10.0  # that a client may leave its end of the connection full
+
+
+async def merged(answers: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
+    """The chunks of all `answers` as they come. The first error ends them all; so does closing the generator."""
+    arrived: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue()
+
+    async def read(index: int, answer: AsyncGenerator[Chunk, None]) -> None:
+        try:
+            async with aclosing(answer):
+                async for chunk in answer:
+                    arrived.put_nowait((index, chunk))
+            arrived.put_nowait(None)
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(read(index, answer)) for index, answer in enumerate(answers)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        await _end(tasks)
+
+
+async def while_there(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away: then raises ClientDisconnect."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        await _end([working, watching])
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has gone away; its request has been read to the end."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, one for each JSON value or, for None, "[DONE]".
+
+    `events` has given out the `first` already, so that what goes wrong before it has a status of its own. A client
+    that goes away, or that does not read, has `events` closed.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: Event, events: AsyncGenerator[Event, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            with suppress(ClientDisconnect):
+                await while_there(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_soon(send, _framed(self._first))
+        async for event in self._events:
+            await _send_soon(send, _framed(event))
+        await _send_soon(send, b"", last=True)
+
+
+async def _send_soon(send: Send, data: bytes, last: bool = False) -> None:
+    """Raises ClientDisconnect where the client reads nothing for too long."""
+    sending = asyncio.ensure_future(send({"type": "http.response.body", "body": data, "more_body": not last}))
+    try:
+        # Not `wait_for`, which before Python 3.12 may lose the cancellation of whoever waits.
+        await asyncio.wait([sending], timeout=SLOW_READER_SECONDS)
+        if not sending.done():
+            raise ClientDisconnect
+        sending.result()
+    finally:
+        sending.cancel()
+
+
+def _framed(event: Event) -> bytes:
+    """ASCII alone: some clients take Unicode's line separators for the end of a line."""
+    data = "[DONE]" if event is None else json.dumps(event, separators=(",", ":"))
+    return f"data: {data}\n\n".encode("ascii")

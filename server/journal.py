@@ -1,0 +1,108 @@
+"""The log: a line of JSON for each request, and for whatever else is worth one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from engine import Chunk
+from engine.request import Prompt
+
+_REQUESTS = logging.getLogger("server.requests")
+_MOST_PATH = 200  # characters of a path, which anybody can send
+
+
+@dataclass
+class Entry:
+    """What is known about a request by its end. Several answers to one request share an entry."""
+
+    client: str
+    route: str
+    status: int | None = None  # of an HTTP response
+    outcome: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prompt: Prompt | None = None  # where prompts are logged
+    answer: str | None = None
+    _started: float = field(default_factory=time.monotonic)
+
+    def count(self, chunk: Chunk) -> None:
+        """Add what a chunk brings."""
+        self.completion_tokens += len(chunk.token_ids)
+        if chunk.usage is not None:
+            self.cached_tokens += chunk.usage.cached_tokens
+        if self.prompt is not None:
+            self.answer = (self.answer or "") + chunk.text
+
+    def line(self) -> dict[str, Any]:
+        """The entry as it is written; what does not apply is left out."""
+        known = {name: value for name, value in vars(self).items() if value is not None and name != "_started"}
+        return known | {"seconds": round(time.monotonic() - self._started, 6)}
+
+
+_CURRENT: ContextVar[Entry | None] = ContextVar("entry", default=None)
+
+
+def current() -> Entry | None:
+    """The entry of the request that this task works for."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def entry(client: str, route: str) -> Iterator[Entry]:
+    """A request while it is under way; its line is written at the end."""
+    new = Entry(client, route)
+    token = _CURRENT.set(new)
+    try:
+        yield new
+    finally:
+        _CURRENT.reset(token)
+        _REQUESTS.info("request", extra={"line": new.line()})
+
+
+class Journaled:
+    """An ASGI application each of whose HTTP requests has an entry."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = ":".join(map(str, scope.get("client") or ("unknown",)))
+        with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as new:
+
+            async def noting(message: MutableMapping[str, Any]) -> None:
+                if message["type"] == "http.response.start":
+                    new.status = message["status"]
+                await send(message)
+
+            await self._app(scope, receive, noting)
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")}
+        line |= getattr(record, "line", None) or {"level": record.levelname, "message": record.getMessage()}
+        if record.exc_info and record.exc_info[1] is not None:
+            line["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        return json.dumps(line)
+
+
+def set_up() -> None:
+    """From now on, log to standard error: requests, and what libraries have to warn of."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    _REQUESTS.setLevel(logging.INFO)

@@ -1,0 +1,108 @@
+"""Sockets to listen at, bound before a model is loaded, so that a port in use is told at once."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_LOST_AFTER = 20  # seconds without a sign of life until a peer counts as lost
+
+
+class ListenError(Exception):
+    """The server cannot listen where it was told to. The message is a sentence for the user."""
+
+
+def tcp_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to `host`, by IPv4 where it has both, that does not listen yet. Raises ListenError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ListenError(f"--host {host}: there is no such address ({error})") from None
+    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    bound = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":  # elsewhere this would share the port with whoever has it
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ListenError(f"Port {port} of {host} is in use: choose another port") from None
+        raise ListenError(f"Cannot listen at port {port} of {host}: {error.strerror or error}") from None
+    return bound
+
+
+@contextmanager
+def unix_socket(path: str) -> Iterator[socket.socket]:
+    """A socket at `path` that only its owner can open, and that does not listen yet; its file goes when it is done.
+
+    A socket file that nobody listens at any more is replaced. Raises ListenError.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        raise ListenError("--unix: this system's Python has no Unix sockets; use --socket-port")
+    _make_way(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+        try:
+            bound.bind(path)
+            os.chmod(path, 0o600)  # before it listens: until then nobody can connect
+            inode = os.stat(path).st_ino
+        except OSError as error:
+            raise ListenError(f"--unix {path}: cannot listen there: {error.strerror or error}") from None
+        try:
+            yield bound
+        finally:
+            with suppress(OSError):
+                if os.stat(path).st_ino == inode:  # nobody has put another one in its place
+                    os.unlink(path)
+
+
+def _make_way(path: str) -> None:
+    try:
+        mode = os.stat(path, follow_symlinks=False).st_mode
+    except OSError:
+        return  # there is none, or bind has more to say about it
+    if not stat.S_ISSOCK(mode):
+        raise ListenError(f"--unix {path}: there is a file already that is no socket; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+        visitor.settimeout(5)
+        try:
+            visitor.connect(path)
+        except ConnectionRefusedError:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except OSError as error:
+            raise ListenError(f"--unix {path}: cannot be looked at: {error.strerror or error}") from None
+    raise ListenError(f"--unix {path}: another server listens there; choose another path")
+
+
+def address_of(bound: socket.socket) -> str:
+    """Where a socket listens: "127.0.0.1:8080", "[::1]:8080", or a path."""
+    name = bound.getsockname()
+    if isinstance(name, str):
+        return name
+    return f"[{name[0]}]:{name[1]}" if bound.family == socket.AF_INET6 else f"{name[0]}:{name[1]}"
+
+
+def is_local(bound: socket.socket) -> bool:
+    """Whether only programs of this machine can connect."""
+    name = bound.getsockname()
+    return isinstance(name, str) or ipaddress.ip_address(name[0].split("%")[0]).is_loopback
+
+
+def notice_lost_peers(connected: socket.socket) -> None:
+    """Have the system end the connection to a machine that has gone without a word."""
+    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not every system has each of these; without them its own, longer times hold.
+    limits = {"TCP_KEEPIDLE": _LOST_AFTER // 2, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
+    limits["TCP_USER_TIMEOUT"] = _LOST_AFTER * 1000
+    for name, limit in limits.items():
+        if option := getattr(socket, name, None):
+            connected.setsockopt(socket.IPPROTO_TCP, option, limit)

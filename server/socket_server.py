@@ -1,0 +1,40 @@
+"""The socket: JSON lines over TCP or a Unix socket, as docs/socket-protocol.md describes them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from server.connection import Connection
+from server.driver import Driver
+from server.listening import ListenError, address_of
+
+_LAST_SECONDS = 5.0  # for clients to take what is on its way to them
+
+
+class SocketServer:
+    """Serves the clients of one bound socket; see `server.listening`."""
+
+    def __init__(self, driver: Driver, bound: socket.socket) -> None:
+        self._driver = driver
+        self._bound = bound
+        self._connections: set[Connection] = set()
+
+    async def start(self) -> None:
+        """Listen from now on. Raises ListenError."""
+        loop = asyncio.get_running_loop()
+        unix = self._bound.family == getattr(socket, "AF_UNIX", None)
+        create = loop.create_unix_server if unix else loop.create_server
+        try:
+            self._server = await create(lambda: Connection(self._driver, self._connections), sock=self._bound)
+        except OSError as error:
+            raise ListenError(f"Cannot listen at {address_of(self._bound)}: {error.strerror or error}") from None
+
+    def refuse(self) -> None:
+        """Take no more connections; those there are go on."""
+        self._server.close()
+
+    async def close(self) -> None:
+        """Hang up on all clients, once what is on its way has reached them; the driver has been drained before."""
+        self.refuse()
+        await asyncio.gather(*(connection.close(_LAST_SECONDS) for connection in list(self._connections)))

@@ -1,0 +1,101 @@
+"""Engines and servers for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine
+from server.config import ServerConfig
+from server.driver import Driver
+from server.listening import tcp_socket, unix_socket
+from server.socket_server import SocketServer
+from tests.server.lines import PATIENCE
+from tests.tiny import assert_idle
+
+
+@pytest.fixture
+def engine(tiny_path: Path) -> Iterator[Engine]:
+    """Computes two requests at a time and keeps nothing of them: what is not free is in use."""
+    plain = {"cache_type": "f16", "calibration": False, "block_size": 8}
+    with Engine.load(tiny_path, device="cpu", parallel=2, kept_sequences=0, **plain) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+@pytest.fixture
+def slow_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A long answer is still under way when something happens to it, and what happens ends it before its time."""
+    step, steps = engine._model.step, []
+
+    def slow(*arguments: Any) -> Any:
+        steps.append(threading.Event().wait(0.1))
+        return step(*arguments)
+
+    monkeypatch.setattr(engine._model, "step", slow)
+    yield
+    assert len(steps) < 100
+
+
+class Running:
+    """A driver and a socket server in an event loop of their own thread."""
+
+    def __init__(self, engine: Engine, bound: socket.socket, **settings: Any) -> None:
+        self.engine = engine
+        self.config = ServerConfig(**settings)
+        self.address = bound.getsockname()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.driver = Driver(engine, self.config)
+        self.socket_server = SocketServer(self.driver, bound)
+        self.call(self.driver.start())
+        self.call(self.socket_server.start())
+
+    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE)
+
+    def is_idle(self) -> bool:
+        """Nothing is computed, nothing waits, and every block is free."""
+        status = self.engine.status()
+        return (status.running, status.waiting) == (0, 0) and status.blocks_free == status.blocks
+
+    def stop(self) -> None:
+        async def end() -> None:
+            async with AsyncExitStack() as ends:
+                ends.push_async_callback(self.driver.stop)
+                await self.driver.drain(0)
+                await self.socket_server.close()
+
+        self.call(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture
+def start(engine: Engine) -> Iterator[Callable[..., Running]]:
+    """start(unix=…, **fields of ServerConfig): a running server; it is stopped when the test is done."""
+    with ExitStack() as ends:
+
+        def begin(**settings: Any) -> Running:
+            path = settings.get("unix")
+            bound = ends.enter_context(tcp_socket("127.0.0.1", 0) if path is None else unix_socket(path))
+            running = Running(engine, bound, **settings)
+            ends.callback(running.stop)
+            return running
+
+        yield begin
+
+
+@pytest.fixture
+def server(start: Callable[..., Running]) -> Running:
+    """A server with the usual settings."""
+    return start()

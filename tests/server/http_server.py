@@ -1,0 +1,143 @@
+"""The HTTP API over an engine, in a thread with an event loop of its own, at a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from engine import Engine
+from server.config import ServerConfig
+from server.driver import Driver
+from server.http.app import create_app
+from server.listening import tcp_socket
+
+KEY = "sk-of-this-server"
+
+
+class Gate:
+    """Lets the engine do as many units of work as it is given; open to begin with."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._work = engine.work
+        self._units = threading.Semaphore(0)
+        self._open = True
+        engine.work = self._pass  # type: ignore[method-assign]
+
+    def _pass(self) -> bool:
+        while not self._open and not self._units.acquire(timeout=0.05):
+            pass
+        return self._work()
+
+    def close(self) -> None:
+        self._open = False
+
+    def let(self, units: int) -> None:
+        self._units.release(units)
+
+    def open(self) -> None:
+        self._open = True
+
+
+@dataclass
+class Serving:
+    """A running server, and clients for it."""
+
+    engine: Engine
+    driver: Driver
+    gate: Gate
+    loop: asyncio.AbstractEventLoop
+    port: int
+    http: httpx.Client
+    openai: openai.OpenAI
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def send(self, path: str, body: Any, receive_buffer: int | None = None) -> socket.socket:
+        """A connection whose request has been sent; the system receives no more than the buffer takes."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection = socket.socket()
+        connection.settimeout(60)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return connection
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has a request."""
+        status = self.engine.status()
+        return bool(status.running or status.waiting)
+
+    def outcomes(self) -> dict[str, int]:
+        return dict(self.driver.snapshot().requests)
+
+    def run(self, coroutine: Any) -> Any:
+        """The result of a coroutine in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+
+
+@contextmanager
+def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) -> Iterator[Serving]:
+    """A server of `engine` with `settings` of ServerConfig; at the end it is stopped, with whatever is under way.
+
+    send_buffer: bytes that the system may hold for a client that does not read.
+    """
+    listener = tcp_socket("127.0.0.1", 0)
+    listener.listen()
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    port = listener.getsockname()[1]
+    config = ServerConfig(port=port, **settings)
+    ready: list[tuple[Driver, asyncio.AbstractEventLoop]] = []
+    started, gate = threading.Event(), Gate(engine)
+    server: uvicorn.Server
+
+    async def main() -> None:
+        nonlocal server
+        driver = Driver(engine, config)
+        await driver.start()
+        app = create_app(driver, config)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        ready.append((driver, asyncio.get_running_loop()))
+        started.set()
+        await server.serve(sockets=[listener])
+        await driver.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), name="http")
+    thread.start()
+    assert started.wait(60)
+    url, key = f"http://127.0.0.1:{port}", config.api_key or "any"
+    bearer = {"Authorization": f"Bearer {key}"}
+    try:
+        with (
+            httpx.Client(base_url=url, headers=bearer, timeout=60) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60) as client,
+        ):
+            yield Serving(engine, ready[0][0], gate, ready[0][1], port, http, client)
+    finally:
+        gate.open()
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    """Waits for what another thread is about to do."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,94 @@
+"""`python -m server` as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from model_loaders.cache import CACHE_VARIABLE
+from tests.server.lines import PATIENCE, Client
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Steps take their time, and one raises as soon as there is a file named in TROUBLE.
+TROUBLED = """
+import os, sys, time
+from engine.model import Model
+from server.__main__ import main
+step = Model.step
+def troubled(*arguments):
+    time.sleep(0.02)
+    if os.path.exists(os.environ["TROUBLE"]):
+        os.unlink(os.environ["TROUBLE"])
+        raise ArithmeticError("secret detail")
+    return step(*arguments)
+Model.step = troubled
+sys.exit(main())
+"""
+
+
+class Process:
+    """A server with the tiny model at free ports; ends with the `with` block, if not before."""
+
+    def __init__(self, model: Path, folder: Path, *flags: str, troubled: bool = False, **environment: str) -> None:
+        self.trouble = folder / "trouble"
+        self.errors = folder / "stderr"
+        program = ["-c", TROUBLED] if troubled else ["-m", "server"]
+        plain = ["--weights", str(model), "--device", "cpu", "--no-calibration", "--port", "0"]
+        surroundings = {"TROUBLE": str(self.trouble), CACHE_VARIABLE: str(folder), "OMP_NUM_THREADS": "1"}
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, *program, *plain, *flags],
+                cwd=ROOT,
+                env={**os.environ, **surroundings, **environment},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline()
+        assert self.line, self.errors.read_text()
+        self.url = re.findall(r"http://[0-9.:]+", self.line)[0]
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def client(self) -> Client:
+        """A new connection to the socket for JSON lines."""
+        where = self.line.split()[-1]
+        host, _, port = where.rpartition(":")
+        return Client((host, int(port)) if host else where)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
+            return response.read().decode()
+
+    def is_idle(self) -> bool:
+        """Nothing is computed, and nothing waits."""
+        return (
+            re.findall(r"(?m)^polarlm_requests_(?:active|running|waiting) (\S+)", self.get("/metrics")) == ["0.0"] * 3
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit code. Nothing but the one line was written to standard output."""
+        rest, _ = self.process.communicate(timeout=PATIENCE)
+        assert rest == ""
+        return self.process.returncode
+
+    def log(self) -> list[dict[str, Any]]:
+        """What was logged, behind the sentences of loading."""
+        return [json.loads(line) for line in self.errors.read_text().splitlines() if line.startswith("{")]

@@ -1,0 +1,231 @@
+"""What is refused before a request is looked at: strangers' names, wrong keys, other types, too large bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine import Engine
+from server.config import ServerConfig
+from server.http.guard import Guard
+from tests.server.http_server import KEY, Serving, serving
+
+BODY = {"prompt": "the rain", "max_tokens": 2}
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    with serving(tiny) as running:
+        yield running
+
+
+def assert_error(response: httpx.Response, status: int, code: str) -> None:
+    """OpenAI's shape, and a sentence."""
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert len(error["message"].split()) > 3
+
+
+# -- Host ------------------------------------------------------------------------------------------------------
+
+
+def passes(host: str, reached: str, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a server with --host `host` takes a request that arrived at its address `reached`."""
+    seen: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(200)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            seen.append(message["status"])
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": headers, "server": (reached, 8080)}
+    asyncio.run(Guard(app, ServerConfig(host=host))(scope, None, send))  # type: ignore[arg-type]
+    assert seen in ([200], [421])
+    return seen == [200]
+
+
+@pytest.mark.parametrize(
+    ("host", "reached", "name"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1:8080"),
+        ("127.0.0.1", "127.0.0.1", "localhost:8080"),
+        ("127.0.0.1", "127.0.0.1", "LocalHost"),
+        ("127.0.0.1", "127.0.0.1", "localhost.:8080"),
+        ("127.0.0.1", "127.0.0.1", "127.9.9.9"),
+        ("::1", "::1", "[::1]:8080"),
+        ("shelf.lan", "192.168.1.5", "shelf.lan:8080"),
+        ("shelf.lan", "192.168.1.5", "192.168.1.5:8080"),
+        ("192.168.1.5", "192.168.1.5", "192.168.1.5:8080"),
+        ("0.0.0.0", "192.168.1.5", "192.168.1.5:8080"),
+        ("0.0.0.0", "172.17.0.2", "192.168.1.5:8080"),
+        ("::", "::1", "[fe80::1]:8080"),
+    ],
+)
+def test_the_servers_own_names_pass(host: str, reached: str, name: str) -> None:
+    assert passes(host, reached, [(b"host", name.encode())])
+
+
+@pytest.mark.parametrize(
+    ("host", "reached", "name"),
+    [
+        ("127.0.0.1", "127.0.0.1", "evil.example"),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1.evil.example:8080"),
+        ("127.0.0.1", "127.0.0.1", "localhost.evil.example"),
+        ("127.0.0.1", "127.0.0.1", "[::1]evil.example"),
+        ("127.0.0.1", "127.0.0.1", "192.168.1.5"),
+        ("127.0.0.1", "127.0.0.1", "0.0.0.0:8080"),
+        ("127.0.0.1", "127.0.0.1", ""),
+        ("127.0.0.1", "127.0.0.1", ":8080"),
+        ("127.0.0.1", "127.0.0.1", "localhost:80:80"),
+        ("127.0.0.1", "127.0.0.1", "localhost@evil.example"),
+        ("192.168.1.5", "192.168.1.5", "192.168.1.6"),
+        ("0.0.0.0", "192.168.1.5", "evil.example:8080"),
+    ],
+)
+def test_other_names_do_not(host: str, reached: str, name: str) -> None:
+    assert not passes(host, reached, [(b"host", name.encode())])
+
+
+def test_there_is_one_name() -> None:
+    assert not passes("127.0.0.1", "127.0.0.1", [])
+    assert not passes("127.0.0.1", "127.0.0.1", [(b"host", b"localhost"), (b"host", b"localhost")])
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nowhere"])
+def test_a_page_whose_name_leads_here_gets_nothing(server: Serving, path: str) -> None:
+    assert_error(server.http.get(path, headers={"Host": "evil.example"}), 421, "misdirected_request")
+
+
+# -- other origins ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_only_json_is_taken(server: Serving, path: str, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    response = server.http.post(path, content=b'{"prompt": "the"}', headers=headers)
+    assert_error(response, 415, "unsupported_media_type")
+
+
+def test_json_may_name_its_charset(server: Serving) -> None:
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    response = server.http.post("/tokenize", content=b'{"content": "the"}', headers=headers)
+    assert response.status_code == 200
+
+
+def test_a_browser_gets_no_permission_for_another_origin(server: Serving) -> None:
+    asks = {
+        "Origin": "http://evil.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    preflight = server.http.options("/v1/chat/completions", headers=asks)
+    simple = server.http.get("/v1/models", headers=asks)
+    assert_error(preflight, 405, "method_not_allowed")
+    for response in (preflight, simple):
+        assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+# -- API key ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        [(b"Authorization", b"Bearer sk-another")],
+        [(b"Authorization", f"Basic {KEY}".encode())],
+        [(b"Authorization", KEY.encode())],
+        [(b"Authorization", b"Bearer \xff\xfe")],
+        [(b"Authorization", b"Bearer")],
+        [(b"Authorization", f"Bearer {KEY}".encode()), (b"Authorization", f"Bearer {KEY}".encode())],
+    ],
+)
+def test_without_the_key_there_is_only_the_health(tiny: Engine, given: list[tuple[bytes, bytes]]) -> None:
+    with serving(tiny, api_key=KEY) as server:
+        bare = httpx.Client(base_url=server.http.base_url)
+        for path in ("/v1/models", "/metrics", "/nowhere"):
+            response = bare.get(path, headers=given)
+            assert_error(response, 401, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert_error(bare.post("/v1/completions", json=BODY, headers=given), 401, "invalid_api_key")
+        assert bare.get("/health", headers=given).status_code == 200
+        assert server.outcomes() == {}
+
+
+def test_with_the_key_everything_is_served(tiny: Engine) -> None:
+    with serving(tiny, api_key=KEY) as server:
+        assert server.http.get("/metrics").status_code == 200
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
+# -- size and form ---------------------------------------------------------------------------------------------
+
+
+def test_a_body_may_be_as_large_as_the_limit_and_no_larger(tiny: Engine) -> None:
+    with serving(tiny, max_body=1000) as server:
+        headers = {"Content-Type": "application/json"}
+        empty = b'{"content": "the"}'
+        for size, status in ((1000, 200), (1001, 413)):
+            whole = empty.ljust(size)
+            pieces = [whole[:500], whole[500:]]
+            assert server.http.post("/tokenize", content=whole, headers=headers).status_code == status
+            assert server.http.post("/tokenize", content=iter(pieces), headers=headers).status_code == status
+
+
+def test_a_body_far_too_large_is_an_error_that_clients_understand(server: Serving) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        server.openai.completions.create(model="any", prompt="the" * (3 << 20))
+    assert caught.value.status_code == 413
+    assert caught.value.code == "request_too_large"
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"[]", "object"),
+        (b'"text"', "object"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b'{"prompt": "the", "n": NaN}', "NaN"),
+        (b'{"prompt": "the", "n": -Infinity}', "Infinity"),
+        (b'{"prompt": ' + b"[" * 100_000, "nested"),
+        (b'{"prompt": "the", "seed": ' + b"9" * 10_000 + b"}", "digits"),
+    ],
+)
+def test_what_is_no_json_object_is_told_so(server: Serving, data: bytes, part: str) -> None:
+    response = server.http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
+    assert_error(response, 400, "invalid_request")
+    assert part in response.json()["error"]["message"]
+
+
+def test_other_paths_and_methods_are_errors_of_the_same_shape(server: Serving) -> None:
+    assert_error(server.http.get("/nowhere"), 404, "not_found")
+    assert_error(server.post("/v1/embeddings", {"input": "the"}), 404, "not_found")
+    response = server.http.get("/v1/chat/completions")
+    assert_error(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+def test_bytes_that_are_no_http_are_refused_and_the_server_lives_on(server: Serving) -> None:
+    for garbage in (b"\x16\x03\x01\x02\x00\x01\xfc", b"GET\r\n\r\n", b"{}\n", b"\x00" * 70_000):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            connection.sendall(garbage)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):
+                pass
+    assert server.http.get("/health").status_code == 200

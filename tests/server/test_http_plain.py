@@ -1,0 +1,157 @@
+"""The endpoints that OpenAI's API does not have: tokens, health, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine import Engine
+from tests.server.http_server import Serving, eventually, serving
+from tests.tiny import CHARACTERS, VOCABULARY
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Any) -> Iterator[Serving]:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+        yield running
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    with serving(tiny) as running:
+        yield running
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------
+
+
+@given(text=st.text(CHARACTERS))
+def test_tokens_of_a_text_are_that_text(shared: Serving, text: str) -> None:
+    tokens = shared.post("/tokenize", {"content": text}).json()["tokens"]
+    assert tokens == shared.engine.tokenize(text)
+    assert shared.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
+
+
+@given(tokens=st.lists(st.integers(0, VOCABULARY - 1)))
+def test_any_tokens_have_a_text(shared: Serving, tokens: list[int]) -> None:
+    text = shared.post("/detokenize", {"tokens": tokens}).json()["content"]
+    assert text == shared.engine.detokenize(tokens)
+
+
+def test_control_strings_are_text(shared: Serving) -> None:
+    assert 2 not in shared.post("/tokenize", {"content": "<|im_end|>"}).json()["tokens"]
+
+
+@pytest.mark.parametrize("content", [None, 5, ["the"], {"text": "the"}, True])
+def test_a_content_that_is_no_text_is_a_bad_request(shared: Serving, content: Any) -> None:
+    response = shared.post("/tokenize", {"content": content})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "content"
+
+
+def test_half_of_a_surrogate_pair_is_no_text(shared: Serving) -> None:
+    json = {"Content-Type": "application/json"}
+    response = shared.http.post("/tokenize", content=rb'{"content": "\ud800"}', headers=json)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "content"
+
+
+@pytest.mark.parametrize("tokens", [None, 5, "the", {"0": 1}])
+def test_tokens_that_are_no_list_are_a_bad_request(shared: Serving, tokens: Any) -> None:
+    response = shared.post("/detokenize", {"tokens": tokens})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31, 2**64, 10**300, 1.0, True, None, "5", [5]])
+def test_what_is_no_token_is_a_bad_request(shared: Serving, token: Any) -> None:
+    response = shared.post("/detokenize", {"tokens": [5, token]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+# -- health ----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_healthy_until_it_is_about_to_end(server: Serving) -> None:
+    response = server.http.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    server.run(server.driver.drain(60))
+    response = server.http.get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "closing"})
+
+
+def test_a_server_is_healthy_while_its_engine_is_busy(server: Serving) -> None:
+    server.gate.close()
+    with server.send("/v1/completions", {"prompt": "the"}):
+        eventually(lambda: server.busy)
+        assert server.http.get("/health").status_code == 200
+
+
+def test_of_an_error_nobody_has_foreseen_clients_see_nothing(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise RuntimeError("a secret of the server's")
+
+    monkeypatch.setattr(server.driver, "snapshot", failing)
+    response = server.http.get("/metrics")
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert "secret" not in response.text
+    assert server.http.get("/health").status_code == 200
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------
+
+
+def metrics(server: Serving) -> dict[str, float]:
+    """Every sample, as "name" or "name{outcome}"."""
+    response = server.http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        assert family.documentation
+        for sample in family.samples:
+            outcome = sample.labels.get("outcome")
+            found[sample.name if outcome is None else f"{sample.name}{{{outcome}}}"] = sample.value
+    return found
+
+
+def test_metrics_count_what_was_served(server: Serving) -> None:
+    before = metrics(server)
+    assert {name for name in before if name.endswith("_total") and before[name]} == set()
+    body = {"prompt": "the rain then ran on and on", "temperature": 0, "ignore_eos": True, "max_tokens": 9}
+    usages = [server.post("/v1/completions", body).json()["usage"] for _ in range(2)]
+    after = metrics(server)
+    assert after["polarlm_requests_total{length}"] == 2
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert after[f"polarlm_{name}_total"] == sum(usage[name] for usage in usages)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert after["polarlm_cached_tokens_total"] == cached > 0
+    for name in ("prefill_seconds", "generation_seconds", "request_seconds"):
+        assert after[f"polarlm_{name}_total"] > 0
+    assert after["polarlm_requests_active"] == 0
+
+
+def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
+    idle = metrics(server)
+    assert idle["polarlm_kv_blocks"] == idle["polarlm_kv_blocks_free"] > 0
+    server.gate.close()
+    body = {"prompt": "the rain " * 8, "ignore_eos": True, "stream": True}
+    with server.send("/v1/completions", body) as first, server.send("/v1/completions", body):
+        eventually(lambda: server.engine.status().waiting == 2)
+        waiting = metrics(server)
+        assert (waiting["polarlm_requests_active"], waiting["polarlm_requests_running"]) == (2, 0)
+        assert waiting["polarlm_requests_waiting"] == 2
+        server.gate.let(30)
+        while b"data: " not in first.recv(4096):
+            pass
+        running = metrics(server)
+        assert running["polarlm_requests_running"] >= 1
+        assert running["polarlm_kv_blocks_free"] < running["polarlm_kv_blocks"]
+    eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)

@@ -1,0 +1,253 @@
+"""Server-sent events, and clients that stop listening."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from engine import Engine
+from server.http import bodies, streams
+from tests.server.http_server import Serving, eventually, serving
+from tests.tiny import held
+
+ENDLESS = {"prompt": "the rain", "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    with serving(tiny) as running:
+        yield running
+
+
+# -- framing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_each_event_is_a_line_of_data_and_the_last_says_done(server: Serving, usage: bool) -> None:
+    body = {**ENDLESS, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": usage}}
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-store"
+    assert response.content.isascii()  # so that no line separator of Unicode's cuts an event in two
+    *events, done, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert done == "data: [DONE]"
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [part["choices"] == [] for part in parts] == [False] * (len(parts) - usage) + [True] * usage
+    assert all(("usage" in part) == usage for part in parts)
+
+
+def test_text_that_is_not_ascii_arrives_whole(server: Serving) -> None:
+    euro = server.engine.tokenize("€")
+    body = {"prompt": "the", "temperature": 0, "max_tokens": 5 * len(euro), "ignore_eos": True, "stream": True}
+    banned = {str(i): -1e6 for i in range(96) if i not in euro}
+    pieces = "".join(
+        choice["text"]
+        for event in server.post("/v1/completions", {**body, "logit_bias": banned}).text.split("\n\n")[:-2]
+        for choice in json.loads(event.removeprefix("data: "))["choices"]
+    )
+    whole = server.post("/v1/completions", {**body, "logit_bias": banned, "stream": False}).json()
+    assert pieces == whole["choices"][0]["text"] != ""
+    assert not pieces.isascii()
+
+
+def test_an_event_is_sent_as_soon_as_there_is_text(server: Serving) -> None:
+    """The engine computes no more before the reader has seen what there is."""
+    server.gate.close()
+    server.gate.let(12)
+    with server.http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as response:
+        lines = response.iter_lines()
+        for _ in range(5):
+            server.gate.let(4)  # for a character of up to four bytes
+            assert next(line for line in lines if line).startswith("data: {")
+    assert_all_free(server, 1)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+def breaking(engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """After so many steps, every step fails."""
+    step, done = engine._model.step, 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done > steps:
+            raise RuntimeError("a secret of the engine's")
+        return step(*arguments)
+
+    monkeypatch.setattr(engine._model, "step", failing)
+
+
+def test_an_error_in_the_middle_is_the_last_event(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        breaking(server.engine, patch, steps=6)
+        text = server.post("/v1/completions", {**ENDLESS, "stream": True}).text
+    *_, last, rest = text.split("\n\n")
+    assert rest == ""
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal"
+    assert "[DONE]" not in text
+    assert "secret" not in text
+    assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
+
+
+def test_openais_client_raises_it(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking(server.engine, monkeypatch, steps=6)
+    answer = server.openai.completions.create(
+        model="any", prompt="the rain", temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    assert next(answer).choices
+    with pytest.raises(openai.APIError):
+        list(answer)
+
+
+def test_without_a_stream_it_is_the_status(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking(server.engine, monkeypatch, steps=6)
+    response = server.post("/v1/completions", ENDLESS)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal"
+    assert "secret" not in response.text
+
+
+# -- clients that go away --------------------------------------------------------------------------------------
+
+
+def assert_all_free(server: Serving, cancelled: int) -> None:
+    """Everything of clients that have gone is given back, though the engine does nothing more."""
+    eventually(lambda: server.outcomes() == {"cancelled": cancelled})
+    eventually(lambda: not server.busy)
+    with server.engine._exclusive():
+        server.engine._kept.clear()
+        assert held(server.engine) == [(0, 0)] * len(server.engine._store.groups)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_in_mid_stream_cancels_its_answers(server: Serving, n: int) -> None:
+    server.gate.close()
+    server.gate.let(40)
+    with server.send("/v1/completions", {**ENDLESS, "stream": True, "n": n}) as connection:
+        received = b""
+        while received.count(b"data: ") < 3:
+            received += connection.recv(4096)
+    assert_all_free(server, n)
+
+
+@pytest.mark.parametrize("units", [0, 1, 12])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_its_answer_does_so_too(server: Serving, stream: bool, units: int) -> None:
+    server.gate.close()
+    with server.send("/v1/completions", {**ENDLESS, "stream": stream}):
+        eventually(lambda: server.busy)
+        if units:
+            server.gate.let(units)
+    assert_all_free(server, 1)
+
+
+def test_a_connection_that_breaks_is_noticed(server: Serving) -> None:
+    server.gate.close()
+    connection = server.send("/v1/completions", {**ENDLESS, "stream": True})
+    eventually(lambda: server.busy)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # ends without good-bye
+    connection.close()
+    assert_all_free(server, 1)
+
+
+def test_a_client_that_leaves_before_its_request_is_whole_harms_nobody(server: Serving) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt"')
+    assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
+    assert server.outcomes() == {"length": 1}
+
+
+def test_a_request_that_never_becomes_whole_is_given_up(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_BODY_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b'Content-Length: 100\r\n\r\n{"prompt"')
+        received = b""
+        while data := connection.recv(4096):  # to the end of the connection
+            received += data
+    assert received.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_does_not_read_is_cut_off(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are more than all buffers on the way take; the engine ends none of them before it is noticed."""
+    monkeypatch.setattr(streams, "SLOW_READER_SECONDS", 0.5)
+    with serving(tiny, send_buffer=4096) as server:
+        server.gate.close()
+        server.gate.let(700)
+        with server.send("/v1/completions", {**ENDLESS, "stream": True, "n": 8}, receive_buffer=4096):
+            eventually(lambda: sum(server.outcomes().values()) == 8)
+            assert server.outcomes()["cancelled"] > 0
+            assert not server.busy
+            server.gate.open()
+            assert server.post("/v1/completions", {**ENDLESS, "max_tokens": 3}).status_code == 200
+
+
+def test_events_are_closed_when_sending_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "SLOW_READER_SECONDS", 0.05)
+    closed = []
+
+    async def events() -> AsyncGenerator[streams.Event, None]:
+        try:
+            for number in range(10):
+                yield {"number": number}
+        finally:
+            closed.append(True)
+
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) > 3:
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        each = events()
+        await streams.EventStream(await anext(each), each)({"type": "http"}, receive, send)
+
+    asyncio.run(main())
+    assert closed == [True]
+    assert sent[1] == b'data: {"number":0}\n\n'
+    assert len(sent) == 4
+
+
+def test_a_client_may_leave_at_the_very_moment_something_is_sent() -> None:
+    async def main() -> None:
+        now, closed = asyncio.Event(), asyncio.Event()
+
+        async def events() -> AsyncGenerator[streams.Event, None]:
+            try:
+                yield {"number": 0}
+                await asyncio.Event().wait()
+            finally:
+                closed.set()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await now.wait()
+
+        async def receive() -> Any:
+            await now.wait()
+            return {"type": "http.disconnect"}
+
+        each = events()
+        stream = streams.EventStream(await anext(each), each)
+        asyncio.get_running_loop().call_later(0.05, now.set)
+        await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
+        assert closed.is_set()
+
+    asyncio.run(main())

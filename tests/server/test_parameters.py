@@ -1,0 +1,253 @@
+"""What a request may ask for: every field is looked at, and an error names the one that is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import SamplingParams
+from engine.sampling import resolve
+from model_loaders.config import GenerationDefaults
+from server.parameters import MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS, BadRequest, read, read_json
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def params(**fields: Any) -> SamplingParams:
+    return read({"prompt": "a", **fields}).params
+
+
+def complaint(body: dict[str, Any]) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        read(body)
+    return caught.value
+
+
+# -- what is taken ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0),
+        ("temperature", 1.5),
+        ("top_p", 1),
+        ("top_k", 0),
+        ("min_p", 0.5),
+        ("repeat_penalty", 1.1),
+        ("presence_penalty", -2),
+        ("frequency_penalty", 2),
+        ("seed", 0),
+        ("seed", 2**63 - 1),
+        ("seed", -1),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("ignore_eos", True),
+    ],
+)
+def test_a_parameter_goes_to_the_engine_as_it_is(name: str, value: Any) -> None:
+    assert params(**{name: value}) == SamplingParams(**{name: value})
+
+
+def test_parameters_that_json_spells_differently() -> None:
+    assert params(stop="END") == SamplingParams(stop=("END",))
+    assert params(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
+    assert params(logit_bias={"42": -100}) == SamplingParams(logit_bias={42: -100})
+    assert params(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+
+
+@pytest.mark.parametrize("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])
+def test_null_is_the_default(name: str) -> None:
+    assert read({"prompt": "a", name: None}) == read({"prompt": "a"})
+
+
+def test_unknown_fields_are_passed_over() -> None:
+    assert read({"prompt": "a", "user": "me", "metadata": {"x": [1]}, "store": False}) == read({"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("response_format", {"type": "text"}),
+        ("logprobs", False),
+        ("top_logprobs", 0),
+        ("modalities", ["text"]),
+        ("echo", False),
+        ("best_of", 1),
+        ("suffix", ""),
+    ],
+)
+def test_asking_for_nothing_unsupported_is_fine(name: str, value: Any) -> None:
+    assert read({"prompt": "a", name: value}) == read({"prompt": "a"})
+
+
+def test_what_is_not_sampling() -> None:
+    asked = read({"prompt": "a", "stream": True, "n": 3, "stream_options": {"include_usage": True}, "model": "m"})
+    assert (asked.stream, asked.n, asked.include_usage, asked.model) == (True, 3, True, "m")
+
+
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3]])
+def test_a_prompt_may_stand_in_a_list(prompt: Any) -> None:
+    assert read({"prompt": prompt}).prompt == prompt
+    assert read({"prompt": [prompt]}).prompt == prompt
+
+
+def test_messages() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "Be brief.", "name": "x"}, {"role": "user", "content": parts}]
+    assert read({"messages": messages}).prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one two"},
+    ]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, bad) for name in ("temperature", "top_p", "min_p") for bad in (math.nan, math.inf, True, "1", [], -1)),
+        *((name, bad) for name in ("presence_penalty", "frequency_penalty") for bad in (math.nan, False, {}, 1e9)),
+        *((name, bad) for name in ("max_tokens", "top_k", "seed") for bad in (1.0, True, "1", -2, 10**30)),
+        ("max_completion_tokens", 0.5),
+        ("max_completion_tokens", -2),
+        ("temperature", 10**4000),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("repeat_penalty", 0),
+        ("n", 0),
+        ("n", 1000),
+        ("n", True),
+        ("stream", 1),
+        ("stream", "true"),
+        ("ignore_eos", 0),
+        ("stop", ""),
+        ("stop", 3),
+        ("stop", ["a"] * (MAX_STOPS + 1)),
+        ("stop", "x" * (MAX_STOP_LENGTH + 1)),
+        ("stop", "\ud800"),
+        ("logit_bias", []),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"٣": 1}),
+        ("logit_bias", {str(i): 1 for i in range(MAX_BIASES + 1)}),
+        ("model", 3),
+        ("stream_options", []),
+        ("tools", [{"type": "function"}]),
+        ("tools", 0),
+        ("tool_choice", "auto"),
+        ("functions", [{}]),
+        ("function_call", {"name": "f"}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("response_format", "text"),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("top_logprobs", 2),
+        ("modalities", ["text", "audio"]),
+        ("audio", {}),
+        ("echo", True),
+        ("suffix", "x"),
+        ("best_of", 2),
+    ],
+)
+def test_a_wrong_field_is_named(name: str, value: Any) -> None:
+    error = complaint({"prompt": "a", name: value})
+    assert error.field == name
+    assert name in error.message
+    assert len(error.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "messages"),
+        ({"prompt": "a", "messages": [USER]}, "messages"),
+        ({"prompt": 1}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": "\udfff"}, "prompt"),
+        ({"prompt": [1, True]}, "prompt[1]"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [1.0]}, "prompt[0]"),
+        ({"prompt": [[1, "x"]]}, "prompt[1]"),
+        ({"prompt": [10**40]}, "prompt[0]"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [USER, "Hi"]}, "messages[1]"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"prompt": "a", "logit_bias": {"7": math.nan}}, "logit_bias.7"),
+        ({"prompt": "a", "stop": ["a", 3]}, "stop[1]"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+)
+def test_the_path_of_a_wrong_field(body: dict[str, Any], field: str) -> None:
+    assert complaint(body).field == field
+
+
+def test_a_caller_takes_only_the_prompt_it_knows() -> None:
+    with pytest.raises(BadRequest, match="messages is missing"):
+        read({"prompt": "a"}, takes=["messages"])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"garbage",
+        b"[1]",
+        b'"text"',
+        b"null",
+        b"{",
+        b'{"a": 1} 2',
+        b"\xff\xfe",
+        b'{"a": "\xc3"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a": ' + b"1" * 10_000 + b"}",
+    ],
+)
+def test_what_is_no_json_object(data: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_json(data)
+    assert caught.value.field is None
+    assert len(caught.value.message) < 200
+
+
+NAMES = [*SamplingParams.__dataclass_fields__, "messages", "prompt", "stream", "n", "tools", "stream_options", "role"]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=5))
+def test_anything_is_either_understood_or_refused_in_a_sentence(body: dict[str, Any]) -> None:
+    error, asked = None, None
+    try:
+        asked = read(read_json(json.dumps(body).encode()))
+    except BadRequest as refusal:
+        error = refusal
+    if asked is not None:
+        resolve(asked.params, GenerationDefaults())
+    else:
+        assert 0 < len(error.message.encode()) < 300
