@@ -6,7 +6,7 @@ import pytest
 
 from engine.backends.kernels import folder
 from tests.cuda.nvrtc import SHARED_LIMIT, STATIC_LIMIT, Usage, compile_text, compiler
-from tests.cuda.variants import VARIANTS, Variant, covering, everything
+from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 
 COVERING = list(covering())
 
@@ -55,6 +55,8 @@ def test_the_covering_set_covers_and_stays_small() -> None:
     assert len(COVERING) <= 120
     kernels_and_archs = {(variant.kernel, arch) for variant, arch in COVERING}
     assert kernels_and_archs == {(variant.kernel, arch) for variant, arch in everything()}
+    covered = [trait for variant, _ in COVERING for trait in traits(variant)]
+    assert set(covered) == {trait for variant, _ in everything() for trait in traits(variant)}
 
 
 SPILLS = """

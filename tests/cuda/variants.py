@@ -181,12 +181,28 @@ VARIANTS: dict[str, list[Variant]] = {
 }
 
 
+def traits(variant: Variant) -> set[tuple[str, object]]:
+    """What of a variant has to be compiled somewhere: its kernel with each of its codecs, and with its head dim."""
+    cache = variant.cache
+    return set() if cache is None else {(variant.kernel, of) for of in (cache.keys, cache.values, cache.head_dim)}
+
+
 def covering() -> Iterator[tuple[Variant, int]]:
-    """Every kernel for every architecture; the variants take turns, in steps that change every constant."""
+    """Every kernel for every architecture, with every codec and head dim that it serves.
+
+    The variants take turns, in steps that change every constant; then come those with a trait that was not among them.
+    """
     for variants in VARIANTS.values():
-        step = len(variants) // len(SHARED_LIMIT) + 1
+        step, seen = len(variants) // len(SHARED_LIMIT) + 1, set[tuple[str, object]]()
+        archs = itertools.cycle(SHARED_LIMIT)
         for i, arch in enumerate(SHARED_LIMIT):
-            yield variants[i * step % len(variants)], arch
+            variant = variants[i * step % len(variants)]
+            seen |= traits(variant)
+            yield variant, arch
+        for variant in variants:
+            if traits(variant) - seen:
+                seen |= traits(variant)
+                yield variant, next(archs)
 
 
 def everything() -> Iterator[tuple[Variant, int]]:
