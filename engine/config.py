@@ -84,7 +84,10 @@ class EngineConfig:
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
-    kept_sequences: int = setting(4, help="finished sequences whose cache stays, so that a next turn can go on from it")
+    kept_sequences: int = setting(
+        4,
+        help="finished sequences that the store has exact blocks for, for next turns to find; 0 finds nothing",
+    )
 
     encoding: Encoding = setting(Encoding(), help="which parts of encoding well are on; for measuring")
 

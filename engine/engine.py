@@ -13,8 +13,8 @@ from engine import assembly, score
 from engine.config import EngineConfig, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineError
-from engine.kept import KeptSequences
 from engine.kv.blocks import OutOfBlocks
+from engine.kv.prefix import PrefixCache
 from engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
 from engine.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat, prompt_ids
 from engine.sampling import resolve
@@ -37,9 +37,9 @@ class Engine:
         self._fit_line = assembly.fit_line(parts)
         self._model = parts.model
         self._store = parts.model.store
-        self._kept = KeptSequences(self._store, parts.config.kept_sequences)
+        self._prefixes = PrefixCache(self._store, enabled=parts.config.kept_sequences > 0)
         self._scheduler = Scheduler(parts.config.parallel)
-        self._work = Work(parts.model, self._kept, self._scheduler, parts.plan.tokens)
+        self._work = Work(parts.model, self._prefixes, self._scheduler, parts.plan.tokens)
         self._turns = Turns()
         self._closed = False
 
@@ -102,7 +102,7 @@ class Engine:
     def _score(self, ids: list[int], every_token_coded: bool) -> Score:
         kv = self._store.new_sequence()
         try:
-            return score.score(self._model, self._kept, kv, ids, every_token_coded=every_token_coded)
+            return score.score(self._model, kv, ids, every_token_coded=every_token_coded)
         except OutOfBlocks:
             raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
         finally:
@@ -228,13 +228,12 @@ class Engine:
     def cache_stats(self) -> CacheStats:
         """The cache of the most recent sequence."""
         with self._exclusive():
-            kv = self._kept.newest() or self._store.new_sequence()
-            shape = self._store.shape
+            newest, shape = self._work.newest, self._store.shape
             return CacheStats(
-                tokens=kv.length,
-                bytes=self._store.bytes_held(kv),
+                tokens=len(newest.ids),
+                bytes=newest.bytes,
                 bits_per_value=shape.bits_per_value,
-                f16_bytes=kv.length * shape.f16_bytes_per_token,
+                f16_bytes=len(newest.ids) * shape.f16_bytes_per_token,
                 context=self.context,
             )
 
@@ -248,7 +247,7 @@ class Engine:
                 request.fail(EngineError("The engine was closed before this request was done", "closed"))
             self._work.sweep()
             self._parts.close()
-            del self._parts, self._model, self._store, self._kept, self._work
+            del self._parts, self._model, self._store, self._prefixes, self._work
 
     def __enter__(self) -> Engine:
         return self

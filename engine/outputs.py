@@ -76,7 +76,7 @@ class Status:
     running: int  # requests that take part in steps
     waiting: int  # requests that do not yet
     blocks: int
-    blocks_free: int  # held by nobody, not even for a next turn
+    blocks_free: int  # held by no request; what they hold of earlier ones can be found until it is overwritten
 
 
 @dataclass(frozen=True)

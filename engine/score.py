@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.kept import KeptSequences
 from engine.kv.store import SequenceKV
 from engine.model import Model
 from engine.outputs import Score
 
 
-def score(
-    model: Model, kept: KeptSequences, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False
-) -> Score:
+def score(model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False) -> Score:
     """Feed `ids` (T,) to the empty sequence `kv` in chunks of one block each, and score every next id.
 
     A step sees complete blocks as codes, the first and the current block exact; a chunk of one block sees the same.
@@ -24,7 +21,7 @@ def score(
     logits = np.empty((len(ids), model.config.vocab_size), np.float32)
     for start in range(0, len(ids), size):
         chunk = ids[start : start + size]
-        span = kept.open(kv, len(chunk), now_as_codes=every_token_coded)
+        span = model.store.open(kv, len(chunk), now_as_codes=every_token_coded)
         try:
             hidden = model.run([span], chunk)
         except BaseException:

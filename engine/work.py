@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
-from engine.kept import KeptSequences
 from engine.kv.blocks import OutOfBlocks
+from engine.kv.prefix import PrefixCache
 from engine.kv.store import Span
 from engine.model import Model
 from engine.outputs import Status
@@ -14,14 +15,23 @@ from engine.request import Request, Walk
 from engine.scheduler import Scheduler, Sequence
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a sequence left in the store."""
+
+    ids: tuple[int, ...] = ()  # of its stored tokens
+    bytes: int = 0
+
+
 class Work:
     """All requests that wait or are being computed. One thread at a time."""
 
-    def __init__(self, model: Model, kept: KeptSequences, scheduler: Scheduler, context: int):
-        self._model, self._store, self._kept = model, model.store, kept
+    def __init__(self, model: Model, prefixes: PrefixCache, scheduler: Scheduler, context: int):
+        self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler = scheduler
         self._context = context
         self.requests: dict[Sequence, Request] = {}
+        self.newest = Held()
 
     def submit(self, request: Request) -> None:
         self.requests[request.sequence] = request
@@ -81,7 +91,14 @@ class Work:
         if walk is not None:
             self._store.abort(walk.span)
         if kv is not None:
-            self._kept.add(request.sequence.ids, kv)
+            ids = request.sequence.ids
+            self.newest = Held(tuple(ids[: kv.length]), self._store.bytes_held(kv))
+            self._prefixes.release(kv, ids)
+
+    def _commit(self, request: Request, span: Span) -> None:
+        """A span is in the store; whoever comes next may find its blocks."""
+        self._store.commit(span)
+        self._prefixes.publish(span.sequence, request.sequence.ids)
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
@@ -89,7 +106,7 @@ class Work:
         """One unit of a prompt, or of what a request that gave way had computed before."""
         try:
             if request.kv is None:
-                request.kv = self._kept.resume(request.sequence.ids)
+                request.kv = self._prefixes.resume(request.sequence.ids[:-1])
                 request.found(request.kv.length)
             if request.walk is None and request.kv.length < request.sequence.computable:
                 request.walk = self._walk(request)
@@ -109,7 +126,7 @@ class Work:
         assert request.kv is not None
         start = request.kv.length
         stop = request.next_stop(start, self._store.shape.block_size)
-        span = self._kept.open(request.kv, stop - start)
+        span = self._store.open(request.kv, stop - start)
         return Walk(span, self._model.walk([span], request.sequence.ids[start:stop], outputs=1))
 
     def _advance(self, request: Request, walk: Walk) -> None:
@@ -117,7 +134,7 @@ class Work:
         try:
             walk.rows += next(walk.units)
         except StopIteration as end:
-            self._store.commit(walk.span)
+            self._commit(request, walk.span)
             request.walk = None
             if request.sequence.generated:
                 return
@@ -147,7 +164,7 @@ class Work:
                 self._store.abort(span)
             raise
         for (request, span), token in zip(spans.items(), tokens, strict=True):
-            self._store.commit(span)
+            self._commit(request, span)
             request.take(token)
 
     def _open_step(self, request: Request) -> Span | None:
@@ -157,7 +174,7 @@ class Work:
                 request.finish("length")
                 return None
             try:
-                return self._kept.open(request.kv, 1)
+                return self._store.open(request.kv, 1)
             except OutOfBlocks:
                 youngest = self._scheduler.preempt()
                 if youngest is None:

@@ -66,7 +66,7 @@ def test_steps_are_shared_and_everyone_gets_what_it_gets_alone(engine: Engine, m
 
 def test_who_gives_way_goes_on_as_it_would_have(engine: Engine, monkeypatch) -> None:
     alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
-    engine._kept.clear()
+    engine._prefixes.clear()
     coded = engine._store.groups[0].coded
     longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
     taken = coded.allocate(coded.free - longest - 3)  # little more than the longest needs for itself

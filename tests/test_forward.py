@@ -11,7 +11,6 @@ import pytest
 from engine.backends.numpy_attention import LayerCache
 from engine.backends.numpy_ops import NumpyOps
 from engine.backends.ops import Place
-from engine.kept import KeptSequences
 from engine.model import Model
 from engine.score import score
 from tests.bare import bare_model, feed, kl, log_softmax, prefill_logits, read_model, spread, step_logits
@@ -29,7 +28,7 @@ def fixture(request: pytest.FixtureRequest):
 
 def scored(model, ids, **options):
     kv = model.store.new_sequence()
-    result = score(model, KeptSequences(model.store, 1), kv, ids, **options)
+    result = score(model, kv, ids, **options)
     model.store.release(kv)
     return result
 

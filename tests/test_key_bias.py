@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.kept import KeptSequences
 from engine.model import ModelWeights
 from engine.score import score
 from model_loaders import load
@@ -40,7 +39,7 @@ def with_key_bias(
 
 def perplexity(config: ModelConfig, weights: ModelWeights, ids: list[int], type: str, centred: bool = True) -> float:
     model = bare_model(config, weights, (type, type), block_size=BLOCK, centred=centred)
-    scored = score(model, KeptSequences(model.store, 1), model.store.new_sequence(), ids)
+    scored = score(model, model.store.new_sequence(), ids)
     return float(np.exp(-scored.logprobs.astype(np.float64).mean()))
 
 

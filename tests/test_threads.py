@@ -64,7 +64,7 @@ def test_chats_in_threads_share_the_template(tiny: Engine) -> None:
     chats = [[{"role": "user", "content": f"number {i}"}] for i in range(THREADS)]
     alone = []
     for chat in chats:
-        tiny._kept.clear()
+        tiny._prefixes.clear()
         alone.append(tiny.chat(chat, params))
     answers = in_threads(*[lambda chat=chat: tiny.chat(chat, params) for chat in chats])
     assert [a.usage.prompt_tokens for a in answers] == [a.usage.prompt_tokens for a in alone]

@@ -48,9 +48,8 @@ def held(engine: Engine) -> list[tuple[int, int]]:
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing runs, nothing waits, and without the kept sequences every block is free."""
+    """Nothing runs, nothing waits, and every block is free."""
     assert not engine._turns.taken
     assert not engine._work.requests
     assert engine._scheduler.schedule() is None
-    engine._kept.clear()
     assert held(engine) == [(0, 0)] * len(engine._store.groups)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+
 
 class OutOfBlocks(Exception):
     """No free block is left."""
@@ -9,6 +12,9 @@ class OutOfBlocks(Exception):
 
 class BlockAllocator:
     """Hands out the ids 0 … size-1, each with a reference count, so that sequences can share blocks.
+
+    A block that nobody holds keeps its contents until it is handed out again. Those whose contents somebody may look
+    for (`keep`) go last, the one that has been free the longest first.
 
     >>> blocks = BlockAllocator(2)
     >>> a, b = blocks.allocate(2)
@@ -20,7 +26,8 @@ class BlockAllocator:
 
     def __init__(self, size: int) -> None:
         self._references = [0] * size
-        self._free = list(range(size - 1, -1, -1))  # a stack: low ids first, recently used ids soon again
+        self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be handed out
+        self._kept: dict[int, Callable[[], None]] = {}
 
     @property
     def size(self) -> int:
@@ -38,15 +45,31 @@ class BlockAllocator:
         """Ids of `count` blocks, each held once. All or none: raises OutOfBlocks and takes nothing."""
         if count > len(self._free):
             raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} of {self.size} free")
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._references[block] = 1
+            if block in self._kept:
+                self._kept.pop(block)()
         return taken
 
-    def retain(self, block: int) -> None:
-        """One more holder of a block that is already held."""
+    def keep(self, block: int, forget: Callable[[], None]) -> None:
+        """The contents of a held block are worth finding; `forget` is called when the block is handed out again."""
         if self._references[block] == 0:
-            raise ValueError(f"block {block} is free and cannot be retained")
+            raise ValueError(f"block {block} is free and cannot be kept")
+        self._kept[block] = forget
+
+    def drop(self, block: int) -> None:
+        """The contents of a block are not worth finding any more; `forget` is not called."""
+        del self._kept[block]
+        if self._references[block] == 0:
+            self._free.move_to_end(block, last=False)
+
+    def retain(self, block: int) -> None:
+        """One more holder of a block that is already held, or whose contents are kept."""
+        if self._references[block] == 0:
+            if block not in self._kept:
+                raise ValueError(f"block {block} is free and cannot be retained")
+            del self._free[block]
         self._references[block] += 1
 
     def release(self, block: int) -> None:
@@ -55,4 +78,5 @@ class BlockAllocator:
             raise ValueError(f"block {block} is free already")
         self._references[block] -= 1
         if self._references[block] == 0:
-            self._free.append(block)
+            self._free[block] = None
+            self._free.move_to_end(block, last=block in self._kept)

@@ -16,7 +16,7 @@ see are given back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.backends.ops import Buffer, Cache, CacheSpan, Ops, Place
 from engine.conditioning import Conditioning
@@ -31,10 +31,14 @@ Metrics = tuple[Metric | None, Metric | None]
 
 @dataclass
 class SequenceKV:
-    """A sequence in the store: how many tokens it holds, and one block table per group."""
+    """A sequence in the store: how many tokens it holds, one block table per group, and what its blocks are known by.
+
+    hashes: of the complete blocks that others may find; see `engine.kv.prefix`.
+    """
 
     length: int
     tables: list[BlockTable]
+    hashes: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -87,44 +91,7 @@ class KVStore:
         """Give back everything the sequence holds; it is empty afterwards."""
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
-        sequence.length, sequence.tables = 0, [BlockTable() for _ in self.groups]
-
-    def forkable(self, sequence: SequenceKV, length: int) -> int:
-        """The most tokens ≤ `length` that a fork can keep: any number inside an exact block, else whole blocks."""
-        n = self.shape.block_size
-        length = min(length, sequence.length)
-        if n <= length < sequence.length // n * n:
-            length = length // n * n
-        if length < sequence.length:
-            # A window that has moved on has given up blocks which a shorter sequence would still see.
-            pairs = zip(self.groups, sequence.tables, strict=True)
-            return length if all(group.keeps_all(table, sequence.length) for group, table in pairs) else 0
-        return length
-
-    def fork(self, sequence: SequenceKV, length: int) -> SequenceKV:
-        """A sequence with the first `length` tokens (as `forkable` gave it) of another.
-
-        Coded blocks and the sink are shared, the tail is copied. Raises OutOfBlocks and changes nothing.
-        """
-        complete, rest = divmod(length, self.shape.block_size)
-        copy = SequenceKV(length, [])
-        try:
-            for group, table in zip(self.groups, sequence.tables, strict=True):
-                copy.tables.append(group.fork(table, length))
-        except OutOfBlocks:
-            for group, table in zip(self.groups, copy.tables, strict=False):
-                group.release(table)
-            raise
-        if rest:
-            in_tail = complete == sequence.length // self.shape.block_size
-            for layer, cache in self._caches.items():
-                index = self._group_of[layer]
-                original, fork = sequence.tables[index], copy.tables[index]
-                source = original.tail if in_tail else original.sink
-                assert fork.tail is not None
-                assert source is not None
-                self.ops.copy_exact(cache, Place(None, fork.tail), Place(None, source), rest)
-        return copy
+        sequence.length, sequence.tables, sequence.hashes = 0, [BlockTable() for _ in self.groups], []
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ both lie in exact slots. Complete blocks between them are coded. A sequence grow
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv.blocks import BlockAllocator, OutOfBlocks
@@ -21,6 +21,11 @@ class BlockTable:
     coded: list[int] = field(default_factory=list)
     dropped: int = 0  # coded blocks at the front that left the window
     tail: int | None = None  # exact slot, held while the current block has tokens
+
+    def block(self, number: int) -> int | None:
+        """Where the complete block `number` ≥ 1 lies; None if it left the window."""
+        index = number - 1 - self.dropped
+        return self.coded[index] if index >= 0 else None
 
 
 @dataclass
@@ -84,37 +89,46 @@ class TableGroup:
             table.tail = None
         if growth.sink is not None:
             table.sink = growth.sink
-        oldest = self.oldest_visible(length)
-        if table.sink is not None and oldest >= n:
+        table.coded += growth.coded
+        table.dropped = max(0, complete - 1) - len(table.coded)
+        self.leave_window(table, length)
+
+    def leave_window(self, table: BlockTable, length: int) -> None:
+        """Give back the blocks that nobody behind `length` tokens can see."""
+        first = self.first_visible(length)
+        if table.sink is not None and first > 0:
             self.exact.release(table.sink)
             table.sink = None
-        gone = min(len(table.coded), max(0, oldest // n - 1 - table.dropped))
+        gone = min(len(table.coded), max(0, first - 1 - table.dropped))
         self._release(table.coded[:gone], ())
-        table.coded = table.coded[gone:] + growth.coded
-        table.dropped = max(0, complete - 1) - len(table.coded)
+        table.coded = table.coded[gone:]
+        table.dropped += gone
 
-    def keeps_all(self, table: BlockTable, length: int) -> bool:
-        """Whether a table of `length` tokens still has every block, none having left the window."""
-        return table.dropped == 0 and (table.sink is not None or length < self.block_size)
+    def first_visible(self, length: int) -> int:
+        """The number of the oldest block that the token behind `length` tokens, and any later one, can still see."""
+        return self.oldest_visible(length) // self.block_size
 
-    def fork(self, table: BlockTable, length: int) -> BlockTable:
-        """A table of the first `length` tokens: complete blocks are shared, the rest has a new tail slot to be filled.
+    def share(self, blocks: Sequence[int | None], length: int) -> BlockTable:
+        """A table whose complete blocks, of `length` tokens or more, are `blocks`; each gets one more holder.
 
-        Raises OutOfBlocks and changes nothing.
+        None stands for a block that those tokens have left behind.
         """
-        complete, rest = divmod(length, self.block_size)
-        tail = self.exact.allocate(1)[0] if rest else None
-        fork = BlockTable(dropped=table.dropped, coded=table.coded[: max(0, complete - 1 - table.dropped)], tail=tail)
-        if complete and table.sink is not None:
-            fork.sink = table.sink
-            self.exact.retain(table.sink)
-        for block in fork.coded:
-            self.coded.retain(block)
-        return fork
+        first = self.first_visible(length)
+        table = BlockTable(dropped=max(0, min(first, len(blocks)) - 1))
+        for number, block in enumerate(blocks):
+            if number < first:
+                continue
+            assert block is not None
+            (self.coded if number else self.exact).retain(block)
+            if number:
+                table.coded.append(block)
+            else:
+                table.sink = block
+        return table
 
     def release(self, table: BlockTable) -> None:
-        """Give back everything the table holds."""
-        self._release(table.coded, [slot for slot in (table.sink, table.tail) if slot is not None])
+        """Give back everything the table holds, the last blocks first: they are of no use without the others."""
+        self._release(table.coded[::-1], [slot for slot in (table.tail, table.sink) if slot is not None])
 
     def _release(self, coded: Iterable[int], exact: Iterable[int]) -> None:
         for block in coded:

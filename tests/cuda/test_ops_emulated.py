@@ -18,6 +18,7 @@ from engine.conditioning import Conditioning
 from engine.encoding.metric import key_metric, value_metric
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from engine.kv.prefix import PrefixCache
 from engine.kv.store import KVStore, SequenceKV
 from engine.sampling import Draw, Sampling
 from tests.cuda.emulated import open_device
@@ -319,11 +320,13 @@ def feed(store: KVStore, sequences: Sequence[SequenceKV], count: int, seed: int,
 
 
 def everything_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
-    """Prompts of less and of more than a block, steps over the end of one, a fork, two sequences in one step."""
+    """Prompts of less and of more than a block, steps over the end of one, two that share blocks, both in one step."""
     store = store_of(ops, types, (None, 20))
     first = store.new_sequence()
-    seen = [out for i, count in enumerate((9, 30, 1, 21, 1, 1, 1, 1)) for out in feed(store, [first], count, i)]
-    second = store.fork(first, store.forkable(first, first.length))
+    seen = [out for i, count in enumerate((9, 30, 1, 21, 1, 1, 1, 1, 1, 1)) for out in feed(store, [first], count, i)]
+    prefixes, ids = PrefixCache(store), range(first.length)
+    prefixes.release(first, ids)
+    second, first = prefixes.resume(ids[:-1]), prefixes.resume(ids)  # one has a copy of the tail, the other the tail
     for i in range(N + 1):
         seen += feed(store, [second], 1, 100 + i)
     for i in range(3):

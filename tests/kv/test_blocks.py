@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.kv.blocks import BlockAllocator, OutOfBlocks
 
@@ -11,12 +11,13 @@ SIZE = 7
 
 
 class Schedules(RuleBasedStateMachine):
-    """Random allocate, retain and release against a plain dictionary of holders."""
+    """Random allocate, keep, drop, retain and release against a plain dictionary of holders."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = BlockAllocator(SIZE)
         self.held: dict[int, int] = {}
+        self.kept: set[int] = set()  # whose contents can be found
 
     @rule(count=st.integers(0, SIZE + 2))
     def allocate(self, count: int) -> None:
@@ -28,13 +29,30 @@ class Schedules(RuleBasedStateMachine):
         taken = self.blocks.allocate(count)
         assert len(set(taken)) == count
         assert not set(taken) & set(self.held)
+        assert not set(taken) & self.kept  # they were forgotten
         self.held.update(dict.fromkeys(taken, 1))
 
     @rule(block=st.integers(0, SIZE - 1))
-    def retain(self, block: int) -> None:
+    def keep(self, block: int) -> None:
         if block in self.held:
+            self.blocks.keep(block, lambda: self.kept.remove(block))
+            self.kept.add(block)
+        else:
+            with pytest.raises(ValueError, match="free"):
+                self.blocks.keep(block, lambda: None)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def drop(self, data) -> None:
+        block = data.draw(st.sampled_from(sorted(self.kept)))
+        self.blocks.drop(block)
+        self.kept.remove(block)
+
+    @rule(block=st.integers(0, SIZE - 1))
+    def retain(self, block: int) -> None:
+        if block in self.held or block in self.kept:
             self.blocks.retain(block)
-            self.held[block] += 1
+            self.held[block] = self.held.get(block, 0) + 1
         else:
             with pytest.raises(ValueError, match="free"):
                 self.blocks.retain(block)
@@ -67,3 +85,18 @@ def test_everything_comes_back(counts: list[int]) -> None:
         blocks.release(block)
     assert blocks.free == 64
     assert sorted(blocks.allocate(64)) == list(range(64))
+
+
+def test_contents_last_as_long_as_there_are_other_blocks() -> None:
+    blocks, forgotten = BlockAllocator(4), []
+    first, second, third = blocks.allocate(3)
+    for block in (first, second):
+        blocks.keep(block, lambda block=block: forgotten.append(block))
+    for block in (second, third, first):
+        blocks.release(block)
+    assert blocks.allocate(2) == [third, 3]
+    assert forgotten == []
+    blocks.retain(second)
+    blocks.release(second)  # looked for again: it is the newest now
+    assert blocks.allocate(2) == [first, second]
+    assert forgotten == [first, second]

@@ -24,7 +24,7 @@ def server(tiny: Engine) -> Iterator[Serving]:
 def forget(engine: Engine) -> None:
     """Empties the cache, in a turn of its own: an answer may arrive while its last step puts things away."""
     with engine._exclusive():
-        engine._kept.clear()
+        engine._prefixes.clear()
 
 
 def alone(engine: Engine, prompt: Any, **params: Any) -> Completion:

@@ -1,4 +1,4 @@
-"""What stays of a finished sequence: a next turn prefills only what is new, and no block is ever lost."""
+"""What is stored already is not computed again, and no block is ever lost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import Completion, Engine, SamplingParams
+from engine.outputs import fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.tiny import assert_idle, held, make_model
@@ -32,7 +33,7 @@ def engine(tiny_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def fresh(tiny_path: Path) -> Iterator[Engine]:
-    """An engine that keeps nothing."""
+    """An engine that finds nothing."""
     with load(tiny_path, kept_sequences=0) as engine:
         yield engine
 
@@ -65,7 +66,6 @@ def test_a_second_turn_prefills_only_what_is_new(engine: Engine, fresh: Engine) 
     assert second.usage.cached_tokens == len(prompt) + len(first.token_ids) - 1
     assert_as_alone(first, prompt, fresh)
     assert_as_alone(second, second_prompt, fresh)
-    assert len(engine._kept) == 1
 
 
 def test_a_second_turn_of_a_chat_finds_the_first(tiny: Engine) -> None:
@@ -111,14 +111,26 @@ def test_asking_again_prefills_a_block_at_most(engine: Engine, fresh: Engine, le
 def test_branches_share_what_they_have_in_common(engine: Engine, fresh: Engine) -> None:
     stem = ids(1, 5 * N)
     engine.generate(stem, GREEDY)
-    alone = held(engine)[0][0]
     for seed in (2, 3):
         branch = [*stem, *ids(seed, 9)]
         answer = engine.generate(branch, GREEDY)
         assert answer.usage.cached_tokens >= 4 * N
         assert_as_alone(answer, branch, fresh)
-    assert len(engine._kept) == 3
-    assert held(engine)[0][0] < 2 * alone
+
+
+def test_requests_under_way_share_the_blocks_of_a_system_prompt(engine: Engine, fresh: Engine) -> None:
+    system = ids(1, 5 * N + 3)
+    prompts = [[*system, *ids(seed, 9)] for seed in (2, 3, 4)]
+    streams = [engine.stream(prompt, GREEDY) for prompt in prompts]
+    for stream in streams:
+        next(stream)
+    coded, _ = held(engine)[0]
+    assert coded <= 4 + 2 * len(prompts)  # four blocks for all, and one or two for each
+    for stream, prompt in zip(streams, prompts, strict=True):
+        answer = fold(stream)
+        assert answer.usage.cached_tokens == (0 if prompt is prompts[0] else 5 * N)
+        alone = fresh.generate(prompt, GREEDY).token_ids[-len(answer.token_ids) :]
+        assert_agrees(answer.token_ids, alone, prompt, fresh)
 
 
 def test_a_branch_leaves_the_stem_as_it_was(engine: Engine, fresh: Engine) -> None:
@@ -132,7 +144,7 @@ def test_a_branch_leaves_the_stem_as_it_was(engine: Engine, fresh: Engine) -> No
 
 
 def test_the_least_recently_used_one_goes_first(tiny_path: Path) -> None:
-    with load(tiny_path, kept_sequences=2) as engine:
+    with load(tiny_path, kept_sequences=1, parallel=1) as engine:  # five exact blocks
         a, b, c = (ids(seed, 20) for seed in (1, 2, 3))
         for prompt in (a, b, a, c):
             engine.generate(prompt, SamplingParams(max_tokens=0))
@@ -144,34 +156,19 @@ def _cached(engine: Engine, prompt: list[int]) -> int:
     return engine.generate(prompt, SamplingParams(max_tokens=0)).usage.cached_tokens
 
 
-def test_nothing_is_kept_where_nothing_may_be(tiny_path: Path) -> None:
-    with load(tiny_path, kept_sequences=0) as engine:
-        engine.generate(ids(1, 20), GREEDY)
-        assert held(engine) == [(0, 0)]
-        assert engine.cache_stats().tokens == 0
+def test_nothing_is_found_where_nothing_may_be(fresh: Engine) -> None:
+    fresh.generate(ids(1, 20), GREEDY)
+    assert held(fresh) == [(0, 0)]
+    assert _cached(fresh, ids(1, 20)) == 0
 
 
-def test_kept_sequences_give_way_when_blocks_run_out(engine: Engine, fresh: Engine) -> None:
+def test_what_is_kept_for_others_is_never_in_the_way(engine: Engine, fresh: Engine) -> None:
     for seed in (1, 2, 3):
         prompt = ids(seed, 200)
         answer = engine.generate(prompt, GREEDY)
         assert answer.finish_reason == "length"
         assert len(answer.token_ids) == GREEDY.max_tokens
         assert_as_alone(answer, prompt, fresh)
-        assert len(engine._kept) == 1
-
-
-def test_a_prefix_is_found_even_where_only_others_can_make_room_for_it(tiny_path: Path) -> None:
-    with load(tiny_path, kept_sequences=4) as engine:
-        stem, *others = (ids(seed, N + 5) for seed in (1, 2, 3))
-        for prompt in (stem, *others):
-            engine.generate(prompt, SamplingParams(max_tokens=0))
-        exact = engine._store.groups[0].exact
-        taken = exact.allocate(exact.free)  # a fork needs a slot for its tail
-        assert _cached(engine, [*stem[:-2], *ids(4, 3)]) == len(stem) - 2
-        for slot in taken:
-            exact.release(slot)
-        assert_idle(engine)
 
 
 def test_the_newest_sequence_is_the_one_whose_cache_is_shown(tiny: Engine) -> None:
@@ -180,17 +177,6 @@ def test_the_newest_sequence_is_the_one_whose_cache_is_shown(tiny: Engine) -> No
     stats = tiny.cache_stats()
     assert (stats.tokens, stats.context) == (20, 256)
     assert stats.f16_bytes == 20 * 2 * 2 * 2 * 8 * 2  # K and V, layers, heads, channels, bytes
-
-
-def assert_only_kept_sequences_hold_blocks(engine: Engine) -> None:
-    for index, group in enumerate(engine._store.groups):
-        tables = [kv.tables[index] for kv in engine._kept._kept.values()]
-        coded = [block for table in tables for block in table.coded]
-        exact = [slot for table in tables for slot in (table.sink, table.tail) if slot is not None]
-        for allocator, holders in ((group.coded, coded), (group.exact, exact)):
-            assert [allocator.references(i) for i in range(allocator.size)] == [
-                holders.count(i) for i in range(allocator.size)
-            ]
 
 
 events = st.lists(
@@ -206,7 +192,7 @@ events = st.lists(
 
 @pytest.fixture(scope="module", params=["llama_gqa_linear", "mistral_window_sharded", "qwen2_mixed_windows"])
 def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
-    """An engine and one that keeps nothing, of a model without windows, with one, and with different ones."""
+    """An engine and one that finds nothing, of a model without windows, with one, and with different ones."""
     path = make_model(tmp_path_factory.mktemp("model"), request.param)
     with load(path, kept_sequences=2, ctx_size=160) as engine, load(path, kept_sequences=0, ctx_size=160) as fresh:
         yield engine, fresh
@@ -232,6 +218,5 @@ def test_conversations_in_any_order_lose_no_block_and_answer_as_if_alone(pair, e
             answer = engine.generate(prompt, GREEDY)
             assert_as_alone(answer, prompt, fresh)
             conversations.append([*prompt, *answer.token_ids])
-        assert len(engine._kept) <= 2
-        assert_only_kept_sequences_hold_blocks(engine)
+        assert held(engine) == [(0, 0)] * len(engine._store.groups)
     assert_idle(engine)

@@ -1,0 +1,246 @@
+"""What the store still knows: complete blocks by the hash of every token up to their end, found again by any prompt.
+
+The hash of a block is chained: of the hash before it and of its own token ids, from a root that stands for whatever
+else decides what is stored (model, codecs, conditioning, calibration, block size). A block is found as long as its
+contents last: while a sequence holds it, and from then on until the allocator hands it out for something else, the one
+that has been free the longest first. Exact blocks (the first of a sequence, and its tail) can be used in part: of them,
+as many tokens are copied as a prompt has in common with them.
+
+    kv = prefixes.resume(ids)         the longest beginning of `ids` that is there
+    prefixes.publish(kv, ids)         after every commit: complete blocks can be found from now on
+    prefixes.release(kv, ids)         the sequence ends: its tail can be found, too
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from engine.backends.ops import Place
+from engine.kv.blocks import BlockAllocator, OutOfBlocks
+from engine.kv.store import KVStore, SequenceKV
+
+Blocks = list[int | None]  # one per group of layers; None: not there any more, or never was
+
+
+@dataclass(eq=False)
+class _Exact:
+    """An exact block behind the tokens of `before`: its ids (1 to N of them) and its slots."""
+
+    before: bytes
+    ids: tuple[int, ...]
+    slots: Blocks
+
+
+class PrefixCache:
+    """Finds stored tokens of earlier and of present sequences. Without `enabled` it finds nothing."""
+
+    def __init__(self, store: KVStore, identity: bytes = b"", *, enabled: bool = True):
+        """identity: of all that decides what is stored for given token ids."""
+        self._store = store
+        self._root = hashlib.blake2b(identity, digest_size=16).digest()
+        self._enabled = enabled
+        self._coded: dict[bytes, Blocks] = {}  # by the hash at the block's end
+        self._exact: dict[bytes, list[_Exact]] = {}  # by the hash before them
+
+    def clear(self) -> None:
+        """Find nothing of what is stored now."""
+        for blocks in list(self._coded.values()):
+            for group, block in zip(self._store.groups, blocks, strict=True):
+                if block is not None:
+                    group.coded.drop(block)
+        for entry in [entry for entries in self._exact.values() for entry in entries]:
+            self._drop(entry)
+        self._coded.clear()
+
+    # -- what can be found -------------------------------------------------------------------------------------
+
+    def publish(self, kv: SequenceKV, ids: Sequence[int]) -> None:
+        """Let the complete blocks of a sequence, whose first kv.length tokens are those of `ids`, be found."""
+        n = self._store.shape.block_size
+        while self._enabled and len(kv.hashes) < kv.length // n:
+            number, before = len(kv.hashes), self._before(kv.hashes)
+            own = ids[number * n : (number + 1) * n]
+            kv.hashes.append(_hash(before, own))
+            if number == 0:
+                self._add_exact(before, own, [table.sink for table in kv.tables])
+            else:
+                self._add_coded(kv.hashes[-1], [table.block(number) for table in kv.tables])
+
+    def release(self, kv: SequenceKV, ids: Sequence[int]) -> None:
+        """`publish`, the tail as well, and give up the sequence."""
+        self.publish(kv, ids)
+        start = kv.length - kv.length % self._store.shape.block_size
+        if self._enabled and start < kv.length:
+            self._add_exact(self._before(kv.hashes), ids[start : kv.length], [table.tail for table in kv.tables])
+        self._store.release(kv)
+
+    def _before(self, hashes: Sequence[bytes]) -> bytes:
+        return hashes[-1] if hashes else self._root
+
+    def _add_coded(self, key: bytes, blocks: Blocks) -> None:
+        allocators = [group.coded for group in self._store.groups]
+        known = self._coded.setdefault(key, [None] * len(blocks))
+        _fill(known, blocks, allocators, lambda index: partial(self._forget_coded, key, index))
+        if known == [None] * len(blocks):
+            del self._coded[key]
+
+    def _add_exact(self, before: bytes, ids: Sequence[int], slots: Blocks) -> None:
+        entries, ids = self._exact.setdefault(before, []), tuple(ids)
+        known = next((entry for entry in entries if entry.ids == ids), None)
+        if known is None:
+            known = _Exact(before, ids, [None] * len(slots))
+            entries.append(known)
+        allocators = [group.exact for group in self._store.groups]
+        _fill(known.slots, slots, allocators, lambda index: partial(self._forget_exact, known, index))
+        self._discard_if_empty(known)
+
+    def _forget_coded(self, key: bytes, index: int) -> None:
+        blocks = self._coded[key]
+        blocks[index] = None
+        if blocks == [None] * len(blocks):
+            del self._coded[key]
+
+    def _forget_exact(self, entry: _Exact, index: int) -> None:
+        entry.slots[index] = None
+        self._discard_if_empty(entry)
+
+    def _drop(self, entry: _Exact) -> None:
+        """An exact block cannot be found any more, whoever holds it."""
+        for index, (group, slot) in enumerate(zip(self._store.groups, entry.slots, strict=True)):
+            if slot is not None:
+                group.exact.drop(slot)
+                entry.slots[index] = None
+        self._discard_if_empty(entry)
+
+    def _discard_if_empty(self, entry: _Exact) -> None:
+        if entry.slots == [None] * len(entry.slots):
+            entries = self._exact[entry.before]
+            entries.remove(entry)
+            if not entries:
+                del self._exact[entry.before]
+
+    # -- finding -----------------------------------------------------------------------------------------------
+
+    def resume(self, ids: Sequence[int]) -> SequenceKV:
+        """A sequence of as many of the first tokens of `ids` as are stored: complete blocks are shared, a part copied.
+
+        Costs a hash of `ids` and the copy of a block at most.
+        """
+        n = self._store.shape.block_size
+        hashes, known = self._known(ids)
+        count = self._longest(known)
+        kv = self._share(known[:count], count * n)
+        kv.hashes = hashes[:count]
+        self._extend(kv, ids[count * n :])
+        return kv
+
+    def _known(self, ids: Sequence[int]) -> tuple[list[bytes], list[Blocks]]:
+        """Hash and blocks of every complete block of `ids`, found or not."""
+        n = self._store.shape.block_size
+        nothing: Blocks = [None] * len(self._store.groups)
+        hashes: list[bytes] = []
+        known: list[Blocks] = []
+        for start in range(0, len(ids) - n + 1 if self._enabled else 0, n):
+            before, own = self._before(hashes), ids[start : start + n]
+            hashes.append(_hash(before, own))
+            if start:
+                known.append(self._coded.get(hashes[-1], nothing))
+            else:
+                first = (entry.slots for entry in self._exact.get(before, ()) if entry.ids == tuple(own))
+                known.append(next(first, nothing))
+        return hashes, known
+
+    def _longest(self, known: Sequence[Blocks]) -> int:
+        """The most complete blocks behind which every group has all that the next token can see."""
+        n, longest = self._store.shape.block_size, 0
+        there = [0] * len(self._store.groups)  # blocks that lie side by side, up to the one looked at
+        for count, blocks in enumerate(known, start=1):
+            there = [0 if block is None else run + 1 for run, block in zip(there, blocks, strict=True)]
+            if all(
+                run >= count - group.first_visible(count * n)
+                for run, group in zip(there, self._store.groups, strict=True)
+            ):
+                longest = count
+        return longest
+
+    def _share(self, known: Sequence[Blocks], length: int) -> SequenceKV:
+        groups = enumerate(self._store.groups)
+        return SequenceKV(length, [group.share([blocks[index] for blocks in known], length) for index, group in groups])
+
+    def _extend(self, kv: SequenceKV, ids: Sequence[int]) -> None:
+        """Add the tokens that `ids` have in common with an exact block behind the sequence."""
+        entries = self._exact.get(self._before(kv.hashes), ()) if self._enabled else ()
+        whole = [entry for entry in entries if None not in entry.slots]
+        best = max(whole, key=lambda entry: _common(entry.ids, ids), default=None)
+        count = 0 if best is None else min(_common(best.ids, ids), self._store.shape.block_size - 1)
+        if best is None or count == 0:
+            return
+        exact = [group.exact for group in self._store.groups]
+        slots = [slot for slot in best.slots if slot is not None]
+        is_free = not any(allocator.references(slot) for allocator, slot in zip(exact, slots, strict=True))
+        for allocator, slot in zip(exact, slots, strict=True):
+            allocator.retain(slot)
+        if is_free and count == len(best.ids):  # nobody else is about to add to it
+            self._drop(best)
+            self._end(kv, slots, count)
+            return
+        copies = _allocate_each(exact)
+        if copies is not None:
+            for layer in range(len(self._store.shape.layers)):
+                index = self._store.group_of(layer)
+                places = Place(None, copies[index]), Place(None, slots[index])
+                self._store.ops.copy_exact(self._store.cache(layer), *places, count)
+            self._end(kv, copies, count)
+        for allocator, slot in zip(exact, slots, strict=True):
+            allocator.release(slot)
+
+    def _end(self, kv: SequenceKV, tails: Sequence[int], count: int) -> None:
+        """`count` more tokens lie in these slots; older blocks may be out of sight now."""
+        kv.length += count
+        for group, table, tail in zip(self._store.groups, kv.tables, tails, strict=True):
+            table.tail = tail
+            group.leave_window(table, kv.length)
+
+
+def _fill(
+    known: Blocks, blocks: Blocks, allocators: Sequence[BlockAllocator], forget: Callable[[int], Callable[[], None]]
+) -> None:
+    """Let `blocks` be found where nothing is known, or something that nobody holds any more and that is older."""
+    for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
+        old = known[index]
+        if block is None or (old is not None and allocator.references(old)):
+            continue
+        if old is not None:
+            allocator.drop(old)
+        known[index] = block
+        allocator.keep(block, forget(index))
+
+
+def _allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:
+    """A block of each, or of none."""
+    taken: list[int] = []
+    try:
+        for allocator in allocators:
+            taken += allocator.allocate(1)
+    except OutOfBlocks:
+        for allocator, block in zip(allocators, taken, strict=False):
+            allocator.release(block)
+        return None
+    return taken
+
+
+def _hash(before: bytes, ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), key=before, digest_size=16).digest()
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,0 +1,89 @@
+"""A store to test with, and sequences in it that check what every token sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine import codecs
+from engine.backends.numpy_ops import NumpyOps
+from engine.conditioning import Conditioning
+from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from engine.kv.store import KVStore, SequenceKV
+from tests.kv.reference import as_read, attention
+
+N, HEADS, KV_HEADS, D = 8, 4, 2, 16
+
+
+def make_store(codec_k="f16", codec_v="f16", mean_bits=8, windows=(None,), tokens=256, sequences=4) -> KVStore:
+    """A store with one layer per window."""
+    k, v = codecs.get(codec_k), codecs.get(codec_v)
+    layers = tuple(LayerShape(k, v, mean_bits, window) for window in windows)
+    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), tokens, sequences)
+    # Rotations are not the store's business: vectors come rotated.
+    return KVStore(NumpyOps(), plan, [Conditioning()] * len(windows))
+
+
+def held(store: KVStore) -> list[tuple[int, int]]:
+    """Blocks and slots in use, per group."""
+    return [(g.coded.size - g.coded.free, g.exact.size - g.exact.free) for g in store.groups]
+
+
+class Fed:
+    """A sequence in a store and the plain K/V that went into it."""
+
+    def __init__(self, store: KVStore, seed: int = 0):
+        self.store, self.kv = store, store.new_sequence()
+        self.rng = np.random.default_rng(seed)
+        self.k = np.zeros((0, KV_HEADS, D), np.float32)
+        self.v = np.zeros((0, KV_HEADS, D), np.float32)
+
+    def new(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """K/V of the next tokens."""
+        k = self.rng.standard_normal((count, KV_HEADS, D)).astype(np.float32) + 1
+        return k, self.rng.standard_normal((count, KV_HEADS, D)).astype(np.float32)
+
+    def feed(self, count: int, chunk: int | None = None, *, commit: bool = True) -> np.ndarray:
+        """`count` tokens through one span, `chunk` rows at a time, in every layer; checks what they see."""
+        start = self.kv.length
+        new_k, new_v = self.new(count)
+        k, v = np.concatenate([self.k, new_k]), np.concatenate([self.v, new_v])
+        q = self.rng.standard_normal((count, HEADS, D)).astype(np.float32)
+        span = self.store.open(self.kv, count)
+        out = np.empty((len(self.store.shape.layers), *q.shape), np.float32)
+        for layer in range(len(self.store.shape.layers)):
+            self.store.begin_layer(layer, span)
+            for first in range(0, count, chunk or count):
+                rows = slice(first, min(first + (chunk or count), count))
+                view = self.store.view(layer, span, slice(0, rows.stop - first), start + first)
+                self.store.ops.append_kv(self.store.cache(layer), [view], k[start:][rows], v[start:][rows])
+                window = self.store.shape.layers[layer].window
+                out[layer, rows] = self.store.ops.attention(q[rows], self.store.cache(layer), [view], 0.3, window)
+                self.check(out[layer, rows], q[rows], k, v, start, start + first, layer)
+            self.store.seal(layer, span)
+        if commit:
+            self.store.commit(span)
+            self.k, self.v = k, v
+        else:
+            self.store.abort(span)
+        return out
+
+    def check(self, out, q, k, v, start, position, layer) -> None:
+        of = self.store.shape.layers[layer]
+        seen_k, seen_v = as_read(k, v, start, N, of.codec_k.name, of.codec_v.name, of.mean_bits)
+        expected = attention(q, seen_k, seen_v, position, 0.3, of.window)
+        # float32 sums of |v| ≲ 5 over at most a few hundred keys
+        np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def assert_held_by(store: KVStore, sequences: Sequence[SequenceKV]) -> None:
+    """Every block has as many references as tables of `sequences` name it."""
+    for index, group in enumerate(store.groups):
+        tables = [kv.tables[index] for kv in sequences]
+        coded = [block for table in tables for block in table.coded]
+        exact = [slot for table in tables for slot in (table.sink, table.tail) if slot is not None]
+        for allocator, holders in ((group.coded, coded), (group.exact, exact)):
+            assert [allocator.references(i) for i in range(allocator.size)] == [
+                holders.count(i) for i in range(allocator.size)
+            ]
