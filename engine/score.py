@@ -10,6 +10,7 @@ from engine.kept import KeptSequences
 from engine.kv.store import SequenceKV
 from engine.model import Model
 from engine.outputs import Score
+from engine.sampling import log_total
 
 
 def score(
@@ -37,9 +38,8 @@ def score(
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
     """log softmax of logits (T, V) at ids (T,) → (T,) float32, summed in float64."""
-    top = logits.max(axis=-1)
     total = np.empty(len(logits))
     for first in range(0, len(logits), 64):  # float64 copies of 64 rows at a time
         rows = slice(first, first + 64)
-        total[rows] = np.log(np.exp((logits[rows] - top[rows, None]).astype(np.float64)).sum(axis=-1))
-    return (logits[np.arange(len(logits)), np.asarray(ids)] - top - total).astype(np.float32)
+        total[rows] = log_total(logits[rows])
+    return (logits[np.arange(len(logits)), np.asarray(ids)] - total).astype(np.float32)
