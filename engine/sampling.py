@@ -198,11 +198,12 @@ def _best(logits: np.ndarray, count: int) -> np.ndarray:
 # -- log-probabilities -------------------------------------------------------------------------------------------
 
 
-def log_total(logits: np.ndarray) -> np.ndarray:
-    """log Σ exp over the last axis of logits (…, V) → (…) float64: what a logit lacks to be a log-probability."""
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities (…, V) float64 of logits (…, V), which may be as large as float32 has them."""
     values = logits.astype(np.float64)
-    best = values.max(axis=-1)
-    return best + np.log(np.exp(values - best[..., None]).sum(axis=-1))
+    values -= values.max(axis=-1, keepdims=True)
+    values -= np.log(np.exp(values).sum(axis=-1, keepdims=True))
+    return values
 
 
 def token_logprob(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
@@ -213,6 +214,6 @@ def token_logprob(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
     """
     ids = _best(logits, count) if count else np.arange(0)
     ids = ids[np.isfinite(logits[ids])]
-    total = log_total(logits)
-    top = logits[ids].astype(np.float64) - total
-    return TokenLogprob(token, float(logits[token] - total), tuple(zip(ids.tolist(), top.tolist(), strict=True)))
+    logprobs = log_softmax(logits)
+    top = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
+    return TokenLogprob(token, float(logprobs[token]), tuple(top))

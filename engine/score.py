@@ -10,7 +10,7 @@ from engine.kept import KeptSequences
 from engine.kv.store import SequenceKV
 from engine.model import Model
 from engine.outputs import Score
-from engine.sampling import log_total
+from engine.sampling import log_softmax
 
 
 def score(
@@ -37,9 +37,9 @@ def score(
 
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    """log softmax of logits (T, V) at ids (T,) → (T,) float32, summed in float64."""
-    total = np.empty(len(logits))
+    """log softmax of logits (T, V) at ids (T,) → (T,) float32, computed in float64."""
+    found = np.empty(len(logits), np.float32)
     for first in range(0, len(logits), 64):  # float64 copies of 64 rows at a time
         rows = slice(first, first + 64)
-        total[rows] = log_total(logits[rows])
-    return (logits[np.arange(len(logits)), np.asarray(ids)] - total).astype(np.float32)
+        found[rows] = np.take_along_axis(log_softmax(logits[rows]), np.asarray(ids[rows])[:, None], axis=1)[:, 0]
+    return found
