@@ -17,7 +17,7 @@ from engine.config import SamplingParams
 from engine.errors import EngineError
 from engine.kv.store import SequenceKV
 from engine.model import Model
-from engine.sampling import Draw, resolve
+from engine.sampling import Draw, Sampled, resolve
 from model_loaders.config import GenerationDefaults
 
 # Steps before those that count: the first compiles, the second is recorded and fills a block.
@@ -111,11 +111,11 @@ def _step(model: Model, sequences: list[SequenceKV], ids: list[int], draws: list
     return following
 
 
-def _tokens(chosen: list[int | EngineError]) -> list[int]:
+def _tokens(chosen: list[Sampled]) -> list[int]:
     for token in chosen:
         if isinstance(token, EngineError):
             raise token
-    return [int(token) for token in chosen if not isinstance(token, EngineError)]
+    return [token for token in chosen if isinstance(token, int)]
 
 
 def _draw(model: Model) -> Draw:

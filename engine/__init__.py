@@ -9,7 +9,7 @@
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.outputs import CacheStats, Chunk, Completion, Score, Usage
+from engine.outputs import CacheStats, Chunk, Completion, Score, TokenLogprob, Usage
 
 __all__ = [
     "CacheStats",
@@ -20,5 +20,6 @@ __all__ = [
     "EngineError",
     "SamplingParams",
     "Score",
+    "TokenLogprob",
     "Usage",
 ]

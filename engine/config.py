@@ -135,3 +135,7 @@ class SamplingParams:
         (), "-r", "--reverse-prompt", metavar="TEXT", help="end the answer where TEXT appears; may be repeated"
     )
     ignore_eos: bool = setting(False, "--ignore-eos", help="go on after an end-of-sequence token")
+    logprobs: int | None = setting(
+        None,
+        help="give the log-probability of each generated token, and of so many (0 to 20) most likely ones in its place",
+    )

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.ops import Array, Ops, Spans, StoredSpace
-from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
-from engine.sampling import Draw
+from engine.sampling import Draw, Sampled
 from model_loaders.config import ModelConfig
 from model_loaders.rope import rope_frequencies
 
@@ -115,13 +114,13 @@ class Model:
         """Hidden states (T, E) → logits (T, V) float32 on the host."""
         return self.ops.to_host(self._head(hidden))
 
-    def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[int | EngineError]:
+    def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[Sampled]:
         """The token that follows each of hidden (B, E), or why none can be chosen."""
         return self.ops.sample(self._head(hidden), draws)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[int | EngineError]:
+    def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[Sampled]:
         """One more token `ids` (B,) of each sequence through all layers → the tokens that follow, or why there is none.
 
         All layers are sealed then; commit is the caller's. Cost: the weights are read once for all sequences.

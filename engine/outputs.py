@@ -30,6 +30,19 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a generated token was, in nats, and what else could have come in its place.
+
+    The distribution is the model's own: log-softmax of its logits over the vocabulary, before bias, penalties,
+    temperature and any cut, whatever the token was then drawn from. Computed in float64; every value is finite.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (id, logprob) of the most likely tokens, best first, equal ones by id
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A piece of an answer. `text` holds whole characters only and may be empty."""
 
@@ -39,6 +52,7 @@ class Chunk:
     usage: Usage | None = None  # on the last chunk
     prefilled: int = 0  # progress of a prompt: tokens done, of prompt_tokens
     prompt_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of token_ids, where `SamplingParams.logprobs` asks for them
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: str
     usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()  # as in the chunks
 
 
 def fold(chunks: Iterable[Chunk]) -> Completion:
@@ -58,7 +73,8 @@ def fold(chunks: Iterable[Chunk]) -> Completion:
     assert last.finish_reason is not None
     assert last.usage is not None
     ids = tuple(i for piece in pieces for i in piece.token_ids)
-    return Completion("".join(piece.text for piece in pieces), ids, last.finish_reason, last.usage)
+    logprobs = tuple(token for piece in pieces for token in piece.logprobs)
+    return Completion("".join(piece.text for piece in pieces), ids, last.finish_reason, last.usage, logprobs)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -14,13 +14,15 @@ from engine.config import SamplingParams
 from engine.detokenizer import Detokenizer, StopFilter
 from engine.errors import EngineError
 from engine.kv.store import SequenceKV, Span
-from engine.outputs import Chunk, Usage
-from engine.sampling import PENALTY_WINDOW, Draw, Sampling
+from engine.outputs import Chunk, TokenLogprob, Usage
+from engine.sampling import PENALTY_WINDOW, Draw, Sampled, Sampling
 from engine.scheduler import Sequence
 from model_loaders.prompt import chat_ids
 from model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Many[Mapping[str, Any]] | Many[int]
+
+_NOTHING = Chunk("", ())
 
 
 def prompt_ids(prompt: Prompt, model: model_loaders.Model) -> list[int]:
@@ -141,32 +143,34 @@ class Request:
         """How the next token is to be drawn."""
         # An embedding may have more rows than the vocabulary has tokens.
         recent = self.sequence.ids[-PENALTY_WINDOW:]
-        return Draw(self.sampling, recent, self._rng.random(), self.tokenizer.vocab_size)
+        return Draw(self.sampling, recent, self._rng.random(), self.tokenizer.vocab_size, self.params.logprobs)
 
-    def take(self, token: int | EngineError) -> None:
+    def take(self, sampled: Sampled) -> None:
         """Put out what the next token adds to the text, or why there is none."""
-        if isinstance(token, EngineError):
-            self.fail(token)
+        if isinstance(sampled, EngineError):
+            self.fail(sampled)
             return
         sequence = self.sequence
+        token, logprobs = (sampled.id, (sampled,)) if isinstance(sampled, TokenLogprob) else (sampled, ())
         if token in self.tokenizer.eos_ids and not self.params.ignore_eos:
             self.finish("stop")
             return
         sequence.ids.append(token)
-        text = self._stop.push(self.detokenizer.push([token]))
+        chunk = Chunk(self._stop.push(self.detokenizer.push([token])), (token,), logprobs=logprobs)
         if self._stop.stopped:
-            self.finish("stop", text, (token,))
+            self.finish("stop", chunk)
         elif sequence.generated == sequence.max_tokens:
-            self.finish("length", text, (token,))
+            self.finish("length", chunk)
         else:
-            self.outbox.append(Chunk(text, (token,)))
+            self.outbox.append(chunk)
 
-    def finish(self, reason: str, text: str = "", ids: tuple[int, ...] = ()) -> None:
-        """End the answer: the last chunk carries what was held back, the reason and the usage."""
+    def finish(self, reason: str, last: Chunk = _NOTHING) -> None:
+        """End the answer: its last chunk carries what was held back, the reason and the usage as well."""
+        text = last.text
         if not self._stop.stopped:
             text += self._stop.push(self.detokenizer.finish()) + self._stop.finish()
         self.sequence.finish_reason = reason
-        self.outbox.append(Chunk(text, ids, reason, self.usage()))
+        self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage()))
 
     def fail(self, error: Exception) -> None:
         """End the request with an error for whoever reads its stream."""

@@ -14,9 +14,11 @@ import numpy as np
 
 from engine.config import SamplingParams
 from engine.errors import EngineError
+from engine.outputs import TokenLogprob
 from model_loaders.config import GenerationDefaults
 
 PENALTY_WINDOW = 64  # last tokens, prompt included, that the penalties look at
+MOST_LOGPROBS = 20  # tokens whose log-probabilities may be asked for at each place
 
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
@@ -95,6 +97,10 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (_is_stop_list, "a tuple of non-empty strings"),
     "logit_bias": (_is_bias, "a number for each token id, or -inf, which bans the token"),
     "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
+    "logprobs": (
+        lambda value: value is None or _whole(value, 0, MOST_LOGPROBS),
+        f"None, or a whole number from 0 to {MOST_LOGPROBS}",
+    ),
 }
 
 
@@ -115,16 +121,22 @@ class Draw:
     recent: Sequence[int]  # the last PENALTY_WINDOW ids, oldest first
     uniform: float  # random, from [0, 1)
     vocabulary: int  # ids that there are; logits may have more
+    logprobs: int | None = None  # most likely tokens to tell the log-probabilities of, beside the drawn one's
 
 
-def sample_all(logits: np.ndarray, draws: Sequence[Draw]) -> list[int | EngineError]:
-    """`sample` of each row of logits (B, V), or the error that it raises."""
+Sampled = int | TokenLogprob | EngineError
+"""A token: its id alone, or with log-probabilities where its draw asks for them; or why none can be chosen."""
 
-    def one(row: np.ndarray, draw: Draw) -> int | EngineError:
+
+def sample_all(logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+    """`sample` of each row of logits (B, V), with log-probabilities where asked for, or the error that it raises."""
+
+    def one(row: np.ndarray, draw: Draw) -> Sampled:
         try:
-            return sample(row, draw)
+            token = sample(row, draw)
         except EngineError as error:
             return error
+        return token if draw.logprobs is None else token_logprob(row[: draw.vocabulary], token, draw.logprobs)
 
     return [one(row, draw) for row, draw in zip(logits, draws, strict=True)]
 
@@ -181,3 +193,27 @@ def _best(logits: np.ndarray, count: int) -> np.ndarray:
         above = np.flatnonzero(logits > least)
         ids = np.sort(np.concatenate([above, np.flatnonzero(logits == least)[: count - len(above)]]))
     return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities (…, V) float64 of logits (…, V), which may be as large as float32 has them."""
+    values = logits.astype(np.float64)
+    values -= values.max(axis=-1, keepdims=True)
+    values -= np.log(np.exp(values).sum(axis=-1, keepdims=True))
+    return values
+
+
+def token_logprob(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
+    """The log-softmax of logits (V,), as the model gave them, at `token` and at the `count` most likely ids.
+
+    V is the vocabulary: rows of a head that are no tokens have no part in the sum. Ids whose probability is 0 are left
+    out. Cost: one pass over V in float64, and a partial sort where count > 0.
+    """
+    ids = _best(logits, count) if count else np.arange(0)
+    ids = ids[np.isfinite(logits[ids])]
+    logprobs = log_softmax(logits)
+    top = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
+    return TokenLogprob(token, float(logprobs[token]), tuple(top))

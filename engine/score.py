@@ -9,6 +9,7 @@ import numpy as np
 from engine.kv.store import SequenceKV
 from engine.model import Model
 from engine.outputs import Score
+from engine.sampling import log_softmax
 
 
 def score(model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False) -> Score:
@@ -33,10 +34,9 @@ def score(model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded
 
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    """log softmax of logits (T, V) at ids (T,) → (T,) float32, summed in float64."""
-    top = logits.max(axis=-1)
-    total = np.empty(len(logits))
+    """log softmax of logits (T, V) at ids (T,) → (T,) float32, computed in float64."""
+    found = np.empty(len(logits), np.float32)
     for first in range(0, len(logits), 64):  # float64 copies of 64 rows at a time
         rows = slice(first, first + 64)
-        total[rows] = np.log(np.exp((logits[rows] - top[rows, None]).astype(np.float64)).sum(axis=-1))
-    return (logits[np.arange(len(logits)), np.asarray(ids)] - top - total).astype(np.float32)
+        found[rows] = np.take_along_axis(log_softmax(logits[rows]), np.asarray(ids[rows])[:, None], axis=1)[:, 0]
+    return found

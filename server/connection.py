@@ -12,14 +12,14 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
-from engine import Chunk, EngineError
+from engine import Chunk, EngineError, TokenLogprob
 from server import journal
 from server.driver import Driver, Refused
 from server.listening import notice_lost_peers
 from server.parameters import Asked, BadRequest, read, read_json
 
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
-MOST_PENDING = 1 << 20  # bytes that are kept for a client that does not read them
+MOST_PENDING = 1 << 20  # bytes beside a whole message that are kept for a client that does not read them
 KEY_SECONDS = 10.0  # until a client has to have shown the key
 PROBE_SECONDS = 0.25
 _MOST_ID = 200  # characters
@@ -81,6 +81,7 @@ class Connection(asyncio.Protocol):
         self._requests: dict[Id, asyncio.Task[None]] = {}
         self._known = self._config.api_key is None
         self._ended = False  # the client's side
+        self._largest = 0  # bytes of a message among those that wait to be sent
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.lost = asyncio.Event()
 
@@ -194,18 +195,30 @@ class Connection(asyncio.Protocol):
         try:
             with journal.entry(self._client, "socket"):
                 async with aclosing(self._driver.stream(asked.prompt, asked.params)) as chunks:
-                    held = ""
+                    text = ""
+                    logprobs: list[dict[str, Any]] = []
                     async for chunk in chunks:
-                        held += chunk.text
-                        if held and (asked.stream or chunk.finish_reason):
-                            self._send(request_id, {"delta": held})
-                            held = ""
+                        text += chunk.text
+                        logprobs += [self._likelihood(token) for token in chunk.logprobs]
+                        if (text or logprobs) and (asked.stream or chunk.finish_reason):
+                            told = {"logprobs": logprobs} if logprobs else {}
+                            self._send(request_id, {"delta": text} | told)
+                            text, logprobs = "", []
             self._finish(request_id, _last(chunk))
         except (Refused, EngineError) as error:
             self._finish(request_id, _error(error))
         except Exception as error:
             _LOG.exception("a request of the socket ended with an unexpected error")
             self._finish(request_id, _error(Refused("internal", f"unexpected {type(error).__name__}")))
+
+    def _likelihood(self, token: TokenLogprob) -> dict[str, Any]:
+        """A token's log-probability, and those of the most likely ones in its place."""
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            data = self._driver.engine.model.tokenizer.token_bytes(token_id)
+            return {"id": token_id, "token": data.decode("utf-8", "replace"), "logprob": logprob}
+
+        return entry(token.id, token.logprob) | {"top": [entry(*other) for other in token.top]}
 
     def _finish(self, request_id: Id, message: dict[str, Any]) -> None:
         """The last message of a request; from then on its id is free."""
@@ -224,8 +237,11 @@ class Connection(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
+        waiting = self._transport.get_write_buffer_size()
+        # A whole answer with its log-probabilities has no limit, and what comes behind it does not count against it.
+        self._largest = max(self._largest if waiting else 0, len(data))
         self._transport.write(data)
-        if self._transport.get_write_buffer_size() > MOST_PENDING:
+        if self._transport.get_write_buffer_size() > MOST_PENDING + self._largest:
             self._transport.abort()
 
     def _probe(self) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import EngineError, SamplingParams
 from engine.request import Prompt
-from engine.sampling import resolve
+from engine.sampling import MOST_LOGPROBS, resolve
 from model_loaders.config import GenerationDefaults
+from server.unsupported import complaint
 
 MAX_ANSWERS = 16  # n
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
@@ -64,23 +65,26 @@ def read_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def read(body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt")) -> Asked:
+def read(
+    body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt"), *, switched_logprobs: bool = False
+) -> Asked:
     """The request in a JSON object: a prompt under one of the names in `takes`, and parameters as OpenAI calls them.
 
-    null stands for the default everywhere. Fields that are not known are passed over; those that would change the
-    answer and are not supported are refused. Raises BadRequest.
+    With `switched_logprobs`, log-probabilities are asked for as in OpenAI's chat, by `logprobs: true` and a count in
+    `top_logprobs`; otherwise `logprobs` is the count. null stands for the default everywhere. Fields that are not known
+    are passed over; those that would change the answer and are not supported are refused. Raises BadRequest.
     """
     body = {name: value for name, value in body.items() if value is not None}
-    for name, refuse in _REFUSED.items():
-        if name in body:
-            refuse(name, body[name])
+    unsupported = complaint(body)
+    if unsupported is not None:
+        raise BadRequest(*unsupported)
     options = body.get("stream_options", {})
     if not isinstance(options, dict):
         raise _wrong("stream_options", "an object", options)
     usage = options.get("include_usage")
     return Asked(
         prompt=_prompt(body, takes),
-        params=_sampling(body),
+        params=replace(_sampling(body), logprobs=_logprobs(body, switched_logprobs)),
         stream=_flag("stream", body.get("stream", False)),
         n=_count("n", body.get("n", 1), 1, MAX_ANSWERS),
         include_usage=False if usage is None else _flag("stream_options.include_usage", usage),
@@ -166,6 +170,20 @@ def _sampling(body: Mapping[str, Any]) -> SamplingParams:
     if "ignore_eos" in body:
         chosen["ignore_eos"] = _flag("ignore_eos", body["ignore_eos"])
     return SamplingParams(**chosen)
+
+
+def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
+    """`SamplingParams.logprobs`: how many of the most likely tokens to tell of; None for no log-probabilities."""
+    given, top = body.get("logprobs", False), body.get("top_logprobs")
+    if not switched:
+        if top not in (None, 0):
+            raise BadRequest("top_logprobs", "top_logprobs is not known here: logprobs itself is the number of tokens")
+        return None if given is False else _count("logprobs", given, 0, MOST_LOGPROBS)
+    if _flag("logprobs", given):
+        return _count("top_logprobs", 0 if top is None else top, 0, MOST_LOGPROBS)
+    if top is not None:
+        raise BadRequest("top_logprobs", "top_logprobs needs logprobs, which must be true beside it")
+    return None
 
 
 def _as_sampling_takes(name: str, value: Any) -> None:
@@ -254,38 +272,3 @@ def _shown(value: Any) -> str:
 def _kind(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "nothing"}
     return kinds.get(type(value), "a number")
-
-
-# -- what is refused -------------------------------------------------------------------------------------------
-
-
-def _refuse_unless(harmless: Callable[[Any], bool], reason: str) -> Callable[[str, Any], None]:
-    def check(field: str, value: Any) -> None:
-        if not harmless(value):
-            raise BadRequest(field, f"{field}: {reason}")
-
-    return check
-
-
-def _is_plain_text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
-_NO_TOOLS = _refuse_unless(lambda value: value == [], "this server calls no tools; leave it out")
-_NO_CHOICE = _refuse_unless(lambda value: value == "none", "this server calls no tools; leave it out")
-_NO_LOGPROBS = _refuse_unless(lambda value: value is False, "this server gives no log-probabilities; leave it out")
-
-_REFUSED: Mapping[str, Callable[[str, Any], None]] = {
-    "tools": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "tool_choice": _NO_CHOICE,
-    "function_call": _NO_CHOICE,
-    "logprobs": _NO_LOGPROBS,
-    "top_logprobs": _refuse_unless(lambda value: value == 0, "this server gives no log-probabilities; leave it out"),
-    "response_format": _refuse_unless(_is_plain_text_format, "this server writes plain text alone; leave it out"),
-    "modalities": _refuse_unless(lambda value: value == ["text"], "this server writes text alone; leave it out"),
-    "audio": _refuse_unless(lambda value: False, "this server writes text alone; leave it out"),
-    "suffix": _refuse_unless(lambda value: value == "", "this server does not write into the middle of a text"),
-    "echo": _refuse_unless(lambda value: value is False, "this server does not repeat the prompt; leave it out"),
-    "best_of": _refuse_unless(lambda value: value == 1 and value is not True, "this server does not rank answers"),
-}

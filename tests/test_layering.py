@@ -15,13 +15,14 @@ FLOORS = ["model_loaders", "engine", "server"]
 # Rooms of `engine`, and what of `engine` each may import. A name stands for the module and everything inside it.
 CODECS = {"engine.codecs"}
 ENCODING = CODECS | {"engine.encoding"}
-SAMPLING = {"engine.sampling", "engine.config", "engine.errors"}
+SAMPLING = {"engine.sampling", "engine.config", "engine.errors", "engine.outputs"}
 OPS = ENCODING | SAMPLING | {"engine.backends.ops"}
 LAUNCH = {f"engine.backends.{name}" for name in ("device", "kernels", "records", "candidates", "cuda_launch")}
 CUDA = OPS | LAUNCH | {f"engine.backends.cuda_{name}" for name in ("shapes", "rotation", "cache", "heads", "cache_ops")}
 ROOMS = {
     "engine.errors": set(),
     "engine.config": set(),
+    "engine.outputs": set(),
     "engine.codecs": CODECS,
     "engine.conditioning": set(),
     "engine.kv.blocks": set(),
@@ -49,7 +50,7 @@ ROOMS = {
     "engine.model": OPS | {"engine.kv"},
     "engine.calibration": OPS | {"engine.conditioning", "engine.kv", "engine.model", "engine.statistics"},
     "engine.weights": OPS | {"engine.model"},
-    "engine.sampling": {"engine.config", "engine.errors"},
+    "engine.sampling": {"engine.config", "engine.errors", "engine.outputs"},
     "engine.scheduler": {"engine.config", "engine.kv.blocks"},
 }
 PURE = {

@@ -203,6 +203,7 @@ WRONG = [
     ("logit_bias", [{1: math.nan}, {1: math.inf}, {1: "2"}, {1: None}, {1: True}, {"1": 2.0}, {1.0: 2.0}, {True: 1.0},
                     {-1: 1.0}, {1: 1e39}, None, [1]]),
     ("ignore_eos", ["no", None, 1]),
+    ("logprobs", [-1, 21, 1.0, "2", True, math.nan]),
 ]  # fmt: skip
 
 
@@ -218,6 +219,7 @@ def test_values_without_sense_are_named(name: str, value) -> None:
     [
         {"temperature": 0}, {"temperature": 1}, {"top_p": 1}, {"min_p": 1}, {"top_k": 0}, {"top_k": 10**20},
         {"max_tokens": 0}, {"seed": 2**70}, {"stop": ["a"]}, {"logit_bias": {0: -math.inf, 7: 3}},
+        {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20},
     ],
 )  # fmt: skip
 def test_values_at_the_edge_are_taken(values) -> None:

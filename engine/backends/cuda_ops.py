@@ -21,7 +21,7 @@ from engine.backends.cuda_shapes import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.backends.device import Array, Device
 from engine.backends.ops import Result
 from engine.errors import EngineError
-from engine.sampling import NOT_FINITE, PENALTY_WINDOW, Draw, sample_all
+from engine.sampling import NOT_FINITE, PENALTY_WINDOW, Draw, Sampled, sample_all, token_logprob
 
 _UPLOAD_BYTES = 64 << 20  # of float32, while weights become narrow on the device
 _RESERVE = 0.1  # of the free memory, for activations and the libraries' own
@@ -202,7 +202,7 @@ class CudaOps(CacheOps):
 
     # -- the next token ----------------------------------------------------------------------------------------
 
-    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[int | EngineError]:
+    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
         vocabulary = draws[0].vocabulary
         if any(draw.sampling.logit_bias or draw.vocabulary != vocabulary for draw in draws):
             return sample_all(self.to_host(logits), draws)
@@ -214,10 +214,16 @@ class CudaOps(CacheOps):
         rows = _in_fours(self._device, logits)
         args = (ids, rows, params, self._device.from_host(recent), vocabulary, np.int64(rows.shape[1]))
         self._launch("sample", (len(draws),), Shape({}, _SAMPLE_THREADS), *args)
-        return [
-            chosen if chosen >= 0 else EngineError(NOT_FINITE, "model_damaged")
-            for chosen in self._device.to_host(ids).tolist()
-        ]
+        chosen = self._device.to_host(ids).tolist()
+        return [self._told(token, logits[row], draws[row]) for row, token in enumerate(chosen)]
+
+    def _told(self, token: int, logits: Array, draw: Draw) -> Sampled:
+        """What the kernel chose for a row (V,) of logits, which the host gets to see for log-probabilities alone."""
+        if token < 0:
+            return EngineError(NOT_FINITE, "model_damaged")
+        if draw.logprobs is None:
+            return token
+        return token_logprob(self.to_host(logits[: draw.vocabulary]), token, draw.logprobs)
 
 
 def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:

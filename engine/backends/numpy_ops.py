@@ -20,8 +20,7 @@ from engine.backends.numpy_attention import Buffer, LayerCache, attend, encode_k
 from engine.backends.ops import CacheFormat, CacheSpan, Place, Result, StoredSpace
 from engine.codecs import Field
 from engine.conditioning import mean_fields
-from engine.errors import EngineError
-from engine.sampling import Draw, sample_all
+from engine.sampling import Draw, Sampled, sample_all
 
 # Rows of queries per KV head that attend together.
 _QUERY_TILE = 768
@@ -125,7 +124,7 @@ class NumpyOps:
         qk = rotate(qk, space.key_rotation, space.scale)
         return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation)
 
-    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[int | EngineError]:
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
         return sample_all(logits, draws)
 
     def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:

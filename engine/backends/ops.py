@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.codecs import Codec
 from engine.encoding.metric import Metric
-from engine.errors import EngineError
-from engine.sampling import Draw
+from engine.sampling import Draw, Sampled
 
 Array = Any
 Cache = Any
@@ -153,8 +152,11 @@ class Ops(Protocol):
         of RoPE; channel j turns with channel j + D/2. What comes then is `space`'s.
         """
 
-    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[int | EngineError]:
-        """A token id for each row of logits (B, V), or why none can be chosen."""
+    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
+        """A token for each row of logits (B, V), with log-probabilities where its draw asks, or why there is none.
+
+        Rows whose draws ask for no log-probabilities cost nothing more for those that do.
+        """
 
     # -- the KV store --------------------------------------------------------------------------------------------
 

@@ -28,8 +28,12 @@ class Generation:
 
     async def serve(self, request: Request) -> Response:
         """Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect where nobody waits any more."""
-        asked = read(await read_body(request, self._driver.config.max_body), (self._dialect.takes,))
-        writer = Writer(self._dialect, self._driver.engine.model.name, asked.include_usage)
+        dialect, model = self._dialect, self._driver.engine.model
+        body = await read_body(request, self._driver.config.max_body)
+        asked = read(body, (dialect.takes,), switched_logprobs=dialect.switched_logprobs)
+        told = asked.params.logprobs is not None
+        logprobs = [dialect.logprobs(model.tokenizer) for _ in range(asked.n if told else 0)]
+        writer = Writer(dialect, model.name, asked.include_usage, logprobs)
         if asked.stream:
             events = self._events(asked, writer)
             return EventStream(await while_there(request.receive, anext(events)), events)
@@ -69,8 +73,8 @@ class Generation:
                 if index not in opened and (opening := writer.opening(index)) is not None:
                     yield opening
                 opened.add(index)
-                if chunk.text:
-                    yield writer.text(index, chunk.text)
+                if chunk.text or chunk.logprobs:
+                    yield writer.piece(index, chunk)
                 if chunk.finish_reason is not None:
                     yield writer.end(index, chunk.finish_reason)
                 if chunk.usage is not None:

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine import Completion, Usage
+from engine import Chunk, Completion, TokenLogprob, Usage
+from model_loaders.tokenizers import Tokenizer
+from server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 
 
 class Dialect(Protocol):
@@ -18,6 +20,7 @@ class Dialect(Protocol):
     prefix: str  # of an answer's id
     whole: str  # names of the objects
     part: str
+    switched_logprobs: bool  # asked for with true, and a count beside it
 
     def answer(self, text: str) -> dict[str, Any]:
         """A whole answer, as a part of a choice."""
@@ -28,11 +31,15 @@ class Dialect(Protocol):
     def piece(self, text: str) -> dict[str, Any]:
         """Some of a streamed answer; without text, its end."""
 
+    def logprobs(self, tokenizer: Tokenizer) -> Logprobs:
+        """What writes the log-probabilities of an answer."""
+
 
 class Chat:
     """/v1/chat/completions"""
 
     takes, prefix, whole, part = "messages", "chatcmpl", "chat.completion", "chat.completion.chunk"
+    switched_logprobs = True
 
     def answer(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -43,11 +50,15 @@ class Chat:
     def piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
+    def logprobs(self, tokenizer: Tokenizer) -> Logprobs:
+        return ChatLogprobs(tokenizer)
+
 
 class Text:
     """/v1/completions"""
 
     takes, prefix, whole, part = "prompt", "cmpl", "text_completion", "text_completion"
+    switched_logprobs = False
 
     def answer(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -58,6 +69,9 @@ class Text:
     def piece(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
+    def logprobs(self, tokenizer: Tokenizer) -> Logprobs:
+        return TextLogprobs(tokenizer)
+
 
 @dataclass(frozen=True)
 class Writer:
@@ -66,26 +80,28 @@ class Writer:
     dialect: Dialect
     model: str
     with_usage: bool  # a streamed response: ends with the usage, and all before it says null
+    logprobs: Sequence[Logprobs] = ()  # for each answer, where they are asked for
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
         """The response that is not streamed."""
         choices = [
-            _choice(index, self.dialect.answer(answer.text), answer.finish_reason)
+            self._choice(index, self.dialect.answer(answer.text), answer.finish_reason, answer.logprobs)
             for index, answer in enumerate(answers)
         ]
         return self._object(self.dialect.whole, choices) | {"usage": usage([answer.usage for answer in answers])}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         opening = self.dialect.opening()
-        return None if opening is None else self._part([_choice(index, opening)])
+        return None if opening is None else self._part([self._choice(index, opening)])
 
-    def text(self, index: int, text: str) -> dict[str, Any]:
-        return self._part([_choice(index, self.dialect.piece(text))])
+    def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """Text and log-probabilities; of a token whose text is held back, these alone."""
+        return self._part([self._choice(index, self.dialect.piece(chunk.text), tokens=chunk.logprobs or None)])
 
     def end(self, index: int, reason: str) -> dict[str, Any]:
-        return self._part([_choice(index, self.dialect.piece(""), reason)])
+        return self._part([self._choice(index, self.dialect.piece(""), reason)])
 
     def usage(self, of_answers: Sequence[Usage]) -> dict[str, Any]:
         """The event behind the last answer's end."""
@@ -104,9 +120,15 @@ class Writer:
             "choices": choices,
         }
 
-
-def _choice(index: int, content: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self,
+        index: int,
+        content: Mapping[str, Any],
+        reason: str | None = None,
+        tokens: Sequence[TokenLogprob] | None = None,
+    ) -> dict[str, Any]:
+        told = self.logprobs[index].write(tokens) if self.logprobs and tokens is not None else None
+        return {"index": index, **content, "logprobs": told, "finish_reason": reason}
 
 
 def usage(of_answers: Sequence[Usage]) -> dict[str, Any]:

@@ -270,13 +270,42 @@ def test_a_bias_is_taken_on_the_host(ops: CudaOps, rng: np.random.Generator) -> 
     assert ops.sample(ops.to_device(logits), draws) == [7]
 
 
+@pytest.mark.parametrize("bias", [{}, {7: 1.0}])
+def test_log_probabilities_are_those_of_numpy_for_rows_that_ask(
+    ops: CudaOps, rng: np.random.Generator, bias: dict[int, float]
+) -> None:
+    logits = 4 * normal(rng, 4, 98)
+    warm = replace(GREEDY, temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=1.0, logit_bias=bias)
+    draws = [Draw(warm, [4], 0.3 + 0.1 * row, 90, count) for row, count in enumerate([None, 0, 5, 20])]
+    sampled = ops.sample(ops.to_device(logits), draws)
+    assert sampled == HOST.sample(logits, draws)
+    assert isinstance(sampled[0], int)
+    assert [len(row.top) for row in sampled[1:]] == [0, 5, 20]
+
+
+def test_only_ids_and_the_logits_of_rows_that_ask_leave_the_device(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, left, to_host = normal(rng, 3, 96), [], ops._device.to_host
+    on_device = ops.to_device(logits)
+    monkeypatch.setattr(ops._device, "to_host", lambda x: left.append(to_host(x)) or left[-1])
+    ops.sample(on_device, [Draw(GREEDY, [], 0.5, 96)] * 3)
+    assert [(x.shape, x.dtype) for x in left] == [((3,), np.int32)]
+    left.clear()
+    ops.sample(on_device, [Draw(GREEDY, [], 0.5, 90, count) for count in (None, 2, None)])
+    assert len(left) == 2
+    np.testing.assert_array_equal(left[1], logits[1, :90])
+
+
 def test_logits_that_are_not_finite_are_that_row_s_error(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 3, 96)
     logits[0, 5], logits[2, 6] = np.nan, np.inf
-    first, second, third = ops.sample(ops.to_device(logits), [Draw(GREEDY, [], 0.5, 96)] * 3)
-    assert second == logits[1].argmax()
-    assert isinstance(first, EngineError)
-    assert isinstance(third, EngineError)
+    for asked in (None, 3):
+        draws = [Draw(GREEDY, [], 0.5, 96, asked)] * 3
+        first, second, third = ops.sample(ops.to_device(logits), draws)
+        assert second == HOST.sample(logits[1:2], draws[1:2])[0]
+        assert isinstance(first, EngineError)
+        assert isinstance(third, EngineError)
 
 
 # -- the KV store ------------------------------------------------------------------------------------------------

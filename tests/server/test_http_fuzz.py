@@ -26,10 +26,12 @@ CHAT: dict[str, Any] = {
     "max_tokens": 2,
     "stream": False,
     "stream_options": {"include_usage": True},
+    "logprobs": True,
+    "top_logprobs": 2,
 }
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
-    "/v1/completions": {**CHAT, "prompt": "the rain"},
+    "/v1/completions": {**CHAT, "prompt": "the rain", "logprobs": 2, "top_logprobs": 0},
     "/tokenize": {"content": "the rain"},
     "/detokenize": {"tokens": [5, 6, 7]},
 }

@@ -66,6 +66,43 @@ def test_null_is_the_default(name: str) -> None:
     assert read({"prompt": "a", name: None}) == read({"prompt": "a"})
 
 
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_log_probabilities_are_asked_for_by_a_number(count: int) -> None:
+    assert params(logprobs=count) == SamplingParams(logprobs=count)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": None, "top_logprobs": None}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": None}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_or_by_a_switch_with_a_number_beside_it(fields: dict[str, Any], count: int | None) -> None:
+    assert read({"prompt": "a", **fields}, switched_logprobs=True).params == SamplingParams(logprobs=count)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        *(({"logprobs": bad}, "logprobs") for bad in (0, 1, "true", [])),
+        *(({"logprobs": True, "top_logprobs": bad}, "top_logprobs") for bad in (-1, 21, 1.0, True, "1", {})),
+        *(({"top_logprobs": count}, "top_logprobs") for count in (0, 5)),
+        ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
+    ],
+)
+def test_a_wrong_switch_or_number_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read({"prompt": "a", **fields}, switched_logprobs=True)
+    assert caught.value.field == field
+    assert field in caught.value.message
+
+
 def test_unknown_fields_are_passed_over() -> None:
     assert read({"prompt": "a", "user": "me", "metadata": {"x": [1]}, "store": False}) == read({"prompt": "a"})
 
@@ -149,9 +186,8 @@ def test_messages() -> None:
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("response_format", "text"),
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 2),
+        *(("logprobs", bad) for bad in (True, -1, 21, 2.0, "2", [], 10**30)),
+        *(("top_logprobs", bad) for bad in (1, True, "0", [])),
         ("modalities", ["text", "audio"]),
         ("audio", {}),
         ("echo", True),

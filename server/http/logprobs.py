@@ -1,0 +1,70 @@
+"""How OpenAI writes log-probabilities, in answers to conversations and to plain prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from engine import TokenLogprob
+from engine.detokenizer import Detokenizer
+from model_loaders.tokenizers import Tokenizer
+
+
+class Logprobs(Protocol):
+    """Writes those of one answer, piece by piece or at once."""
+
+    def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """A choice's "logprobs" for the answer's next tokens."""
+
+
+class ChatLogprobs:
+    """/v1/chat/completions: a list of tokens. `bytes` is exact where `token` has U+FFFD for half a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"content": [self._with_others(token) for token in tokens], "refusal": None}
+
+    def _with_others(self, token: TokenLogprob) -> dict[str, Any]:
+        return self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(*other) for other in token.top]}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+class TextLogprobs:
+    """/v1/completions: lists of equal length. `text_offset` counts the characters that are whole before a token.
+
+    The most likely tokens are keys of an object, the chosen one always among them; of several tokens with the same text
+    it has the most likely.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, at_start=False)
+        self._offset = 0
+
+    def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "tokens": [self._text(token.id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._most_likely(token) for token in tokens],
+            "text_offset": [self._place(token.id) for token in tokens],
+        }
+
+    def _most_likely(self, token: TokenLogprob) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token_id, logprob in (*token.top, (token.id, token.logprob)):
+            found.setdefault(self._text(token_id), logprob)
+        return found
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _place(self, token_id: int) -> int:
+        """Where the text of the next token begins, in the answer's."""
+        begin = self._offset
+        self._offset += len(self._detokenizer.push([token_id]))
+        return begin
