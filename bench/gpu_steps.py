@@ -40,7 +40,7 @@ class StepTime:
     """Seconds of a step, one token of each sequence. bytes: weights, codes and exact blocks that it reads.
 
     seconds: mean over a whole block, so that encoding it is in there; median: of the steps; device: what the recorded
-    part takes on the device alone, without sampling and the host.
+    part takes on the device alone, without the host.
     """
 
     context: int

@@ -1,8 +1,8 @@
 // The next token of every sequence: `sample` of engine/sampling.py without logit_bias, so that only ids leave the GPU.
 //
 // ids (B): the token, or -1 where the largest logit is not finite. logits (B, V), rows `stride` apart; penalised in
-// place and restored at the end. params (B, 8): temperature, top_k, top_p, min_p, repeat_penalty, presence_penalty,
-// frequency_penalty, uniform in [0, 1). recent (B, 64): ids of the last tokens, -1 for none.
+// place and restored at the end. draws (B, 8 + 64): float temperature, top_k, top_p, min_p, repeat_penalty,
+// presence_penalty, frequency_penalty, uniform in [0, 1); int ids of the last tokens, -1 for none.
 //
 // Nothing is sorted. The order "largest first, equal ones by id" gives every token a place, one integer; what a cut
 // keeps is all places up to a last one, which a descent finds digit by digit: a histogram of the digit, then the bin in
@@ -272,10 +272,11 @@ __device__ __forceinline__ int draw(Row row, const Params &p) {
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-sample_kernel(int *ids, float *logits, const float *params, const int *recent, int V, long long stride) {
-    const Params &p = *reinterpret_cast<const Params *>(params + blockIdx.x * 8);
+sample_kernel(int *ids, float *logits, const int *draws, int V, long long stride) {
+    draws += blockIdx.x * (sizeof(Params) / sizeof(int) + RECENT);
+    const Params &p = *reinterpret_cast<const Params *>(draws);
+    const int *recent = draws + sizeof(Params) / sizeof(int);
     logits += blockIdx.x * stride;
-    recent += blockIdx.x * RECENT;
     for (int i = threadIdx.x; i < BINS; i += blockDim.x) s.low[i] = s.high[i] = s.counts[i] = s.places[i] = 0;
 
     // A thread for each of the recent tokens: the first one with a token penalises it.

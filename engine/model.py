@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.ops import Array, Ops, Spans, StoredSpace
+from engine.backends.ops import Array, Draws, Ops, Spans, StoredSpace
 from engine.kv.store import KVStore, Span
 from engine.sampling import Draw, Sampled
 from model_loaders.config import ModelConfig
@@ -116,7 +116,8 @@ class Model:
 
     def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[Sampled]:
         """The token that follows each of hidden (B, E), or why none can be chosen."""
-        return self.ops.sample(self._head(hidden), draws)
+        logits = self._head(hidden)
+        return self.ops.sampled(self.ops.sample(logits, self.ops.draws(draws)), logits, draws)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -129,20 +130,22 @@ class Model:
             self.ops.spans([self.store.view(layers[0], s, slice(i, i + 1), s.start) for i, s in enumerate(spans)])
             for _, layers in self.store.shape.groups
         ]
-        logits = self.ops.replay("step", self._step, [np.asarray(ids, np.int32), *self._turns(spans), *seen])
+        inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.draws(draws), *seen]
+        chosen, logits = self.ops.replay("step", self._step, inputs)
         for span in spans:
             if any(growth.coded for growth in span.growth):
                 for layer in range(self.config.layers):
                     self.store.seal(layer, span)
-        return self.ops.sample(logits, draws)
+        return self.ops.sampled(chosen, logits, draws)
 
-    def _step(self, ids: Array, cos: Array, sin: Array, *spans: Spans) -> Array:
-        """ids (B,) int32, cos and sin (B, D/2), spans of each group of layers → logits (B, V)."""
+    def _step(self, ids: Array, cos: Array, sin: Array, draws: Draws, *spans: Spans) -> tuple[Array, Array]:
+        """ids (B,) int32, cos and sin (B, D/2), spans of each group of layers → tokens (B,), logits (B, V)."""
         x = self.ops.embed(self.weights.embedding, ids)
         for layer in range(self.config.layers):
             seen = spans[self.store.group_of(layer)]
             self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
-        return self._head(x)
+        logits = self._head(x)
+        return self.ops.sample(logits, draws), logits
 
     # -- one layer ----------------------------------------------------------------------------------------------
 

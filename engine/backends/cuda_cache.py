@@ -6,7 +6,7 @@ Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -70,26 +70,32 @@ class LayerCache:
 
 
 @dataclass
-class Spans:
+class Told:
+    """Words that the host tells the device. device: the table there, once it has been brought."""
+
+    table: np.ndarray
+    device: Array | None = field(default=None, kw_only=True)
+
+    def on(self, device: Device) -> Array:
+        if self.device is None:
+            self.device = device.from_host(self.table)
+        return self.device
+
+
+@dataclass
+class Spans(Told):
     """Descriptors of sequences.
 
     table: int32 (B, 8 + W) on the host: [0] first row, [1] rows, [2] position of the first, [3] exact slot of the sink
     or −1, [4] number of the first coded block, [5] coded blocks, [6] index of the record of block [7], with which `now`
     begins, [8 …] ids of the coded blocks.
     buffer: where the new tokens go; None in a step, whose tokens go to the exact slots.
-    now_as_codes: as in `CacheSpan`. device: the table on the device, once it is there.
+    now_as_codes: as in `CacheSpan`.
     """
 
-    table: np.ndarray
     rows: int
     buffer: Buffer | None
     now_as_codes: bool = False
-    device: Array | None = None
-
-    def on(self, device: Device) -> Array:
-        if self.device is None:
-            self.device = device.from_host(self.table)
-        return self.device
 
 
 def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:

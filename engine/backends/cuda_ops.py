@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.backends import cuda_shapes
-from engine.backends.cuda_cache import Spans
+from engine.backends.cuda_cache import Told
 from engine.backends.cuda_cache_ops import CacheOps
+from engine.backends.cuda_draws import Draws, describe_draws
 from engine.backends.cuda_launch import MOST_THREADS, Shape, threads_for, type_of
 from engine.backends.cuda_shapes import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.backends.device import Array, Device
 from engine.backends.ops import Result
 from engine.errors import EngineError
-from engine.sampling import NOT_FINITE, PENALTY_WINDOW, Draw, Sampled, sample_all, token_logprob
+from engine.sampling import NOT_FINITE, Draw, Sampled, sample_all, token_logprob
 
 _UPLOAD_BYTES = 64 << 20  # of float32, while weights become narrow on the device
 _RESERVE = 0.1  # of the free memory, for activations and the libraries' own
@@ -60,10 +61,10 @@ class CudaOps(CacheOps):
     def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
         return [work(i) for i in range(count)]
 
-    def replay(self, key: Hashable, work: Callable[..., Array], inputs: Sequence[Any]) -> Array:
-        def on_device(*arrays: Array) -> Array:
+    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+        def on_device(*arrays: Array) -> Result:
             given = [
-                replace(host, device=array) if isinstance(host, Spans) else array
+                replace(host, device=array) if isinstance(host, Told) else array
                 for host, array in zip(inputs, arrays, strict=True)
             ]
             self._recording = True
@@ -72,7 +73,7 @@ class CudaOps(CacheOps):
             finally:
                 self._recording = False
 
-        tables = [host.table if isinstance(host, Spans) else np.ascontiguousarray(host) for host in inputs]
+        tables = [host.table if isinstance(host, Told) else np.ascontiguousarray(host) for host in inputs]
         return self._device.replay((key, work), on_device, tables)
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -202,25 +203,25 @@ class CudaOps(CacheOps):
 
     # -- the next token ----------------------------------------------------------------------------------------
 
-    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-        vocabulary = draws[0].vocabulary
-        if any(draw.sampling.logit_bias or draw.vocabulary != vocabulary for draw in draws):
-            return sample_all(self.to_host(logits), draws)
-        recent = np.full((len(draws), PENALTY_WINDOW), -1, np.int32)
-        for row, draw in zip(recent, draws, strict=True):
-            row[: len(draw.recent)] = draw.recent
-        params = self._device.from_host(np.array([_params(draw) for draw in draws], np.float32))
-        ids = self._device.empty((len(draws),), np.int32)
-        rows = _in_fours(self._device, logits)
-        args = (ids, rows, params, self._device.from_host(recent), vocabulary, np.int64(rows.shape[1]))
-        self._launch("sample", (len(draws),), Shape({}, _SAMPLE_THREADS), *args)
+    def draws(self, draws: Sequence[Draw]) -> Draws:
+        return describe_draws(draws)
+
+    def sample(self, logits: Array, draws: Draws) -> Array:
+        rows, ids = _in_fours(self._device, logits), self._device.empty((len(logits),), np.int32)
+        args = ids, rows, draws.on(self._device), draws.vocabulary, np.int64(rows.shape[1])
+        self._launch("sample", (len(logits),), Shape({}, _SAMPLE_THREADS), *args)
+        return ids
+
+    def sampled(self, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
         chosen = self._device.to_host(ids).tolist()
         return [self._told(token, logits[row], draws[row]) for row, token in enumerate(chosen)]
 
     def _told(self, token: int, logits: Array, draw: Draw) -> Sampled:
-        """What the kernel chose for a row (V,) of logits, which the host gets to see for log-probabilities alone."""
+        """What the kernel chose for a row (V,) of logits. The host gets to see them for what the kernel does not do."""
         if token < 0:
             return EngineError(NOT_FINITE, "model_damaged")
+        if draw.sampling.logit_bias:
+            return sample_all(self.to_host(logits)[None], [draw])[0]
         if draw.logprobs is None:
             return token
         return token_logprob(self.to_host(logits[: draw.vocabulary]), token, draw.logprobs)
@@ -233,14 +234,6 @@ def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _params(draw: Draw) -> tuple[float, ...]:
-    """A row of what `cuda/sample.cu` takes."""
-    of = draw.sampling
-    below_one = min(np.float32(draw.uniform), np.nextafter(np.float32(1), np.float32(0)))
-    penalties = (of.repeat_penalty, of.presence_penalty, of.frequency_penalty)
-    return of.temperature, float(of.top_k), of.top_p, of.min_p, *penalties, float(below_one)
 
 
 def _in_fours(device: Device, logits: Array) -> Array:

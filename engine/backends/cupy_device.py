@@ -16,6 +16,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
+from engine.backends.device import Result
 from engine.backends.kernels import OPTIONS, source
 from engine.errors import EngineError
 
@@ -157,7 +158,7 @@ class CupyDevice:
                 *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
             )
 
-    def replay(self, key: Hashable, work: Callable[..., cupy.ndarray], inputs: Sequence[np.ndarray]) -> cupy.ndarray:
+    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
         """The first call with a key only works, which compiles kernels and finds memory; the second one is recorded."""
         self._stream.use()
         whole = key, tuple((x.shape, x.dtype.str) for x in inputs)
@@ -194,7 +195,7 @@ class _Recording:
 
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, inputs: Sequence[np.ndarray]):
         self.graph: cupy.cuda.Graph | None = None
-        self._result: cupy.ndarray | None = None
+        self._result: Any = None
         self._stream, self._memory = stream, memory
         # All inputs travel in one copy, out of a pinned buffer that is not touched while it is under way.
         ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in inputs]).tolist()
@@ -218,7 +219,7 @@ class _Recording:
         _runtime.memcpyAsync(to, of, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
 
-    def record(self, work: Callable[..., cupy.ndarray]) -> None:
+    def record(self, work: Callable[..., Any]) -> None:
         """Turn work(*self.inputs) into a graph without doing it."""
         self._stream.begin_capture()
         try:
@@ -230,7 +231,7 @@ class _Recording:
             raise
         self.graph = self._stream.end_capture()
 
-    def launch(self) -> cupy.ndarray:
+    def launch(self) -> Any:
         assert self.graph is not None
         self.graph.launch(self._stream)
         return self._result

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 # An array on the device: has shape, dtype, strides, size, nbytes, reshape, and slices are views.
 Array = Any
+Result = TypeVar("Result")
 
 
 class Device(Protocol):
@@ -48,7 +49,7 @@ class Device(Protocol):
         is recorded.
         """
 
-    def replay(self, key: Hashable, work: Callable[..., Array], inputs: Sequence[np.ndarray]) -> Array:
+    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
         """work(*inputs on the device); with a key, shapes and dtypes seen before, what it launched then once more.
 
         The result is good until the next call.

@@ -65,7 +65,7 @@ class NumpyOps:
             finally:
                 wait(later)  # nothing may go on writing once an error is out
 
-    def replay(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[Any]) -> np.ndarray:
+    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)
 
     def room_beside(self, weights: int) -> int:
@@ -124,8 +124,14 @@ class NumpyOps:
         qk = rotate(qk, space.key_rotation, space.scale)
         return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation)
 
+    def draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
+        return draws
+
     def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
         return sample_all(logits, draws)
+
+    def sampled(self, chosen: list[Sampled], logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+        return chosen
 
     def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
         coded = sum(field.nbytes for field in itertools.chain(*(fields.values() for fields in _fields(form))))

@@ -2,7 +2,8 @@
 
 Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F feed-forward size, H query heads,
 K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32 but for
-weights; `Cache`, `Buffer` and `Spans` are whatever a backend makes of the K/V of a layer, and of where to find them.
+weights; `Cache`, `Buffer`, `Spans` and `Draws` are whatever a backend makes of the K/V of a layer, of where to find
+them, and of how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ Array = Any
 Cache = Any
 Buffer = Any
 Spans = Any
+Draws = Any
 Result = TypeVar("Result")
 
 
@@ -94,8 +96,8 @@ class Ops(Protocol):
     def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
         """[work(0), …, work(count − 1)], possibly at the same time."""
 
-    def replay(self, key: Hashable, work: Callable[..., Array], inputs: Sequence[Any]) -> Array:
-        """work(*inputs), each input an array of the host (or what `spans` made) that `work` finds on the device.
+    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+        """work(*inputs), each an array of the host (or what `spans` or `draws` made) that `work` finds on the device.
 
         With a `key` and shapes of inputs that it has seen before, a backend may launch again what it recorded then
         instead of calling `work`: everything that differs from call to call is in the inputs. The result is good until
@@ -152,8 +154,14 @@ class Ops(Protocol):
         of RoPE; channel j turns with channel j + D/2. What comes then is `space`'s.
         """
 
-    def sample(self, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-        """A token for each row of logits (B, V), with log-probabilities where its draw asks, or why there is none.
+    def draws(self, draws: Sequence[Draw]) -> Draws:
+        """How the next token of each row is drawn, in the form that `sample` takes. One vocabulary for all rows."""
+
+    def sample(self, logits: Array, draws: Draws) -> Array:
+        """Choose a token for each row of logits (B, V). What comes of it is for `sampled`, and stays on the device."""
+
+    def sampled(self, chosen: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
+        """What `sample` has chosen, with log-probabilities where a row's draw asks for them, or why there is no token.
 
         Rows whose draws ask for no log-probabilities cost nothing more for those that do.
         """

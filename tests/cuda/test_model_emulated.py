@@ -101,18 +101,17 @@ class Talk:
         spans = [self.model.store.open(sequence, 1) for sequence in self.sequences[: len(ids)]]
         draws = [Draw(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
         seen: list[np.ndarray] = []
-        replay = self.model.ops.replay
+        sampled = self.model.ops.sampled
 
-        def watched(*args):
-            logits = replay(*args)
+        def watched(chosen, logits, draws):
             seen.append(np.array(self.model.ops.to_host(logits)))
-            return logits
+            return sampled(chosen, logits, draws)
 
-        self.model.ops.replay = watched  # type: ignore[method-assign]
+        self.model.ops.sampled = watched  # type: ignore[method-assign]
         try:
             chosen = self.model.step(spans, ids, draws)
         finally:
-            self.model.ops.replay = replay  # type: ignore[method-assign]
+            self.model.ops.sampled = sampled  # type: ignore[method-assign]
         for span in spans:
             self.model.store.commit(span)
         self.logits += seen

@@ -20,7 +20,7 @@ from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.prefix import PrefixCache
 from engine.kv.store import KVStore, SequenceKV
-from engine.sampling import Draw, Sampling
+from engine.sampling import Draw, Sampled, Sampling
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 
@@ -252,6 +252,11 @@ def test_matrices_of_hadamard_are_not_multiplied_out(ops: CudaOps, rng: np.rando
 GREEDY = Sampling(0.0, 40, 0.95, 0.05, 1.0, 0.0, 0.0, {})
 
 
+def sampled(ops: Ops, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+    on_device = ops.to_device(logits)
+    return ops.sampled(ops.sample(on_device, ops.draws(draws)), on_device, draws)
+
+
 @pytest.mark.parametrize("width", [96, 98])
 def test_sample(ops: CudaOps, rng: np.random.Generator, width: int) -> None:
     logits = normal(rng, 3, width)
@@ -261,13 +266,13 @@ def test_sample(ops: CudaOps, rng: np.random.Generator, width: int) -> None:
         Draw(replace(GREEDY, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0), [4], 1 - 1e-12, 90),
         Draw(replace(GREEDY, presence_penalty=100.0), [best], 0.5, 90),
     ]
-    assert ops.sample(ops.to_device(logits), draws) == HOST.sample(logits, draws)
+    assert sampled(ops, logits, draws) == sampled(HOST, logits, draws)
 
 
 def test_a_bias_is_taken_on_the_host(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 1, 96)
     draws = [Draw(replace(GREEDY, logit_bias={7: 1e5}), [], 0.5, 96)]
-    assert ops.sample(ops.to_device(logits), draws) == [7]
+    assert sampled(ops, logits, draws) == [7]
 
 
 @pytest.mark.parametrize("bias", [{}, {7: 1.0}])
@@ -277,22 +282,21 @@ def test_log_probabilities_are_those_of_numpy_for_rows_that_ask(
     logits = 4 * normal(rng, 4, 98)
     warm = replace(GREEDY, temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=1.0, logit_bias=bias)
     draws = [Draw(warm, [4], 0.3 + 0.1 * row, 90, count) for row, count in enumerate([None, 0, 5, 20])]
-    sampled = ops.sample(ops.to_device(logits), draws)
-    assert sampled == HOST.sample(logits, draws)
-    assert isinstance(sampled[0], int)
-    assert [len(row.top) for row in sampled[1:]] == [0, 5, 20]
+    rows = sampled(ops, logits, draws)
+    assert rows == sampled(HOST, logits, draws)
+    assert isinstance(rows[0], int)
+    assert [len(row.top) for row in rows[1:]] == [0, 5, 20]
 
 
 def test_only_ids_and_the_logits_of_rows_that_ask_leave_the_device(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits, left, to_host = normal(rng, 3, 96), [], ops._device.to_host
-    on_device = ops.to_device(logits)
     monkeypatch.setattr(ops._device, "to_host", lambda x: left.append(to_host(x)) or left[-1])
-    ops.sample(on_device, [Draw(GREEDY, [], 0.5, 96)] * 3)
+    sampled(ops, logits, [Draw(GREEDY, [], 0.5, 96)] * 3)
     assert [(x.shape, x.dtype) for x in left] == [((3,), np.int32)]
     left.clear()
-    ops.sample(on_device, [Draw(GREEDY, [], 0.5, 90, count) for count in (None, 2, None)])
+    sampled(ops, logits, [Draw(GREEDY, [], 0.5, 90, count) for count in (None, 2, None)])
     assert len(left) == 2
     np.testing.assert_array_equal(left[1], logits[1, :90])
 
@@ -302,8 +306,8 @@ def test_logits_that_are_not_finite_are_that_row_s_error(ops: CudaOps, rng: np.r
     logits[0, 5], logits[2, 6] = np.nan, np.inf
     for asked in (None, 3):
         draws = [Draw(GREEDY, [], 0.5, 96, asked)] * 3
-        first, second, third = ops.sample(ops.to_device(logits), draws)
-        assert second == HOST.sample(logits[1:2], draws[1:2])[0]
+        first, second, third = sampled(ops, logits, draws)
+        assert second == sampled(HOST, logits[1:2], draws[1:2])[0]
         assert isinstance(first, EngineError)
         assert isinstance(third, EngineError)
 

@@ -58,7 +58,8 @@ def launch(
     held = np.full((batch, stride), np.nan, np.float32)
     held[:, :vocab] = logits
     before, ids = held.copy(), np.full(batch, -7, np.int32)
-    args = (ids, held, np.stack(rows), np.stack(recent), np.int32(vocab), np.int64(stride))
+    draws = np.concatenate([np.stack(rows).view(np.int32), np.stack(recent)], 1)
+    args = (ids, held, draws, np.int32(vocab), np.int64(stride))
     program().launch("sample_kernel", (batch,), (threads,), *args, seed=seed)
     np.testing.assert_array_equal(held, before)
     return ids
