@@ -44,7 +44,7 @@ ROOMS = {
     "engine.backends.cuda_heads": CUDA,
     "engine.backends.cuda_cache_ops": CUDA | {"engine.backends.numpy_attention"},
     "engine.backends.cuda_ops": CUDA,
-    "engine.backends.cupy_device": {"engine.backends.kernels", "engine.errors"},
+    "engine.backends.cupy_device": {"engine.backends.device", "engine.backends.kernels", "engine.errors"},
     "engine.backends.select": {"engine.backends", "engine.errors"},
     "engine.kv.tables": {"engine.kv.blocks"},
     "engine.kv.plan": OPS | {"engine.conditioning", "engine.errors"},
