@@ -80,7 +80,7 @@ class Browser:
         try:
             eventually(holds)
         except AssertionError:
-            raise AssertionError(f"the page says: {self.text('body')[:2000]}") from None
+            raise AssertionError(f"the page says: {self.run('return document.body.innerText')}") from None
 
     def protocol(self, command: str, **parameters: Any) -> Any:
         """A command of Chromium's own protocol."""
@@ -101,7 +101,9 @@ def browser(folder: Path) -> Iterator[Browser]:
     with subprocess.Popen([CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None
-            port = next(int(found[1]) for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line)))
+            port = next(
+                int(found[1]) for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line))
+            )
             base = f"http://127.0.0.1:{port}/session"
             wanted = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
             started = httpx.post(base, json=wanted, timeout=PATIENCE).json()["value"]

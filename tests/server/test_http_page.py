@@ -36,12 +36,15 @@ def policy(response: httpx.Response) -> dict[str, str]:
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    assert re.findall(r"""(?i)\b(?:https?:|wss?:)?//[a-z0-9]\S*""", PAGE.replace("http://www.w3.org/2000/svg", "")) == []
+    assert (
+        re.findall(r"""(?i)\b(?:https?:|wss?:)?//[a-z0-9]\S*""", PAGE.replace("http://www.w3.org/2000/svg", "")) == []
+    )
     assert re.findall(r"(?i)<link (?!rel=\"icon\" href=\"data:)|\ssrc=|@import|url\(|\bimport\b", PAGE) == []
 
 
 @pytest.mark.parametrize(
-    "way", ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "srcdoc", "eval(", "Function("]
+    "way",
+    ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "srcdoc", "eval(", "Function("],
 )
 def test_no_text_ever_becomes_html(way: str) -> None:
     assert way not in PAGE
