@@ -33,6 +33,7 @@ class Engine:
         self.config = parts.config
         self.model = parts.source
         self.context = parts.plan.tokens
+        self.cache_shape = parts.plan.shape
         self._parts = parts
         self._fit_line = assembly.fit_line(parts)
         self._model = parts.model

@@ -19,6 +19,7 @@ from engine.request import Prompt
 
 _REQUESTS = logging.getLogger("server.requests")
 _MOST_PATH = 200  # characters of a path, which anybody can send
+_ASKED_ALL_THE_TIME = {"/stats"}  # by every page that is open; a line each would hide all others
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Entry:
     completion_tokens: int = 0
     prompt: Prompt | None = None  # where prompts are logged
     answer: str | None = None
+    _routine: bool = False  # not worth a line
     _started: float = field(default_factory=time.monotonic)
 
     def count(self, chunk: Chunk) -> None:
@@ -46,7 +48,7 @@ class Entry:
 
     def line(self) -> dict[str, Any]:
         """The entry as it is written; what does not apply is left out."""
-        known = {name: value for name, value in vars(self).items() if value is not None and name != "_started"}
+        known = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
         return known | {"seconds": round(time.monotonic() - self._started, 6)}
 
 
@@ -60,14 +62,15 @@ def current() -> Entry | None:
 
 @contextmanager
 def entry(client: str, route: str) -> Iterator[Entry]:
-    """A request while it is under way; its line is written at the end."""
+    """A request while it is under way; its line, if it is worth one, is written at the end."""
     new = Entry(client, route)
     token = _CURRENT.set(new)
     try:
         yield new
     finally:
         _CURRENT.reset(token)
-        _REQUESTS.info("request", extra={"line": new.line()})
+        if not new._routine:
+            _REQUESTS.info("request", extra={"line": new.line()})
 
 
 class Journaled:
@@ -86,6 +89,7 @@ class Journaled:
             async def noting(message: MutableMapping[str, Any]) -> None:
                 if message["type"] == "http.response.start":
                     new.status = message["status"]
+                    new._routine = new.status == 200 and scope["path"] in _ASKED_ALL_THE_TIME
                 await send(message)
 
             await self._app(scope, receive, noting)

@@ -26,6 +26,10 @@ def test_no_member_shadows_nvidias_namespace(members: list[str]) -> None:
     assert not [name for name in members if name.split("/")[0] == "cuda"]
 
 
+def test_the_server_brings_its_page(members: list[str]) -> None:
+    assert "server/page.html" in members
+
+
 def test_every_package_and_every_cuda_source_is_there(members: list[str]) -> None:
     python = {str(p.relative_to(ROOT)) for folder in ("engine", "model_loaders") for p in (ROOT / folder).rglob("*.py")}
     sources = {f"engine/_cuda/{p.relative_to(ROOT / 'cuda')}" for p in (ROOT / "cuda").rglob("*") if p.is_file()}

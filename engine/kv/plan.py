@@ -81,6 +81,25 @@ class CacheShape:
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * 2
 
     @property
+    def bytes_per_token(self) -> float:
+        """What a token takes in complete encoded blocks, all layers, as the backend stores them."""
+        return self.coded_bytes(range(len(self.layers))) / self.block_size
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """What a sequence of `tokens` takes: its coded blocks, and the whole exact slots of its sink and its tail.
+
+        Blocks that have left a layer's window are no longer held.
+        """
+        complete, rest = divmod(tokens, self.block_size)
+        total = 0
+        for window, layers in self.groups:
+            first = 0 if window is None else max(0, tokens - window + 1) // self.block_size  # block that is still seen
+            exact = (rest > 0) + (complete > 0 and first == 0)
+            coded = max(0, complete - max(1, first))
+            total += coded * self.coded_bytes(layers) + len(layers) * exact * self.exact_bytes
+        return total
+
+    @property
     def bits_per_value(self) -> float:
         """Bits of a complete encoded block for each of its K/V values, over all layers; what a backend pads apart."""
         values = 2 * len(self.layers) * self.kv_heads * self.block_size * self.head_dim

@@ -21,7 +21,9 @@ from server.http.errors import ApiError, handle
 from server.http.guard import Guard
 from server.http.metrics import exposition
 from server.http.openai import Generation
+from server.http.page import page
 from server.http.shapes import Chat, Text
+from server.http.stats import asked_tokens, stats
 from server.parameters import BadRequest
 
 
@@ -37,6 +39,8 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
+        Route("/stats", api.stats),
+        Route("/", page),
     ]
     errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
     return Starlette(
@@ -101,3 +105,8 @@ class _Api:
     async def metrics(self, _request: Request) -> Response:
         page = exposition(self._driver.snapshot(), await self._driver.status())
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def stats(self, request: Request) -> Response:
+        """/stats?tokens=N adds what a sequence of N tokens takes."""
+        tokens = asked_tokens(request.query_params)
+        return JSONResponse(stats(self._driver.engine, await self._driver.status(), tokens))

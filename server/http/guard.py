@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.config import ServerConfig
 from server.http.errors import ApiError
 
-_OPEN = {"/health"}  # what needs no key: whoever watches over the server asks it
+_OPEN = {"/health", "/"}  # what needs no key: whoever watches over the server asks it; the page asks for the key
 
 
 class Guard:

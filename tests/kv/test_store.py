@@ -107,6 +107,15 @@ def test_bytes_held_are_those_of_the_arrays() -> None:
     assert sequence.store.bytes_held(sequence.kv) == expected
 
 
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8))
+@settings(max_examples=25)
+def test_what_a_sequence_takes_is_known_from_its_length(counts: list[int]) -> None:
+    sequence = Fed(make_store("polarquant", "polarquant", windows=(None, 1, 8, 20)))
+    for count in counts:
+        sequence.feed(count)
+        assert sequence.store.bytes_held(sequence.kv) == sequence.store.shape.sequence_bytes(sequence.kv.length)
+
+
 class Schedules(RuleBasedStateMachine):
     """Sequences that grow, fail and end in any order: the allocators always agree with the block tables."""
 

@@ -1,0 +1,45 @@
+"""/stats: what the model, its cache and its requests are at the moment, for people to look at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from engine import Engine
+from engine.cache_types import chosen
+from engine.outputs import Status
+from server.parameters import BadRequest
+
+
+def asked_tokens(query: Mapping[str, str]) -> int | None:
+    """`tokens` of a query: how long the sequence is whose memory is asked for. Raises BadRequest."""
+    given = query.get("tokens")
+    if given is None:
+        return None
+    if re.fullmatch("[0-9]{1,12}", given) is None:
+        raise BadRequest("tokens", "tokens must be a whole number of tokens, as in /stats?tokens=500")
+    return int(given)
+
+
+def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
+    """A JSON object; with `tokens`, what a sequence of so many takes and would take in half precision."""
+    cache = engine.cache_shape
+    (_, type_k), (_, type_v) = chosen(engine.config)
+    found: dict[str, Any] = {
+        "model": engine.model.name,
+        "context": engine.context,
+        "cache_type_k": type_k,
+        "cache_type_v": type_v,
+        "bits_per_value": cache.bits_per_value,
+        "bytes_per_token": cache.bytes_per_token,
+        "f16_bytes_per_token": cache.f16_bytes_per_token,
+        "blocks": now.blocks,
+        "blocks_free": now.blocks_free,
+        "running": now.running,
+        "waiting": now.waiting,
+    }
+    if tokens is not None:
+        f16 = tokens * cache.f16_bytes_per_token
+        found["sequence"] = {"tokens": tokens, "bytes": cache.sequence_bytes(tokens), "f16_bytes": f16}
+    return found
