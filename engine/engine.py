@@ -9,7 +9,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from engine import assembly, score
+from engine import assembly, score, sessions
 from engine.config import EngineConfig, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineError
@@ -20,6 +20,7 @@ from engine.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat
 from engine.sampling import resolve
 from engine.scheduler import Scheduler
 from engine.scheduler import Sequence as Tokens
+from engine.sessions import Session
 from engine.turns import Turns
 from engine.work import Work
 
@@ -40,6 +41,7 @@ class Engine:
         self._kept = KeptSequences(self._store, parts.config.kept_sequences)
         self._scheduler = Scheduler(parts.config.parallel)
         self._work = Work(parts.model, self._kept, self._scheduler, parts.plan.tokens)
+        self._recent: Sequence[int] = ()  # ids of the most recent request, or of what was loaded
         self._turns = Turns()
         self._closed = False
 
@@ -120,6 +122,46 @@ class Engine:
         except ValueError as error:
             raise EngineError(str(error)) from None
 
+    # -- sessions ----------------------------------------------------------------------------------------------
+
+    def save_session(
+        self,
+        path: str | PathLike[str],
+        *,
+        ids: Sequence[int] | None = None,
+        note: Any = None,
+        progress: sessions.Progress | None = None,
+    ) -> int:
+        """Write the K/V of the most recent sequence, or of as much of `ids` as is in the store; returns its tokens.
+
+        note: anything that JSON can say. progress: told bytes written and bytes in all. Raises EngineError("session").
+        """
+        with self._exclusive():
+            own = sessions.settings(self._model, self.model.name)
+            ids = self._recent if ids is None else checked_ids(ids, self.model, self.context, room=0)
+            kv = self._kept.resume([*ids, -1])  # which is all but the last
+            try:
+                saved = sessions.take_out(self._store, kv)
+            finally:
+                self._kept.add(ids, kv)
+        sessions.write(path, own, ids[: saved.length], saved, note, progress)
+        return saved.length
+
+    def load_session(self, path: str | PathLike[str], *, progress: sessions.Progress | None = None) -> Session:
+        """Put a saved session back, so that the next prompt that begins with its ids finds them in the store.
+
+        progress: told bytes read and bytes in all. Raises EngineError("session"); all is as it was then, but for kept
+        sequences that were given up in vain where running requests leave no room.
+        """
+        with self._exclusive():
+            own = sessions.settings(self._model, self.model.name)
+        session, saved = sessions.read(path, own, self.context, progress)
+        with self._exclusive():
+            kv = sessions.put_back(self._store, saved, path, self._kept.evict)
+            self._kept.add(session.token_ids, kv)
+            self._recent = session.token_ids
+        return session
+
     # -- for servers -------------------------------------------------------------------------------------------
 
     def submit(
@@ -132,6 +174,7 @@ class Engine:
         """
         request = self._request(prompt, params or SamplingParams(), into, progress)
         with self._exclusive():
+            self._recent = request.sequence.ids
             self._work.submit(request)
         return Ticket(len(request.sequence.prompt), lambda: self._cancel(request.sequence))
 
@@ -176,6 +219,7 @@ class Engine:
         """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""
         try:
             with self._exclusive():
+                self._recent = request.sequence.ids
                 self._work.submit(request)
             finished = False
             while not finished:
