@@ -20,7 +20,7 @@ from engine.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat
 from engine.sampling import resolve
 from engine.scheduler import Scheduler
 from engine.scheduler import Sequence as Tokens
-from engine.sessions import Session
+from engine.sessions import Place, Progress, Session
 from engine.turns import Turns
 from engine.work import Work
 
@@ -125,12 +125,7 @@ class Engine:
     # -- sessions ----------------------------------------------------------------------------------------------
 
     def save_session(
-        self,
-        path: str | PathLike[str],
-        *,
-        ids: Sequence[int] | None = None,
-        note: Any = None,
-        progress: sessions.Progress | None = None,
+        self, path: Place, *, ids: Sequence[int] | None = None, note: Any = None, progress: Progress | None = None
     ) -> int:
         """Write the K/V of the most recent sequence, or of as much of `ids` as is in the store; returns its tokens.
 
@@ -147,7 +142,7 @@ class Engine:
         sessions.write(path, own, ids[: saved.length], saved, note, progress)
         return saved.length
 
-    def load_session(self, path: str | PathLike[str], *, progress: sessions.Progress | None = None) -> Session:
+    def load_session(self, path: Place, *, progress: Progress | None = None) -> Session:
         """Put a saved session back, so that the next prompt that begins with its ids finds them in the store.
 
         progress: told bytes read and bytes in all. Raises EngineError("session"); all is as it was then, but for kept
