@@ -95,7 +95,7 @@ def write(
     arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
     arrays["token_ids"] = np.asarray(ids, np.int32)
     arrays["note"] = np.frombuffer(_as_json(note), np.uint8)
-    with _sentences(f"The session cannot be saved as {path}", "choose another place; what is there is as it was"):
+    with _sentences(f"The session cannot be saved as {path}", "choose another place, or make room; a file that was there is as it was"):
         file = Path(os.path.realpath(path))  # of a link, what it leads to is replaced
         with suppress(FileNotFoundError):
             _must_be_file(file, path)
@@ -105,10 +105,10 @@ def write(
 
 def read(path: Place, own: Mapping[str, str], context: int, progress: Progress | None) -> tuple[Session, Snapshot]:
     """What `write` left at `path`, looked at from all sides: for this engine, and no longer than its `context`."""
-    with _sentences(f"The session {path} cannot be read", "check the path"):
+    with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _must_be_file(Path(path), path)
         if sealed_file.read_header(Path(path)).get("format") != _FORMAT:
-            raise _error(f"{path} is no session: give a file that /save or save_session has written")
+            raise _error(f"{path} is no session: give a file that was saved as one")
         header, arrays = sealed_file.read(Path(path), _counting(progress, os.path.getsize(path)))
     try:
         _must_fit(path, header, own)
@@ -200,7 +200,7 @@ def _sentences(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except DamagedFile:
-        raise _error(f"{what}: it is damaged, or no session; load another copy of it") from None
+        raise _error(f"{what}: it is damaged, or no session; {advice}") from None
     except MemoryError:
         raise _error(f"{what}: there is not enough memory; free some") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
