@@ -91,7 +91,9 @@ class Session:
         self.messages, self.last = messages, None
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         question, answer = (shorten(message["content"], _BRIEF, placeholder=" …") for message in messages[-2:])
-        return f"The conversation saved in {file} goes on: {len(session.token_ids)} tokens.\n{PROMPT}{question}\n{answer}"
+        return (
+            f"The conversation saved in {file} goes on: {len(session.token_ids)} tokens.\n{PROMPT}{question}\n{answer}"
+        )
 
     @contextmanager
     def _transfer(self, what: str) -> Iterator[Progress]:

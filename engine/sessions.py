@@ -95,7 +95,10 @@ def write(
     arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
     arrays["token_ids"] = np.asarray(ids, np.int32)
     arrays["note"] = np.frombuffer(_as_json(note), np.uint8)
-    with _sentences(f"The session cannot be saved as {path}", "choose another place, or make room; a file that was there is as it was"):
+    with _sentences(
+        f"The session cannot be saved as {path}",
+        "choose another place, or make room; a file that was there is as it was",
+    ):
         file = Path(os.path.realpath(path))  # of a link, what it leads to is replaced
         with suppress(FileNotFoundError):
             _must_be_file(file, path)
@@ -109,7 +112,10 @@ def read(path: Place, own: Mapping[str, str], context: int, progress: Progress |
         _must_be_file(Path(path), path)
         if sealed_file.read_header(Path(path)).get("format") != _FORMAT:
             raise _error(f"{path} is no session: give a file that was saved as one")
-        header, arrays = sealed_file.read(Path(path), _counting(progress, os.path.getsize(path)))
+        size = os.path.getsize(path)
+        count = _counting(progress, size)
+        header, arrays = sealed_file.read(Path(path), count)
+        count(size)  # what stands before the arrays, too
     try:
         _must_fit(path, header, own)
         session, saved = _parsed(header, arrays)
