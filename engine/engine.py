@@ -148,6 +148,8 @@ class Engine:
         progress: told bytes read and bytes in all. Raises EngineError("session"); all is as it was then, but for kept
         sequences that were given up in vain where running requests leave no room.
         """
+        if self.config.kept_sequences == 0:
+            raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
         with self._exclusive():
             own = sessions.settings(self._model, self.model.name)
         session, saved = sessions.read(path, own, self.context, progress)

@@ -497,6 +497,11 @@ def test_running_requests_do_not_give_way(tiny_path: Path, saved: Path) -> None:
         assert_idle(engine)
 
 
+def test_an_engine_that_keeps_nothing_loads_nothing(tiny_path: Path, saved: Path) -> None:
+    with load(tiny_path, kept_sequences=0) as engine:
+        refused(lambda: engine.load_session(saved), "kept_sequences")
+
+
 def test_a_closed_engine_neither_saves_nor_loads(tiny_path: Path, saved: Path, file: Path) -> None:
     with load(tiny_path) as engine:
         talk(engine)
