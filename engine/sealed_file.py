@@ -66,7 +66,10 @@ def read(path: Path, progress: Progress = lambda done: None) -> tuple[dict[str, 
 
     def parts() -> Iterator[tuple[str, np.ndarray]]:
         for name in sorted(file.keys()):
-            arrays[name] = file.get_tensor(name)
+            try:
+                arrays[name] = file.get_tensor(name)
+            except (AttributeError, TypeError) as error:  # a kind of numbers that NumPy has not
+                raise DamagedFile(str(error)) from None
             yield name, arrays[name]
             progress(arrays[name].nbytes)
 
@@ -103,7 +106,7 @@ def _described(header: Header, parts: Sequence[tuple[str, np.ndarray]]) -> bytes
         start, end = end, end + array.nbytes
         kind = f"{array.dtype.kind.upper()}{8 * array.itemsize}"
         described[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (start, end)}
-    text = json.dumps(described).encode()
+    text = json.dumps(described, separators=(",", ":")).encode()  # every byte of which means something
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

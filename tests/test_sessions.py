@@ -373,6 +373,15 @@ def test_a_longer_file_is_refused(engine: Engine, saved: Path, file: Path) -> No
     assert_refused(engine, file, "damaged")
 
 
+@pytest.mark.parametrize("kind", [b'"BF16"', b'"F8_E4M3"'])
+def test_numbers_that_nobody_has_written_are_refused(engine: Engine, saved: Path, file: Path, kind: bytes) -> None:
+    content = saved.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(b'"F16"' if b"B" in kind else b'"U8"', kind)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    assert_refused(engine, file, "damaged")
+
+
 def test_other_files_are_no_sessions(engine: Engine, tiny_path: Path, file: Path) -> None:
     file.write_text("no session at all\n" * 100)
     assert_refused(engine, file, "no session")
