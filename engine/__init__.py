@@ -10,6 +10,7 @@ from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.outputs import CacheStats, Chunk, Completion, Score, TokenLogprob, Usage
+from engine.sessions import Session
 
 __all__ = [
     "CacheStats",
@@ -20,6 +21,7 @@ __all__ = [
     "EngineError",
     "SamplingParams",
     "Score",
+    "Session",
     "TokenLogprob",
     "Usage",
 ]

@@ -6,24 +6,22 @@ They depend on the model and the block size alone, so that everything encoded by
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from engine import codecs
+from engine import codecs, sealed_file
 from engine.backends.ops import Array, Cache, CacheSpan, Ops, Spans, StoredSpace
 from engine.conditioning import Conditioning
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
-from engine.model import LayerWeights, Model, ModelWeights
+from engine.model import Model, ModelWeights
 from engine.statistics import LayerStatistics, balance, measure, neutral
+from engine.weights import fingerprint
 from model_loaders.cache import cache_folder
 from model_loaders.config import ModelConfig
 from model_loaders.tokenizers import Tokenizer
@@ -34,7 +32,6 @@ TOKENS = 512  # four times as many give the same quality
 TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
 
 _FORMAT = 1  # of the kept file, and of what the numbers in it mean
-_SAMPLE = 1024  # values from either end of each weight matrix that tell one model from another
 
 
 def load_or_calibrate(
@@ -158,59 +155,30 @@ def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: i
 
 
 def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int], block_size: int) -> str:
-    """What the statistics depend on, as a digest: the model's header and samples of its weights, ids, block size."""
-    digest = hashlib.sha256(repr((_FORMAT, block_size, list(ids), config)).encode())
-    for name, tensor in _tensors(weights):
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
-        flat = tensor.reshape(-1)
-        for sample in (flat[:_SAMPLE], flat[-_SAMPLE:]):
-            digest.update(np.asarray(ops.to_host(sample), np.float32).tobytes())
-    return digest.hexdigest()
+    """What the statistics depend on, as a digest: the model, ids, block size."""
+    model = fingerprint(ops, config, weights)
+    return hashlib.sha256(repr((_FORMAT, block_size, list(ids), model)).encode()).hexdigest()
 
 
-def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array]]:
-    yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
-    for number, layer in enumerate(weights.layers):
-        for field in fields(LayerWeights):
-            if (tensor := getattr(layer, field.name)) is not None:
-                yield f"{number}.{field.name}", tensor
-
-
-# -- the kept file: one array per field with a leading axis of layers, and a seal over all of them and the key ------
+# -- the kept file: one array per field with a leading axis of layers ------------------------------------------------
 
 
 def _read(file: Path, key: str) -> list[LayerStatistics] | None:
     """What `_write` left for this key, None where there is nothing, or something else or damaged."""
-    names = [field.name for field in fields(LayerStatistics)]
     try:
-        with safe_open(file, framework="numpy") as kept:
-            arrays = {name: kept.get_tensor(name) for name in names}
-            seal = (kept.metadata() or {}).get("seal")
-    except (OSError, SafetensorError):
+        header, arrays = sealed_file.read(file)
+    except (OSError, sealed_file.DamagedFile):
         return None
-    if seal != _seal(key, arrays):
+    if header != {"key": key}:
         return None
-    return [LayerStatistics(*layer) for layer in zip(*arrays.values(), strict=True)]
+    columns = (arrays[field.name] for field in fields(LayerStatistics))
+    return [LayerStatistics(*layer) for layer in zip(*columns, strict=True)]
 
 
 def _write(file: Path, key: str, statistics: Sequence[LayerStatistics]) -> None:
-    """Keep the statistics in `file`, all at once; where that cannot be done, they are measured again next time."""
+    """Keep the statistics in `file`; where that cannot be done, they are measured again next time."""
     names = [field.name for field in fields(LayerStatistics)]
     arrays = {name: np.stack([getattr(layer, name) for layer in statistics]) for name in names}
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        # In the folder itself, so that the finished file only needs a new name.
-        with tempfile.TemporaryDirectory(prefix="calibration-", dir=file.parent) as temporary:
-            unfinished = Path(temporary) / file.name
-            unfinished.write_bytes(save(arrays, metadata={"seal": _seal(key, arrays)}))
-            os.replace(unfinished, file)
-    except OSError:
-        return
-
-
-def _seal(key: str, arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(key.encode())
-    for name, array in arrays.items():
-        digest.update(repr((name, array.shape, str(array.dtype))).encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
+        sealed_file.write(file, {"key": key}, arrays)

@@ -30,6 +30,8 @@ _HELP = """\
 /regen          answer the last message again
 /system         show the system prompt
 /system TEXT    start anew with TEXT as the system prompt
+/save [PATH]    write the conversation and its cache to a file
+/load [PATH]    go on with a conversation that was saved
 /stats          show speed, context and cache of the last answer
 /exit           leave, as Ctrl-D does
 Enter sends; a \\ at the end of the line, or Alt-Enter, starts a new line. Ctrl-C stops an answer.
@@ -144,14 +146,13 @@ class _Conversation:
         self._turn(lambda: self._session.send(message))
 
     def _turn(self, answer: Callable[[], Turn | None]) -> None:
-        watched = self._console.interactive and not self._one_turn
+        watched = self._watched
         try:
             turn = answer()
         except EngineError as error:
-            self._console.error(str(error))
+            self._failed(error)
             if error.code == "context_length_exceeded" and watched:
                 self._console.note("/clear forgets the conversation so far.")
-            self._code = 0 if watched else _BAD_REQUEST
             return
         if turn is None:
             self._console.note("There is no answer yet.")
@@ -163,6 +164,26 @@ class _Conversation:
             self._console.note(sentence)
         if self._chat.show_timings:
             self._console.note(numbers(turn, self._session.engine))
+
+    @property
+    def _watched(self) -> bool:
+        """Whether a person is there who sees what goes wrong and can do something else."""
+        return self._console.interactive and not self._one_turn
+
+    def _failed(self, error: EngineError) -> None:
+        self._console.error(str(error))
+        self._code = 0 if self._watched else _BAD_REQUEST
+
+    def _transfer(self, work: Callable[[], str]) -> None:
+        """Saves or loads, and tells what came of it."""
+        try:
+            self._console.note(work())
+        except EngineError as error:
+            self._failed(error)
+        except KeyboardInterrupt:
+            if not self._watched:
+                raise
+            self._console.note("Stopped; the conversation and the file are as they were.")
 
     def _command(self, text: str) -> None:
         name, argument = [*text.split(maxsplit=1), ""][:2]
@@ -180,6 +201,10 @@ class _Conversation:
                 tell("A new conversation with this system prompt.")
             case "/system":
                 tell(session.system or "There is no system prompt; /system TEXT sets one.")
+            case "/save":
+                self._transfer(lambda: session.save(argument.strip()))
+            case "/load":
+                self._transfer(lambda: session.load(argument.strip()))
             case "/stats":
                 tell(numbers(session.last, session.engine) if session.last else "There is no answer yet.")
             case "/exit":

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from engine.config import SamplingParams
-from engine.console import Console, ctrl_c_asked
+from engine.console import PROMPT, Console, ctrl_c_asked, state_folder
 from engine.engine import Engine
+from engine.errors import EngineError
 from engine.outputs import Usage
+from engine.sessions import Progress
 
 _MIB = 1 << 20
+_BRIEF = 200  # characters of a message that reminds of where a conversation was
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,51 @@ class Session:
             return None
         return self._answer(self.messages[:-1])
 
+    def save(self, path: str) -> str:
+        """Writes the conversation and its cache to a file, and says so; an empty path is the one of `/load`.
+
+        Raises EngineError, or KeyboardInterrupt after Ctrl-C; what is in the file is as it was then.
+        """
+        if not any(message["role"] == "assistant" for message in self.messages):
+            raise EngineError("There is no answer yet, and so nothing to save", "session")
+        file = _session_file(path)
+        with self._transfer("saving") as progress:
+            count = self.engine.save_session(file, note={"messages": self.messages}, progress=progress)
+        return f"The conversation is saved in {file}: {count} tokens."
+
+    def load(self, path: str) -> str:
+        """Goes on with a conversation that was saved, in place of this one; says how that one ended.
+
+        Raises EngineError, or KeyboardInterrupt after Ctrl-C; the conversation is as it was then.
+        """
+        file = _session_file(path)
+        with self._transfer("loading") as progress:
+            session = self.engine.load_session(file, progress=progress)
+        messages = _messages(session.note)
+        if messages is None:
+            raise EngineError(f"{file} holds no conversation: give a file that /save has written", "session")
+        self.messages, self.last = messages, None
+        self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        question, answer = (shorten(message["content"], _BRIEF, placeholder=" …") for message in messages[-2:])
+        return (
+            f"The conversation saved in {file} goes on: {len(session.token_ids)} tokens.\n{PROMPT}{question}\n{answer}"
+        )
+
+    @contextmanager
+    def _transfer(self, what: str) -> Iterator[Progress]:
+        """Shows progress; Ctrl-C ends it between two pieces."""
+        with ctrl_c_asked() as asked:
+
+            def progress(done: int, total: int) -> None:
+                self._console.transfer(what, done, total)
+                if asked():
+                    raise KeyboardInterrupt
+
+            try:
+                yield progress
+            finally:
+                self._console.end_progress()
+
     def complete(self, prompt: str) -> Turn:
         """Goes on from plain text, outside the conversation. Raises EngineError."""
         return self._stream(prompt)
@@ -93,6 +144,26 @@ class Session:
             self._console.end_answer()
         self.last = Turn("".join(pieces), tuple(ids), reason or "cancelled", usage)
         return self.last
+
+
+def _session_file(path: str) -> Path:
+    """The file that a person named, else the one that is used without a name."""
+    if path:
+        return Path(os.path.expanduser(path))
+    folder = state_folder()
+    with suppress(OSError):  # whoever opens the file finds a better sentence
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / "chat_session.safetensors"
+
+
+def _messages(note: Any) -> list[Mapping[str, Any]] | None:
+    """The messages of a conversation that `Session.save` noted, ending with an answer; None for anything else."""
+    messages = note.get("messages") if isinstance(note, dict) else None
+    if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
+        return None
+    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
+        return None
+    return messages if messages[-1]["role"] == "assistant" else None
 
 
 def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import platformdirs
 from prompt_toolkit import PromptSession
@@ -88,24 +89,35 @@ class Console:
             self._line_open = False
 
     def note(self, text: str) -> None:
-        self._tell(self._paint(_DIM, text))
+        self._tell(self._paint(_DIM, self._visible(text)))
 
     def error(self, text: str) -> None:
-        self._tell(self._paint(_RED, "error: ") + text)
+        self._tell(self._paint(_RED, "error: ") + self._visible(text))
 
     def prefill(self, done: int, total: int) -> None:
         """How many tokens of the prompt have been read, as a bar that appears after a second."""
-        if self._bar is None and self._err.isatty():
-            layout = "reading the prompt {percentage:3.0f}% |{bar:30}| {n:.0f}/{total} tokens, {remaining} left"
-            self._bar = tqdm(total=total, file=self._err, delay=1, leave=False, bar_format=layout)
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
+        self._progress("reading the prompt", "{n:.0f}/{total} tokens, ", done, total)
+
+    def transfer(self, what: str, done: int, total: int) -> None:
+        """How many bytes have come or gone, likewise; `what` says which way."""
+        self._progress(what, "", done, total)
 
     def end_progress(self) -> None:
         """Takes the bar away."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def _progress(self, what: str, amount: str, done: int, total: int) -> None:
+        if self._bar is None and self._err.isatty():
+            layout = f"{what} {{percentage:3.0f}}% |{{bar:30}}| {amount}{{remaining}} left"
+            self._bar = tqdm(total=total, file=self._err, delay=1, leave=False, bar_format=layout)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def _visible(self, text: str) -> str:
+        """Notes tell what is in files and in messages, too."""
+        return text.translate(_VISIBLE) if self._err.isatty() else text
 
     def _piped(self, read: Callable[[], str]) -> str:
         try:
@@ -171,13 +183,18 @@ def discard_output() -> None:
         os.dup2(nothing, stream.fileno())
 
 
+def state_folder() -> Path:
+    """Where the chat keeps what its user alone may read; it need not exist yet."""
+    return platformdirs.user_state_path("polarlm")
+
+
 def _colors_wanted() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _history() -> History:
     """Messages of earlier chats, readable by their owner alone; kept in memory where the folder is read-only."""
-    path = platformdirs.user_state_path("polarlm") / "chat_history"
+    path = state_folder() / "chat_history"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)

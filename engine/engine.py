@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from engine import assembly, score
+from engine import assembly, score, sessions
 from engine.config import EngineConfig, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineError
@@ -20,6 +21,7 @@ from engine.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat
 from engine.sampling import resolve
 from engine.scheduler import Scheduler
 from engine.scheduler import Sequence as Tokens
+from engine.sessions import Place, Progress, Session
 from engine.turns import Turns
 from engine.work import Work
 
@@ -38,7 +40,9 @@ class Engine:
         self._fit_line = assembly.fit_line(parts)
         self._model = parts.model
         self._store = parts.model.store
-        self._prefixes = PrefixCache(self._store, enabled=parts.config.kept_sequences > 0)
+        self._identity = sessions.settings(parts.model, parts.source.name)
+        identity = json.dumps(self._identity).encode()
+        self._prefixes = PrefixCache(self._store, identity, enabled=parts.config.kept_sequences > 0)
         self._scheduler = Scheduler(parts.config.parallel)
         self._work = Work(parts.model, self._prefixes, self._scheduler, parts.plan.tokens)
         self._turns = Turns()
@@ -120,6 +124,40 @@ class Engine:
             return whole.push(ids) + whole.finish()
         except ValueError as error:
             raise EngineError(str(error)) from None
+
+    # -- sessions ----------------------------------------------------------------------------------------------
+
+    def save_session(
+        self, path: Place, *, ids: Sequence[int] | None = None, note: Any = None, progress: Progress | None = None
+    ) -> int:
+        """Write the K/V of the most recent sequence, or of as much of `ids` as is in the store; returns its tokens.
+
+        note: anything that JSON can say. progress: told bytes written and bytes in all. Raises EngineError("session").
+        """
+        with self._exclusive():
+            sessions.check_types(self._store.shape)
+            ids = self._work.newest.ids if ids is None else checked_ids(ids, self.model, self.context, room=0)
+            kv = self._prefixes.resume(ids)
+            try:
+                saved = sessions.take_out(self._store, kv)
+            finally:
+                self._prefixes.release(kv, ids)
+        sessions.write(path, self._identity, ids[: saved.length], saved, note, progress)
+        return saved.length
+
+    def load_session(self, path: Place, *, progress: Progress | None = None) -> Session:
+        """Put a saved session back, so that the next prompt that begins with its ids finds them in the store.
+
+        progress: told bytes read and bytes in all. Raises EngineError("session").
+        """
+        if self.config.kept_sequences == 0:
+            raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
+        with self._exclusive():
+            sessions.check_types(self._store.shape)
+        session, saved = sessions.read(path, self._identity, self.context, progress)
+        with self._exclusive():
+            self._work.leave(session.token_ids, sessions.put_back(self._store, saved, path))
+        return session
 
     # -- for servers -------------------------------------------------------------------------------------------
 

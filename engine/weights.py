@@ -1,8 +1,13 @@
-"""From a file's tensors to the fused matrices of the forward pass, each tensor read once into its place."""
+"""From a file's tensors to the fused matrices of the forward pass, each tensor read once into its place.
+
+And what tells them from those of another model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -10,6 +15,8 @@ from engine.backends.ops import Array, Ops
 from engine.model import LayerWeights, ModelWeights
 from model_loaders.config import ModelConfig
 from model_loaders.weights import WeightSource, main_dtype
+
+_SAMPLE = 1024  # values from either end of each weight matrix that tell one model from another
 
 
 class _Reader:
@@ -52,6 +59,28 @@ def load_weights(
 def weight_count(source: WeightSource) -> int:
     """Values of all tensors."""
     return sum(int(np.prod(source.shape(name))) for name in source.names())
+
+
+def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
+    """What tells this model from others, as a digest: its shape and arithmetic, and samples of its weights.
+
+    Of the weights as they are on the device: where those are narrower than the file's, it is another model.
+    """
+    digest = hashlib.sha256(repr(config).encode())
+    for name, tensor in _tensors(weights):
+        digest.update(repr((name, tuple(tensor.shape))).encode())
+        flat = tensor.reshape(-1)
+        for sample in (flat[:_SAMPLE], flat[-_SAMPLE:]):
+            digest.update(np.asarray(ops.to_host(sample), np.float32).tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array]]:
+    yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
+    for number, layer in enumerate(weights.layers):
+        for field in fields(LayerWeights):
+            if (tensor := getattr(layer, field.name)) is not None:
+                yield f"{number}.{field.name}", tensor
 
 
 def _layer(read: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
-from engine.kv.store import Span
+from engine.kv.store import SequenceKV, Span
 from engine.model import Model
 from engine.outputs import Status
 from engine.request import Request, Walk
@@ -91,9 +91,13 @@ class Work:
         if walk is not None:
             self._store.abort(walk.span)
         if kv is not None:
-            ids = request.sequence.ids
+            self.leave(request.sequence.ids, kv)
+
+    def leave(self, ids: Many[int], kv: SequenceKV) -> None:
+        """Let go of a sequence whose first tokens are those of `ids`: it is the newest that can be found again."""
+        if kv.length:
             self.newest = Held(tuple(ids[: kv.length]), self._store.bytes_held(kv))
-            self._prefixes.release(kv, ids)
+        self._prefixes.release(kv, ids)
 
     def _commit(self, request: Request, span: Span) -> None:
         """A span is in the store; whoever comes next may find its blocks."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from engine import codecs
-from engine.backends import cuda_shapes, records
+from engine.backends import cuda_shapes, records, stored
 from engine.backends.candidates import candidates
 from engine.backends.cuda_cache import Buffer, LayerCache, Layouts, Side, Spans, describe
 from engine.backends.cuda_heads import NO_TURN, HeadOps, Norms, Turns
@@ -30,6 +30,8 @@ _COMBINE_THREADS = 256  # COMBINE_WARPS in cuda/combine.cu
 
 class CacheOps(HeadOps):
     """The ops of `engine.backends.ops.Ops` that concern the KV store."""
+
+    stored_as = stored.RECORDS
 
     def __init__(self, device: Device):
         super().__init__(device)
@@ -168,6 +170,45 @@ class CacheOps(HeadOps):
         for kernel, side, pool, costs in sides:
             args = (side.coded, pool, moves, side.tables, side.near, *costs, heads)
             self._launch(kernel, grid, shape, *args, file="encode_blocks", layouts=cache.layouts)
+
+    # -- to the host, and back ---------------------------------------------------------------------------------
+
+    def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
+        arrays = {}
+        for name, pool in (("keys", cache.keys.coded), ("values", cache.values.coded)):
+            gathered = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
+            self._copy_records(gathered, pool, np.asarray(blocks), np.arange(len(blocks)))
+            arrays[name] = self._device.to_host(gathered)
+        return arrays
+
+    def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+        given = stored.as_records(cache.form, len(blocks), arrays)
+        for pool, packed in zip((cache.keys.coded, cache.values.coded), given, strict=True):
+            self._copy_records(pool, self._upload(packed), np.arange(len(blocks)), np.asarray(blocks))
+
+    def read_exact(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = (
+            layout.unpack(self._device.to_host(pool[slot]))[0]["values"][:, :tokens]
+            for pool, layout in zip(cache.exact, cache.exact_layouts, strict=True)
+        )
+        return k, v
+
+    def write_exact(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+        form = cache.form
+        tokens = stored.exact_tokens(form, k, v)
+        for pool, layout, given in zip(cache.exact, cache.exact_layouts, (k, v), strict=True):
+            block = np.zeros((form.kv_heads, form.block_size, form.head_dim), np.float32)
+            block[:, :tokens] = given
+            record = layout.pack(codecs.get("f16").encode(block))
+            self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
+
+    def _copy_records(self, to: Array, of: Array, origins: np.ndarray, targets: np.ndarray) -> None:
+        """Records `origins` of one pool become records `targets` of another."""
+        moves = self._upload(np.stack([origins, targets], axis=1).astype(np.int32))
+        bytes_each = to.shape[1] * to.shape[2]
+        self._launch("copy_records", (len(origins),), Shape({}, _COPY_THREADS), to, of, moves, bytes_each)
+
+    # -- attention ---------------------------------------------------------------------------------------------
 
     def attention(
         self,

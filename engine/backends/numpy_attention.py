@@ -37,6 +37,12 @@ class LayerCache:
     exact_k: np.ndarray
     exact_v: np.ndarray
 
+    @property
+    def coded(self) -> Fields:
+        """All coded blocks, named as in `engine.backends.stored`."""
+        sides = {"k": self.k, "v": self.v, "mean": self.mean}
+        return {f"{side}.{name}": array for side, of in sides.items() for name, array in of.items()}
+
     def exact(self, place: Place) -> Buffer:
         """k, v (K, S, D) from a place on: a slot's N tokens, or all that the buffer has from that block on."""
         if place.buffer is None:

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from engine.backends import stored
 from engine.backends.numpy_attention import Buffer, LayerCache, attend, encode_keys, encode_values
 from engine.backends.ops import CacheFormat, CacheSpan, Place, Result, StoredSpace
-from engine.codecs import Field
-from engine.conditioning import mean_fields
 from engine.sampling import Draw, Sampled, sample_all
 
 # Rows of queries per KV head that attend together.
@@ -33,6 +32,7 @@ class NumpyOps:
     """See `engine.backends.ops.Ops`."""
 
     name = "cpu"
+    stored_as = stored.FIELDS
     prefill_rows = 512  # the feed-forward activations stay near the cache
 
     def __init__(self, threads: int = 0):
@@ -134,14 +134,16 @@ class NumpyOps:
         return chosen
 
     def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
-        coded = sum(field.nbytes for field in itertools.chain(*(fields.values() for fields in _fields(form))))
+        coded = sum(
+            field.nbytes for field in itertools.chain(*(fields.values() for fields in stored.fields(form).values()))
+        )
         return form.kv_heads * coded, 2 * form.kv_heads * form.block_size * form.head_dim * 4
 
     def cache(self, form: CacheFormat, coded: int, exact: int) -> LayerCache:
         """Pages that are never written take no memory where the system allows that."""
         k, v, mean = (
             {name: np.zeros((form.kv_heads, coded, *field.shape), field.dtype) for name, field in fields.items()}
-            for fields in _fields(form)
+            for fields in stored.fields(form).values()
         )
         shape = (exact, form.kv_heads, form.block_size, form.head_dim)
         return LayerCache(form, k, v, mean, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
@@ -213,6 +215,24 @@ class NumpyOps:
         for to, of in zip(cache.exact(target), cache.exact(source), strict=True):
             to[:, :tokens] = of[:, :tokens]
 
+    def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
+        ids = np.asarray(blocks, np.intp)
+        return {name: array.take(ids, axis=1) for name, array in cache.coded.items()}
+
+    def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+        given = stored.as_fields(cache.form, len(blocks), arrays)
+        for name, array in cache.coded.items():
+            array[:, blocks] = given[name]
+
+    def read_exact(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = cache.exact(Place(None, slot))
+        return k[:, :tokens].copy(), v[:, :tokens].copy()
+
+    def write_exact(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+        tokens = stored.exact_tokens(cache.form, k, v)
+        for to, given in zip(cache.exact(Place(None, slot)), (k, v), strict=True):
+            to[:, :tokens] = given
+
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x (..., n) / rms(x) * weight (n,)."""
@@ -250,10 +270,3 @@ def silu_mul(gate_up: np.ndarray) -> np.ndarray:
     np.divide(gate, y, out=y)
     y *= up
     return y
-
-
-def _fields(form: CacheFormat) -> tuple[Mapping[str, Field], Mapping[str, Field], Mapping[str, Field]]:
-    """The arrays of one coded block of one KV head: keys, values, means."""
-    n, d = form.block_size, form.head_dim
-    means = {name: Field(*of) for name, of in mean_fields(form.mean_bits, d).items()} if form.mean_bits else {}
-    return form.codec_k.fields(n, d), form.codec_v.fields(n, d), means

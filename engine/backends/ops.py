@@ -8,7 +8,7 @@ them, and of how tokens are drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -86,6 +86,9 @@ class Ops(Protocol):
     """What a backend can do. Every op is a function of its arguments; none keeps state between calls."""
 
     name: str
+
+    stored_as: str
+    """What `read_blocks` gives: `FIELDS` or `RECORDS` of `engine.backends.stored`."""
 
     prefill_rows: int
     """Rows of a prompt that go through a layer at once: enough for the matrix products, few enough for the memory."""
@@ -211,3 +214,23 @@ class Ops(Protocol):
 
     def copy_exact(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:
         """Copy the first `tokens` ≤ N tokens of one place to another."""
+
+    # -- from the KV store to the host, and back -----------------------------------------------------------------
+
+    def read_blocks(self, cache: Cache, blocks: Sequence[int]) -> dict[str, Any]:
+        """A copy of the coded blocks with these ids, at least one, as NumPy arrays: see `engine.backends.stored`."""
+
+    def write_blocks(self, cache: Cache, blocks: Sequence[int], arrays: Mapping[str, Any]) -> None:
+        """What `read_blocks` of any backend gave for as many blocks becomes those with these ids, at least one.
+
+        Raises ValueError where the arrays are no such blocks.
+        """
+
+    def read_exact(self, cache: Cache, slot: int, tokens: int) -> tuple[Any, Any]:
+        """A copy of the first `tokens` ≤ N tokens of an exact slot, k and v (K, tokens, D), as precise as it is."""
+
+    def write_exact(self, cache: Cache, slot: int, k: Any, v: Any) -> None:
+        """k, v (K, tokens ≤ N, D), float16 or float32, become the first tokens of an exact slot.
+
+        Raises ValueError where they are no such arrays.
+        """

@@ -14,6 +14,8 @@ from engine import codecs
 from engine.codecs import Codec
 from engine.codecs._fragments import Record, aligned, as_bytes, from_bytes
 
+VERSION = 1  # of what the bytes of records mean: files hold them
+
 _LINE = 128  # bytes: what a record is a multiple of
 _LARGEST_HEAD_DIM = 256
 _HALF = np.dtype(np.float16)

@@ -133,11 +133,16 @@ class PrefixCache:
         """
         n = self._store.shape.block_size
         hashes, known = self._known(ids)
-        count = self._longest(known)
-        kv = self._share(known[:count], count * n)
-        kv.hashes = hashes[:count]
-        self._extend(kv, ids[count * n :])
-        return kv
+        there = self._there(known)
+        for count in range(len(known), -1, -1):
+            tail, common = self._tail(self._before(hashes[:count]), ids[count * n :])
+            for rest in dict.fromkeys((common, 0)):
+                if self._is_seen(there[count], count, count * n + rest):
+                    kv = self._share(known[:count], hashes[:count], count * n + rest)
+                    if rest == 0 or self._take(kv, tail, rest):
+                        return kv
+                    self._store.release(kv)
+        raise AssertionError("nothing can always be shared")
 
     def _known(self, ids: Sequence[int]) -> tuple[list[bytes], list[Blocks]]:
         """Hash and blocks of every complete block of `ids`, found or not."""
@@ -155,56 +160,58 @@ class PrefixCache:
                 known.append(next(first, nothing))
         return hashes, known
 
-    def _longest(self, known: Sequence[Blocks]) -> int:
-        """The most complete blocks behind which every group has all that the next token can see."""
-        n, longest = self._store.shape.block_size, 0
-        there = [0] * len(self._store.groups)  # blocks that lie side by side, up to the one looked at
-        for count, blocks in enumerate(known, start=1):
-            there = [0 if block is None else run + 1 for run, block in zip(there, blocks, strict=True)]
-            if all(
-                run >= count - group.first_visible(count * n)
-                for run, group in zip(there, self._store.groups, strict=True)
-            ):
-                longest = count
-        return longest
+    def _there(self, known: Sequence[Blocks]) -> list[list[int]]:
+        """[i][group]: how many of the first i blocks lie side by side up to the last of them."""
+        there = [[0] * len(self._store.groups)]
+        for blocks in known:
+            there.append([0 if block is None else run + 1 for run, block in zip(there[-1], blocks, strict=True)])
+        return there
 
-    def _share(self, known: Sequence[Blocks], length: int) -> SequenceKV:
+    def _is_seen(self, there: Sequence[int], count: int, length: int) -> bool:
+        """Whether every group has, of `count` complete blocks, all that the token behind `length` tokens can see."""
+        groups = self._store.groups
+        return all(run >= count - group.first_visible(length) for run, group in zip(there, groups, strict=True))
+
+    def _share(self, known: Sequence[Blocks], hashes: list[bytes], length: int) -> SequenceKV:
         groups = enumerate(self._store.groups)
-        return SequenceKV(length, [group.share([blocks[index] for blocks in known], length) for index, group in groups])
+        tables = [group.share([blocks[index] for blocks in known], length) for index, group in groups]
+        return SequenceKV(length, tables, hashes)
 
-    def _extend(self, kv: SequenceKV, ids: Sequence[int]) -> None:
-        """Add the tokens that `ids` have in common with an exact block behind the sequence."""
-        entries = self._exact.get(self._before(kv.hashes), ()) if self._enabled else ()
+    def _tail(self, before: bytes, ids: Sequence[int]) -> tuple[_Exact | None, int]:
+        """The exact block behind `before` that has most of its tokens in common with `ids`, and how many."""
+        entries = self._exact.get(before, ()) if self._enabled else ()
         whole = [entry for entry in entries if None not in entry.slots]
         best = max(whole, key=lambda entry: _common(entry.ids, ids), default=None)
-        count = 0 if best is None else min(_common(best.ids, ids), self._store.shape.block_size - 1)
-        if best is None or count == 0:
-            return
+        # Whole blocks are shared, or out of sight.
+        return best, 0 if best is None else min(_common(best.ids, ids), self._store.shape.block_size - 1)
+
+    def _take(self, kv: SequenceKV, tail: _Exact | None, count: int) -> bool:
+        """Give a sequence its tail: the first `count` tokens of an exact block. False where there is no room for it."""
+        assert tail is not None
         exact = [group.exact for group in self._store.groups]
-        slots = [slot for slot in best.slots if slot is not None]
+        slots = [slot for slot in tail.slots if slot is not None]
         is_free = not any(allocator.references(slot) for allocator, slot in zip(exact, slots, strict=True))
         for allocator, slot in zip(exact, slots, strict=True):
             allocator.retain(slot)
-        if is_free and count == len(best.ids):  # nobody else is about to add to it
-            self._drop(best)
-            self._end(kv, slots, count)
-            return
+        if is_free and count == len(tail.ids):  # nobody else is about to add to it
+            self._drop(tail)
+            _set_tails(kv, slots)
+            return True
         copies = _allocate_each(exact)
         if copies is not None:
             for layer in range(len(self._store.shape.layers)):
                 index = self._store.group_of(layer)
                 places = Place(None, copies[index]), Place(None, slots[index])
                 self._store.ops.copy_exact(self._store.cache(layer), *places, count)
-            self._end(kv, copies, count)
+            _set_tails(kv, copies)
         for allocator, slot in zip(exact, slots, strict=True):
             allocator.release(slot)
+        return copies is not None
 
-    def _end(self, kv: SequenceKV, tails: Sequence[int], count: int) -> None:
-        """`count` more tokens lie in these slots; older blocks may be out of sight now."""
-        kv.length += count
-        for group, table, tail in zip(self._store.groups, kv.tables, tails, strict=True):
-            table.tail = tail
-            group.leave_window(table, kv.length)
+
+def _set_tails(kv: SequenceKV, slots: Sequence[int]) -> None:
+    for table, slot in zip(kv.tables, slots, strict=True):
+        table.tail = slot
 
 
 def _fill(

@@ -6,6 +6,7 @@ minute, "crash" fails unexpectedly, anything else comes back as "you said: …",
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from engine.chat import main
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError
 from engine.outputs import CacheStats, Chunk, Usage
+from engine.sessions import Session
 
 
 @dataclass
@@ -72,6 +74,28 @@ class FakeEngine:
         except GeneratorExit:
             self.cancelled += 1
             raise
+
+    def save_session(self, path: Path, *, note: Any = None, progress: Any = None) -> int:
+        self._transfer(path, progress)
+        try:
+            path.write_text(json.dumps(note))
+        except OSError as error:
+            raise EngineError(f"The session cannot be saved as {path}: {error.strerror}", "session") from None
+        return 12
+
+    def load_session(self, path: Path, *, progress: Any = None) -> Session:
+        self._transfer(path, progress)
+        if not path.exists():
+            raise EngineError(f"The session {path} cannot be read: No such file", "session")
+        return Session(tuple(range(12)), json.loads(path.read_text()))
+
+    def _transfer(self, path: Path, progress: Any) -> None:
+        """Half a minute for a file whose name has "slow" in it."""
+        pieces = 3000 if "slow" in path.name else 2
+        for piece in range(pieces):
+            if pieces > 2:
+                time.sleep(0.01)
+            progress(piece + 1, pieces)
 
     def _last(self, reason: str, completion: int) -> Chunk:
         return Chunk("", (), reason, Usage(30, 20, completion, prefill_seconds=0.5, generation_seconds=2.0))

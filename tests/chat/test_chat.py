@@ -1,6 +1,7 @@
 """The chat without a terminal: messages come through a pipe, answers go to one, everything else to standard error."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -125,8 +126,93 @@ def test_a_system_prompt_may_have_several_lines(chat, engine):
 
 def test_help_names_every_command(chat):
     _, out, err = chat(lines="/help\n")
-    assert all(f"\n{name} " in f"\n{err}" for name in ("/help", "/clear", "/regen", "/system", "/stats", "/exit"))
+    assert all(
+        f"\n{name} " in f"\n{err}"
+        for name in ("/help", "/clear", "/regen", "/system", "/save [PATH]", "/load [PATH]", "/exit")
+    )
     assert out == ""
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    """Where the chat keeps things without being told where."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "polarlm"
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_saved_conversation_goes_on(chat, engine, state, tmp_path, named):
+    file = tmp_path / "my talk" if named else state / "chat_session.safetensors"
+    name = f" {file}" if named else ""
+    code, out, err = chat("-sys", "Be brief.", lines=f"one\n/save{name}\n")
+    assert (code, out) == (0, "you said: one\n")
+    assert f"The conversation is saved in {file}: 12 tokens." in err
+    code, out, err = chat(lines=f"two\n/load{name}\n/system\nthree\n")
+    assert (code, out) == (0, "you said: two\nyou said: three\n")
+    assert f"The conversation saved in {file} goes on: 12 tokens.\n> one\nyou said: one\nBe brief.\n" in err
+    assert engine.prompts[-1] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "you said: one", "token_ids": [100, 101, 102]},
+        {"role": "user", "content": "three"},
+    ]
+
+
+def test_a_loaded_answer_can_be_given_again(chat, engine, state):
+    chat("-sys", "Be brief.", lines="one\n/save\n")
+    _, out, err = chat("-sys", "Be long.", lines="/load\n/stats\n/regen\n/clear\ntwo\n")
+    assert out == "you said: one\nyou said: two\n"
+    assert "There is no answer yet." in err  # none whose speed is known
+    assert [message["content"] for message in engine.prompts[-1]] == ["Be brief.", "two"]
+
+
+def test_a_home_folder_is_found(chat, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    chat(lines="one\n/save ~/talk\n")
+    assert (tmp_path / "talk").exists()
+
+
+def test_long_messages_are_recalled_in_brief(chat, tmp_path):
+    chat(lines=f"{'word ' * 100}\n/save {tmp_path / 'talk'}\n")
+    lines = chat(lines=f"/load {tmp_path / 'talk'}\n")[2].splitlines()[-2:]
+    assert all(len(line) <= 203 and line.endswith(" …") for line in lines)
+
+
+@pytest.mark.parametrize("lines", ["/save\n", "one\n/clear\n/save\n"])
+def test_without_an_answer_nothing_is_saved(chat, state, lines):
+    code, _, err = chat(lines=lines)
+    assert code == 2
+    assert "error: There is no answer yet" in err
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("command", ["/save /no/such/folder", "/load /no/such/file"])
+def test_what_cannot_be_saved_or_loaded_leaves_the_conversation(chat, engine, command):
+    code, out, err = chat(lines=f"one\n{command}\ntwo\n")
+    assert err.count("error: The session") == 1
+    assert out == "you said: one\nyou said: two\n"
+    assert len(engine.prompts[-1]) == 3
+    assert code == 2  # a script learns of it
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        None,
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "one"}]},
+        {"messages": [{"role": "assistant", "content": "one"}, {"role": "user", "content": "two"}]},
+        {"messages": ["one", "two"]},
+        {"messages": [{"role": "user"}, {"role": "assistant", "content": "one"}]},
+        {"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "one"}]},
+    ],
+)
+def test_a_session_without_a_conversation_is_refused(chat, engine, tmp_path, note):
+    (tmp_path / "talk").write_text(json.dumps(note))
+    code, _, err = chat(lines=f"one\n/load {tmp_path / 'talk'}\ntwo\n")
+    assert "holds no conversation: give a file that /save has written" in err
+    assert [message["content"] for message in engine.prompts[-1]] == ["one", "you said: one", "two"]
+    assert code == 2
 
 
 def test_exit_leaves(chat):

@@ -1,6 +1,7 @@
 """The chat at a terminal: what a person sees and can press."""
 
 import fcntl
+import json
 import os
 import pty
 import select
@@ -199,6 +200,33 @@ def test_commands_answer_at_the_terminal(open_chat):
     chat.until("> ")
     chat.type("/exit" + ENTER)
     assert chat.end() == 0  # a person saw the error of that turn
+
+
+@pytest.mark.parametrize(("command", "what"), [("/save", "saving"), ("/load", "loading")])
+def test_a_slow_file_shows_how_far_it_is_and_ctrl_c_keeps_the_session(open_chat, tmp_path, command, what):
+    chat = open_chat()
+    chat.until("> ")
+    chat.type("hello" + ENTER)
+    chat.until("you said: hello")
+    chat.until("> ")
+    chat.type(f"{command} {tmp_path / 'slow'}" + ENTER)
+    chat.until(f"{what} ")
+    chat.until("% |")
+    chat.type(CTRL_C)
+    chat.until("Stopped; the conversation and the file are as they were.")
+    assert not (tmp_path / "slow").exists()
+    chat.until("> ")
+    chat.type("/regen" + ENTER)
+    chat.until("you said: hello")
+
+
+def test_control_characters_of_a_saved_conversation_do_not_reach_the_terminal(open_chat, tmp_path):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a\x1b]0;title\x07b"}]
+    (tmp_path / "talk").write_text(json.dumps({"messages": messages}))
+    chat = open_chat()
+    chat.until("> ")
+    chat.type(f"/load {tmp_path / 'talk'}" + ENTER)
+    chat.until("a␛]0;title␇b")
 
 
 def test_control_characters_of_the_model_do_not_reach_the_terminal(open_chat):

@@ -167,6 +167,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "combine": [Variant("combine", {"D": d, "ORDER": order}) for d in _HEAD_DIMS for order in (1, d & -d)],
     "condition": _heads("condition"),
     "copy_exact": _exact("copy_exact"),
+    "copy_records": _all("copy_records"),
     "decode_attention": _decode_attention(),
     "embed": _all("embed", ACT=_TYPES, WEIGHT=_TYPES),
     "encode_blocks": _encode_blocks(),

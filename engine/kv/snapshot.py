@@ -1,0 +1,101 @@
+"""A sequence on its way out of the store, or back in: the codes of its blocks, and its exact slots, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.kv.blocks import OutOfBlocks
+from engine.kv.store import KVStore, SequenceKV
+from engine.kv.tables import BlockTable, TableGroup
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a store held of a sequence.
+
+    length: tokens. dropped: for each group, coded blocks at the front that had left its window.
+    stored_as: what coded blocks are stored as, see `Ops.stored_as`.
+    arrays: "<layer>.<place>.<name>" → array; places are "coded", with the names of `engine.backends.stored`, "sink" and
+    "tail", with "k" and "v" (K, tokens, D). A sequence that lacks a place, or has it empty, has no arrays for it.
+    """
+
+    length: int
+    dropped: tuple[int, ...]
+    stored_as: str
+    arrays: Mapping[str, np.ndarray]
+
+
+def export(store: KVStore, sequence: SequenceKV) -> Snapshot:
+    """A copy of all that the store holds of a sequence."""
+    n, arrays = store.shape.block_size, {}
+    for (_, layers), table in zip(store.shape.groups, sequence.tables, strict=True):
+        slots = (("sink", table.sink, n), ("tail", table.tail, sequence.length % n))
+        for layer in layers:
+            cache = store.cache(layer)
+            if table.coded:
+                for name, array in store.ops.read_blocks(cache, table.coded).items():
+                    arrays[f"{layer}.coded.{name}"] = array
+            for place, slot, tokens in slots:
+                if slot is not None:
+                    k, v = store.ops.read_exact(cache, slot, tokens)
+                    arrays |= {f"{layer}.{place}.k": k, f"{layer}.{place}.v": v}
+    dropped = tuple(table.dropped for table in sequence.tables)
+    return Snapshot(sequence.length, dropped, store.ops.stored_as, arrays)
+
+
+def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
+    """A sequence that goes on as the exported one would.
+
+    Raises OutOfBlocks, or ValueError for a snapshot that is none of this store, and changes nothing then.
+    """
+    sequence = SequenceKV(saved.length, [])
+    try:
+        for group, (_, layers), dropped in zip(store.groups, store.shape.groups, saved.dropped, strict=True):
+            with_sink = f"{layers[0]}.sink.k" in saved.arrays
+            sequence.tables.append(_reserve(group, saved.length, dropped, with_sink))
+        for (_, layers), table in zip(store.shape.groups, sequence.tables, strict=True):
+            for layer in layers:
+                _fill(store, layer, table, saved)
+    except BaseException:
+        for group, table in zip(store.groups, sequence.tables, strict=False):
+            group.release(table)
+        raise
+    return sequence
+
+
+def _reserve(group: TableGroup, length: int, dropped: int, with_sink: bool) -> BlockTable:
+    """A block table whose blocks are to be filled. Raises OutOfBlocks and ValueError and changes nothing then."""
+    n, oldest = group.block_size, group.oldest_visible(length)
+    complete, rest = divmod(length, n)
+    coded = max(0, complete - 1) - dropped
+    lacks_sink = complete > 0 and oldest < n and not with_sink
+    if coded < 0 or not 0 <= dropped <= max(0, oldest // n - 1) or lacks_sink or (with_sink and not complete):
+        raise ValueError(f"{length} tokens do not go on from {coded} coded blocks, {dropped} having left the window")
+    table = BlockTable(coded=group.coded.allocate(coded), dropped=dropped)
+    try:
+        slots = group.exact.allocate(with_sink + (rest > 0))
+    except OutOfBlocks:
+        group.release(table)
+        raise
+    table.sink = slots.pop() if with_sink else None
+    table.tail = slots.pop() if rest else None
+    return table
+
+
+def _fill(store: KVStore, layer: int, table: BlockTable, saved: Snapshot) -> None:
+    """One layer of a table gets its arrays. Raises ValueError where they are missing or no such blocks."""
+    n, cache = store.shape.block_size, store.cache(layer)
+    if table.coded:
+        prefix = f"{layer}.coded."
+        arrays = {name.removeprefix(prefix): of for name, of in saved.arrays.items() if name.startswith(prefix)}
+        store.ops.write_blocks(cache, table.coded, arrays)
+    for place, slot, tokens in (("sink", table.sink, n), ("tail", table.tail, saved.length % n)):
+        if slot is None:
+            continue
+        k, v = (saved.arrays.get(f"{layer}.{place}.{side}") for side in "kv")
+        if k is None or v is None or k.ndim != 3 or k.shape[1] != tokens:
+            raise ValueError(f"layer {layer} has no {place} of {tokens} tokens")
+        store.ops.write_exact(cache, slot, k, v)

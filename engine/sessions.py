@@ -1,0 +1,225 @@
+"""Sessions on disk: a sequence's ids and all that the store holds of it, codes as they are, in one sealed file.
+
+A session goes on in an engine with the same model and the same cache, wherever that runs. Everything that can be wrong
+with a file, or with the place for one, is an EngineError with the code "session" and a sentence for the user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine import sealed_file
+from engine.backends import stored
+from engine.errors import EngineError
+from engine.kv.blocks import OutOfBlocks
+from engine.kv.plan import CacheShape
+from engine.kv.snapshot import Snapshot, export, restore
+from engine.kv.store import KVStore, SequenceKV
+from engine.model import Model
+from engine.sealed_file import DamagedFile
+from engine.weights import fingerprint
+
+_FORMAT, _VERSION = "polarlm session", "1"
+
+# What a session and the engine have to agree about, in the order in which a difference is told, and what is said then.
+_DIFFERENCES = {
+    "model": "was saved with the model {there}, and this is {here}, or the same one with weights in another precision: "
+    "load it where it was saved",
+    "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
+    "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
+    "choose them with --cache-type-k and --cache-type-v",
+    "conditioning": "has keys that were conditioned in another way: set --no-key-conditioning and --no-calibration as "
+    "when it was saved; if they are, the model has been calibrated anew since",
+}
+
+Place = str | PathLike[str]
+Progress = Callable[[int, int], None]  # bytes done, bytes there are
+
+
+@dataclass(frozen=True)
+class Session:
+    """What was restored: the ids whose K/V the engine holds now, and what had been written beside them."""
+
+    token_ids: tuple[int, ...]
+    note: Any = None
+
+
+def settings(model: Model, name: str) -> dict[str, str]:
+    """What decides which codes stand for given token ids, as texts, and the model's name.
+
+    A session and the engine that goes on from it have to agree about all of it.
+    """
+    shape = model.store.shape
+    means = {"mean_bits": " ".join(str(layer.mean_bits) for layer in shape.layers)}
+    balances = [(str(i), of.balance) for i, of in enumerate(model.store.conditioning) if of.balance is not None]
+    return {
+        "name": name,
+        "model": fingerprint(model.ops, model.config, model.weights),
+        "block_size": str(shape.block_size),
+        "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.layers),
+        "conditioning": sealed_file.seal(means, balances),
+    }
+
+
+def check_types(shape: CacheShape) -> None:
+    """Raises EngineError for a cache type whose codes mean nothing outside of this process."""
+    for codec in (codec for layer in shape.layers for codec in (layer.codec_k, layer.codec_v)):
+        if codec.per_layer:
+            raise _error(
+                f"Cache type {codec.name} learns anew in every process what its codes mean, so that no session can be "
+                "saved or loaded with it: choose another cache type"
+            )
+
+
+def write(
+    path: Place, own: Mapping[str, str], ids: Sequence[int], saved: Snapshot, note: Any, progress: Progress | None
+) -> None:
+    """Write a session in place of what is at `path`; after an EngineError that is as it was.
+
+    own: `settings`. ids: of the tokens in `saved`. note: anything that JSON can say.
+    """
+    if saved.length == 0:
+        raise _error("There is nothing to save: the KV store holds no such sequence")
+    header = {
+        **own,
+        "format": _FORMAT,
+        "version": _VERSION,
+        "stored_as": saved.stored_as,
+        "dropped": " ".join(map(str, saved.dropped)),
+    }
+    arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
+    arrays["token_ids"] = np.asarray(ids, np.int32)
+    arrays["note"] = np.frombuffer(_as_json(note), np.uint8)
+    with _sentences(
+        f"The session cannot be saved as {path}",
+        "choose another place, or make room; a file that was there is as it was",
+    ):
+        file = Path(os.path.realpath(path))  # of a link, what it leads to is replaced
+        with suppress(FileNotFoundError):
+            _must_be_file(file, path)
+        total = sum(array.nbytes for array in arrays.values())
+        sealed_file.write(file, header, arrays, _counting(progress, total))
+
+
+def read(path: Place, own: Mapping[str, str], context: int, progress: Progress | None) -> tuple[Session, Snapshot]:
+    """What `write` left at `path`, looked at from all sides: for this engine, and no longer than its `context`."""
+    with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
+        _must_be_file(Path(path), path)
+        if sealed_file.read_header(Path(path)).get("format") != _FORMAT:
+            raise _error(f"{path} is no session: give a file that was saved as one")
+        size = os.path.getsize(path)
+        count = _counting(progress, size)
+        header, arrays = sealed_file.read(Path(path), count)
+        count(size)  # what stands before the arrays, too
+    try:
+        _must_fit(path, header, own)
+        session, saved = _parsed(header, arrays)
+    except (KeyError, ValueError, RecursionError):
+        raise _error(_damaged(path)) from None
+    if saved.length > context:
+        raise _error(
+            f"The session {path} has {saved.length} tokens, and this engine's context {context}: "
+            "raise --ctx-size or --kv-memory"
+        )
+    return session, saved
+
+
+def take_out(store: KVStore, sequence: SequenceKV) -> Snapshot:
+    """A copy of all that the store holds of a sequence."""
+    try:
+        return export(store, sequence)
+    except MemoryError:
+        raise _error(f"There is not enough memory to save {sequence.length} tokens: free some") from None
+
+
+def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
+    """The sequence in the store."""
+    try:
+        return restore(store, saved)
+    except OutOfBlocks:
+        raise _error(
+            f"There is no room for the {saved.length} tokens of {path}: other requests hold it; load it later"
+        ) from None
+    except MemoryError:
+        raise _error(f"There is not enough memory to load {path}: free some") from None
+    except ValueError:
+        raise _error(_damaged(path)) from None
+
+
+def _parsed(header: Mapping[str, str], arrays: dict[str, np.ndarray]) -> tuple[Session, Snapshot]:
+    """Raises KeyError, ValueError or RecursionError for a file that `write` has not written."""
+    ids, note = arrays.pop("token_ids"), json.loads(arrays.pop("note").tobytes())
+    if ids.ndim != 1 or ids.dtype != np.int32:
+        raise ValueError("no token ids")
+    dropped = tuple(map(int, header["dropped"].split()))
+    return Session(tuple(ids.tolist()), note), Snapshot(len(ids), dropped, header["stored_as"], arrays)
+
+
+def _must_fit(path: Place, header: Mapping[str, str], own: Mapping[str, str]) -> None:
+    if (header["version"], header["stored_as"] in (stored.FIELDS, stored.RECORDS)) != (_VERSION, True):
+        raise _error(
+            f"The session {path} is of another version of this program (format {header['version']}, codes as "
+            f"{header['stored_as']}): load it with that one"
+        )
+    for key, sentence in _DIFFERENCES.items():
+        if header[key] != own[key]:
+            told = "name" if key == "model" else key
+            there, here = (", ".join(dict.fromkeys(of[told].split(" "))) for of in (header, own))
+            raise _error(f"The session {path} {sentence.format(there=there, here=here)}")
+
+
+def _must_be_file(file: Path, path: Place) -> None:
+    """Raises OSError where there is nothing, EngineError for a folder, a pipe or a device."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise _error(f"{path} is a folder, or no plain file: give the name of a file")
+
+
+def _as_json(note: Any) -> bytes:
+    try:
+        return json.dumps(note).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(f"The note of a session must be something that JSON can say: {error}") from None
+
+
+def _counting(progress: Progress | None, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        if progress is not None:
+            progress(min(done, total), total)
+
+    return count
+
+
+@contextmanager
+def _sentences(what: str, advice: str) -> Iterator[None]:
+    """What can go wrong with a file, as an EngineError: what could not be done, why, and what may help."""
+    try:
+        yield
+    except DamagedFile:
+        raise _error(f"{what}: it is damaged, or no session; {advice}") from None
+    except MemoryError:
+        raise _error(f"{what}: there is not enough memory; free some") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _error(f"{what}: {reason}; {advice}") from None
+
+
+def _damaged(path: Place) -> str:
+    return f"The session {path} is damaged: load another copy of it"
+
+
+def _error(sentence: str) -> EngineError:
+    return EngineError(sentence, "session")

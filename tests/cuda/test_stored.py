@@ -1,0 +1,157 @@
+"""Blocks of a GPU's store on the host and back again, in the records of kernels and in the fields of codecs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Engine, SamplingParams, assembly
+from engine.backends import records, stored
+from engine.backends.cuda_ops import CudaOps
+from engine.backends.kernels import source
+from engine.backends.numpy_ops import NumpyOps
+from engine.backends.ops import Ops
+from engine.kv.snapshot import Snapshot, export, restore
+from engine.kv.store import KVStore
+from tests.cuda.emulated import open_device
+from tests.cuda.programs import Program
+from tests.cuda.test_model_emulated import N, SameWeights, Talk, model_of
+
+TYPES = [("ring4", "ring3.5"), ("polarquant", "polarquant")]
+IDS = np.random.default_rng(3).integers(5, 96, 90).tolist()
+
+
+def test_copy_records(rng: np.random.Generator) -> None:
+    """Scattered records into an array without gaps, and from there to other places; nothing else is written."""
+    kv_heads, nbytes = 3, 384
+    pool = rng.integers(0, 256, (7, kv_heads, nbytes), np.uint8)
+    program = Program(source("copy_records"))
+    for seed in (0, 1, 2):
+        gathered, other = np.full((3, kv_heads, nbytes), 0xFF, np.uint8), pool.copy()
+        for to, of, moves in ((gathered, pool, [(5, 0), (1, 1), (2, 2)]), (other, gathered, [(0, 6), (1, 1), (2, 0)])):
+            args = to, of, np.array(moves, np.int32), np.int32(kv_heads * nbytes)
+            program.launch("copy_records_kernel", (len(moves),), (32,), *args, seed=seed)
+        np.testing.assert_array_equal(gathered, pool[[5, 1, 2]])
+        wanted = pool.copy()
+        wanted[[6, 1, 0]] = pool[[5, 1, 2]]
+        np.testing.assert_array_equal(other, wanted)
+
+
+def talk(ops: Ops, types: tuple[str, str], fixture: str = "qwen2_mixed_windows") -> Talk:
+    """A prompt of several blocks and two steps."""
+    dialogue = Talk(model_of(ops, fixture, types))
+    dialogue.prompt(IDS[:70])
+    for token in IDS[70:72]:
+        dialogue.step([token])
+    return dialogue
+
+
+def saved(dialogue: Talk) -> Snapshot:
+    return export(dialogue.model.store, dialogue.sequences[0])
+
+
+def as_fields(store: KVStore, snapshot: Snapshot) -> dict[str, np.ndarray]:
+    """All arrays, those of coded blocks as fields."""
+    arrays = {name: array for name, array in snapshot.arrays.items() if ".coded." not in name}
+    for layer in range(len(store.shape.layers)):
+        prefix = f"{layer}.coded."
+        of = {name.removeprefix(prefix): a for name, a in snapshot.arrays.items() if name.startswith(prefix)}
+        count = len(of["keys"]) if "keys" in of else next(iter(of.values())).shape[1]
+        arrays |= {prefix + name: a for name, a in stored.as_fields(store.shape.form(layer), count, of).items()}
+    return arrays
+
+
+def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_logits_go_on_bit_for_bit(types: tuple[str, str]) -> None:
+    device = CudaOps(open_device(checked=False))
+    original, other = talk(device, types), Talk(model_of(device, "qwen2_mixed_windows", types))
+    snapshot = saved(original)
+    assert snapshot.stored_as == f"records {records.VERSION}"
+    other.prompt(IDS[:40])  # so that blocks lie elsewhere
+    other.sequences.insert(0, restore(other.model.store, snapshot))
+    for dialogue in (original, other):
+        dialogue.logits.clear()
+        dialogue.prompt(IDS[72:80])
+        dialogue.step([IDS[80]])
+    for given, wanted in zip(other.logits, original.logits, strict=True):
+        np.testing.assert_array_equal(given, wanted)
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_what_a_gpu_has_saved_goes_on_on_the_cpu_and_back(types: tuple[str, str]) -> None:
+    """Codes stay as they are, and so do exact slots, which are in half precision now."""
+    device = CudaOps(open_device(checked=False))
+    on_gpu = talk(device, types)
+    cpu, gpu = (model_of(ops, "qwen2_mixed_windows", types).store for ops in (SameWeights(device), device))
+    first = saved(on_gpu)
+    second = export(cpu, restore(cpu, first))
+    third = export(gpu, restore(gpu, second))
+    assert (first.stored_as, second.stored_as, third.stored_as) == (stored.RECORDS, stored.FIELDS, stored.RECORDS)
+    assert_same(as_fields(cpu, second), as_fields(gpu, first))
+    assert_same(as_fields(gpu, third), as_fields(gpu, first))
+
+
+def test_what_a_cpu_has_saved_becomes_half_precision_where_it_is_exact() -> None:
+    device = CudaOps(open_device(checked=False))
+    on_cpu = talk(SameWeights(device), ("ring4", "ring3.5"))
+    gpu = model_of(device, "qwen2_mixed_windows", ("ring4", "ring3.5")).store
+    given, wanted = (as_fields(store, s) for store, s in (
+        (gpu, export(gpu, restore(gpu, saved(on_cpu)))), (on_cpu.model.store, saved(on_cpu))
+    ))  # fmt: skip
+    assert_same(given, {name: a if ".coded." in name else a.astype(np.float16) for name, a in wanted.items()})
+
+
+WRONG = {
+    "a block less": lambda a: {**a, "keys": a["keys"][1:]},
+    "a byte less": lambda a: {**a, "values": a["values"][..., 1:]},
+    "signed": lambda a: {**a, "keys": a["keys"].view(np.int8)},
+    "keys alone": lambda a: {"keys": a["keys"]},
+    "nothing": lambda a: {},
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_what_are_no_such_records_is_refused(change: str, on_gpu: bool) -> None:
+    form = model_of(NumpyOps(), "qwen2_mixed_windows", ("ring4", "ring3.5")).store.shape.form(0)
+    keys, values = (np.zeros((3, form.kv_heads, of.nbytes), np.uint8) for of in stored.layouts(form))
+    ops: Ops = CudaOps(open_device()) if on_gpu else NumpyOps()
+    with pytest.raises(ValueError, match=r"and not"):
+        ops.write_blocks(ops.cache(form, 4, 2), [2, 0, 1], WRONG[change]({"keys": keys, "values": values}))
+
+
+def test_infinite_values_in_an_exact_slot_are_refused() -> None:
+    form = replace(model_of(NumpyOps(), "qwen2_mixed_windows", ("f16", "f16")).store.shape.form(0), block_size=N)
+    ops = CudaOps(open_device())
+    wrong = np.full((form.kv_heads, 3, form.head_dim), np.inf, np.float32)
+    with pytest.raises(ValueError):
+        ops.write_exact(ops.cache(form, 1, 1), 0, wrong, wrong)
+
+
+def test_a_session_of_an_engine_goes_on_on_either_device(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fitted to the model once: the weights are the same on both."""
+    devices = {"gpu": CudaOps(open_device(checked=False)), "cpu": NumpyOps()}
+
+    def load(device: str) -> Engine:
+        monkeypatch.setattr(assembly, "select", lambda *_: (devices[device], ""))
+        return Engine.load(tiny_path, block_size=N, ctx_size=128)
+
+    for saving, loading in (("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu")):
+        with load(saving) as engine:
+            engine.generate(IDS[:50], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+            count = engine.save_session(tmp_path / "talk")
+        with load(loading) as engine:
+            ids = engine.load_session(tmp_path / "talk").token_ids
+            answer = engine.generate([*ids, 7], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+            assert answer.usage.cached_tokens == count == 52

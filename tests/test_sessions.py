@@ -1,0 +1,515 @@
+"""Sessions on disk: they go on as if nothing had been, and whatever is wrong with a file is a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Engine, EngineError, SamplingParams, sealed_file
+from engine.config import Encoding
+from tests.bare import feed
+from tests.tiny import assert_idle, held, make_model
+
+N = 8
+LENGTH = 61  # sink, six coded blocks, and five tokens in the tail
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+NOTE = {"messages": ["é😀", None, 1.5]}
+
+
+def load(path: Path, cache_type: str = "polarquant", **more) -> Engine:
+    return Engine.load(path, **{"device": "cpu", "block_size": N, "calibration": False, **more}, cache_type=cache_type)
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 96, count).tolist()
+
+
+def talk(engine: Engine, length: int = LENGTH, seed: int = 1) -> list[int]:
+    """A prompt and an answer, whose last token is never fed; the ids that are in the store then, `length` of them."""
+    prompt = ids(seed, max(1, length - 20))
+    answer = engine.generate(
+        prompt, SamplingParams(temperature=0, max_tokens=length - len(prompt) + 1, ignore_eos=True)
+    )
+    return [*prompt, *answer.token_ids][:length]
+
+
+def refused(call: Callable[[], object], *words: str) -> None:
+    with pytest.raises(EngineError) as raised:
+        call()
+    assert raised.value.code == "session"
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def next_logits(engine: Engine, past: list[int]) -> list[np.ndarray]:
+    """Of a second turn and of steps after it, over what the store holds of `past`."""
+    kv = engine._prefixes.resume(past)
+    assert kv.length == len(past)
+    logits = [feed(engine._model, kv, turn) for turn in (ids(2, 11), *([i] for i in ids(3, 9)))]
+    engine._store.release(kv)
+    return logits
+
+
+@pytest.fixture
+def engine(tiny_path: Path) -> Iterator[Engine]:
+    with load(tiny_path) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "talk.session"
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A session of the tiny model over polarquant. Not to be written to."""
+    file = tmp_path_factory.mktemp("saved") / "talk.session"
+    with load(tiny_path) as engine:
+        talk(engine)
+        engine.save_session(file, note=NOTE)
+    return file
+
+
+# -- going on --------------------------------------------------------------------------------------------------------
+
+TYPES = {
+    "f16": {"cache_type": "f16"},
+    "default, fitted": {"cache_type": "balanced", "calibration": True},
+    "polarquant": {"cache_type": "polarquant", "encoding": Encoding(small_means=False)},
+    "mixed": {"cache_type": "f16", "cache_type_k": "ring4@0,turbo3", "cache_type_v": "f16@0,polarquant"},
+    "not conditioned": {"cache_type": "ring3.5", "key_conditioning": False},
+}
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("length", [3, N, LENGTH - 5, LENGTH])
+def test_logits_are_those_of_going_on_without_saving(tiny_path: Path, file: Path, types: str, length: int) -> None:
+    with load(tiny_path, **TYPES[types]) as engine:
+        past = talk(engine, length)
+        assert engine.save_session(file) == length
+        going_on = next_logits(engine, past)
+    with load(tiny_path, **TYPES[types]) as other:
+        talk(other, 30, seed=9)  # so that blocks lie elsewhere
+        assert other.load_session(file).token_ids == tuple(past)
+        for restored, wanted in zip(next_logits(other, past), going_on, strict=True):
+            assert np.array_equal(restored, wanted)
+        assert_idle(other)
+
+
+@pytest.mark.parametrize("fixture", ["mistral_window_sharded", "qwen2_mixed_windows"])
+def test_sequences_whose_windows_have_moved_on(tmp_path: Path, file: Path, fixture: str) -> None:
+    path = make_model(tmp_path, fixture)
+    with load(path) as engine, load(path) as other:
+        past = talk(engine, 100)
+        assert engine.save_session(file) == len(past)
+        dropped = sealed_file.read_header(file)["dropped"].split()
+        assert any(int(count) for count in dropped)
+        other.load_session(file)
+        for restored, wanted in zip(next_logits(other, past), next_logits(engine, past), strict=True):
+            assert np.array_equal(restored, wanted)
+        assert_idle(other)
+
+
+def test_the_next_prompt_prefills_only_what_is_new(engine: Engine, saved: Path) -> None:
+    session = engine.load_session(saved)
+    assert len(session.token_ids) == LENGTH
+    assert engine.cache_stats().tokens == LENGTH
+    answer = engine.generate([*session.token_ids, *ids(2, 4)], GREEDY)
+    assert answer.usage.cached_tokens == LENGTH
+
+
+def test_a_note_comes_back(engine: Engine, saved: Path) -> None:
+    assert engine.load_session(saved).note == NOTE
+
+
+def test_a_chat_goes_on(tiny_path: Path, file: Path) -> None:
+    messages = [{"role": "user", "content": "hello there"}]
+    with load(tiny_path) as engine, load(tiny_path) as other:
+        answer = engine.chat(messages, GREEDY)
+        messages.append({"role": "assistant", "content": answer.text, "token_ids": answer.token_ids})
+        tokens = engine.save_session(file, note=messages)
+        messages = [*other.load_session(file).note, {"role": "user", "content": "and then"}]
+        assert other.chat(messages, GREEDY).usage.cached_tokens == tokens
+
+
+def test_what_was_loaded_can_be_saved(engine: Engine, saved: Path, file: Path) -> None:
+    engine.load_session(saved)
+    engine.save_session(file, note=NOTE)
+    assert file.read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.parametrize("length", [3, 20, LENGTH])
+def test_a_prefix_is_saved_as_far_as_the_store_has_it(engine: Engine, file: Path, length: int) -> None:
+    """Inside a block that is coded there is no cut."""
+    past = talk(engine)
+    talk(engine, 30, seed=5)
+    count = engine.save_session(file, ids=[*past[:length], 7, 7])
+    assert count == (length // N * N if N < length < LENGTH else length)
+    assert engine.load_session(file).token_ids == tuple(past[:count])
+
+
+def test_requests_under_way_are_not_disturbed(engine: Engine, saved: Path, file: Path) -> None:
+    alone = engine.generate(ids(7, 40), GREEDY).token_ids
+    engine._prefixes.clear()
+    chunks = engine.stream(ids(7, 40), GREEDY)
+    given = [next(chunks).token_ids for _ in range(3)]
+    past = engine.load_session(saved).token_ids
+    assert engine.save_session(file, ids=past) == LENGTH
+    given += [chunk.token_ids for chunk in chunks]
+    assert tuple(i for part in given for i in part) == alone
+
+
+def test_restoring_takes_less_than_a_tenth_of_the_prefill(demo: Engine, file: Path) -> None:
+    """The demonstration model and 512 tokens: the share falls with the length."""
+    text = demo.tokenize("The quick brown fox jumps over the lazy dog. " * 60)[:512]
+    demo._prefixes.clear()
+    prefill = demo.generate(text, SamplingParams(max_tokens=0)).usage.prefill_seconds
+    assert demo.save_session(file) == 512
+    demo._prefixes.clear()
+    started = time.perf_counter()
+    demo.load_session(file)
+    assert time.perf_counter() - started < prefill / 10
+    assert demo.generate([*text, 9], SamplingParams(max_tokens=1)).usage.cached_tokens == 512
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_only_its_owner_may_read_a_session(saved: Path) -> None:
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+
+
+def test_a_session_takes_the_place_of_the_one_before(engine: Engine, file: Path) -> None:
+    talk(engine, 30)
+    engine.save_session(file)
+    past = talk(engine, LENGTH, seed=4)
+    engine.save_session(file)
+    assert engine.load_session(file).token_ids == tuple(past)
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_link_goes_on_leading_to_its_file(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link, there = tmp_path / "link", tmp_path / "there" / "talk"
+    link.symlink_to(there)
+    talk(engine)
+    engine.save_session(link)
+    assert link.is_symlink()
+    assert engine.load_session(there).token_ids == engine.load_session(link).token_ids
+
+
+def test_progress_grows_to_the_end(engine: Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_file, "_PIECE", 1000)
+    talk(engine)
+    for transfer in (engine.save_session, engine.load_session):
+        seen: list[tuple[int, int]] = []
+        transfer(file, progress=lambda done, total, seen=seen: seen.append((done, total)))
+        assert len(seen) > 10
+        assert seen == sorted(seen)
+        assert seen[-1][0] == seen[-1][1]
+
+
+def assert_keeps_the_old_file(file: Path, save: Callable[[], object], error: type[BaseException]) -> EngineError:
+    before, files = file.read_bytes(), os.listdir(file.parent)
+    with pytest.raises(error) as raised:
+        save()
+    assert file.read_bytes() == before
+    assert os.listdir(file.parent) == files
+    return raised.value
+
+
+def test_an_interrupted_save_leaves_the_old_file(engine: Engine, file: Path) -> None:
+    talk(engine)
+    engine.save_session(file)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    assert_keeps_the_old_file(file, lambda: engine.save_session(file, progress=interrupt), KeyboardInterrupt)
+    before = held(engine)
+    with pytest.raises(KeyboardInterrupt):
+        engine.load_session(file, progress=interrupt)
+    assert held(engine) == before
+
+
+def test_a_file_that_may_not_grow_leaves_the_old_one(engine: Engine, file: Path) -> None:
+    talk(engine)
+    engine.save_session(file)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size // 2, limits[1]))
+    try:
+        error = assert_keeps_the_old_file(file, lambda: engine.save_session(file), EngineError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(file) in str(error)
+    assert "too large" in str(error)
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[None]:
+    """A file system of so many bytes."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no program to mount a small file system with")
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_old_file(engine: Engine, file: Path, saved: Path) -> None:
+    talk(engine)
+    with small_disk(file.parent, saved.stat().st_size * 3 // 2):
+        engine.save_session(file)
+        error = assert_keeps_the_old_file(file, lambda: engine.save_session(file), EngineError)
+    assert "No space left on device" in str(error)
+
+
+# -- refusals: of places ---------------------------------------------------------------------------------------------
+
+
+def test_where_no_file_can_be(engine: Engine, tmp_path: Path, saved: Path) -> None:
+    talk(engine)
+    os.mkfifo(tmp_path / "pipe")
+    places = {
+        tmp_path / "none" / "talk": "No such file",
+        tmp_path: "folder",
+        Path("/dev/null"): "no plain file",
+        tmp_path / "pipe": "no plain file",
+        saved / "talk": "Not a directory",
+        tmp_path / ("x" * 300): "too long",
+    }
+    for place, word in places.items():
+        refused(lambda place=place: engine.save_session(place), str(place), word)
+        refused(lambda place=place: engine.load_session(place), str(place), word)
+    for transfer in (engine.save_session, engine.load_session):
+        refused(lambda transfer=transfer: transfer("a\0b"), "null")
+    refused(lambda: engine.load_session(tmp_path / "talk"), "No such file")
+    assert os.listdir(tmp_path) == ["pipe"]
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Root may do everything: for a moment, be somebody who may not."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_without_permission(engine: Engine, saved: Path, tmp_path: Path) -> None:
+    talk(engine)
+    mine = tmp_path / "mine"
+    mine.write_bytes(saved.read_bytes())
+    mine.chmod(0)
+    tmp_path.chmod(0o555)
+    try:
+        with without_rights():
+            refused(lambda: engine.load_session(mine), str(mine), "Permission denied")
+            refused(lambda: engine.save_session(tmp_path / "new"), "Permission denied")
+    finally:
+        tmp_path.chmod(0o755)
+
+
+# -- refusals: of files ----------------------------------------------------------------------------------------------
+
+
+def assert_refused(engine: Engine, file: Path, *words: str) -> None:
+    """And the engine is as it was."""
+    before = held(engine)
+    refused(lambda: engine.load_session(file), str(file), *words)
+    assert held(engine) == before
+
+
+def test_every_flipped_bit_is_found(engine: Engine, saved: Path, file: Path) -> None:
+    """Of every byte of the header, and of a sample of the others."""
+    content, rng = saved.read_bytes(), np.random.default_rng(0)
+    end = 8 + int.from_bytes(content[:8], "little")
+    places = {*range(0, end, 7), *range(end - 9, end), *rng.integers(end, len(content), 150).tolist()}
+    for place in sorted(places):
+        bent = bytearray(content)
+        bent[place] ^= 1 << rng.integers(8)
+        file.write_bytes(bent)
+        assert_refused(engine, file, "session")
+
+
+def test_every_shorter_file_is_refused(engine: Engine, saved: Path, file: Path) -> None:
+    content = saved.read_bytes()
+    lengths = np.random.default_rng(1).integers(0, len(content), 80).tolist()
+    for length in (0, 1, 7, 8, 9, len(content) - 1, *lengths):
+        file.write_bytes(content[:length])
+        assert_refused(engine, file, "damaged, or no session")
+
+
+def test_a_longer_file_is_refused(engine: Engine, saved: Path, file: Path) -> None:
+    file.write_bytes(saved.read_bytes() + b"\0")
+    assert_refused(engine, file, "damaged")
+
+
+@pytest.mark.parametrize("kind", [b'"BF16"', b'"F8_E4M3"'])
+def test_numbers_that_nobody_has_written_are_refused(engine: Engine, saved: Path, file: Path, kind: bytes) -> None:
+    content = saved.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(b'"F16"' if b"B" in kind else b'"U8"', kind)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    assert_refused(engine, file, "damaged")
+
+
+def test_other_files_are_no_sessions(engine: Engine, tiny_path: Path, file: Path) -> None:
+    file.write_text("no session at all\n" * 100)
+    assert_refused(engine, file, "no session")
+    assert_refused(engine, next(tiny_path.glob("*.safetensors")), "no session")
+
+
+OTHERS = {
+    "cache type": ({"cache_type": "ring4"}, ["polarquant/polarquant", "ring4/ring4", "--cache-type-k"]),
+    "values": ({"cache_type_v": "f16"}, ["polarquant/polarquant", "polarquant/f16", "--cache-type-v"]),
+    "one layer": ({"cache_type_k": "ring3@1,polarquant"}, ["ring3/polarquant"]),
+    "block size": ({"block_size": 16}, ["blocks of 8", "16"]),
+    "means": ({"encoding": Encoding(small_means=False)}, ["conditioned in another way"]),
+    "no conditioning": ({"key_conditioning": False}, ["conditioned in another way", "--no-key-conditioning"]),
+    "calibration": ({"calibration": True}, ["conditioned in another way", "--no-calibration"]),
+    "context": ({"ctx_size": LENGTH - 1}, [f"{LENGTH} tokens", f"context {LENGTH - 1}", "--ctx-size"]),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_session_of_other_settings_is_refused(tiny_path: Path, saved: Path, other: str) -> None:
+    settings, words = OTHERS[other]
+    with load(tiny_path, **settings) as engine:
+        assert_refused(engine, saved, *words)
+
+
+def test_a_session_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
+    with load(make_model(tmp_path, "llama_mha")) as engine:
+        assert_refused(engine, saved, "another", str(engine.model.name))
+
+
+def test_a_context_that_just_holds_the_session_takes_it(tiny_path: Path, saved: Path) -> None:
+    with load(tiny_path, ctx_size=LENGTH) as engine:
+        assert len(engine.load_session(saved).token_ids) == LENGTH
+        assert_idle(engine)
+
+
+def with_header(**changes: str) -> Callable[[dict, dict], None]:
+    return lambda header, arrays: header.update(changes)
+
+
+def with_array(name: str, array: np.ndarray) -> Callable[[dict, dict], None]:
+    return lambda header, arrays: arrays.update({name: array})
+
+
+SEALED = {  # files whose seal fits, and that this program has not written
+    "version": (with_header(version="2"), "another version"),
+    "records": (with_header(stored_as="records 999"), "records 999"),
+    "model": (with_header(model="0" * 64, name="Other"), "Other"),
+    "dropped": (with_header(dropped="x"), "damaged"),
+    "negative": (with_header(dropped="-3"), "damaged"),
+    "no settings": (lambda header, arrays: header.pop("block_size"), "damaged"),
+    "no version": (lambda header, arrays: header.pop("version"), "damaged"),
+    "no ids": (lambda header, arrays: arrays.pop("token_ids"), "damaged"),
+    "flat ids": (with_array("token_ids", np.zeros((), np.int32)), "damaged"),
+    "floats": (with_array("token_ids", np.zeros(LENGTH, np.float32)), "damaged"),
+    "fewer ids": (with_array("token_ids", np.zeros(LENGTH - N, np.int32)), "damaged"),
+    "note": (with_array("note", np.frombuffer(b"{", np.uint8)), "damaged"),
+    "deep note": (with_array("note", np.frombuffer(b"[" * 100_000, np.uint8)), "damaged"),
+    "codes": (lambda header, arrays: arrays.pop("0.coded.k.radius"), "damaged"),
+    "tail": (with_array("0.tail.k", np.zeros((2, 5, 8), np.float64)), "damaged"),
+}
+
+
+@pytest.mark.parametrize("change", SEALED)
+def test_a_seal_alone_makes_no_session(engine: Engine, saved: Path, file: Path, change: str) -> None:
+    header, arrays = sealed_file.read(saved)
+    act, word = SEALED[change]
+    act(header, arrays)
+    sealed_file.write(file, header, arrays)
+    assert_refused(engine, file, word)
+
+
+# -- refusals: of requests -------------------------------------------------------------------------------------------
+
+
+def test_there_has_to_be_something_to_save(engine: Engine, file: Path) -> None:
+    refused(lambda: engine.save_session(file), "nothing to save")
+    talk(engine)
+    refused(lambda: engine.save_session(file, ids=ids(77, 20)), "nothing to save")
+    engine._prefixes.clear()
+    refused(lambda: engine.save_session(file), "nothing to save")
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("note", [object(), {1, 2}, b"x"])
+def test_a_note_has_to_be_json(engine: Engine, file: Path, note: object) -> None:
+    talk(engine)
+    refused(lambda: engine.save_session(file, note=note), "JSON")
+    assert os.listdir(file.parent) == []
+
+
+def test_a_note_is_read_by_any_reader_of_safetensors(saved: Path) -> None:
+    from safetensors.numpy import load_file
+
+    assert json.loads(load_file(saved)["note"].tobytes()) == NOTE
+
+
+def test_codes_that_are_learned_anew_are_neither_saved_nor_loaded(tiny_path: Path, saved: Path, file: Path) -> None:
+    with load(tiny_path, "polarquant+online") as engine:
+        talk(engine)
+        refused(lambda: engine.save_session(file), "polarquant+online", "another cache type")
+        refused(lambda: engine.load_session(saved), "polarquant+online")
+
+
+def test_what_can_still_be_found_gives_way(tiny_path: Path, saved: Path) -> None:
+    with load(tiny_path, ctx_size=80) as engine:
+        talk(engine, 60, seed=5)
+        past = engine.load_session(saved).token_ids
+        assert len(past) == LENGTH
+        assert engine.generate([*past, 7], GREEDY).usage.cached_tokens == LENGTH
+        assert_idle(engine)
+
+
+def test_running_requests_do_not_give_way(tiny_path: Path, saved: Path) -> None:
+    with load(tiny_path, ctx_size=80) as engine:
+        chunks = engine.stream(ids(5, 50), GREEDY)
+        next(chunks)
+        before = held(engine)
+        refused(lambda: engine.load_session(saved), "no room", "later")
+        assert held(engine) == before
+        chunks.close()
+        assert len(engine.load_session(saved).token_ids) == LENGTH
+        assert_idle(engine)
+
+
+def test_an_engine_that_keeps_nothing_loads_nothing(tiny_path: Path, saved: Path) -> None:
+    with load(tiny_path, kept_sequences=0) as engine:
+        refused(lambda: engine.load_session(saved), "kept_sequences")
+
+
+def test_a_closed_engine_neither_saves_nor_loads(tiny_path: Path, saved: Path, file: Path) -> None:
+    with load(tiny_path) as engine:
+        talk(engine)
+    for transfer in (lambda: engine.save_session(file), lambda: engine.load_session(saved)):
+        with pytest.raises(EngineError) as raised:
+            transfer()
+        assert raised.value.code == "closed"
