@@ -1,10 +1,11 @@
 // Choosing codes and norms of a block, as `engine.encoding` does: with feedback between pairs and between tokens, norms
 // fitted or tilted; or the nearest points. Part of encode_blocks.cu, which says who does what.
-
 template <class L, class Codec>
 struct Rounder {
     using R = Room<L, Codec>;
     static constexpr int D = L::D, W = Codec::WIDTH, PAIRS = R::PAIRS, STRIDE = R::STRIDE;
+    // How far sums look ahead; a block in parts takes registers of its own.
+    static constexpr int AHEAD_IN_PAIRS = TOKENS < L::N ? 2 : 4, AHEAD_IN_SHARES = TOKENS < L::N ? 2 : 5;
     static constexpr int GROUPS = R::GROUPS, SHARES = R::SHARES, FEEDERS = R::FEEDERS, SUMS = R::SUMS;
 
     float *x;               // (D, STRIDE): columns are tokens
@@ -162,7 +163,7 @@ struct Rounder {
         const bool is_there = pair >= 0 && pair < PAIRS;
         const float *f = cost.feedback + (is_there ? pair * W : 0), *own = x + token;
         float sum[W] = {};
-#pragma unroll 4
+#pragma unroll AHEAD_IN_PAIRS
         for (int before = feeder; before < most; before += FEEDERS) {
             if (L::VALUES && !(is_there && before < pair - 1)) continue;
 #pragma unroll
@@ -200,7 +201,7 @@ struct Rounder {
             target[w] = place[w * STRIDE];
             if (own.fed != 0.0f) target[w] += own.fed * before[w * TOKENS];
             aim[w] = target[w];
-#pragma unroll 5
+#pragma unroll AHEAD_IN_SHARES
             for (int c = 0; c < FEEDERS; ++c) aim[w] += partial[((front % 2 * FEEDERS + c) * W + w) * TOKENS + t];
         }
         if (pair > 0) {
