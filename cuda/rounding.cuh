@@ -4,8 +4,7 @@ template <class L, class Codec>
 struct Rounder {
     using R = Room<L, Codec>;
     static constexpr int D = L::D, W = Codec::WIDTH, PAIRS = R::PAIRS, STRIDE = R::STRIDE;
-    // How far sums look ahead; a block in parts takes registers of its own.
-    static constexpr int AHEAD_IN_PAIRS = TOKENS < L::N ? 2 : 4, AHEAD_IN_SHARES = TOKENS < L::N ? 2 : 5;
+    static constexpr int AHEAD_IN_PAIRS = TOKENS < L::N ? 2 : 4, AHEAD_IN_SHARES = TOKENS < L::N ? 2 : 5;  // registers
     static constexpr int GROUPS = R::GROUPS, SHARES = R::SHARES, FEEDERS = R::FEEDERS, SUMS = R::SUMS;
 
     float *x;               // (D, STRIDE): columns are tokens
