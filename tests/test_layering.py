@@ -17,6 +17,7 @@ CODECS = {"engine.codecs"}
 ENCODING = CODECS | {"engine.encoding"}
 SAMPLING = {"engine.sampling", "engine.config", "engine.errors"}
 OPS = ENCODING | SAMPLING | {"engine.backends.ops"}
+NUMPY = {"engine.conditioning", "engine.backends.numpy_attention", "engine.backends.numpy_steps"}
 LAUNCH = {f"engine.backends.{name}" for name in ("device", "kernels", "records", "candidates", "cuda_launch")}
 CUDA = OPS | LAUNCH | {f"engine.backends.cuda_{name}" for name in ("shapes", "rotation", "cache", "heads", "cache_ops")}
 ROOMS = {
@@ -29,7 +30,9 @@ ROOMS = {
     "engine.statistics": set(),
     "engine.backends.ops": ENCODING | SAMPLING,
     "engine.backends.numpy_attention": OPS | {"engine.conditioning"},
-    "engine.backends.numpy_ops": OPS | {"engine.conditioning", "engine.backends.numpy_attention"},
+    "engine.backends.numpy_steps": OPS | {"engine.backends.numpy_attention"},
+    "engine.backends.numpy_ops": OPS
+    | {"engine.conditioning", "engine.backends.numpy_attention", "engine.backends.numpy_steps"},
     "engine.backends.records": CODECS,
     "engine.backends.candidates": set(),
     "engine.backends.kernels": {"engine.backends.records"},
