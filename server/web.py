@@ -12,6 +12,7 @@ import uvicorn
 
 from server.config import ServerConfig
 from server.listening import ListenError, address_of
+from server.web_connection import WebConnection
 
 _LAST_SECONDS = 5  # for clients to take what is on its way to them
 
@@ -23,7 +24,7 @@ class Web(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=WebConnection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
