@@ -24,7 +24,7 @@ from engine.model import Model
 from server.__main__ import main
 step = Model.step
 def troubled(*arguments):
-    time.sleep(0.02)
+    time.sleep(float(os.environ.get("STEP_SECONDS", "0.02")))
     if os.path.exists(os.environ["TROUBLE"]):
         os.unlink(os.environ["TROUBLE"])
         raise ArithmeticError("secret detail")
