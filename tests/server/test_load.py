@@ -28,7 +28,7 @@ SECONDS = float(os.environ.get("POLARLM_LOAD_SECONDS", "2.5"))  # for which clie
 TOKENS = 24
 BLOCK = 8  # the store has room for 31 behind first blocks, and a sequence of 40 tokens takes 4
 CLEAR = 0.02  # a token that is ahead of the next one by so much is what comes out of any batch
-MORE_MEMORY = 24 << 20  # bytes, on top of what the process has when everything has been used once
+MORE_MEMORY = 16 << 20  # bytes, on top of what the process has when everything has been used once
 
 
 @dataclass(frozen=True)
