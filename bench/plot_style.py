@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from engine import EngineError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +40,22 @@ _COLOURS = {
 }
 _COLOURS |= {"kivi": "#a16207", "q": "#4b5563", "f16": "#111827"}
 _OTHER = "#db2777"
+
+
+NO_PICTURES = "No pictures: matplotlib is not installed; pip install 'polarlm[bench]' adds it"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there; where it is not, NO_PICTURES says so."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Raises EngineError."""
+    try:
+        figure.savefig(file, bbox_inches="tight", facecolor="white")
+    except OSError as error:
+        raise EngineError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def panels(columns: int, rows: int, size: tuple[float, float], **shared: Any) -> tuple[Figure, np.ndarray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 from bench.angles import gaussian_density
 from bench.command import note, run
 from bench.plot_labels import beside_points, spread
-from bench.plot_style import STYLE, colour_of, panels, plain_log
+from bench.plot_style import NO_PICTURES, STYLE, can_draw, colour_of, panels, plain_log, save
 from engine import EngineError
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ _BEYOND = 12.0  # bits/value that are of no interest in a picture of what compre
 
 def draw_all(result: Result, name: str, output: Path) -> str:
     """Every picture that `result` has figures for, beside the JSON file `output`; returns a sentence about it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "No pictures: matplotlib is not installed; pip install 'polarlm[bench]' adds it"
+    if not can_draw():
+        return NO_PICTURES
     from matplotlib import rc_context
 
     # A type with parts left out has a label of several words, and lies where the whole lies: that is for the table.
@@ -41,18 +40,11 @@ def draw_all(result: Result, name: str, output: Path) -> str:
             figure = draw(result, name)
             if figure is not None:
                 file = output.with_name(f"{output.stem}-{kind}.png")
-                _save(figure, file)
+                save(figure, file)
                 drawn.append(file.name)
     if not drawn:
         return "No pictures: full precision alone, or parts of a type, are for the table"
     return f"Pictures: {', '.join(drawn)}"
-
-
-def _save(figure: Figure, file: Path) -> None:
-    try:
-        figure.savefig(file, bbox_inches="tight", facecolor="white")
-    except OSError as error:
-        raise EngineError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def _by_scoring(rows: Sequence[Result]) -> dict[str, list[Result]]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,9 @@ from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, cache_t
 from bench.gpu_setup import about_gpu
 from bench.peer import NAME as PEER_NAME
 from bench.peer import NoPeer, Peer
-from bench.timing import Rates, generation_rate, prompt_rate, weights_rate
-from engine import Engine
+from bench.speed_figures import Figure, Speed, format_table
+from bench.timing import Rates, Streams, generation_rate, prompt_rate, weights_rate
+from engine import Engine, EngineConfig
 from engine.assembly import assemble, settle
 from engine.backends.numpy_ops import NumpyOps
 from engine.backends.select import select
@@ -35,6 +36,9 @@ from engine.model import Model
 # Short generation: from this depth on, up to 64 tokens of context.
 _SHORT_PROMPT, _SHORT_STEPS = 8, 56
 _DEEP_STEPS = 32
+# Steps that several sequences take together, behind prompts of their own.
+_BATCHES = (1, 8, 16)
+_BATCH_DEPTH, _BATCH_STEPS = 128, 24
 # A library's idle threads may go on spinning for a moment, at the cost of the next run.
 _REST_SECONDS = 0.1
 
@@ -60,17 +64,6 @@ class Options:
     output: str | None = setting(
         None, "--output", metavar="FILE", help="where the JSON goes; else bench/results/speed-<machine>-<date>.json"
     )
-
-
-@dataclass
-class Figure:
-    """One line of the table: our rate and what it is compared with."""
-
-    name: str
-    cache_type: str  # label of a CacheType
-    ours: Rates = field(default_factory=Rates)
-    weights_alone: Rates | None = None
-    peer: Rates | str | None = None  # a str says why there are none
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,40 +118,13 @@ def _thread_counts(text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-@dataclass
-class Speed:
-    """A whole measurement."""
-
-    model: str
-    weights: str  # how they are stored
-    peer: str  # its version, or why it is not there
-    figures: list[Figure]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "weights": self.weights,
-            "peer": {"name": PEER_NAME, "version_or_absence": self.peer},
-            "unit": "tokens/s",
-            "figures": [
-                {
-                    "name": figure.name,
-                    "cache_type": figure.cache_type,
-                    "ours": figure.ours.summary(),
-                    "weights_alone": figure.weights_alone and figure.weights_alone.summary(),
-                    "peer": figure.peer.summary() if isinstance(figure.peer, Rates) else figure.peer,
-                }
-                for figure in self.figures
-            ],
-        }
-
-
 def measure(options: Options, types: Sequence[CacheType], threads: Sequence[int]) -> Speed:
     """Everything, one engine at a time. Raises FlagError, LoadError or EngineError."""
     referee = _Referee(threads, options.repeat)
-    referee.expect(3 + 2 * len(types))
+    referee.expect(3 + len(_BATCHES) + 2 * len(types))
     with referee.bar:
         speed = _measure_short(options, types, referee)
+        speed.figures += _measure_batches(options, referee)
         for cache_type in types:
             speed.figures.append(_measure_deep(options, cache_type, referee))
     return speed
@@ -239,6 +205,25 @@ def _measure_short(options: Options, types: Sequence[CacheType], referee: _Refer
         return Speed(engine.model.name, engine.model.dtype, about_peer, [prompt, short])
 
 
+def _measure_batches(options: Options, referee: _Referee) -> list[Figure]:
+    """Steps of several sequences at once, beside one alone, with an f16 cache."""
+    f16, most, context = CacheType.read("f16"), max(_BATCHES), _BATCH_DEPTH + _BATCH_STEPS
+    figures = [Figure(f"steps of {batch} at {_BATCH_DEPTH}", f16.label) for batch in _BATCHES]
+    # Room for the blocks of all, and for two runs of each: its prompt, which stays, and what goes on from there.
+    room = {**f16.settings(), "ctx_size": most * (context + EngineConfig.block_size), "parallel": 2 * most}
+    with _loaded(options, context, **room) as (engine, model):
+        new_ids = _Ids(engine)
+        streams = Streams(model, [new_ids(_BATCH_DEPTH) for _ in range(most)])
+
+        def contestant(figure: Figure, batch: int) -> Contestant:
+            return figure.ours, lambda threads: streams.rate(batch, _BATCH_STEPS)
+
+        referee.runs("batches", [contestant(*of) for of in zip(figures, _BATCHES, strict=True)])
+    for figure in figures[1:]:
+        figure.one_stream = figures[0].ours
+    return figures
+
+
 def _measure_deep(options: Options, cache_type: CacheType, referee: _Referee) -> Figure:
     """Generation behind --depth tokens of one cache type."""
     deep = Figure(f"generation at {options.depth}", cache_type.label, weights_alone=Rates())
@@ -263,28 +248,6 @@ class _Ids:
 
     def __call__(self, count: int) -> list[int]:
         return self._rng.integers(self._vocabulary, size=count).tolist()
-
-
-def format_table(speed: Speed) -> str:
-    """Ours, then what the weights alone allow and the peer, each with our share of it."""
-    header = ("", "cache", "tokens/s", "threads", "fastest", "weights alone", "share", PEER_NAME, "ratio")
-    rows = []
-    for figure in speed.figures:
-        ours, floor, peer = figure.ours, figure.weights_alone, figure.peer
-        rows.append(
-            (
-                figure.name,
-                figure.cache_type,
-                f"{ours.median:,.1f}",
-                str(ours.threads),
-                f"{ours.fastest:,.1f}",
-                f"{floor.median:,.1f}" if floor else "—",
-                f"{100 * ours.median / floor.median:.0f} %" if floor else "—",
-                f"{peer.median:,.1f}" if isinstance(peer, Rates) else peer or "—",
-                f"{ours.median / peer.median:.2f}" if isinstance(peer, Rates) else "—",
-            )
-        )
-    return report.table(header, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from engine import Engine, SamplingParams
+from engine.kv.store import SequenceKV
 from engine.model import Model
+from engine.sampling import Draw, resolve
+from model_loaders.config import GenerationDefaults
 
 _UNTIL_RECORDED = 2  # calls of `replay` after which a device launches what it recorded
 _GREEDY = SamplingParams(temperature=0, repeat_penalty=1, ignore_eos=True)
@@ -57,6 +60,43 @@ def weights_rate(model: Model, passes: int) -> float:
     for _ in range(passes):
         one_pass()
     return passes / (time.perf_counter() - started)
+
+
+class Streams:
+    """Sequences behind prompts of their own that take steps together, as those of an engine's requests do."""
+
+    def __init__(self, model: Model, prompts: Sequence[Sequence[int]]) -> None:
+        self._model, self._store = model, model.store
+        self._draw = Draw(resolve(_GREEDY, GenerationDefaults()), [], 0.5, model.config.vocab_size)
+        self._prompts = [self._prefill(ids) for ids in prompts]
+
+    def _prefill(self, ids: Sequence[int]) -> SequenceKV:
+        sequence = self._store.new_sequence()
+        span = self._store.open(sequence, len(ids))
+        self._model.run([span], ids)
+        self._store.commit(span)
+        return sequence
+
+    def rate(self, batch: int, steps: int) -> float:
+        """Tokens a second, of all together, where the first `batch` sequences take so many steps from their prompts."""
+        sequences = [self._store.fork(prompt, prompt.length) for prompt in self._prompts[:batch]]
+        try:
+            for _ in range(_UNTIL_RECORDED):
+                self._step(sequences)
+            started = time.perf_counter()
+            for _ in range(steps - _UNTIL_RECORDED):
+                self._step(sequences)
+            return batch * (steps - _UNTIL_RECORDED) / (time.perf_counter() - started)
+        finally:
+            for sequence in sequences:
+                self._store.release(sequence)
+
+    def _step(self, sequences: Sequence[SequenceKV]) -> None:
+        """The same token for all: what comes out makes no difference to the time."""
+        spans = [self._store.open(sequence, 1) for sequence in sequences]
+        self._model.step(spans, [0] * len(spans), [self._draw] * len(spans))
+        for span in spans:
+            self._store.commit(span)
 
 
 @dataclass

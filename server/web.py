@@ -12,8 +12,12 @@ import uvicorn
 
 from server.config import ServerConfig
 from server.listening import ListenError, address_of
+from server.web_connection import WebConnection
 
 _LAST_SECONDS = 5  # for clients to take what is on its way to them
+# Longer than clients keep a connection that they may use again (5 seconds is usual): where both let go of it at the
+# same time, the next request meets a server that has just hung up.
+_IDLE_SECONDS = 30
 
 
 class Web(uvicorn.Server):
@@ -23,7 +27,7 @@ class Web(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=WebConnection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -31,6 +35,7 @@ class Web(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,  # anybody could name any client
                 limit_concurrency=config.max_connections,
+                timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_LAST_SECONDS,
             )
         )

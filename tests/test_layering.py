@@ -17,6 +17,7 @@ CODECS = {"engine.codecs"}
 ENCODING = CODECS | {"engine.encoding"}
 SAMPLING = {"engine.sampling", "engine.config", "engine.errors", "engine.outputs"}
 OPS = ENCODING | SAMPLING | {"engine.backends.ops"}
+NUMPY = {"engine.conditioning", "engine.backends.numpy_attention", "engine.backends.numpy_steps"}
 LAUNCH = {f"engine.backends.{name}" for name in ("device", "kernels", "records", "candidates", "cuda_launch")}
 _CUDA_ROOMS = ("shapes", "rotation", "cache", "draws", "heads", "cache_ops")
 CUDA = OPS | LAUNCH | {f"engine.backends.cuda_{name}" for name in _CUDA_ROOMS}
@@ -31,8 +32,10 @@ ROOMS = {
     "engine.statistics": set(),
     "engine.backends.ops": ENCODING | SAMPLING,
     "engine.backends.numpy_attention": OPS | {"engine.conditioning"},
+    "engine.backends.numpy_steps": OPS | {"engine.backends.numpy_attention"},
     "engine.backends.stored": OPS | {"engine.conditioning", "engine.backends.records"},
-    "engine.backends.numpy_ops": OPS | {f"engine.backends.{name}" for name in ("numpy_attention", "stored")},
+    "engine.backends.numpy_ops": OPS
+    | {f"engine.backends.{name}" for name in ("numpy_attention", "numpy_steps", "stored")},
     "engine.backends.records": CODECS,
     "engine.backends.candidates": set(),
     "engine.backends.kernels": {"engine.backends.records"},

@@ -133,7 +133,7 @@ def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int,
     skipped = max(0, (oldest - span.table_start) // block_size)
     for first in range(skipped, len(ids), _BLOCK_TILE):
         part = ids[first : first + _BLOCK_TILE]
-        yield _Tile(span.table_start + first * block_size, *_read_blocks(cache, part))
+        yield _Tile(span.table_start + first * block_size, *read_blocks(cache, part))
 
     size = last + 1 - span.now_start
     now_k, now_v = (whole[:, :size] for whole in cache.exact(span.now))
@@ -145,7 +145,7 @@ def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int,
         yield _Tile(span.now_start + first, now_k[:, rows], now_v[:, rows])
 
 
-def _read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Decode coded blocks: k without its means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
     kv_heads, _, dim = cache.exact_k.shape[1:]
     k = cache.form.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})

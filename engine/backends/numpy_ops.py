@@ -18,6 +18,7 @@ from threadpoolctl import ThreadpoolController
 
 from engine.backends import stored
 from engine.backends.numpy_attention import Buffer, LayerCache, attend, encode_keys, encode_values
+from engine.backends.numpy_steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.ops import CacheFormat, CacheSpan, Place, Result, StoredSpace
 from engine.sampling import Draw, Sampled, sample_all
 
@@ -40,6 +41,9 @@ class NumpyOps:
         self._blas = ThreadpoolController().select(user_api="blas")
         if threads:
             self._blas.limit(limits=threads)
+        self._in_place = all(
+            multiplies_in_place(of.info().get("architecture", "")) for of in self._blas.lib_controllers
+        )
         self._pool = ThreadPoolExecutor(thread_name_prefix="part")
 
     def _threads(self) -> int:
@@ -96,7 +100,8 @@ class NumpyOps:
         onto: np.ndarray | None = None,
         gated: bool = False,
     ) -> np.ndarray:
-        y = (x if norm is None else rms_norm(x, *norm)) @ weight.T
+        x = x if norm is None else rms_norm(x, *norm)
+        y = thin_product(x, weight) if self._in_place and is_thin(len(x)) else x @ weight.T
         if bias is not None:
             y += bias
         if gated:
@@ -153,7 +158,7 @@ class NumpyOps:
         return np.empty(shape, np.float32), np.empty(shape, np.float32)
 
     def spans(self, spans: Sequence[CacheSpan]) -> Sequence[CacheSpan]:
-        return spans
+        return StepSpans(spans) if is_step(spans) else spans
 
     def append_kv(self, cache: LayerCache, spans: Sequence[CacheSpan], k: np.ndarray, v: np.ndarray) -> None:
         for span in spans:
@@ -187,15 +192,15 @@ class NumpyOps:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.form.kv_heads
         heads, dim = q.shape[1:]
-        tile = max(1, _QUERY_TILE // (heads // kv_heads))
-        for span in spans:
-            for first in range(span.rows.start, span.rows.stop, tile):
-                rows = slice(first, min(first + tile, span.rows.stop))
-                # (T, K·G, D) → (K, G, T, D): the query group of a KV head shares one pass over its keys.
-                grouped = q[rows].reshape(-1, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
-                position = span.position + first - span.rows.start
-                tile_out = attend(grouped * np.float32(scale), position, cache, span, window)
-                out[rows] = tile_out.transpose(2, 0, 1, 3).reshape(out[rows].shape)
+        q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(scale)
+        parts = spans.parts if isinstance(spans, StepSpans) else [[span] for span in spans]
+        for number, part in enumerate(parts):
+            rows = slice(part[0].rows.start, part[-1].rows.stop)
+            if isinstance(spans, StepSpans) and len(part) > 1:
+                layout = spans.layout(number, cache.form.block_size)
+                out[rows] = attend_together(q[rows], cache, layout, window).reshape(out[rows].shape)
+            else:
+                _attend_alone(q[rows], out[rows], cache, part[0], window)
         return rotate(out, back)
 
     def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], source: Place) -> None:
@@ -232,6 +237,17 @@ class NumpyOps:
         tokens = stored.exact_tokens(cache.form, k, v)
         for to, given in zip(cache.exact(Place(None, slot)), (k, v), strict=True):
             to[:, :tokens] = given
+
+
+def _attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: CacheSpan, window: int | None) -> None:
+    """Attention of q (T, K, G, D), scaled, all rows of one sequence, tile by tile, into out (T, H, D)."""
+    tile = max(1, _QUERY_TILE // q.shape[2])
+    for first in range(0, len(q), tile):
+        # (T, K, G, D) → (K, G, T, D): the query group of a KV head shares one pass over its keys.
+        grouped = q[first : first + tile].transpose(1, 2, 0, 3)
+        tile_out = attend(grouped, span.position + first, cache, span, window)
+        into = out[first : first + tile]
+        into[...] = tile_out.transpose(2, 0, 1, 3).reshape(into.shape)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
 from bench import full_precision, peer, speed
-from bench.timing import Rates, generation_rate, prompt_rate, weights_rate
+from bench.timing import Rates, Streams, generation_rate, prompt_rate, weights_rate
 from engine import Engine
 from engine.backends.numpy_ops import NumpyOps
 from engine.model import Model
@@ -39,6 +39,11 @@ def run(output: Path, *flags: str) -> int:
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def blas_threads() -> int:
+    (threads,) = {lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"}
+    return threads
 
 
 # -- what is counted -----------------------------------------------------------------------------------------------
@@ -89,6 +94,20 @@ def test_generation_takes_as_many_steps_as_are_asked_for(monkeypatch: pytest.Mon
     assert len(steps) == 300
 
 
+def test_streams_take_their_steps_together_and_start_over_with_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = read_model(FIXTURES / "llama_gqa_linear")
+    model, steps = bare_model(config, weights), []
+    take = Model.step
+    monkeypatch.setattr(Model, "step", lambda *of: (steps.append([span.start for span in of[1]]), take(*of))[1])
+    streams = Streams(model, [[5] * 20, [6] * 33, [7] * 16])
+    free = [(group.coded.free, group.exact.free) for group in model.store.groups]
+    for _ in range(2):
+        assert streams.rate(2, 5) > 0
+        assert steps == [[20 + i, 33 + i] for i in range(5)]
+        steps.clear()
+    assert [(group.coded.free, group.exact.free) for group in model.store.groups] == free
+
+
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
@@ -97,17 +116,23 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
     assert run(tmp_path / "out.json", "--types", "f16,polarquant:plain") == 0
-    header, _, *rows = [cells(line) for line in capsys.readouterr().out.splitlines()[-6:]]
-    assert header[1:] == ["cache", "tokens/s", "threads", "fastest", "weights alone", "share", peer.NAME, "ratio"]
+    header, _, *rows = [cells(line) for line in capsys.readouterr().out.splitlines()[-9:]]
+    columns = ["cache", "tokens/s", "threads", "fastest", "weights alone", "share", "one stream", "times", peer.NAME]
+    assert header[1:] == [*columns, "ratio"]
     assert [row[:2] for row in rows] == [
         ["prompt of 40", "f16"],
         ["generation, depth ≤ 64", "f16"],
+        ["steps of 1 at 128", "f16"],
+        ["steps of 8 at 128", "f16"],
+        ["steps of 16 at 128", "f16"],
         ["generation at 100", "f16"],
         ["generation at 100", "polarquant:plain"],
     ]
     assert all(float(row[column].replace(",", "")) > 0 for row in rows for column in (2, 3, 4))
-    assert [row[5] == "—" for row in rows] == [True, False, False, False]
-    assert [row[7:] for row in rows] == [["not installed", "—"], ["not installed", "—"], ["—", "—"], ["—", "—"]]
+    assert [row[5] == "—" for row in rows] == [True, False, True, True, True, False, False]
+    assert [row[7:9] == ["—", "—"] for row in rows] == [True, True, True, False, False, True, True]
+    assert rows[3][7] == rows[4][7] == rows[2][2]
+    assert [row[9:] for row in rows] == 2 * [["not installed", "—"]] + 5 * [["—", "—"]]
 
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert {"cpu", "cores", "numpy", "blas"} <= found["machine"].keys()
@@ -151,7 +176,7 @@ def test_the_peer_takes_turns_and_is_compared(
     def ours(rate: float) -> object:
         def measured(engine: Engine, ids: Sequence[int], *steps: int) -> float:
             prompts.add(tuple(ids))
-            (threads,) = {lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"}
+            threads = blas_threads()
             if len(ids) < 100:
                 FakePeer.calls.append(("ours", threads))
             return rate * threads
@@ -162,15 +187,19 @@ def test_the_peer_takes_turns_and_is_compared(
     monkeypatch.setattr(speed, "prompt_rate", ours(1000.0))
     monkeypatch.setattr(speed, "generation_rate", ours(40.0))
     monkeypatch.setattr(speed, "weights_rate", lambda model, steps: 160.0)
+    monkeypatch.setattr(Streams, "rate", lambda self, batch, steps: 10.0 * blas_threads())
     assert run(tmp_path / "out.json", "--types", "f16") == 0
     warm_up = [("ours", 1), ("peer", 1)]
     turns = [("ours", 1), ("peer", 1), ("ours", 2), ("peer", 2)]
     assert FakePeer.calls == 2 * (warm_up + 2 * turns) + [("closed", 0)]
     assert len(prompts) == 3 * 5, "each run has a prompt of its own"
-    prompt, short, deep = [cells(line) for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert prompt[2:] == ["2,000.0", "2", "2,000.0", "—", "—", "500.0", "4.00"]
-    assert short[2:] == ["80.0", "2", "80.0", "160.0", "50 %", "100.0", "0.80"]
-    assert deep[2:] == ["80.0", "2", "80.0", "160.0", "50 %", "—", "—"]
+    prompt, short, *batches, deep = [cells(line) for line in capsys.readouterr().out.splitlines()[-6:]]
+    assert prompt[2:] == ["2,000.0", "2", "2,000.0", "—", "—", "—", "—", "500.0", "4.00"]
+    assert short[2:] == ["80.0", "2", "80.0", "160.0", "50 %", "—", "—", "100.0", "0.80"]
+    assert [row[2:9] for row in batches] == [
+        ["20.0", "2", "20.0", "—", "—", *times] for times in (["—", "—"], ["20.0", "1.00"], ["20.0", "1.00"])
+    ]
+    assert deep[2:] == ["80.0", "2", "80.0", "160.0", "50 %", "—", "—", "—", "—"]
 
 
 def test_on_a_gpu_there_are_no_threads_and_no_peer(

@@ -24,7 +24,7 @@ from engine.model import Model
 from server.__main__ import main
 step = Model.step
 def troubled(*arguments):
-    time.sleep(0.02)
+    time.sleep(float(os.environ.get("STEP_SECONDS", "0.02")))
     if os.path.exists(os.environ["TROUBLE"]):
         os.unlink(os.environ["TROUBLE"])
         raise ArithmeticError("secret detail")
@@ -32,15 +32,30 @@ def troubled(*arguments):
 Model.step = troubled
 sys.exit(main())
 """
+SMALL_BLOCKS = """
+from functools import partial
+from engine import Engine
+Engine.load = staticmethod(partial(Engine.load, block_size=8, kept_sequences={kept}))
+"""
+PLAIN = """
+import sys
+from server.__main__ import main
+sys.exit(main())
+"""
 
 
 class Process:
-    """A server with the tiny model at free ports; ends with the `with` block, if not before."""
+    """A server with the tiny model at free ports; ends with the `with` block, if not before.
 
-    def __init__(self, model: Path, folder: Path, *flags: str, troubled: bool = False, **environment: str) -> None:
+    prelude: a program that the process runs before it becomes a server.
+    """
+
+    def __init__(
+        self, model: Path, folder: Path, *flags: str, troubled: bool = False, prelude: str = "", **environment: str
+    ) -> None:
         self.trouble = folder / "trouble"
         self.errors = folder / "stderr"
-        program = ["-c", TROUBLED] if troubled else ["-m", "server"]
+        program = ["-c", prelude + (TROUBLED if troubled else PLAIN)] if troubled or prelude else ["-m", "server"]
         plain = ["--weights", str(model), "--device", "cpu", "--no-calibration", "--port", "0"]
         surroundings = {"TROUBLE": str(self.trouble), CACHE_VARIABLE: str(folder), "OMP_NUM_THREADS": "1"}
         with self.errors.open("w") as errors:
@@ -79,6 +94,16 @@ class Process:
         return (
             re.findall(r"(?m)^polarlm_requests_(?:active|running|waiting) (\S+)", self.get("/metrics")) == ["0.0"] * 3
         )
+
+    def blocks(self) -> tuple[int, int]:
+        """How many coded blocks there are, and how many of them are free."""
+        found = dict(re.findall(r"(?m)^polarlm_(kv_blocks\S*) (\S+)", self.get("/metrics")))
+        return int(float(found["kv_blocks"])), int(float(found["kv_blocks_free"]))
+
+    def resident(self) -> int:
+        """Bytes of memory that the process has."""
+        told = subprocess.run(["ps", "-o", "rss=", "-p", str(self.process.pid)], capture_output=True, check=True)
+        return int(told.stdout) * 1024
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import stat
 import struct
@@ -500,6 +501,23 @@ def test_the_example_of_the_document(server: Running) -> None:
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip()
     assert sum(server.driver.snapshot().requests.values()) == 1
+
+
+def test_the_shell_example_of_the_document(server: Running) -> None:
+    """What the document shows for a shell runs as it is, but for the port, and ends by itself."""
+    if shutil.which("nc") is None:
+        pytest.skip("needs nc, which is not installed")
+    if b"OpenBSD" not in subprocess.run(["nc", "-h"], capture_output=True).stderr:
+        pytest.skip("needs OpenBSD's nc, and this is another one")
+    (line,) = re.findall(r"(?m)^echo .*nc .*$", DOCUMENT.read_text(encoding="utf-8"))
+    assert line.count("8081") == 1
+    command = line.replace("8081", str(server.address[1]))
+    shown = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
+    assert shown.returncode == 0, shown.stderr
+    messages = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert messages[-1]["done"]
+    assert messages[-1]["usage"]["prompt_tokens"] == len(server.engine.tokenize("Once upon a time"))
+    assert all("delta" in message for message in messages[:-1])
 
 
 def test_the_document_names_every_code_and_limit() -> None:

@@ -1,0 +1,179 @@
+"""Clients of a server's HTTP API: when they ask, what for, and what they see come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+
+from engine import EngineError
+from engine.calibration import TEXT_FILE
+
+_SAMPLE_SECONDS = 0.25  # between two looks at /metrics
+_PATIENCE = 120.0  # seconds for anything to come
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked, and when."""
+
+    clients: int
+    starts: Sequence[float]  # seconds from the beginning, ascending
+    prompts: Sequence[Sequence[int]]  # ids, one prompt for each start
+    max_tokens: int
+
+
+@dataclass
+class Answer:
+    """One request as its client saw it. Times are seconds from the beginning of the measurement."""
+
+    planned: float
+    sent: float
+    pieces: list[float] = field(default_factory=list)  # when text came; a piece is a token, but for split characters
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass
+class Seen:
+    """What came of a plan. answers: in the order they were asked for."""
+
+    seconds: float
+    answers: list[Answer]
+    blocks: int  # that the server's store has
+    peak_blocks: int  # held at a time, those of finished sequences included
+    peak_running: int
+
+
+def poisson(rate: float, seconds: float, most: int | None, rng: np.random.Generator) -> list[float]:
+    """Arrivals of a Poisson process with `rate` per second: within `seconds`, and no more than `most`."""
+    starts: list[float] = []
+    at = rng.exponential(1 / rate)
+    while at < seconds and (most is None or len(starts) < most):
+        starts.append(float(at))
+        at += rng.exponential(1 / rate)
+    return starts
+
+
+async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
+    """Ids of a text's tokens, for prompts of a known length. Raises EngineError where there is no such server."""
+    try:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_PATIENCE) as http:
+            body = {"content": TEXT_FILE.read_text(encoding="utf-8")}
+            ids: list[int] = (await http.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
+            return sorted(set(ids))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        raise EngineError(f"--url {url}: there is no server of ours that answers ({_kind(error)})") from None
+
+
+def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.random.Generator) -> Sequence[Sequence[int]]:
+    """`count` prompts of random ids: `shared` that all begin with, and `own` that no other one has."""
+    prefix = rng.choice(ids, shared).tolist()
+    return [prefix + rng.choice(ids, own).tolist() for _ in range(count)]
+
+
+async def run(url: str, headers: dict[str, str], plan: Plan, told: Callable[[], object]) -> Seen:
+    """Ask what `plan` says; a client that is still busy at a start makes it wait. `told` is called for each answer."""
+    waiting: asyncio.Queue[int] = asyncio.Queue()
+    begun = time.perf_counter()
+    answers: dict[int, Answer] = {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_PATIENCE, limits=limits) as http:
+        watch = _Watch(http)
+        watching = asyncio.create_task(watch.go_on())
+
+        async def arrive() -> None:
+            for number, start in enumerate(plan.starts):
+                await asyncio.sleep(max(0.0, begun + start - time.perf_counter()))
+                waiting.put_nowait(number)
+            for _ in range(plan.clients):
+                waiting.put_nowait(-1)
+
+        async def client() -> None:
+            while (number := await waiting.get()) >= 0:
+                answers[number] = await _ask(http, plan, number, begun)
+                told()
+
+        await asyncio.gather(arrive(), *(client() for _ in range(plan.clients)))
+        seconds = time.perf_counter() - begun
+        watching.cancel()
+    return Seen(seconds, [answers[number] for number in sorted(answers)], watch.blocks, watch.held, watch.running)
+
+
+async def _ask(http: httpx.AsyncClient, plan: Plan, number: int, begun: float) -> Answer:
+    body = {"prompt": plan.prompts[number], "max_tokens": plan.max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = Answer(plan.starts[number], time.perf_counter() - begun)
+    try:
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                answer.error = f"{response.status_code} {_code(await response.aread())}"
+            else:
+                await _read(response, answer, begun)
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        answer.error = _kind(error)
+    answer.ended = time.perf_counter() - begun
+    return answer
+
+
+async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
+    """Take an answer in to its end, or note that there is none."""
+    answer.error = "cut off"
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            answer.error = None
+        elif data:
+            _take(json.loads(data), answer, time.perf_counter() - begun)
+        if data.startswith('{"error"'):
+            answer.error = _code(data)
+            return
+
+
+def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
+    if any(choice["text"] for choice in event.get("choices", ())):
+        answer.pieces.append(now)
+    if usage := event.get("usage"):
+        answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def _code(body: str | bytes) -> str:
+    """What an error of the API calls itself."""
+    try:
+        return str(json.loads(body)["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return "no error of the API"
+
+
+def _kind(error: Exception) -> str:
+    return str(error.response.status_code) if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
+
+
+class _Watch:
+    """Looks at /metrics again and again."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+        self.blocks = self.held = self.running = 0
+
+    async def go_on(self) -> None:
+        while True:
+            with suppress(httpx.HTTPError):
+                found = dict(re.findall(r"(?m)^polarlm_(\w+) (\S+)$", (await self._http.get("/metrics")).text))
+                if "kv_blocks" in found:
+                    self.blocks = int(float(found["kv_blocks"]))
+                    self.held = max(self.held, self.blocks - int(float(found["kv_blocks_free"])))
+                    self.running = max(self.running, int(float(found["requests_running"])))
+            await asyncio.sleep(_SAMPLE_SECONDS)

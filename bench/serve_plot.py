@@ -1,0 +1,49 @@
+"""The picture of a load: how long clients waited, and what came out of the server second by second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.plot_style import NO_PICTURES, STYLE, can_draw, panels, save
+
+_CURVES = {
+    "first_token_seconds": ("first token", "#c2410c"),
+    "between_tokens_seconds": ("between two tokens", "#1d4ed8"),
+    "request_seconds": ("whole answer", "#4b5563"),
+}
+
+
+def draw(result: Mapping[str, Any], output: Path) -> str:
+    """Draws beside the JSON file `output`; returns a sentence about it. Raises EngineError."""
+    if not can_draw():
+        return NO_PICTURES
+    from matplotlib import rc_context
+
+    file = output.with_suffix(".png")
+    with rc_context(STYLE):
+        figure, ((waits, rates),) = panels(2, 1, (5.4, 4.2))
+        percent = np.arange(101)
+        for name, (label, colour) in _CURVES.items():
+            if curve := result["latencies"][name]["percentiles"]:
+                waits.plot(np.asarray(curve) * 1e3, percent, color=colour, lw=1.6, label=label)
+        waits.set_xscale("log")
+        waits.set_ylim(0, 100)
+        waits.set_xlabel("milliseconds")
+        waits.set_ylabel("percent that waited no longer")
+        waits.legend(loc="lower right")
+        rates.stairs(result["tokens_each_second"], fill=True, color="#fdba74")
+        rates.axhline(result["tokens_per_second"], color="#c2410c", lw=1.2, ls="--", label="mean")
+        rates.set_ylim(0)
+        rates.set_xlabel("seconds")
+        rates.set_ylabel("tokens/s of all clients")
+        rates.legend(loc="lower right")
+        load = result["load"]
+        figure.suptitle(
+            f"{result['model']}: {load['clients']} clients, {load['rate']:g} requests/s (Poisson)", fontweight="bold"
+        )
+        save(figure, file)
+    return f"Picture: {file.name}"

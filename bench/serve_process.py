@@ -1,0 +1,38 @@
+"""A server of our own for a measurement, in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from bench.command import note
+from engine import EngineError
+
+_LAST_SECONDS = 60.0  # for the process to end
+
+
+@contextmanager
+def own_server(flags: Sequence[str]) -> Iterator[str]:
+    """The URL of a server with `flags` at a free port; it ends with the context. Raises EngineError."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        command = [sys.executable, "-m", "server", "--port", "0", *flags]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            try:
+                found = re.search(r"http://\S+", process.stdout.readline())
+                errors.seek(0)
+                said = errors.read().splitlines() or ["it said nothing"]
+                if found is None:
+                    raise EngineError(f"The server did not start: {said[-1].removeprefix('error: ')}")
+                note(said[-1])
+                yield found[0]
+            finally:
+                process.terminate()
+                try:
+                    process.wait(_LAST_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()

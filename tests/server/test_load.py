@@ -1,0 +1,172 @@
+"""64 clients at once and room for about eight: all are served, each as if it were alone, and nothing is lost.
+
+POLARLM_LOAD_SECONDS=60 has the clients go on asking for a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from engine import Engine, SamplingParams
+from tests.server.lines import PATIENCE, eventually
+from tests.server.process import SMALL_BLOCKS, Process
+from tests.tiny import CONTEXT, VOCABULARY
+
+CLIENTS = 64
+SECONDS = float(os.environ.get("POLARLM_LOAD_SECONDS", "2.5"))  # for which clients go on asking, but for a first round
+TOKENS = 24
+BLOCK = 8  # the store has room for 31 behind first blocks, and a sequence of 40 tokens takes 4
+CLEAR = 0.02  # a token that is ahead of the next one by so much is what comes out of any batch
+MORE_MEMORY = 16 << 20  # bytes, on top of what the process has when everything has been used once
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt, and the beginning of its answer that does not hang on the last bits of a sum."""
+
+    prompt: list[int]
+    text: str
+
+
+def prompts() -> list[list[int]]:
+    """Every fourth with a beginning of its own, the others with one of two that they share."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(5, VOCABULARY, (2, 19)).tolist()
+    own = [rng.integers(5, VOCABULARY, length).tolist() for length in rng.integers(3, 20, CLIENTS)]
+    return [rest if number % 4 == 0 else shared[number % 2] + rest for number, rest in enumerate(own)]
+
+
+@pytest.fixture(scope="module")
+def jobs(tiny_path: Path) -> list[Job]:
+    """What each prompt gives alone."""
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=BLOCK, kept_sequences=0) as engine:
+        ops, margins = engine._model.ops, []
+        sample = ops.sample
+
+        def watched(logits: np.ndarray, draws: Any) -> Any:
+            (row,) = logits
+            second, best = np.partition(row[: draws[0].vocabulary], -2)[-2:]
+            margins.append(best - second)
+            return sample(logits, draws)
+
+        ops.sample = watched
+        found = []
+        for prompt in prompts():
+            margins.clear()
+            stream = engine.stream(prompt, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
+            texts = [chunk.text for chunk in stream]
+            clear = next((i for i, margin in enumerate(margins) if margin < CLEAR), TOKENS)
+            found.append(Job(prompt, "".join(texts[:clear])))
+    assert sum(len(job.text) for job in found) > CLIENTS * TOKENS / 2  # there is something to compare
+    return found
+
+
+@pytest.fixture(params=[0, 4], ids=["nothing kept", "prefixes kept"])
+def kept(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def server(tiny_path: Path, tmp_path: Path, kept: int) -> Iterator[Process]:
+    flags = ("--cache-type", "f16", "--parallel", "16", "--threads", "1")
+    with Process(tiny_path, tmp_path, *flags, prelude=SMALL_BLOCKS.format(kept=kept)) as process:
+        yield process
+
+
+async def ask(http: httpx.AsyncClient, prompt: list[int], tokens: int = TOKENS) -> tuple[str, str, dict[str, Any]]:
+    """Text, finish reason and usage of a streamed answer that came to its proper end."""
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    text, reason, usage, last = "", "", {}, ""
+    async with http.stream(
+        "POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}
+    ) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            last = line.removeprefix("data: ") or last
+            if not line or last == "[DONE]":
+                continue
+            event = json.loads(last)
+            usage = event["usage"] or usage
+            for choice in event["choices"]:
+                text += choice["text"]
+                reason = choice["finish_reason"] or reason
+    assert last == "[DONE]"
+    return text, reason, usage
+
+
+@dataclass
+class Seen:
+    """What became of a load."""
+
+    requests: int = 0
+    cached: int = 0  # tokens of prompts
+    least_free: int = 1 << 30  # blocks
+
+
+async def load(process: Process, jobs: list[Job], seconds: float, seen: Seen) -> None:
+    """All clients ask, each one request behind the other until the time is over."""
+    until = time.monotonic() + seconds
+    limits = httpx.Limits(max_connections=CLIENTS)
+    async with httpx.AsyncClient(base_url=process.url, timeout=PATIENCE, limits=limits) as http:
+
+        async def client(number: int) -> None:
+            turn = 0
+            while turn == 0 or time.monotonic() < until:
+                job = jobs[(number + 7 * turn) % len(jobs)]
+                text, reason, usage = await ask(http, job.prompt)
+                assert text.startswith(job.text)
+                assert (reason, usage["prompt_tokens"]) == ("length", len(job.prompt))
+                assert usage["completion_tokens"] == TOKENS
+                seen.requests += 1
+                seen.cached += usage["prompt_tokens_details"]["cached_tokens"]
+                turn += 1
+
+        async def watch() -> None:
+            while True:
+                seen.least_free = min(seen.least_free, (await asyncio.to_thread(process.blocks))[1])
+                await asyncio.sleep(0.05)
+
+        watching = asyncio.create_task(watch())
+        await asyncio.gather(*(client(number) for number in range(CLIENTS)))
+        watching.cancel()
+
+
+def test_all_are_served_as_if_they_were_alone_and_nothing_is_lost(server: Process, jobs: list[Job], kept: int) -> None:
+    seen = Seen()
+    asyncio.run(load(server, jobs, 0, seen))
+    before = server.resident()
+    asyncio.run(load(server, jobs, SECONDS, seen))
+    assert server.resident() - before < MORE_MEMORY
+    assert seen.least_free < 4  # they did get in each other's way
+    assert (seen.cached > 0) == (kept > 0)
+
+    eventually(server.is_idle)
+    done = server.get("/metrics")
+    assert f'polarlm_requests_total{{outcome="length"}} {float(seen.requests)}\n' in done
+    assert f"polarlm_completion_tokens_total {float(seen.requests * TOKENS)}\n" in done
+    blocks, free = server.blocks()
+    assert blocks == CONTEXT // BLOCK - 1
+    assert free == blocks or kept
+    # A sequence as long as the context needs every block that there is, and those of its predecessors to be let go.
+    for first in (5, 6):
+        assert asyncio.run(whole_context(server, first)) == CONTEXT + 1  # the last token is not stored any more
+    assert {line.get("outcome", "length") for line in server.log()} == {"length"}
+
+
+async def whole_context(process: Process, first: int) -> int:
+    """Tokens of a prompt and its answer, which ends where the context does."""
+    async with httpx.AsyncClient(base_url=process.url, timeout=PATIENCE) as http:
+        _, _, usage = await ask(http, list(range(first, 69)), tokens=-1)
+    return usage["total_tokens"]
