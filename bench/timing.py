@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine import Engine, SamplingParams
+from engine.kv.prefix import PrefixCache
 from engine.kv.store import SequenceKV
 from engine.model import Model
 from engine.sampling import Draw, resolve
@@ -63,23 +64,30 @@ def weights_rate(model: Model, passes: int) -> float:
 
 
 class Streams:
-    """Sequences behind prompts of their own that take steps together, as those of an engine's requests do."""
+    """Sequences behind prompts of their own that take steps together, as those of an engine's requests do.
+
+    Prompts are whole blocks, so that every run goes on from the same ones.
+    """
 
     def __init__(self, model: Model, prompts: Sequence[Sequence[int]]) -> None:
         self._model, self._store = model, model.store
         self._draw = Draw(resolve(_GREEDY, GenerationDefaults()), [], 0.5, model.config.vocab_size)
-        self._prompts = [self._prefill(ids) for ids in prompts]
+        self._prefixes = PrefixCache(model.store)
+        self._prompts = prompts
+        self._held = [self._prefill(ids) for ids in prompts]
 
     def _prefill(self, ids: Sequence[int]) -> SequenceKV:
+        assert len(ids) % self._store.shape.block_size == 0
         sequence = self._store.new_sequence()
         span = self._store.open(sequence, len(ids))
         self._model.run([span], ids)
         self._store.commit(span)
+        self._prefixes.publish(sequence, ids)
         return sequence
 
     def rate(self, batch: int, steps: int) -> float:
         """Tokens a second, of all together, where the first `batch` sequences take so many steps from their prompts."""
-        sequences = [self._store.fork(prompt, prompt.length) for prompt in self._prompts[:batch]]
+        sequences = [self._prefixes.resume(ids) for ids in self._prompts[:batch]]
         try:
             for _ in range(_UNTIL_RECORDED):
                 self._step(sequences)

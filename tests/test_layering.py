@@ -17,7 +17,6 @@ CODECS = {"engine.codecs"}
 ENCODING = CODECS | {"engine.encoding"}
 SAMPLING = {"engine.sampling", "engine.config", "engine.errors", "engine.outputs"}
 OPS = ENCODING | SAMPLING | {"engine.backends.ops"}
-NUMPY = {"engine.conditioning", "engine.backends.numpy_attention", "engine.backends.numpy_steps"}
 LAUNCH = {f"engine.backends.{name}" for name in ("device", "kernels", "records", "candidates", "cuda_launch")}
 _CUDA_ROOMS = ("shapes", "rotation", "cache", "draws", "heads", "cache_ops")
 CUDA = OPS | LAUNCH | {f"engine.backends.cuda_{name}" for name in _CUDA_ROOMS}

@@ -9,7 +9,7 @@ from engine.backends import numpy_steps
 from engine.backends.numpy_ops import NumpyOps
 from engine.backends.ops import CacheSpan, Place
 from engine.kv.store import KVStore, SequenceKV, Span
-from tests.kv.test_store import HEADS, KV_HEADS, D, N, make_store
+from tests.kv.fed import HEADS, KV_HEADS, D, N, make_store
 
 LENGTHS = [0, 3, N - 1, N, N + 1, 2 * N, 5 * N + 3, 9 * N - 1]
 

@@ -99,11 +99,11 @@ def test_streams_take_their_steps_together_and_start_over_with_every_run(monkeyp
     model, steps = bare_model(config, weights), []
     take = Model.step
     monkeypatch.setattr(Model, "step", lambda *of: (steps.append([span.start for span in of[1]]), take(*of))[1])
-    streams = Streams(model, [[5] * 20, [6] * 33, [7] * 16])
+    streams = Streams(model, [[5] * 64, [6] * 128, [7] * 64])
     free = [(group.coded.free, group.exact.free) for group in model.store.groups]
     for _ in range(2):
         assert streams.rate(2, 5) > 0
-        assert steps == [[20 + i, 33 + i] for i in range(5)]
+        assert steps == [[64 + i, 128 + i] for i in range(5)]
         steps.clear()
     assert [(group.coded.free, group.exact.free) for group in model.store.groups] == free
 
