@@ -88,7 +88,7 @@ def calibrate(
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: list[LayerStatistics] = []
     rows = 0
-    for unit in model.walk([span], ids):
+    for unit in model.walk([span], ids, by_layer=True):
         rows += unit
         if rows % len(ids) == 0:  # all rows are through a layer
             keys = np.ascontiguousarray(watched.keys.swapaxes(0, 1))

@@ -75,13 +75,14 @@ class Model:
     # -- prefill ------------------------------------------------------------------------------------------------
 
     def walk(
-        self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None
+        self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, *, by_layer: bool = False
     ) -> Generator[int, None, Array]:
         """Take the new tokens `ids` of `spans`, in order, through all layers, and their K/V into the store.
 
-        A generator, so that other work can stand between its units: it yields the rows done after each unit (one
-        layer of at most `prefill_rows` rows) and returns the hidden states of the last `outputs` rows (all for None),
-        (outputs, E). All layers are sealed then; commit is the caller's. Several spans must be of one token each.
+        A generator, so that other work can stand between its units: it yields the rows done after each unit and returns
+        the hidden states of the last `outputs` rows (all for None), (outputs, E). A unit is `prefill_rows` rows of a
+        layer, or fewer rows of as many layers as are no more work; with `by_layer`, never of two layers. All layers
+        are sealed then; commit is the caller's. Several spans must be of one token each.
         Cost per token: 2 FLOPs per weight, and attention that grows with the tokens before it; memory: T·E for the
         prompt, and one layer's K/V.
         """
@@ -91,12 +92,17 @@ class Model:
         turns = [self.ops.to_device(turn) for turn in self._turns(spans)]
         units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
         parts = [[self._part(spans, rows, first_output) for rows in self.ops.parts(unit)] for unit in units]
+        done, last = 0, (self.config.layers - 1, units[-1])
         for layer in range(self.config.layers):
             for span in spans:
                 self.store.begin_layer(layer, span)
             for unit, of in zip(units, parts, strict=True):
                 self._layer(layer, x, turns, of)
-                yield unit.stop - unit.start
+                rows = unit.stop - unit.start
+                done += rows
+                if by_layer or done + rows > step or (layer, unit) == last:
+                    yield done
+                    done = 0
             for span in spans:
                 self.store.seal(layer, span)
         return x[first_output:]

@@ -93,6 +93,17 @@ def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch)
     fold(short)
 
 
+def test_a_short_prompt_does_not_wait_for_a_step_behind_each_layer(engine: Engine, monkeypatch) -> None:
+    """Otherwise, where layers are many and answers short, requests end faster than new ones can join them."""
+    running = engine.stream(*job(0))
+    next(running)
+    seen = batches(engine, monkeypatch)
+    units = list(engine.stream([*range(5, 90)], SamplingParams(max_tokens=1), progress=True))
+    assert [chunk.prefilled for chunk in units[:-1]] == [85]  # both layers in one
+    assert len(seen) <= 2
+    fold(running)
+
+
 def test_an_error_in_a_step_ends_who_took_part(engine: Engine, monkeypatch) -> None:
     streams = [engine.stream(*job(number)) for number in range(3)]
     for stream in streams:
