@@ -45,7 +45,7 @@ class Options:
         None, "--weights", "-m", metavar="PATH", help=f"of the server that is started: {WEIGHTS_HELP}"
     )
     clients: int = setting(8, "--clients", metavar="N", help="requests under way at a time, at most")
-    rate: float = setting(1.0, "--rate", metavar="R", help="requests that arrive in a second, on average")
+    rate: float = setting(0.7, "--rate", metavar="R", help="requests that arrive in a second, on average")
     seconds: float = setting(60.0, "--seconds", metavar="S", help="for which requests arrive")
     requests: int | None = setting(None, "--requests", metavar="N", help="requests at most")
     prompt_tokens: int = setting(128, "--prompt-tokens", metavar="N", help="tokens of a prompt behind the shared ones")

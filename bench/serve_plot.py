@@ -22,6 +22,7 @@ def draw(result: Mapping[str, Any], output: Path) -> str:
     if not can_draw():
         return NO_PICTURES
     from matplotlib import rc_context
+    from matplotlib.ticker import StrMethodFormatter
 
     file = output.with_suffix(".png")
     with rc_context(STYLE):
@@ -34,13 +35,15 @@ def draw(result: Mapping[str, Any], output: Path) -> str:
         waits.set_ylim(0, 100)
         waits.set_xlabel("milliseconds")
         waits.set_ylabel("percent that waited no longer")
-        waits.legend(loc="lower right")
+        waits.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         rates.stairs(result["tokens_each_second"], fill=True, color="#fdba74")
-        rates.axhline(result["tokens_per_second"], color="#c2410c", lw=1.2, ls="--", label="mean")
+        rates.axhline(result["tokens_per_second"], color="#c2410c", lw=1.2, ls="--", label="mean of all seconds")
         rates.set_ylim(0)
         rates.set_xlabel("seconds")
         rates.set_ylabel("tokens/s of all clients")
-        rates.legend(loc="lower right")
+        lines, labels = waits.get_legend_handles_labels()
+        mean, mean_label = rates.get_legend_handles_labels()
+        figure.legend(lines + mean, labels + mean_label, loc="outside lower center", ncols=4)
         load = result["load"]
         figure.suptitle(
             f"{result['model']}: {load['clients']} clients, {load['rate']:g} requests/s (Poisson)", fontweight="bold"
