@@ -7,7 +7,6 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from engine import Chunk, EngineError, TokenLogprob
 from server import journal
 from server.driver import Driver, Refused
+from server.lines import Lines
 from server.listening import notice_lost_peers
 from server.parameters import Asked, BadRequest, read, read_json
 
@@ -27,43 +27,6 @@ _MOST_ID = 200  # characters
 _LOG = logging.getLogger(__name__)
 Id = str | int
 _HTTP = re.compile(rb"[A-Z]+ .*HTTP/[0-9]")  # a web page can have a browser send this, with JSON lines behind it
-
-
-class Lines:
-    """Cuts what arrives into lines of at most `limit` bytes, and never holds more than one."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held = bytearray()
-        self._skipping = False
-
-    def feed(self, data: bytes) -> Iterator[bytes | None]:
-        """The lines that `data` completes, without their ends; None as soon as one is too long."""
-        *ends, rest = data.split(b"\n")
-        for end in ends:
-            if self._outgrown(end):
-                yield None
-            if not self._skipping:
-                yield bytes(self._held)
-            self._held.clear()
-            self._skipping = False
-        if self._outgrown(rest):
-            yield None
-
-    def rest(self) -> bytes:
-        """A last line that nothing ended."""
-        return bytes(self._held)
-
-    def _outgrown(self, piece: bytes) -> bool:
-        """Take `piece` in; whether it is what makes the line too long."""
-        if self._skipping:
-            return False
-        self._skipping = len(self._held) + len(piece) > self._limit
-        if self._skipping:
-            self._held.clear()
-        else:
-            self._held += piece
-        return self._skipping
 
 
 class Connection(asyncio.Protocol):
@@ -81,7 +44,8 @@ class Connection(asyncio.Protocol):
         self._requests: dict[Id, asyncio.Task[None]] = {}
         self._known = self._config.api_key is None
         self._ended = False  # the client's side
-        self._largest = 0  # bytes of a message among those that wait to be sent
+        self._full = False  # the transport's buffer
+        self._waiting = bytearray()  # for room in there
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.lost = asyncio.Event()
 
@@ -95,7 +59,7 @@ class Connection(asyncio.Protocol):
         notice_lost_peers(transport.get_extra_info("socket"))
         if len(self._others) >= self._config.max_connections:
             self._complain(None, Refused("busy", "The server has too many connections: try again a little later", 1))
-            transport.close()
+            self._close()
         self._others.add(self)
         if not self._known:
             self._after("key", KEY_SECONDS, self._turn_away)
@@ -115,10 +79,13 @@ class Connection(asyncio.Protocol):
         return bool(self._requests)
 
     def pause_writing(self) -> None:
+        self._full = True
         self._after("slow", SLOW_SECONDS, self._transport.abort)
 
     def resume_writing(self) -> None:
+        self._full = False
         self._timers.pop("slow").cancel()
+        self._flush()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._others.discard(self)
@@ -170,7 +137,7 @@ class Connection(asyncio.Protocol):
 
     def _hang_up(self, reason: str, code: str = "invalid_request") -> None:
         self._complain(None, Refused(code, reason))
-        self._transport.close()
+        self._close()
 
     def _start(self, request_id: Id, message: dict[str, Any]) -> None:
         if request_id in self._requests:
@@ -225,7 +192,7 @@ class Connection(asyncio.Protocol):
         self._send(request_id, message)
         del self._requests[request_id]
         if self._ended and not self._requests:
-            self._transport.close()
+            self._close()
 
     def _complain(self, request_id: Id | None, error: Exception) -> None:
         self._send(request_id, _error(error))
@@ -237,12 +204,22 @@ class Connection(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
-        waiting = self._transport.get_write_buffer_size()
-        # A whole answer with its log-probabilities has no limit, and what comes behind it does not count against it.
-        self._largest = max(self._largest if waiting else 0, len(data))
-        self._transport.write(data)
-        if self._transport.get_write_buffer_size() > MOST_PENDING + self._largest:
+        if not self._full:
+            self._transport.write(data)
+        elif len(self._waiting) > MOST_PENDING:
             self._transport.abort()
+        else:  # here and not in the transport, which takes longer for each piece the more of them it has
+            self._waiting += data
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, bytearray()
+        if waiting:
+            self._transport.write(waiting)
+
+    def _close(self) -> None:
+        """Hang up once everything is sent."""
+        self._flush()
+        self._transport.close()
 
     def _probe(self) -> None:
         """Send what says nothing, so that the system tells when there is nobody to read it."""
@@ -259,7 +236,7 @@ class Connection(asyncio.Protocol):
         try:
             if self._requests:
                 await asyncio.wait(self._requests.values(), timeout=seconds)
-            self._transport.close()
+            self._close()
             await asyncio.wait_for(self.lost.wait(), seconds)
         except asyncio.TimeoutError:
             self._transport.abort()

@@ -22,7 +22,7 @@ import pytest
 
 from engine import Engine, SamplingParams
 from server import connection
-from server.connection import Lines
+from server.lines import Lines
 from server.listening import ListenError, tcp_socket, unix_socket
 from tests.server.conftest import Running
 from tests.server.lines import PATIENCE, Client, eventually
