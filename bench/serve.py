@@ -44,6 +44,7 @@ class Options:
     weights: str | None = setting(
         None, "--weights", "-m", metavar="PATH", help=f"of the server that is started: {WEIGHTS_HELP}"
     )
+    threads: int = setting(0, "--threads", metavar="N", help="CPU threads of that server; 0 follows OMP_NUM_THREADS")
     clients: int = setting(8, "--clients", metavar="N", help="requests under way at a time, at most")
     rate: float = setting(0.7, "--rate", metavar="R", help="requests that arrive in a second, on average")
     seconds: float = setting(60.0, "--seconds", metavar="S", help="for which requests arrive")
@@ -71,7 +72,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         description="What clients of a server see under load.",
         checks={
             **dict.fromkeys(("clients", "requests", "prompt_tokens", "max_tokens"), at_least(1)),
-            **dict.fromkeys(("shared_prefix", "seed"), at_least(0)),
+            **dict.fromkeys(("threads", "shared_prefix", "seed"), at_least(0)),
             **dict.fromkeys(("rate", "seconds"), lambda value: None if value > 0 else "must be more than 0"),
         },
     )
@@ -95,7 +96,8 @@ def _server(options: Options) -> Iterator[str]:
         yield options.url.rstrip("/").removesuffix("/v1")
         return
     flags = [] if options.weights is None else ["--weights", options.weights]
-    with own_server([*flags, "--parallel", str(options.clients)]) as url:
+    flags += ["--threads", str(options.threads), "--parallel", str(options.clients)]
+    with own_server(flags) as url:
         yield url
 
 

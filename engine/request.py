@@ -124,8 +124,8 @@ class Request:
         self._stop = StopFilter(self.params.stop)
 
     def found(self, length: int) -> None:
-        """So many tokens were in the store when the request came to be computed; only the first time counts."""
-        if self.cached is None:
+        """So many tokens were in the store when the request came to be computed; its first token settles it."""
+        if self.sequence.generated == 0:
             self.cached = length
 
     def next_stop(self, start: int, block_size: int) -> int:

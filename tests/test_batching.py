@@ -81,6 +81,24 @@ def test_who_gives_way_goes_on_as_it_would_have(engine: Engine, monkeypatch) -> 
     assert None not in given_way
 
 
+def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engine: Engine) -> None:
+    """Its first token comes when the whole prompt has been computed, whatever was found at an earlier try."""
+    late, greedy = [5, *range(6, 90)], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    alone = engine.generate(late, greedy)
+    engine._kept.clear()
+    engine.generate([5, 90, 91], greedy)  # begins like the late one, and is kept
+    large, small = Tray(), Tray()
+    engine.submit([7] * 200, greedy, into=large)
+    while engine.status().running == 0:
+        engine.work()
+    engine.submit(late, greedy, into=small)
+    while engine.work():
+        pass
+    assert large.answer.finish_reason == "length"
+    assert small.answer.token_ids == alone.token_ids
+    assert small.answer.usage.cached_tokens == 0
+
+
 def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch) -> None:
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
     seen = batches(engine, monkeypatch)
