@@ -85,13 +85,19 @@ def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engin
     """Its first token comes when the whole prompt has been computed, whatever was found at an earlier try."""
     late, greedy = [5, *range(6, 90)], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     alone = engine.generate(late, greedy)
-    engine._kept.clear()
-    engine.generate([5, 90, 91], greedy)  # begins like the late one, and is kept
+    engine._prefixes.clear()
+    engine.generate([5, 90, 91], greedy)  # begins like the late one
     large, small = Tray(), Tray()
     engine.submit([7] * 200, greedy, into=large)
     while engine.status().running == 0:
         engine.work()
     engine.submit(late, greedy, into=small)
+    (waiting,) = [request for request in engine._work.requests.values() if request.outbox is small]
+    while waiting.cached is None:
+        engine.work()
+    assert waiting.cached == 1
+    assert waiting.kv is None  # there was no room
+    engine._prefixes.clear()
     while engine.work():
         pass
     assert large.answer.finish_reason == "length"
