@@ -1,6 +1,6 @@
 """64 clients at once and room for about eight: all are served, each as if it were alone, and nothing is lost.
 
-POLARLM_LOAD_SECONDS=60 has the clients go on asking for a minute.
+POLARLM_LOAD_SECONDS=60 has the clients go on asking for a minute, POLARLM_LOAD_WEIGHTS=FOLDER takes another model.
 """
 
 from __future__ import annotations
@@ -48,9 +48,14 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def jobs(tiny_path: Path) -> list[Job]:
+def weights(tiny_path: Path) -> Path:
+    return Path(os.environ.get("POLARLM_LOAD_WEIGHTS", tiny_path))
+
+
+@pytest.fixture(scope="module")
+def jobs(weights: Path) -> list[Job]:
     """What each prompt gives alone."""
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=BLOCK, kept_sequences=0) as engine:
+    with Engine.load(weights, device="cpu", cache_type="f16", block_size=BLOCK, kept_sequences=0) as engine:
         ops, margins = engine._model.ops, []
         sample = ops.sample
 
@@ -78,9 +83,9 @@ def kept(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def server(tiny_path: Path, tmp_path: Path, kept: int) -> Iterator[Process]:
+def server(weights: Path, tmp_path: Path, kept: int) -> Iterator[Process]:
     flags = ("--cache-type", "f16", "--parallel", "16", "--ctx-size", str(CONTEXT), "--threads", "1")
-    with Process(tiny_path, tmp_path, *flags, prelude=SMALL_BLOCKS.format(kept=kept)) as process:
+    with Process(weights, tmp_path, *flags, prelude=SMALL_BLOCKS.format(kept=kept)) as process:
         yield process
 
 
