@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any
 
 from engine import assembly, score, sessions
+from engine.answers import Answers
 from engine.config import EngineConfig, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineError
@@ -46,6 +47,7 @@ class Engine:
         self._scheduler = Scheduler(parts.config.parallel)
         self._work = Work(parts.model, self._prefixes, self._scheduler, parts.plan.tokens)
         self._turns = Turns()
+        self._answers = Answers(parts.source.tokenizer, enabled=parts.config.kept_sequences > 0)
         self._closed = False
 
     @classmethod
@@ -83,7 +85,8 @@ class Engine:
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
         """The answer to a conversation: messages with "role" and "content".
 
-        An assistant message may carry the "token_ids" it was generated as; the next turn then finds them in the cache.
+        An assistant message may carry the "token_ids" it was generated as. The next turn finds them in the cache, and
+        those of a recent answer that comes back as text alone.
         """
         return fold(self.stream(messages, params))
 
@@ -195,18 +198,20 @@ class Engine:
 
     def _request(self, prompt: Prompt, params: SamplingParams, outbox: Outbox, progress: bool) -> Request:
         self._check_open()
-        tokenizer, chat = self.model.tokenizer, is_chat(prompt)
+        tokenizer = self.model.tokenizer
         vocab_size = min(self.model.config.vocab_size, tokenizer.vocab_size)
         sampling = resolve(params, self.model.generation, vocab_size)
-        ids = checked_ids(prompt_ids(prompt, self.model), self.model, self.context, room=1)
-        if chat:
+        recalled = self._answers.recalled(prompt) if is_chat(prompt) else prompt
+        ids = checked_ids(prompt_ids(recalled, self.model), self.model, self.context, room=1)
+        if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *self.model.template.stops))
+            outbox = self._answers.listening(prompt, outbox)
         return Request(
             Tokens(tuple(ids), params.max_tokens),
             params,
             sampling,
             tokenizer,
-            Detokenizer(tokenizer, at_start=chat),
+            Detokenizer(tokenizer, at_start=is_chat(prompt)),
             outbox,
             wants_progress=progress,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def prompt_ids(prompt: Prompt, model: model_loaders.Model) -> list[int]:
         return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
     if is_chat(prompt):
         try:
-            return chat_ids(cast(Many[Mapping[str, Any]], prompt), model.template, tokenizer)
+            return chat_ids(prompt, model.template, tokenizer)
         except ValueError as error:
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Many, np.ndarray)) or isinstance(prompt, bytes):
@@ -44,7 +44,7 @@ def prompt_ids(prompt: Prompt, model: model_loaders.Model) -> list[int]:
     return list(cast(Many[int], prompt))
 
 
-def is_chat(prompt: Prompt) -> bool:
+def is_chat(prompt: Prompt) -> TypeGuard[Many[Mapping[str, Any]]]:
     return isinstance(prompt, Many) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 

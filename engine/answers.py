@@ -1,0 +1,96 @@
+"""Answers as they were generated, for clients that hand them back as text.
+
+A text can be cut into tokens in more than one way, and what a model draws need not be the way a tokenizer takes. A
+conversation that comes back as text alone would therefore part from what is in the store somewhere in its first answer.
+So the ids of recent answers stay here, each under the whole conversation that it ends: nobody else's answer stands in
+for it, and what a prompt means does not change, for only ids that are the same text are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice
+from threading import Lock
+from typing import Any
+
+from engine.detokenizer import Detokenizer
+from engine.outputs import Chunk, fold
+from engine.request import Outbox
+from model_loaders.tokenizers import Tokenizer
+
+_CAPACITY = 1024  # answers
+
+Message = Mapping[str, Any]
+
+
+class Answers:
+    """The ids of recent answers, 4 bytes each. May be shared by threads."""
+
+    def __init__(self, tokenizer: Tokenizer, *, enabled: bool):
+        self._tokenizer = tokenizer
+        self._control = frozenset(tokenizer.control_tokens().values())
+        self._capacity = _CAPACITY if enabled else 0
+        self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._lock = Lock()
+
+    def recalled(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """`messages`, with "token_ids" wherever an assistant's answer to what is before it is known."""
+        if not all(_is_plain(message) for message in messages):
+            return messages  # to be refused, with a sentence, by who reads them
+        with self._lock:
+            return [self._with_ids(message, key) for message, key in zip(messages, _keys(messages), strict=True)]
+
+    def _with_ids(self, message: Message, key: bytes) -> Message:
+        known = self._ids.get(key) if message["role"] == "assistant" else None
+        if known is None or message.get("token_ids") is not None:
+            return message
+        self._ids.move_to_end(key)
+        return {**message, "token_ids": tuple(known)}
+
+    def listening(self, messages: Sequence[Message], outbox: Outbox) -> Outbox:
+        """An outbox that hands everything on to `outbox`, and keeps the answer to `messages` when it is whole."""
+        *_, question = _keys(messages)
+        return _Listening(self, question, outbox)
+
+    def keep(self, question: bytes, text: str, ids: Sequence[int]) -> None:
+        """`ids` stand for `text` as the answer to `question`, if they are that text and nothing but text."""
+        detokenizer = Detokenizer(self._tokenizer, at_start=True)
+        if not self._control.isdisjoint(ids) or detokenizer.push(ids) + detokenizer.finish() != text:
+            return
+        key = _key(question, {"role": "assistant", "content": text})
+        with self._lock:
+            self._ids[key] = array("i", ids)
+            self._ids.move_to_end(key)
+            while len(self._ids) > self._capacity:
+                self._ids.popitem(last=False)
+
+
+class _Listening:
+    def __init__(self, answers: Answers, question: bytes, outbox: Outbox):
+        self._answers, self._question, self._outbox = answers, question, outbox
+        self._chunks: list[Chunk] = []
+
+    def append(self, item: Chunk | Exception) -> None:
+        if isinstance(item, Chunk):
+            self._chunks.append(item)
+            if item.finish_reason is not None:
+                answer = fold(self._chunks)
+                self._answers.keep(self._question, answer.text, answer.token_ids)
+        self._outbox.append(item)
+
+
+def _is_plain(message: object) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(field), str) for field in ("role", "content"))
+
+
+def _keys(messages: Sequence[Message]) -> Iterator[bytes]:
+    """For each message, a digest of the conversation up to and with it."""
+    return islice(accumulate(messages, _key, initial=b""), 1, None)
+
+
+def _key(before: bytes, message: Message) -> bytes:
+    return hashlib.sha256(before + json.dumps([message["role"], message["content"]]).encode()).digest()
