@@ -18,13 +18,15 @@ from threading import Lock
 from typing import Any
 
 from engine.detokenizer import Detokenizer
-from engine.outputs import Chunk, fold
-from engine.request import Outbox
+from engine.outputs import Chunk, Outbox, fold
 from model_loaders.tokenizers import Tokenizer
+
+KEY_BYTES = 32  # of a digest
 
 _CAPACITY = 1024  # answers
 
 Message = Mapping[str, Any]
+Known = Sequence[tuple[str, Sequence[int]]]  # digest of a conversation that ends with an answer, and the answer's ids
 
 
 class Answers:
@@ -51,6 +53,20 @@ class Answers:
         self._ids.move_to_end(key)
         return {**message, "token_ids": tuple(known)}
 
+    def known(self, messages: Sequence[Message]) -> Known:
+        """The answers in `messages` that are known, to be given to `restore` some day."""
+        if not all(_is_plain(message) for message in messages):
+            return ()
+        with self._lock:
+            return tuple((key.hex(), tuple(self._ids[key])) for key in _keys(messages) if key in self._ids)
+
+    def restore(self, known: Known) -> None:
+        """Remember what `known` has given; what is none of this model's answers is passed over."""
+        vocabulary = range(self._tokenizer.vocab_size)
+        for key, ids in known:
+            if all(i in vocabulary for i in ids) and self._control.isdisjoint(ids):
+                self._put(bytes.fromhex(key), ids)
+
     def listening(self, messages: Sequence[Message], outbox: Outbox) -> Outbox:
         """An outbox that hands everything on to `outbox`, and keeps the answer to `messages` when it is whole."""
         *_, question = _keys(messages)
@@ -61,7 +77,9 @@ class Answers:
         detokenizer = Detokenizer(self._tokenizer, at_start=True)
         if not self._control.isdisjoint(ids) or detokenizer.push(ids) + detokenizer.finish() != text:
             return
-        key = _key(question, {"role": "assistant", "content": text})
+        self._put(_key(question, {"role": "assistant", "content": text}), ids)
+
+    def _put(self, key: bytes, ids: Sequence[int]) -> None:
         with self._lock:
             self._ids[key] = array("i", ids)
             self._ids.move_to_end(key)
@@ -93,4 +111,6 @@ def _keys(messages: Sequence[Message]) -> Iterator[bytes]:
 
 
 def _key(before: bytes, message: Message) -> bytes:
-    return hashlib.sha256(before + json.dumps([message["role"], message["content"]]).encode()).digest()
+    return hashlib.blake2b(
+        before + json.dumps([message["role"], message["content"]]).encode(), digest_size=KEY_BYTES
+    ).digest()

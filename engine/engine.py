@@ -6,7 +6,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -19,7 +18,6 @@ from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
 from engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
 from engine.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat, prompt_ids
-from engine.sampling import resolve
 from engine.scheduler import Scheduler
 from engine.scheduler import Sequence as Tokens
 from engine.sessions import Place, Progress, Session
@@ -131,27 +129,35 @@ class Engine:
     # -- sessions ----------------------------------------------------------------------------------------------
 
     def save_session(
-        self, path: Place, *, ids: Sequence[int] | None = None, note: Any = None, progress: Progress | None = None
+        self, path: Place, *, prompt: Prompt | None = None, note: Any = None, progress: Progress | None = None
     ) -> int:
-        """Write the K/V of the most recent sequence, or of as much of `ids` as is in the store; returns its tokens.
+        """Write the K/V of the most recent sequence, or of as much of `prompt` as is in the store; returns its tokens.
 
-        note: anything that JSON can say. progress: told bytes written and bytes in all. Raises EngineError("session").
+        prompt: as `stream` takes it; of messages, the ids of known answers are written too. note: anything that JSON
+        can say. progress: told bytes written and bytes in all. Raises EngineError with the code "session", or
+        "storage" where the place for it is at fault.
         """
+        answers = self._answers.known(prompt) if prompt is not None and is_chat(prompt) else ()
+        asked = None
+        if prompt is not None:
+            asked = checked_ids(prompt_ids(prompt, self.model, self._answers), self.model, self.context, room=0)
         with self._exclusive():
             sessions.check_types(self._store.shape)
-            ids = self._work.newest.ids if ids is None else checked_ids(ids, self.model, self.context, room=0)
+            ids = self._work.newest.ids if asked is None else asked
             kv = self._prefixes.resume(ids)
             try:
                 saved = sessions.take_out(self._store, kv)
             finally:
                 self._prefixes.release(kv, ids)
-        sessions.write(path, self._identity, ids[: saved.length], saved, note, progress)
+        session = Session(tuple(ids[: saved.length]), note, answers)
+        sessions.write(path, self._identity, session, saved, progress)
         return saved.length
 
     def load_session(self, path: Place, *, progress: Progress | None = None) -> Session:
         """Put a saved session back, so that the next prompt that begins with its ids finds them in the store.
 
-        progress: told bytes read and bytes in all. Raises EngineError("session").
+        progress: told bytes read and bytes in all. Raises EngineError with the code "session", or "storage" where the
+        file cannot be read.
         """
         if self.config.kept_sequences == 0:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
@@ -160,6 +166,7 @@ class Engine:
         session, saved = sessions.read(path, self._identity, self.context, progress)
         with self._exclusive():
             self._work.leave(session.token_ids, sessions.put_back(self._store, saved, path))
+        self._answers.restore(session.answers)
         return session
 
     # -- for servers -------------------------------------------------------------------------------------------
@@ -198,21 +205,13 @@ class Engine:
 
     def _request(self, prompt: Prompt, params: SamplingParams, outbox: Outbox, progress: bool) -> Request:
         self._check_open()
-        tokenizer = self.model.tokenizer
-        vocab_size = min(self.model.config.vocab_size, tokenizer.vocab_size)
-        sampling = resolve(params, self.model.generation, vocab_size)
-        recalled = self._answers.recalled(prompt) if is_chat(prompt) else prompt
-        ids = checked_ids(prompt_ids(recalled, self.model), self.model, self.context, room=1)
-        if is_chat(prompt):
-            params = replace(params, stop=(*params.stop, *self.model.template.stops))
-            outbox = self._answers.listening(prompt, outbox)
-        return Request(
-            Tokens(tuple(ids), params.max_tokens),
+        return Request.of(
+            prompt,
             params,
-            sampling,
-            tokenizer,
-            Detokenizer(tokenizer, at_start=is_chat(prompt)),
-            outbox,
+            self.model,
+            context=self.context,
+            answers=self._answers,
+            outbox=outbox,
             wants_progress=progress,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -53,6 +54,13 @@ class Chunk:
     prefilled: int = 0  # progress of a prompt: tokens done, of prompt_tokens
     prompt_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # of each of token_ids, where `SamplingParams.logprobs` asks for them
+
+
+class Outbox(Protocol):
+    """Where chunks go."""
+
+    def append(self, item: Chunk | Exception, /) -> None:
+        """Take a chunk, or an error in place of a last one. May not wait for anything."""
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
 import model_loaders
+from engine.answers import Answers
 from engine.config import SamplingParams
 from engine.detokenizer import Detokenizer, StopFilter
 from engine.errors import EngineError
 from engine.kv.store import SequenceKV, Span
-from engine.outputs import Chunk, TokenLogprob, Usage
-from engine.sampling import PENALTY_WINDOW, Draw, Sampled, Sampling
+from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
+from engine.sampling import PENALTY_WINDOW, Draw, Sampled, Sampling, resolve
 from engine.scheduler import Sequence
 from model_loaders.prompt import chat_ids
 from model_loaders.tokenizers import Tokenizer
@@ -25,8 +26,10 @@ Prompt = str | Many[Mapping[str, Any]] | Many[int]
 _NOTHING = Chunk("", ())
 
 
-def prompt_ids(prompt: Prompt, model: model_loaders.Model) -> list[int]:
+def prompt_ids(prompt: Prompt, model: model_loaders.Model, answers: Answers | None = None) -> list[int]:
     """Ids of text with BOS where the model wants one, of messages, or ids as they are, not yet looked at.
+
+    Of messages, those of `answers` have the ids that they were generated as.
 
     Raises EngineError for anything else.
     """
@@ -36,7 +39,7 @@ def prompt_ids(prompt: Prompt, model: model_loaders.Model) -> list[int]:
         return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
     if is_chat(prompt):
         try:
-            return chat_ids(prompt, model.template, tokenizer)
+            return chat_ids(answers.recalled(prompt) if answers else prompt, model.template, tokenizer)
         except ValueError as error:
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Many, np.ndarray)) or isinstance(prompt, bytes):
@@ -63,13 +66,6 @@ def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: 
             "context_length_exceeded",
         )
     return [int(i) for i in ids]
-
-
-class Outbox(Protocol):
-    """Where chunks go."""
-
-    def append(self, item: Chunk | Exception, /) -> None:
-        """Take a chunk, or an error in place of a last one. May not wait for anything."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +114,28 @@ class Request:
     walk: Walk | None = None
     cached: int | None = None  # prompt tokens found in the store; None before anyone has looked
     clock: Clock = field(default_factory=Clock)
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt,
+        params: SamplingParams,
+        model: model_loaders.Model,
+        *,
+        context: int,
+        answers: Answers,
+        outbox: Outbox,
+        wants_progress: bool,
+    ) -> Request:
+        """A request for what follows `prompt`. Raises EngineError where that cannot be served."""
+        tokenizer, chat = model.tokenizer, is_chat(prompt)
+        sampling = resolve(params, model.generation, min(model.config.vocab_size, tokenizer.vocab_size))
+        ids = checked_ids(prompt_ids(prompt, model, answers), model, context, room=1)
+        if is_chat(prompt):
+            params = replace(params, stop=(*params.stop, *model.template.stops))
+            outbox = answers.listening(prompt, outbox)
+        tokens = Sequence(tuple(ids), params.max_tokens)
+        return cls(tokens, params, sampling, tokenizer, Detokenizer(tokenizer, at_start=chat), outbox, wants_progress)
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)

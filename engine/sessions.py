@@ -1,7 +1,8 @@
 """Sessions on disk: a sequence's ids and all that the store holds of it, codes as they are, in one sealed file.
 
-A session goes on in an engine with the same model and the same cache, wherever that runs. Everything that can be wrong
-with a file, or with the place for one, is an EngineError with the code "session" and a sentence for the user.
+A session goes on in an engine with the same model and the same cache, wherever that runs. What can go wrong is an
+EngineError with a sentence for the user: with the code "session" what is wrong with a file, with "storage" what with the
+place for one, with "out_of_memory" want of memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from engine import sealed_file
+from engine.answers import KEY_BYTES, Known
 from engine.backends import stored
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
@@ -48,10 +50,11 @@ Progress = Callable[[int, int], None]  # bytes done, bytes there are
 
 @dataclass(frozen=True)
 class Session:
-    """What was restored: the ids whose K/V the engine holds now, and what had been written beside them."""
+    """What a session's file says beside the K/V: the ids that these are of, and what was noted about them."""
 
     token_ids: tuple[int, ...]
-    note: Any = None
+    note: Any = None  # anything that JSON can say
+    answers: Known = ()  # of its conversation
 
 
 def settings(model: Model, name: str) -> dict[str, str]:
@@ -81,12 +84,10 @@ def check_types(shape: CacheShape) -> None:
             )
 
 
-def write(
-    path: Place, own: Mapping[str, str], ids: Sequence[int], saved: Snapshot, note: Any, progress: Progress | None
-) -> None:
+def write(path: Place, own: Mapping[str, str], session: Session, saved: Snapshot, progress: Progress | None) -> None:
     """Write a session in place of what is at `path`; after an EngineError that is as it was.
 
-    own: `settings`. ids: of the tokens in `saved`. note: anything that JSON can say.
+    own: `settings`. session: about the tokens in `saved`.
     """
     if saved.length == 0:
         raise _error("There is nothing to save: the KV store holds no such sequence")
@@ -98,8 +99,9 @@ def write(
         "dropped": " ".join(map(str, saved.dropped)),
     }
     arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
-    arrays["token_ids"] = np.asarray(ids, np.int32)
-    arrays["note"] = np.frombuffer(_as_json(note), np.uint8)
+    arrays["token_ids"] = np.asarray(session.token_ids, np.int32)
+    arrays["note"] = np.frombuffer(_as_json(session.note), np.uint8)
+    arrays["answers"] = np.frombuffer(json.dumps(session.answers).encode(), np.uint8)
     with _sentences(
         f"The session cannot be saved as {path}",
         "choose another place, or make room; a file that was there is as it was",
@@ -124,7 +126,7 @@ def read(path: Place, own: Mapping[str, str], context: int, progress: Progress |
     try:
         _must_fit(path, header, own)
         session, saved = _parsed(header, arrays)
-    except (KeyError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise _error(_damaged(path)) from None
     if saved.length > context:
         raise _error(
@@ -139,7 +141,7 @@ def take_out(store: KVStore, sequence: SequenceKV) -> Snapshot:
     try:
         return export(store, sequence)
     except MemoryError:
-        raise _error(f"There is not enough memory to save {sequence.length} tokens: free some") from None
+        raise _no_memory(f"There is not enough memory to save {sequence.length} tokens: free some") from None
 
 
 def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
@@ -147,22 +149,35 @@ def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
     try:
         return restore(store, saved)
     except OutOfBlocks:
-        raise _error(
+        raise _no_memory(
             f"There is no room for the {saved.length} tokens of {path}: other requests hold it; load it later"
         ) from None
     except MemoryError:
-        raise _error(f"There is not enough memory to load {path}: free some") from None
+        raise _no_memory(f"There is not enough memory to load {path}: free some") from None
     except ValueError:
         raise _error(_damaged(path)) from None
 
 
 def _parsed(header: Mapping[str, str], arrays: dict[str, np.ndarray]) -> tuple[Session, Snapshot]:
-    """Raises KeyError, ValueError or RecursionError for a file that `write` has not written."""
-    ids, note = arrays.pop("token_ids"), json.loads(arrays.pop("note").tobytes())
+    """Raises KeyError, TypeError, ValueError or RecursionError for a file that `write` has not written."""
+    ids, note, answers = (arrays.pop(name) for name in ("token_ids", "note", "answers"))
     if ids.ndim != 1 or ids.dtype != np.int32:
         raise ValueError("no token ids")
     dropped = tuple(map(int, header["dropped"].split()))
-    return Session(tuple(ids.tolist()), note), Snapshot(len(ids), dropped, header["stored_as"], arrays)
+    session = Session(
+        tuple(ids.tolist()), json.loads(note.tobytes()), tuple(map(_answer, json.loads(answers.tobytes())))
+    )
+    return session, Snapshot(len(ids), dropped, header["stored_as"], arrays)
+
+
+def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
+    """One of `Known`. Raises ValueError for what is none."""
+    key, ids = value
+    if not isinstance(key, str) or len(bytes.fromhex(key)) != KEY_BYTES or not isinstance(ids, list):
+        raise ValueError("no answer")
+    if not all(type(i) is int for i in ids):
+        raise ValueError("no token ids")
+    return key, tuple(ids)
 
 
 def _must_fit(path: Place, header: Mapping[str, str], own: Mapping[str, str]) -> None:
@@ -181,7 +196,7 @@ def _must_fit(path: Place, header: Mapping[str, str], own: Mapping[str, str]) ->
 def _must_be_file(file: Path, path: Place) -> None:
     """Raises OSError where there is nothing, EngineError for a folder, a pipe or a device."""
     if not stat.S_ISREG(file.stat().st_mode):
-        raise _error(f"{path} is a folder, or no plain file: give the name of a file")
+        raise EngineError(f"{path} is a folder, or no plain file: give the name of a file", "storage")
 
 
 def _as_json(note: Any) -> bytes:
@@ -211,10 +226,10 @@ def _sentences(what: str, advice: str) -> Iterator[None]:
     except DamagedFile:
         raise _error(f"{what}: it is damaged, or no session; {advice}") from None
     except MemoryError:
-        raise _error(f"{what}: there is not enough memory; free some") from None
+        raise _no_memory(f"{what}: there is not enough memory; free some") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _error(f"{what}: {reason}; {advice}") from None
+        raise EngineError(f"{what}: {reason}; {advice}", "storage") from None
 
 
 def _damaged(path: Place) -> str:
@@ -223,3 +238,7 @@ def _damaged(path: Place) -> str:
 
 def _error(sentence: str) -> EngineError:
     return EngineError(sentence, "session")
+
+
+def _no_memory(sentence: str) -> EngineError:
+    return EngineError(sentence, "out_of_memory")

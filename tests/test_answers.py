@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 
 import pytest
 
 from engine import Completion, Engine, SamplingParams
-from engine.answers import Answers
+from engine.answers import Answers, _keys
 from engine.outputs import Chunk, Usage
 from tests.tiny import EOS
 
@@ -119,3 +120,29 @@ def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
     answers.recalled([*questions[0], said("a")])  # asked for again: it is question 1's turn to go
     answer(questions[2])
     assert known() == [True, False, True]
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_conversation_is_found_by_its_text_after_a_restart(
+    tiny: Engine, tiny_path: Path, letters: SamplingParams, tmp_path: Path
+) -> None:
+    answer = tiny.chat([USER], letters)
+    messages = [USER, said(answer.text), AGAIN]
+    count = tiny.save_session(tmp_path / "talk", prompt=messages[:2])
+    assert count == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
+    with Engine.load(tiny_path, config=tiny.config) as restarted:
+        assert "token_ids" not in restarted._answers.recalled(messages)[1]
+        session = restarted.load_session(tmp_path / "talk")
+        assert len(session.token_ids) == count
+        after = next_turn(restarted, said(answer.text))
+        assert after.usage.cached_tokens == count
+    assert after.token_ids == next_turn(tiny, said(answer.text)).token_ids
+
+
+def test_a_session_brings_no_control_tokens_and_no_unknown_ones(tiny: Engine) -> None:
+    _, key = _keys([USER, said("x")])
+    for ids in ((EOS[0],), (tiny.model.tokenizer.vocab_size,), (-1,)):
+        tiny._answers.restore([(key.hex(), ids)])
+        assert tiny._answers.recalled([USER, said("x")]) == [USER, said("x")]

@@ -59,7 +59,9 @@ ROOMS = {
     "engine.sealed_file": set(),
     "engine.calibration": OPS
     | {f"engine.{name}" for name in ("conditioning", "kv", "model", "sealed_file", "statistics", "weights")},
-    "engine.sessions": {f"engine.{name}" for name in ("backends.stored", "errors", "kv", "model")}
+    "engine.detokenizer": set(),
+    "engine.answers": {"engine.detokenizer", "engine.outputs"},
+    "engine.sessions": {f"engine.{name}" for name in ("answers", "backends.stored", "errors", "kv", "model")}
     | {"engine.sealed_file", "engine.weights"},
     "engine.scheduler": {"engine.config", "engine.kv.blocks"},
 }

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import pytest
 from engine import Engine, EngineError, SamplingParams, sealed_file
 from engine.config import Encoding
 from tests.bare import feed
+from tests.small_disk import small_disk
 from tests.tiny import assert_idle, held, make_model
 
 N = 8
@@ -43,10 +43,10 @@ def talk(engine: Engine, length: int = LENGTH, seed: int = 1) -> list[int]:
     return [*prompt, *answer.token_ids][:length]
 
 
-def refused(call: Callable[[], object], *words: str) -> None:
+def refused(call: Callable[[], object], *words: str, code: str = "session") -> None:
     with pytest.raises(EngineError) as raised:
         call()
-    assert raised.value.code == "session"
+    assert raised.value.code == code
     assert all(word in str(raised.value) for word in words), str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -155,7 +155,7 @@ def test_a_prefix_is_saved_as_far_as_the_store_has_it(engine: Engine, file: Path
     """Inside a block that is coded there is no cut."""
     past = talk(engine)
     talk(engine, 30, seed=5)
-    count = engine.save_session(file, ids=[*past[:length], 7, 7])
+    count = engine.save_session(file, prompt=[*past[:length], 7, 7])
     assert count == (length // N * N if N < length < LENGTH else length)
     assert engine.load_session(file).token_ids == tuple(past[:count])
 
@@ -166,7 +166,7 @@ def test_requests_under_way_are_not_disturbed(engine: Engine, saved: Path, file:
     chunks = engine.stream(ids(7, 40), GREEDY)
     given = [next(chunks).token_ids for _ in range(3)]
     past = engine.load_session(saved).token_ids
-    assert engine.save_session(file, ids=past) == LENGTH
+    assert engine.save_session(file, prompt=past) == LENGTH
     given += [chunk.token_ids for chunk in chunks]
     assert tuple(i for part in given for i in part) == alone
 
@@ -257,22 +257,6 @@ def test_a_file_that_may_not_grow_leaves_the_old_one(engine: Engine, file: Path)
     assert "too large" in str(error)
 
 
-@contextmanager
-def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """A file system of so many bytes."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no program to mount a small file system with")
-    if done.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_leaves_the_old_file(engine: Engine, file: Path, saved: Path) -> None:
     talk(engine)
     with small_disk(file.parent, saved.stat().st_size * 3 // 2):
@@ -296,11 +280,11 @@ def test_where_no_file_can_be(engine: Engine, tmp_path: Path, saved: Path) -> No
         tmp_path / ("x" * 300): "too long",
     }
     for place, word in places.items():
-        refused(lambda place=place: engine.save_session(place), str(place), word)
-        refused(lambda place=place: engine.load_session(place), str(place), word)
+        refused(lambda place=place: engine.save_session(place), str(place), word, code="storage")
+        refused(lambda place=place: engine.load_session(place), str(place), word, code="storage")
     for transfer in (engine.save_session, engine.load_session):
-        refused(lambda transfer=transfer: transfer("a\0b"), "null")
-    refused(lambda: engine.load_session(tmp_path / "talk"), "No such file")
+        refused(lambda transfer=transfer: transfer("a\0b"), "null", code="storage")
+    refused(lambda: engine.load_session(tmp_path / "talk"), "No such file", code="storage")
     assert os.listdir(tmp_path) == ["pipe"]
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
@@ -326,8 +310,8 @@ def test_without_permission(engine: Engine, saved: Path, tmp_path: Path) -> None
     tmp_path.chmod(0o555)
     try:
         with without_rights():
-            refused(lambda: engine.load_session(mine), str(mine), "Permission denied")
-            refused(lambda: engine.save_session(tmp_path / "new"), "Permission denied")
+            refused(lambda: engine.load_session(mine), str(mine), "Permission denied", code="storage")
+            refused(lambda: engine.save_session(tmp_path / "new"), "Permission denied", code="storage")
     finally:
         tmp_path.chmod(0o755)
 
@@ -420,6 +404,10 @@ def with_array(name: str, array: np.ndarray) -> Callable[[dict, dict], None]:
     return lambda header, arrays: arrays.update({name: array})
 
 
+def with_answers(answers: object) -> Callable[[dict, dict], None]:
+    return with_array("answers", np.frombuffer(json.dumps(answers).encode(), np.uint8))
+
+
 SEALED = {  # files whose seal fits, and that this program has not written
     "version": (with_header(version="2"), "another version"),
     "records": (with_header(stored_as="records 999"), "records 999"),
@@ -434,6 +422,13 @@ SEALED = {  # files whose seal fits, and that this program has not written
     "fewer ids": (with_array("token_ids", np.zeros(LENGTH - N, np.int32)), "damaged"),
     "note": (with_array("note", np.frombuffer(b"{", np.uint8)), "damaged"),
     "deep note": (with_array("note", np.frombuffer(b"[" * 100_000, np.uint8)), "damaged"),
+    "no answers": (lambda header, arrays: arrays.pop("answers"), "damaged"),
+    "answers": (with_answers({"a": 1}), "damaged"),
+    "digest": (with_answers([["ab", [5]]]), "damaged"),
+    "no hex": (with_answers([["x" * 64, [5]]]), "damaged"),
+    "text for ids": (with_answers([["ab" * 32, "5"]]), "damaged"),
+    "texts for ids": (with_answers([["ab" * 32, ["5"]]]), "damaged"),
+    "a third part": (with_answers([["ab" * 32, [5], 6]]), "damaged"),
     "codes": (lambda header, arrays: arrays.pop("0.coded.k.radius"), "damaged"),
     "tail": (with_array("0.tail.k", np.zeros((2, 5, 8), np.float64)), "damaged"),
 }
@@ -454,7 +449,7 @@ def test_a_seal_alone_makes_no_session(engine: Engine, saved: Path, file: Path, 
 def test_there_has_to_be_something_to_save(engine: Engine, file: Path) -> None:
     refused(lambda: engine.save_session(file), "nothing to save")
     talk(engine)
-    refused(lambda: engine.save_session(file, ids=ids(77, 20)), "nothing to save")
+    refused(lambda: engine.save_session(file, prompt=ids(77, 20)), "nothing to save")
     engine._prefixes.clear()
     refused(lambda: engine.save_session(file), "nothing to save")
     assert not file.exists()
@@ -494,7 +489,7 @@ def test_running_requests_do_not_give_way(tiny_path: Path, saved: Path) -> None:
         chunks = engine.stream(ids(5, 50), GREEDY)
         next(chunks)
         before = held(engine)
-        refused(lambda: engine.load_session(saved), "no room", "later")
+        refused(lambda: engine.load_session(saved), "no room", "later", code="out_of_memory")
         assert held(engine) == before
         chunks.close()
         assert len(engine.load_session(saved).token_ids) == LENGTH
