@@ -1,8 +1,8 @@
 """Sessions on disk: a sequence's ids and all that the store holds of it, codes as they are, in one sealed file.
 
 A session goes on in an engine with the same model and the same cache, wherever that runs. What can go wrong is an
-EngineError with a sentence for the user: with the code "session" what is wrong with a file, with "storage" what with the
-place for one, with "out_of_memory" want of memory.
+EngineError with a sentence for the user. Its code is "session" for what is wrong with a file, "storage" for what is
+wrong with the place for one, and "out_of_memory".
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from server import journal
 from server.config import KEY_VARIABLE, ServerConfig, read_command_line
 from server.driver import Driver
 from server.listening import ListenError, address_of, is_local, tcp_socket, unix_socket
+from server.sessions import SessionFolder
 from server.socket_server import SocketServer
 
 _DRAIN_SECONDS = 30.0
@@ -66,10 +67,11 @@ def _run(argv: Sequence[str]) -> None:
             _note(
                 f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}"
             )
+        sessions = None if config.sessions is None else SessionFolder(config.sessions)
         with Engine.load(model.weights, config=model, verbose=_note) as engine:
             _note(engine.fit_line())
             journal.set_up()
-            asyncio.run(_serve(engine, config, make_web, http, lines))
+            asyncio.run(_serve(Driver(engine, config, sessions), make_web, http, lines))
 
 
 def _web() -> MakeWeb:
@@ -82,13 +84,10 @@ def _web() -> MakeWeb:
     return lambda driver, config, bound: Web(journal.Journaled(create_app(driver, config)), config, bound)
 
 
-async def _serve(
-    engine: Engine, config: ServerConfig, make_web: MakeWeb, http: socket.socket, lines: socket.socket | None
-) -> None:
-    driver = Driver(engine, config)
+async def _serve(driver: Driver, make_web: MakeWeb, http: socket.socket, lines: socket.socket | None) -> None:
     await driver.start()
     try:
-        servers = [make_web(driver, config, http)]
+        servers = [make_web(driver, driver.config, http)]
         if lines is not None:
             servers.append(SocketServer(driver, lines))
         for server in servers:

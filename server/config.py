@@ -50,6 +50,9 @@ class ServerConfig:
     request_seconds: int = setting(
         600, "--request-seconds", metavar="N", help="time from a request's arrival to the end of its answer at most"
     )
+    sessions: str | None = setting(
+        None, "--sessions", metavar="FOLDER", help="let clients save and load sessions, by name, in this folder"
+    )
     log_prompts: bool = setting(False, "--log-prompts", help="write prompts and answers into the log")
 
 
@@ -99,6 +102,7 @@ _CHECKS: Mapping[str, Check] = {
     "port": _PORT,
     "socket_port": _PORT,
     "unix": _PATH,
+    "sessions": _PATH,
     "api_key": _that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
     "max_body": _POSITIVE,
     "max_connections": _POSITIVE,

@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import re
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +17,8 @@ from server import journal
 from server.driver import Driver, Refused
 from server.lines import Lines
 from server.listening import notice_lost_peers
-from server.parameters import Asked, BadRequest, read, read_json
+from server.parameters import Asked, BadRequest, read, read_json, read_prompt
+from server.sessions import read_name
 
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
 MOST_PENDING = 1 << 20  # bytes beside a whole message that are kept for a client that does not read them
@@ -26,6 +28,7 @@ _MOST_ID = 200  # characters
 
 _LOG = logging.getLogger(__name__)
 Id = str | int
+Work = Callable[[], Awaitable[dict[str, Any]]]
 _HTTP = re.compile(rb"[A-Z]+ .*HTTP/[0-9]")  # a web page can have a browser send this, with JSON lines behind it
 
 
@@ -142,10 +145,23 @@ class Connection(asyncio.Protocol):
     def _start(self, request_id: Id, message: dict[str, Any]) -> None:
         if request_id in self._requests:
             raise BadRequest("id", "id is that of a request under way: choose another")
+        work = self._work(request_id, message)
+        self._requests[request_id] = self._loop.create_task(self._serve(request_id, work))
+
+    def _work(self, request_id: Id, message: dict[str, Any]) -> Work:
+        """What is to be done for a message; it returns the last one to the client."""
+        if message.get("save") is not None and message.get("load") is not None:
+            raise BadRequest("load", "give either save or load, not both")
+        if message.get("save") is not None:
+            saved, prompt = read_name("save", message["save"]), read_prompt(message)
+            return lambda: _transferred(self._driver.save_session(saved, prompt))
+        if message.get("load") is not None:
+            loaded = read_name("load", message["load"])
+            return lambda: _transferred(self._driver.load_session(loaded))
         asked = read({**message, "stream": True} if message.get("stream") is None else message)
         if asked.n != 1:
             raise BadRequest("n", "n must be 1 here: send a request for each answer")
-        self._requests[request_id] = self._loop.create_task(self._serve(request_id, asked))
+        return lambda: self._answer(request_id, asked)
 
     def _cancel(self, request_id: Id, value: Any) -> None:
         """End a request; one that has ended meanwhile has had its last message."""
@@ -157,26 +173,30 @@ class Connection(asyncio.Protocol):
 
     # -- messages out ------------------------------------------------------------------------------------------
 
-    async def _serve(self, request_id: Id, asked: Asked) -> None:
-        """Answer one request; its task is cancelled where nobody wants the answer any more."""
+    async def _serve(self, request_id: Id, work: Work) -> None:
+        """Do what a request asks for; its task is cancelled where nobody wants that any more."""
         try:
             with journal.entry(self._client, "socket"):
-                async with aclosing(self._driver.stream(asked.prompt, asked.params)) as chunks:
-                    text = ""
-                    logprobs: list[dict[str, Any]] = []
-                    async for chunk in chunks:
-                        text += chunk.text
-                        logprobs += [self._likelihood(token) for token in chunk.logprobs]
-                        if (text or logprobs) and (asked.stream or chunk.finish_reason):
-                            told = {"logprobs": logprobs} if logprobs else {}
-                            self._send(request_id, {"delta": text} | told)
-                            text, logprobs = "", []
-            self._finish(request_id, _last(chunk))
+                last = await work()
+            self._finish(request_id, last)
         except (Refused, EngineError) as error:
             self._finish(request_id, _error(error))
         except Exception as error:
             _LOG.exception("a request of the socket ended with an unexpected error")
             self._finish(request_id, _error(Refused("internal", f"unexpected {type(error).__name__}")))
+
+    async def _answer(self, request_id: Id, asked: Asked) -> dict[str, Any]:
+        async with aclosing(self._driver.stream(asked.prompt, asked.params)) as chunks:
+            text = ""
+            logprobs: list[dict[str, Any]] = []
+            async for chunk in chunks:
+                text += chunk.text
+                logprobs += [self._likelihood(token) for token in chunk.logprobs]
+                if (text or logprobs) and (asked.stream or chunk.finish_reason):
+                    told = {"logprobs": logprobs} if logprobs else {}
+                    self._send(request_id, {"delta": text} | told)
+                    text, logprobs = "", []
+        return _last(chunk)
 
     def _likelihood(self, token: TokenLogprob) -> dict[str, Any]:
         """A token's log-probability, and those of the most likely ones in its place."""
@@ -250,6 +270,10 @@ def _read_id(message: dict[str, Any]) -> Id:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
         return value
     raise BadRequest("id", f"id must be a whole number or a text of at most {_MOST_ID} printable characters")
+
+
+async def _transferred(session: Awaitable[int]) -> dict[str, Any]:
+    return {"done": True, "tokens": await session}
 
 
 def _last(chunk: Chunk) -> dict[str, Any]:

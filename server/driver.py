@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from engine import Chunk, Engine, EngineError, SamplingParams
@@ -17,6 +19,8 @@ from engine.request import Prompt, Ticket
 from server import journal
 from server.config import ServerConfig
 from server.counters import Snapshot, Totals
+from server.job import Job
+from server.sessions import Saved, SessionFolder
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -26,7 +30,8 @@ _TOKENIZERS = 4  # threads that turn prompts into tokens; a template may take it
 class Refused(Exception):
     """A request that the server does not serve, or not to its end. The message is a sentence for the client.
 
-    `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal".
+    `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal",
+    "sessions_off" (there is no folder for them), "unknown_session".
     """
 
     def __init__(self, code: str, message: str, retry_after: int | None = None) -> None:
@@ -36,58 +41,18 @@ class Refused(Exception):
         self.retry_after = retry_after
 
 
-@dataclass(eq=False)
-class _Job:
-    """A request between the loop and the engine: an outbox for the one, a queue for the other."""
-
-    loop: asyncio.AbstractEventLoop
-    arrived: asyncio.Queue[Chunk | Exception] = field(default_factory=asyncio.Queue)
-    started: float = field(default_factory=time.monotonic)
-    outcome: str = "cancelled"
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ticket: Ticket | None = None
-        self._closed = False
-
-    def append(self, item: Chunk | Exception, /) -> None:
-        """The outbox of the engine; nothing it raises may reach a step."""
-        try:
-            self.loop.call_soon_threadsafe(self.arrived.put_nowait, item)
-        except RuntimeError:  # the loop is closed, and nobody reads any more
-            _LOG.debug("a chunk came after the event loop was closed")
-
-    def queued(self, ticket: Ticket) -> None:
-        """The engine has the request; maybe nobody wants it any more."""
-        with self._lock:
-            self._ticket, closed = ticket, self._closed
-        if closed:
-            ticket.cancel()
-
-    def close(self) -> None:
-        """Have the engine drop the request, now or as soon as it has it."""
-        with self._lock:
-            self._closed, ticket = True, self._ticket
-        if ticket is not None:
-            ticket.cancel()
-
-    def end(self, reason: Exception) -> None:
-        """End the request with an error for its reader; in the event loop."""
-        self.close()
-        self.arrived.put_nowait(reason)
-
-
 class Driver:
     """Lets coroutines of one event loop stream from an engine. All methods belong to that loop.
 
     The driver owns neither: `stop` leaves the engine open.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, sessions: SessionFolder | None = None) -> None:
         self.engine = engine
         self.config = config
+        self._sessions = sessions
         self._totals = Totals()
-        self._jobs: set[_Job] = set()
+        self._jobs: set[Job] = set()
         self._room = engine.config.parallel + config.max_queue
         self._closing = False
         self._stopping = False
@@ -138,39 +103,47 @@ class Driver:
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
         """
+        with self._job() as (entry, job):
+            entry.prompt = prompt if self.config.log_prompts else None
+            timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
+            try:
+                ticket = await self._aside(self._submit, job, prompt, self._limited(params))
+                self._totals.prompt_tokens += ticket.prompt_tokens
+                entry.prompt_tokens += ticket.prompt_tokens
+                last = False
+                while not last:
+                    item = await job.arrived.get()
+                    if isinstance(item, Exception):
+                        raise _for_clients(item)
+                    self._totals.count(item)
+                    entry.count(item)
+                    last = item.finish_reason is not None
+                    job.outcome = item.finish_reason or job.outcome
+                    yield item
+            finally:
+                timer.cancel()
+
+    @contextmanager
+    def _job(self) -> Iterator[tuple[journal.Entry, Job]]:
+        """Something that clients wait for, and that a drain waits for. Raises Refused where there is no room for it."""
         entry = journal.current() or journal.Entry("", "")
         job = self._admit(entry)
-        entry.prompt = prompt if self.config.log_prompts else None
-        timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
         try:
-            ticket = await self._aside(self._submit, job, prompt, self._limited(params))
-            self._totals.prompt_tokens += ticket.prompt_tokens
-            entry.prompt_tokens += ticket.prompt_tokens
-            last = False
-            while not last:
-                item = await job.arrived.get()
-                if isinstance(item, Exception):
-                    raise _for_clients(item)
-                self._totals.count(item)
-                entry.count(item)
-                last = item.finish_reason is not None
-                job.outcome = item.finish_reason or job.outcome
-                yield item
+            yield entry, job
         except (Refused, EngineError) as error:
             job.outcome = error.code if isinstance(error, Refused) else "error"
             raise
         finally:
-            timer.cancel()
             entry.outcome = job.outcome
             self._leave(job)
 
-    def _admit(self, entry: journal.Entry) -> _Job:
+    def _admit(self, entry: journal.Entry) -> Job:
         refusal = _closing() if self._closing else self._busy() if len(self._jobs) >= self._room else None
         if refusal is not None:
             entry.outcome = refusal.code
             self._totals.requests[refusal.code] += 1
             raise refusal
-        job = _Job(self._loop)
+        job = Job(self._loop)
         self._jobs.add(job)
         self._idle.clear()
         return job
@@ -178,7 +151,7 @@ class Driver:
     def _busy(self) -> Refused:
         return Refused("busy", "The server is busy: try again a little later", self._totals.usual_seconds())
 
-    def _leave(self, job: _Job) -> None:
+    def _leave(self, job: Job) -> None:
         job.close()
         self._wake.set()  # the engine may have to take it out
         self._jobs.discard(job)
@@ -187,7 +160,7 @@ class Driver:
         if not self._jobs:
             self._idle.set()
 
-    def _expire(self, job: _Job) -> None:
+    def _expire(self, job: Job) -> None:
         limit = self.config.request_seconds
         job.end(Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server"))
 
@@ -197,12 +170,47 @@ class Driver:
             return params
         return replace(params, max_tokens=limit)
 
-    def _submit(self, job: _Job, prompt: Prompt, params: SamplingParams) -> Ticket:
+    def _submit(self, job: Job, prompt: Prompt, params: SamplingParams) -> Ticket:
         """In a thread of the pool: the engine takes a request between two units of its work."""
         ticket = self.engine.submit(prompt, params, into=job)
         job.queued(ticket)
         self._wake.set()
         return ticket
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    async def save_session(self, name: str, prompt: Prompt) -> int:
+        """Save as much of `prompt` as is in the store; returns its tokens. Raises Refused or EngineError."""
+        file = self._folder.file(name)
+        with self._job() as (_, job):
+            count = await self._aside(lambda: self.engine.save_session(file, prompt=prompt))
+            job.outcome = "saved"
+            return count
+
+    async def load_session(self, name: str) -> int:
+        """Put a session back into the store; returns its tokens. Raises Refused or EngineError."""
+        file = self._folder.file(name)
+        with self._job() as (_, job):
+            if not await self._aside(os.path.lexists, file):
+                raise _unknown_session(name)
+            session = await self._aside(self.engine.load_session, file)
+            job.outcome = "loaded"
+            return len(session.token_ids)
+
+    async def list_sessions(self) -> list[Saved]:
+        """The sessions there are. Raises Refused."""
+        return await self._aside(self._folder.all)
+
+    async def remove_session(self, name: str) -> None:
+        """Raises Refused or EngineError."""
+        if not await self._aside(self._folder.remove, name):
+            raise _unknown_session(name)
+
+    @property
+    def _folder(self) -> SessionFolder:
+        if self._sessions is None:
+            raise Refused("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
+        return self._sessions
 
     # -- what else clients ask -----------------------------------------------------------------------------------
 
@@ -246,6 +254,10 @@ class Driver:
                 self._loop.call_soon_threadsafe(self._end_all, error)
             if not busy:
                 self._wake.wait()
+
+
+def _unknown_session(name: str) -> Refused:
+    return Refused("unknown_session", f"There is no session called {name}")
 
 
 def _closing() -> Refused:

@@ -83,7 +83,7 @@ def read(
         raise _wrong("stream_options", "an object", options)
     usage = options.get("include_usage")
     return Asked(
-        prompt=_prompt(body, takes),
+        prompt=read_prompt(body, takes),
         params=replace(_sampling(body), logprobs=_logprobs(body, switched_logprobs)),
         stream=_flag("stream", body.get("stream", False)),
         n=_count("n", body.get("n", 1), 1, MAX_ANSWERS),
@@ -95,8 +95,9 @@ def read(
 # -- prompts ---------------------------------------------------------------------------------------------------
 
 
-def _prompt(body: Mapping[str, Any], takes: Collection[str]) -> Prompt:
-    given = [name for name in takes if name in body]
+def read_prompt(body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt")) -> Prompt:
+    """What stands under one of the names in `takes`. Raises BadRequest."""
+    given = [name for name in takes if body.get(name) is not None]
     if len(given) != 1:
         missing = f"{' or '.join(takes)} is missing"
         raise BadRequest(next(iter(takes)), "give either messages or prompt, not both" if given else missing)

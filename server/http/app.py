@@ -22,6 +22,7 @@ from server.http.guard import Guard
 from server.http.metrics import exposition
 from server.http.openai import Generation
 from server.http.page import page
+from server.http.sessions import Sessions
 from server.http.shapes import Chat, Text
 from server.http.stats import asked_tokens, stats
 from server.parameters import BadRequest
@@ -40,6 +41,7 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),
+        *Sessions(driver).routes(),
         Route("/", page),
     ]
     errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)

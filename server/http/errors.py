@@ -18,8 +18,22 @@ CLOSE = {"Connection": "close"}  # for answers behind which the connection canno
 _RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # OpenAI's clients look at it
 
 # What is not the client's fault; everything else of the engine's is a 400.
-_ENGINE_STATUS = {"out_of_memory": 503, "closed": 503, "device_unavailable": 503, "model_damaged": 500}
-_REFUSED_STATUS = {"busy": 429, "closing": 503, "timeout": 504, "internal": 500}
+_ENGINE_STATUS = {
+    "out_of_memory": 503,
+    "closed": 503,
+    "device_unavailable": 503,
+    "model_damaged": 500,
+    "session": 422,
+    "storage": 507,
+}
+_REFUSED_STATUS = {
+    "busy": 429,
+    "closing": 503,
+    "timeout": 504,
+    "internal": 500,
+    "sessions_off": 501,
+    "unknown_session": 404,
+}
 
 
 @dataclass(eq=False)

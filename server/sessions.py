@@ -1,0 +1,87 @@
+"""Sessions by name: files in one folder that clients may save and load, and no other file is within their reach."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import EngineError
+from server.parameters import BadRequest
+
+_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A session in the folder."""
+
+    name: str
+    bytes: int
+    seconds: int  # since 1970: when it was saved
+
+
+@dataclass(frozen=True)
+class SessionFile(os.PathLike[str]):
+    """Where a session is; in sentences for clients it is called by its name."""
+
+    folder: Path
+    name: str
+
+    def __fspath__(self) -> str:
+        return str(self.folder / (self.name + _SUFFIX))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class SessionFolder:
+    """The sessions of a server. Its methods wait for the disk."""
+
+    def __init__(self, folder: str) -> None:
+        """Makes the folder, for its owner alone, if there is none. Raises EngineError where that cannot be."""
+        self._folder = Path(folder).expanduser()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise EngineError(
+                f"--sessions {folder}: {error.strerror}; name a folder that is there or can be made", "storage"
+            ) from None
+
+    def file(self, name: str) -> SessionFile:
+        return SessionFile(self._folder, name)
+
+    def all(self) -> list[Saved]:
+        """What there is, in the order of names."""
+        found = []
+        for path in sorted(self._folder.glob("*" + _SUFFIX)):
+            name = path.name.removesuffix(_SUFFIX)
+            try:
+                status = path.stat()
+            except OSError:  # gone meanwhile, or a link that leads nowhere
+                continue
+            if _NAME.fullmatch(name) and path.is_file():
+                found.append(Saved(name, status.st_size, int(status.st_mtime)))
+        return found
+
+    def remove(self, name: str) -> bool:
+        """Whether there was one. Raises EngineError where it cannot be removed."""
+        try:
+            os.unlink(self.file(name))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise EngineError(f"The session {name} cannot be removed: {error.strerror}", "storage") from None
+        return True
+
+
+def read_name(field: str, value: Any) -> str:
+    """The name of a session. Raises BadRequest for what is none: no name leads out of the folder."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise BadRequest(
+            field, f"{field} must be 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
+        )
+    return value
