@@ -63,10 +63,24 @@ def library(text: str, checked: bool) -> Path:
         with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
             source, objects, linked = (Path(folder) / name for name in ("kernel.cpp", "kernel.o", "kernel.so"))
             source.write_text(whole)
-            _run(["g++", *flags, "-c", str(source), "-o", str(objects)])
+            _run(["g++", f"-I{_precompiled(flags)}", *flags, "-c", str(source), "-o", str(objects)])
             _run(["g++", "-shared", "-Wl,-z,now", "-Wl,-Bsymbolic", str(objects), str(machine), "-o", str(linked)])
             os.replace(linked, path)
     return path
+
+
+def _precompiled(flags: list[str]) -> Path:
+    """A folder with device.h as g++ has read it with `flags`, which takes longer than most kernels."""
+    folder = _CACHE / _key(*flags, *(file.read_text() for file in _SHIM))
+    folder.mkdir(exist_ok=True)
+    target = folder / "device.h.gch"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            header = Path(unfinished) / target.name
+            header_flags = [flag for flag in flags if flag not in ("-include", "device.h")]
+            _run(["g++", *header_flags, "-x", "c++-header", str(_HERE / "device.h"), "-o", str(header)])
+            os.replace(header, target)
+    return folder
 
 
 def _compiled(sources: list[Path]) -> Path:
