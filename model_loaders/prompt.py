@@ -64,7 +64,8 @@ class _Rendering:
     def parts(self, messages: list[_Message]) -> list[str | int]:
         """The text, alternating with the numbers of messages whose ids belong in between."""
         while True:
-            parts = self._rendered(messages)
+            given = [self._given(message, index) for index, message in enumerate(messages)]
+            parts = self._rendered(given)
             expected = [i for i, message in enumerate(messages) if message.token_ids is not None]
             if parts[1::2] == expected:
                 break
@@ -72,10 +73,10 @@ class _Rendering:
             lost = [i for i in expected if parts[1::2].count(i) != 1] or expected
             messages = [replace(m, token_ids=None) if i in lost else m for i, m in enumerate(messages)]
         for position in range(1, len(parts), 2):
-            parts[position - 1] = self._as_prompted(messages, parts, position)
+            parts[position - 1] = self._as_prompted(given, parts, position)
         return parts
 
-    def _as_prompted(self, messages: list[_Message], parts: list[str | int], position: int) -> str | int:
+    def _as_prompted(self, given: list[dict[str, str]], parts: list[str | int], position: int) -> str | int:
         """The text before a hole, as it was when the model was asked to fill it.
 
         Templates write a past message with other white space than they ask for a new one ("Assistant: Hi" after
@@ -85,23 +86,22 @@ class _Rendering:
         assert isinstance(before, str)
         assert isinstance(index, int)
         try:
-            prompt = self._rendered(messages[:index])
+            prompt = self._rendered(given[:index])
         except LoadError:  # a template need not accept the beginning of a conversation
             return before
         same_past = prompt[1::2] == parts[1:position:2]
         asked = prompt[-1]
         return asked if same_past and isinstance(asked, str) and asked.startswith(before.rstrip()) else before
 
-    def _rendered(self, messages: list[_Message]) -> list[str | int]:
-        given = [
-            {
-                "role": self._guard.break_up(message.role, self._mark),
-                "content": self._guard.hide(message.content, self._mark)
-                if message.token_ids is None
-                else f"{self._hole}{index}{self._hole}",
-            }
-            for index, message in enumerate(messages)
-        ]
+    def _given(self, message: _Message, index: int) -> dict[str, str]:
+        """A message as the template sees it."""
+        is_hole = message.token_ids is not None
+        return {
+            "role": self._guard.break_up(message.role, self._mark),
+            "content": f"{self._hole}{index}{self._hole}" if is_hole else self._guard.hide(message.content, self._mark),
+        }
+
+    def _rendered(self, given: list[dict[str, str]]) -> list[str | int]:
         pieces = re.split(f"{self._hole}([0-9]+){self._hole}", self._template.render(given))
         return [int(piece) if position % 2 else piece for position, piece in enumerate(pieces)]
 
