@@ -23,20 +23,22 @@ from model_loaders.tokenizers import Tokenizer
 
 KEY_BYTES = 32  # of a digest
 
-_CAPACITY = 1024  # answers
+_CAPACITY = 1 << 20  # tokens, 4 bytes each
+_ENTRY = 64  # tokens' worth of memory that an answer takes beside its own
 
 Message = Mapping[str, Any]
 Known = Sequence[tuple[str, Sequence[int]]]  # digest of a conversation that ends with an answer, and the answer's ids
 
 
 class Answers:
-    """The ids of recent answers, 4 bytes each. May be shared by threads."""
+    """The ids of recent answers. May be shared by threads."""
 
     def __init__(self, tokenizer: Tokenizer, *, enabled: bool):
         self._tokenizer = tokenizer
         self._control = frozenset(tokenizer.control_tokens().values())
         self._capacity = _CAPACITY if enabled else 0
         self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._size = 0
         self._lock = Lock()
 
     def recalled(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -81,10 +83,13 @@ class Answers:
 
     def _put(self, key: bytes, ids: Sequence[int]) -> None:
         with self._lock:
+            if key in self._ids:
+                self._size -= _ENTRY + len(self._ids.pop(key))
             self._ids[key] = array("i", ids)
-            self._ids.move_to_end(key)
-            while len(self._ids) > self._capacity:
-                self._ids.popitem(last=False)
+            self._size += _ENTRY + len(ids)
+            while self._size > self._capacity:
+                _, oldest = self._ids.popitem(last=False)
+                self._size -= _ENTRY + len(oldest)
 
 
 class _Listening:

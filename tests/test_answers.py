@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import Completion, Engine, SamplingParams
-from engine.answers import Answers, _keys
+from engine.answers import _ENTRY, Answers, _keys
 from engine.outputs import Chunk, Usage
 from tests.tiny import EOS
 
@@ -102,7 +102,7 @@ def test_malformed_messages_are_left_to_who_refuses_them(tiny: Engine, messages)
 
 
 def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
-    monkeypatch.setattr("engine.answers._CAPACITY", 2)
+    monkeypatch.setattr("engine.answers._CAPACITY", 2 * (_ENTRY + 1))
     answers = Answers(tiny.model.tokenizer, enabled=True)
     questions = [[{"role": "user", "content": str(i)}] for i in range(3)]
 
@@ -116,6 +116,8 @@ def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
 
     answer(questions[0])
     answer(questions[1])
+    assert known() == [True, True, False]
+    answer(questions[1])  # once more: it takes no more room
     assert known() == [True, True, False]
     answers.recalled([*questions[0], said("a")])  # asked for again: it is question 1's turn to go
     answer(questions[2])
