@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,13 @@ def cache_types(text: str, *, key_conditioning: bool = True) -> list[CacheType]:
     return [CacheType.read(name) for name in dict.fromkeys(names)]
 
 
-def run(work: Callable[[], None]) -> int:
-    """The exit code of `work`: 2 with a sentence for bad input, 130 after Ctrl-C."""
+def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
+    """The exit code of `work` on a command line: 2 with a sentence for bad input, 130 after Ctrl-C.
+
+    argv: without the program; None is the process's own.
+    """
     try:
-        work()
+        work(sys.argv[1:] if argv is None else argv)
     except FlagError as error:
         print(f"error: {error}; --help lists the flags", file=sys.stderr)
     except (LoadError, EngineError) as error:

@@ -63,12 +63,11 @@ def main(
     step_contexts: Sequence[int] = _STEP_CONTEXTS,
 ) -> int:
     """Measures, writes the JSON, prints the tables; returns the exit code. Without a `gpu`, that of the machine."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    return run(lambda: _measure_and_report(argv, gpu, sizes or Sizes(), peers, step_contexts))
+    return run(lambda given: _measure_and_report(given, gpu, sizes or Sizes(), peers, step_contexts), argv)
 
 
 def _measure_and_report(
-    argv: list[str], gpu: Gpu | None, sizes: Sizes, peers: Peers, step_contexts: Sequence[int]
+    argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peers: Peers, step_contexts: Sequence[int]
 ) -> None:
     started = time.monotonic()
     (options,) = parse(
@@ -124,7 +123,7 @@ def _one(measure: Callable[..., Row], *given: Any) -> list[Row]:
     return [measure(*given)]
 
 
-def _write(output: Path, argv: list[str], results: Results, gpu: Gpu) -> None:
+def _write(output: Path, argv: Sequence[str], results: Results, gpu: Gpu) -> None:
     report.write(output, "kernels", argv, results.as_json(), gpu=gpu.about)
 
 

@@ -231,10 +231,10 @@ _PICTURES: dict[str, Callable[[Result, str], Figure | None]] = {
 }
 
 
-def main(files: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Draws the pictures of the JSON files; returns the exit code."""
 
-    def redraw() -> None:
+    def redraw(files: Sequence[str]) -> None:
         for file in map(Path, files):
             try:
                 result = json.loads(file.read_text(encoding="utf-8"))
@@ -242,8 +242,8 @@ def main(files: Sequence[str]) -> int:
             except (OSError, ValueError, KeyError) as error:
                 raise EngineError(f"{file} cannot be read as the JSON of bench.quality ({error})") from None
 
-    return run(redraw)
+    return run(redraw, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

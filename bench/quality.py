@@ -57,8 +57,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, writes JSON and pictures, prints the tables; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    return run(lambda: _measure_and_report(argv))
+    return run(_measure_and_report, argv)
 
 
 def _measure_and_report(argv: Sequence[str]) -> None:
