@@ -3,7 +3,7 @@
 A text can be cut into tokens in more than one way, and what a model draws need not be the way a tokenizer takes. A
 conversation that comes back as text alone would therefore part from what is in the store somewhere in its first answer.
 So the ids of recent answers stay here, each under the whole conversation that it ends: nobody else's answer stands in
-for it, and what a prompt means does not change, for only ids that are the same text are kept.
+for it, and what a prompt means does not change, for the ids are the same text.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from threading import Lock
 from typing import Any
 
 from engine.detokenizer import Detokenizer
-from engine.outputs import Chunk, Outbox, fold
-from model_loaders.tokenizers import Tokenizer
+from model_loaders import Model
 
 KEY_BYTES = 32  # of a digest
 
@@ -33,9 +32,9 @@ Known = Sequence[tuple[str, Sequence[int]]]  # digest of a conversation that end
 class Answers:
     """The ids of recent answers. May be shared by threads."""
 
-    def __init__(self, tokenizer: Tokenizer, *, enabled: bool):
-        self._tokenizer = tokenizer
-        self._control = frozenset(tokenizer.control_tokens().values())
+    def __init__(self, model: Model, *, enabled: bool):
+        self._tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
+        self._control = frozenset(model.tokenizer.control_tokens().values())
         self._capacity = _CAPACITY if enabled else 0
         self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
         self._size = 0
@@ -43,10 +42,11 @@ class Answers:
 
     def recalled(self, messages: Sequence[Message]) -> Sequence[Message]:
         """`messages`, with "token_ids" wherever an assistant's answer to what is before it is known."""
-        if not all(_is_plain(message) for message in messages):
-            return messages  # to be refused, with a sentence, by who reads them
+        if not self._capacity or not all(_is_plain(message) for message in messages):
+            return messages  # what is wrong with them is said by who reads them
+        keys = list(_keys(messages))
         with self._lock:
-            return [self._with_ids(message, key) for message, key in zip(messages, _keys(messages), strict=True)]
+            return [self._with_ids(message, key) for message, key in zip(messages, keys, strict=True)]
 
     def _with_ids(self, message: Message, key: bytes) -> Message:
         known = self._ids.get(key) if message["role"] == "assistant" else None
@@ -55,31 +55,36 @@ class Answers:
         self._ids.move_to_end(key)
         return {**message, "token_ids": tuple(known)}
 
+    def question(self, messages: Sequence[Message]) -> bytes | None:
+        """What `keep` wants to know of `messages`, as they are now; None where no answers are kept."""
+        if not self._capacity:
+            return None
+        *_, question = _keys(messages)
+        return question
+
+    def keep(self, question: bytes, ids: Sequence[int]) -> None:
+        """The answer to `question` was generated as `ids`; such as have no text of their own are not kept."""
+        if self._control.isdisjoint(ids):
+            detokenizer = Detokenizer(self._tokenizer, at_start=True)
+            text = detokenizer.push(ids) + detokenizer.finish()
+            self._put(_key(question, {"role": "assistant", "content": text}), ids)
+
     def known(self, messages: Sequence[Message]) -> Known:
         """The answers in `messages` that are known, to be given to `restore` some day."""
         if not all(_is_plain(message) for message in messages):
             return ()
+        keys = list(_keys(messages))
         with self._lock:
-            return tuple((key.hex(), tuple(self._ids[key])) for key in _keys(messages) if key in self._ids)
+            return tuple((key.hex(), tuple(self._ids[key])) for key in keys if key in self._ids)
 
     def restore(self, known: Known) -> None:
-        """Remember what `known` has given; what is none of this model's answers is passed over."""
-        vocabulary = range(self._tokenizer.vocab_size)
+        """Remember what `known` has given; what are no ids of this model's text is passed over.
+
+        That they are the text of their conversation is for whoever wrote them down to know.
+        """
         for key, ids in known:
-            if all(i in vocabulary for i in ids) and self._control.isdisjoint(ids):
+            if all(i in self._vocabulary for i in ids) and self._control.isdisjoint(ids):
                 self._put(bytes.fromhex(key), ids)
-
-    def listening(self, messages: Sequence[Message], outbox: Outbox) -> Outbox:
-        """An outbox that hands everything on to `outbox`, and keeps the answer to `messages` when it is whole."""
-        *_, question = _keys(messages)
-        return _Listening(self, question, outbox)
-
-    def keep(self, question: bytes, text: str, ids: Sequence[int]) -> None:
-        """`ids` stand for `text` as the answer to `question`, if they are that text and nothing but text."""
-        detokenizer = Detokenizer(self._tokenizer, at_start=True)
-        if not self._control.isdisjoint(ids) or detokenizer.push(ids) + detokenizer.finish() != text:
-            return
-        self._put(_key(question, {"role": "assistant", "content": text}), ids)
 
     def _put(self, key: bytes, ids: Sequence[int]) -> None:
         with self._lock:
@@ -90,20 +95,6 @@ class Answers:
             while self._size > self._capacity:
                 _, oldest = self._ids.popitem(last=False)
                 self._size -= _ENTRY + len(oldest)
-
-
-class _Listening:
-    def __init__(self, answers: Answers, question: bytes, outbox: Outbox):
-        self._answers, self._question, self._outbox = answers, question, outbox
-        self._chunks: list[Chunk] = []
-
-    def append(self, item: Chunk | Exception) -> None:
-        if isinstance(item, Chunk):
-            self._chunks.append(item)
-            if item.finish_reason is not None:
-                answer = fold(self._chunks)
-                self._answers.keep(self._question, answer.text, answer.token_ids)
-        self._outbox.append(item)
 
 
 def _is_plain(message: object) -> bool:

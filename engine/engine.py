@@ -45,7 +45,7 @@ class Engine:
         self._scheduler = Scheduler(parts.config.parallel)
         self._work = Work(parts.model, self._prefixes, self._scheduler, parts.plan.tokens)
         self._turns = Turns()
-        self._answers = Answers(parts.source.tokenizer, enabled=parts.config.kept_sequences > 0)
+        self._answers = Answers(parts.source, enabled=parts.config.kept_sequences > 0)
         self._closed = False
 
     @classmethod

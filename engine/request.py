@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -53,12 +55,12 @@ def is_chat(prompt: Prompt) -> TypeGuard[Many[Mapping[str, Any]]]:
 
 def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
     """`ids` as ints. Raises EngineError where there are none, unknown ones, or no `room` behind them in `context`."""
-    vocabulary = min(model.config.vocab_size, model.tokenizer.vocab_size)
+    known = model.vocabulary
     if len(ids) == 0:
         raise EngineError("The prompt is empty: give at least one token")
     for i in ids:
-        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < vocabulary:
-            raise EngineError(f"The prompt holds {i!r}, which is no token id below {vocabulary}")
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
+            raise EngineError(f"The prompt holds {i!r}, which is no token id below {known.stop}")
     if len(ids) + room > context:
         raise EngineError(
             f"The prompt has {len(ids)} tokens, but the context of {context} takes {context - room}: "
@@ -108,8 +110,10 @@ class Request:
     sampling: Sampling
     tokenizer: Tokenizer
     detokenizer: Detokenizer
+    vocabulary: range
     outbox: Outbox
     wants_progress: bool = False
+    keep: Callable[[Many[int]], None] | None = None  # remembers the answer's ids
     kv: SequenceKV | None = None
     walk: Walk | None = None
     cached: int | None = None  # prompt tokens found in the store; None before anyone has looked
@@ -129,13 +133,15 @@ class Request:
     ) -> Request:
         """A request for what follows `prompt`. Raises EngineError where that cannot be served."""
         tokenizer, chat = model.tokenizer, is_chat(prompt)
-        sampling = resolve(params, model.generation, min(model.config.vocab_size, tokenizer.vocab_size))
+        sampling = resolve(params, model.generation, model.vocabulary.stop)
         ids = checked_ids(prompt_ids(prompt, model, answers), model, context, room=1)
+        keep = None
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
-            outbox = answers.listening(prompt, outbox)
-        tokens = Sequence(tuple(ids), params.max_tokens)
-        return cls(tokens, params, sampling, tokenizer, Detokenizer(tokenizer, at_start=chat), outbox, wants_progress)
+            question = answers.question(prompt)
+            keep = None if question is None else partial(answers.keep, question)
+        tokens, detokenizer = Sequence(tuple(ids), params.max_tokens), Detokenizer(tokenizer, at_start=chat)
+        return cls(tokens, params, sampling, tokenizer, detokenizer, model.vocabulary, outbox, wants_progress, keep)
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)
@@ -145,6 +151,13 @@ class Request:
         """So many tokens were in the store when the request came to be computed; its first token settles it."""
         if self.sequence.generated == 0:
             self.cached = length
+
+    def goes_on_from(self, length: int) -> bool:
+        """Whether the rest is computed as it was, or for the first time, where so many tokens are in the store.
+
+        A prompt sees itself exact and what was found as codes: once it has been computed, no more of it may be found.
+        """
+        return self.sequence.generated == 0 or not (self.cached or 0) < length < len(self.sequence.prompt)
 
     def next_stop(self, start: int, block_size: int) -> int:
         """Where the tokens end that go into the store together, of those from `start` on.
@@ -159,9 +172,8 @@ class Request:
 
     def draw(self) -> Draw:
         """How the next token is to be drawn."""
-        # An embedding may have more rows than the vocabulary has tokens.
         recent = self.sequence.ids[-PENALTY_WINDOW:]
-        return Draw(self.sampling, recent, self._rng.random(), self.tokenizer.vocab_size, self.params.logprobs)
+        return Draw(self.sampling, recent, self._rng.random(), self.vocabulary.stop, self.params.logprobs)
 
     def take(self, sampled: Sampled) -> None:
         """Put out what the next token adds to the text, or why there is none."""
@@ -187,6 +199,9 @@ class Request:
         text = last.text
         if not self._stop.stopped:
             text += self._stop.push(self.detokenizer.finish()) + self._stop.finish()
+        if self.keep is not None and not self._stop.stopped:  # cut off, the text is not that of all ids
+            with suppress(MemoryError):  # no answer is to fail for that
+                self.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
         self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage()))
 

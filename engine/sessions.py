@@ -31,7 +31,8 @@ from engine.model import Model
 from engine.sealed_file import DamagedFile
 from engine.weights import fingerprint
 
-_FORMAT, _VERSION = "polarlm session", "1"
+_FORMAT = "polarlm session"
+_VERSION = "1"  # of the file, and of what every codec's codes mean
 
 # What a session and the engine have to agree about, in the order in which a difference is told, and what is said then.
 _DIFFERENCES = {

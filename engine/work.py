@@ -110,7 +110,7 @@ class Work:
         """One unit of a prompt, or of what a request that gave way had computed before."""
         try:
             if request.kv is None:
-                request.kv = self._prefixes.resume(request.sequence.ids[:-1])
+                request.kv = self._resume(request)
                 request.found(request.kv.length)
             if request.walk is None and request.kv.length < request.sequence.computable:
                 request.walk = self._walk(request)
@@ -124,6 +124,15 @@ class Work:
             self._advance(request, request.walk)
         if request.walk is None and request.kv.length == request.sequence.computable:
             self._scheduler.prefilled(request.sequence)
+
+    def _resume(self, request: Request) -> SequenceKV:
+        """What the store has of a request's tokens. Raises OutOfBlocks."""
+        ids = request.sequence.ids[:-1]
+        kv = self._prefixes.resume(ids)
+        if request.goes_on_from(kv.length):
+            return kv
+        self._prefixes.release(kv, ids)
+        return self._prefixes.resume(ids[: request.cached])
 
     def _walk(self, request: Request) -> Walk:
         """The next tokens of a request on their way. Raises OutOfBlocks."""
@@ -167,8 +176,9 @@ class Work:
             for span in spans.values():
                 self._store.abort(span)
             raise
-        for (request, span), token in zip(spans.items(), tokens, strict=True):
+        for request, span in spans.items():
             self._commit(request, span)
+        for request, token in zip(spans, tokens, strict=True):
             request.take(token)
 
     def _open_step(self, request: Request) -> Span | None:

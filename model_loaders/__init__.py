@@ -51,6 +51,11 @@ class Model:
     generation: GenerationDefaults
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
 
+    @property
+    def vocabulary(self) -> range:
+        """The ids that have both a text and an embedding; a file may have more of either."""
+        return range(min(self.config.vocab_size, self.tokenizer.vocab_size))
+
 
 def load(path: str | Path | None, *, mmap: bool = True, verbose: Callable[[str], None] | None = None) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, or (None) the demonstration model.

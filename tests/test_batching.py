@@ -64,21 +64,27 @@ def test_steps_are_shared_and_everyone_gets_what_it_gets_alone(engine: Engine, m
     assert sum(seen) == sum(len(answer.token_ids) - 1 for answer in alone)
 
 
-def test_who_gives_way_goes_on_as_it_would_have(engine: Engine, monkeypatch) -> None:
-    alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
-    engine._prefixes.clear()
-    coded = engine._store.groups[0].coded
-    longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
-    taken = coded.allocate(coded.free - longest - 3)  # little more than the longest needs for itself
-    given_way = []
-    preempt = engine._scheduler.preempt
-    monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
-    answers = all_at_once(engine)
-    for block in taken:
-        coded.release(block)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
-    assert any(given_way)
-    assert None not in given_way
+@pytest.mark.parametrize("spare", [0, 3, 8])
+@pytest.mark.parametrize("type", ["f16", "polarquant", "ring4"])
+def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, type: str, spare: int) -> None:
+    """With codes, too: of its prompt no more is found again than was at first, for it has been read exact."""
+    settings = {"device": "cpu", "block_size": BLOCK, "cache_type": type, "calibration": False, "parallel": 4}
+    with Engine.load(tiny_path, **settings) as engine:
+        alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
+        engine._prefixes.clear()
+        coded = engine._store.groups[0].coded
+        longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
+        taken = coded.allocate(coded.free - longest - spare)  # little more than the longest needs for itself
+        given_way = []
+        preempt = engine._scheduler.preempt
+        monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
+        answers = all_at_once(engine)
+        for block in taken:
+            coded.release(block)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
+        assert any(given_way)
+        assert None not in given_way
+        assert_idle(engine)
 
 
 def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engine: Engine) -> None:

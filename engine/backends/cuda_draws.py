@@ -39,4 +39,4 @@ def _params(draw: Draw) -> tuple[float, ...]:
     of = draw.sampling
     below_one = min(np.float32(draw.uniform), np.nextafter(np.float32(1), np.float32(0)))
     penalties = (of.repeat_penalty, of.presence_penalty, of.frequency_penalty)
-    return of.temperature, float(of.top_k), of.top_p, of.min_p, *penalties, float(below_one)
+    return of.temperature, float(min(of.top_k, draw.vocabulary)), of.top_p, of.min_p, *penalties, float(below_one)

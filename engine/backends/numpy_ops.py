@@ -41,9 +41,8 @@ class NumpyOps:
         self._blas = ThreadpoolController().select(user_api="blas")
         if threads:
             self._blas.limit(limits=threads)
-        self._in_place = all(
-            multiplies_in_place(of.info().get("architecture", "")) for of in self._blas.lib_controllers
-        )
+        kernels = {of.info().get("architecture", "") for of in self._blas.lib_controllers}
+        self._in_place = kernels != set() and all(map(multiplies_in_place, kernels))
         self._pool = ThreadPoolExecutor(thread_name_prefix="part")
 
     def _threads(self) -> int:

@@ -135,7 +135,7 @@ class PrefixCache:
         hashes, known = self._known(ids)
         there = self._there(known)
         for count in range(len(known), -1, -1):
-            tail, common = self._tail(self._before(hashes[:count]), ids[count * n :])
+            tail, common = self._tail(self._before(hashes[:count]), ids[count * n : (count + 1) * n])
             for rest in dict.fromkeys((common, 0)):
                 if self._is_seen(there[count], count, count * n + rest):
                     kv = self._share(known[:count], hashes[:count], count * n + rest)
