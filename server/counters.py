@@ -14,7 +14,9 @@ from engine import Chunk
 class Snapshot:
     """The counters at one moment. Seconds and tokens count from the server's start."""
 
-    requests: Mapping[str, int]  # by how they ended: "stop", "length", "cancelled", "error", or the code of a refusal
+    requests: Mapping[
+        str, int
+    ]  # by how they ended: "stop", "length", "saved", …, "cancelled", "error", or a refusal's code
     active: int  # under way: waiting, computed, or being sent
     prompt_tokens: int
     cached_tokens: int  # of answers that came to their end, as the two below

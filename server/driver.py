@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from engine import Chunk, Engine, EngineError, SamplingParams
@@ -58,6 +59,7 @@ class Driver:
         self._stopping = False
         self._wake = threading.Event()
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="sessions")
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -83,7 +85,8 @@ class Driver:
         self._end_all(_closing())
         self._wake.set()
         await self._loop.run_in_executor(None, self._thread.join)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._disk):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def closing(self) -> bool:
@@ -105,35 +108,38 @@ class Driver:
         """
         with self._job() as (entry, job):
             entry.prompt = prompt if self.config.log_prompts else None
-            timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
-            try:
-                ticket = await self._aside(self._submit, job, prompt, self._limited(params))
-                self._totals.prompt_tokens += ticket.prompt_tokens
-                entry.prompt_tokens += ticket.prompt_tokens
-                last = False
-                while not last:
-                    item = await job.arrived.get()
-                    if isinstance(item, Exception):
-                        raise _for_clients(item)
-                    self._totals.count(item)
-                    entry.count(item)
-                    last = item.finish_reason is not None
-                    job.outcome = item.finish_reason or job.outcome
-                    yield item
-            finally:
-                timer.cancel()
+            ticket = await self._aside(self._submit, job, prompt, self._limited(params))
+            self._totals.prompt_tokens += ticket.prompt_tokens
+            entry.prompt_tokens += ticket.prompt_tokens
+            last = False
+            while not last:
+                item = await self._next(job)
+                self._totals.count(item)
+                entry.count(item)
+                last = item.finish_reason is not None
+                job.outcome = item.finish_reason or job.outcome
+                yield item
+
+    async def _next(self, job: Job) -> Any:
+        """What the thread that works on a job hands over next; raises an exception in its place."""
+        item = await job.arrived.get()
+        if isinstance(item, Exception):
+            raise _for_clients(item)
+        return item
 
     @contextmanager
     def _job(self) -> Iterator[tuple[journal.Entry, Job]]:
-        """Something that clients wait for, and that a drain waits for. Raises Refused where there is no room for it."""
+        """What a client and a drain wait for, up to the limit of time. Raises Refused where there is no room for it."""
         entry = journal.current() or journal.Entry("", "")
         job = self._admit(entry)
+        timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
         try:
             yield entry, job
         except (Refused, EngineError) as error:
             job.outcome = error.code if isinstance(error, Refused) else "error"
             raise
         finally:
+            timer.cancel()
             entry.outcome = job.outcome
             self._leave(job)
 
@@ -182,29 +188,35 @@ class Driver:
     async def save_session(self, name: str, prompt: Prompt) -> int:
         """Save as much of `prompt` as is in the store; returns its tokens. Raises Refused or EngineError."""
         file = self._folder.file(name)
-        with self._job() as (_, job):
-            count = await self._aside(lambda: self.engine.save_session(file, prompt=prompt))
-            job.outcome = "saved"
-            return count
+        return await self._on_disk("saved", lambda: self.engine.save_session(file, prompt=prompt))
 
     async def load_session(self, name: str) -> int:
         """Put a session back into the store; returns its tokens. Raises Refused or EngineError."""
         file = self._folder.file(name)
-        with self._job() as (_, job):
-            if not await self._aside(os.path.lexists, file):
+
+        def load() -> int:
+            if not os.path.lexists(file):
                 raise _unknown_session(name)
-            session = await self._aside(self.engine.load_session, file)
-            job.outcome = "loaded"
-            return len(session.token_ids)
+            return len(self.engine.load_session(file).token_ids)
+
+        return await self._on_disk("loaded", load)
 
     async def list_sessions(self) -> list[Saved]:
         """The sessions there are. Raises Refused."""
-        return await self._aside(self._folder.all)
+        return await self._on_disk("listed", self._folder.all)
 
     async def remove_session(self, name: str) -> None:
         """Raises Refused or EngineError."""
-        if not await self._aside(self._folder.remove, name):
+        if not await self._on_disk("removed", partial(self._folder.remove, name)):
             raise _unknown_session(name)
+
+    async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
+        """What `work` returns, one at a time. What ends the waiting for it does not end the work, once it has begun."""
+        with self._job() as (_, job):
+            self._disk.submit(_hand_over, work, job)
+            result: T = await self._next(job)
+            job.outcome = outcome
+            return result
 
     @property
     def _folder(self) -> SessionFolder:
@@ -254,6 +266,13 @@ class Driver:
                 self._loop.call_soon_threadsafe(self._end_all, error)
             if not busy:
                 self._wake.wait()
+
+
+def _hand_over(work: Callable[[], Any], job: Job) -> None:
+    try:
+        job.append(work())
+    except Exception as error:
+        job.append(error)
 
 
 def _unknown_session(name: str) -> Refused:

@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
-from engine import Chunk
 from engine.request import Ticket
 
 _LOG = logging.getLogger(__name__)
@@ -16,10 +16,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Job:
-    """A request between the loop and the engine: an outbox for the one, a queue for the other."""
+    """A request between the loop and who works on it in a thread: a queue for the one, an outbox for the other."""
 
     loop: asyncio.AbstractEventLoop
-    arrived: asyncio.Queue[Chunk | Exception] = field(default_factory=asyncio.Queue)
+    arrived: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     started: float = field(default_factory=time.monotonic)
     outcome: str = "cancelled"
 
@@ -28,8 +28,8 @@ class Job:
         self._ticket: Ticket | None = None
         self._closed = False
 
-    def append(self, item: Chunk | Exception, /) -> None:
-        """The outbox of the engine; nothing it raises may reach a step."""
+    def append(self, item: Any, /) -> None:
+        """Hand over a chunk, a result, or an exception in its place; nothing that this raises may reach a step."""
         try:
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, item)
         except RuntimeError:  # the loop is closed, and nobody reads any more

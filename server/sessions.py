@@ -43,12 +43,13 @@ class SessionFolder:
 
     def __init__(self, folder: str) -> None:
         """Makes the folder, for its owner alone, if there is none. Raises EngineError where that cannot be."""
-        self._folder = Path(folder).expanduser()
         try:
+            self._folder = Path(folder).expanduser()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: the home of nobody
+            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
             raise EngineError(
-                f"--sessions {folder}: {error.strerror}; name a folder that is there or can be made", "storage"
+                f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
             ) from None
 
     def file(self, name: str) -> SessionFile:

@@ -336,6 +336,17 @@ def test_settings_are_there_after_a_reload(page: Browser) -> None:
     page.until(lambda: page.run("return localStorage.getItem('polarlm.settings')") == "{}")
 
 
+def test_a_browser_that_forbids_storage_gets_its_answer(page: Browser) -> None:
+    for storage in ("sessionStorage", "localStorage"):
+        page.run(
+            f"Object.defineProperty(window, '{storage}', {{get() {{ throw new DOMException('no', 'SecurityError') }}}})"
+        )
+    choose(page, temperature=0, max_tokens=5)
+    send(page, "the end")
+    page.until(lambda: done(page))
+    assert answer(page)
+
+
 def test_a_setting_that_cannot_be_keeps_the_message(page: Browser) -> None:
     choose(page, top_p=1.5)
     send(page, "the rain")

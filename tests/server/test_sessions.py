@@ -102,6 +102,15 @@ def saved(process: Process, name: str = "talk") -> Path:
     return process.sessions / f"{name}.safetensors"
 
 
+def save_that_waits(process: Process, go: Path) -> tuple[threading.Thread, list[Any]]:
+    """A save under way that does not get to write before there is a file at `go`; its answer will be in the list."""
+    told: list[Any] = []
+    asking = threading.Thread(target=lambda: told.append(ask(process, "/sessions/save", name="talk", messages=[USER])))
+    asking.start()
+    eventually(lambda: Path(f"{go}.asked").exists())
+    return asking, told
+
+
 def message(status_and_body: tuple[int, dict[str, Any]], status: int, code: str) -> str:
     """The sentence of an error."""
     assert status_and_body[0] == status, status_and_body
@@ -223,6 +232,11 @@ def test_the_folder_has_to_be_one(tiny_path: Path, tmp_path: Path) -> None:
         assert done.stderr == f"error: --sessions {folder}: {why}; name a folder that is there or can be made\n"
 
 
+def test_the_home_of_nobody_is_no_folder() -> None:
+    with pytest.raises(EngineError, match="--sessions ~nobody-of-that-name/x: "):
+        SessionFolder("~nobody-of-that-name/x")
+
+
 def test_a_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
     SessionFolder(str(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
@@ -287,12 +301,7 @@ def test_a_session_that_is_being_saved_is_saved_before_the_server_ends(tiny_path
     go = tmp_path / "go"
     with start(tiny_path, tmp_path, prelude=WAITING, GO=str(go)) as process:
         turn(process, [USER])
-        told: list[Any] = []
-        saving = threading.Thread(
-            target=lambda: told.append(ask(process, "/sessions/save", name="talk", messages=[USER]))
-        )
-        saving.start()
-        eventually(lambda: Path(f"{go}.asked").exists())
+        saving, told = save_that_waits(process, go)
         assert turn(process, [AGAIN])[1]["completion_tokens"] == 3  # nobody waits for the disk
         process.signal(signal.SIGTERM)
         go.touch()
@@ -300,6 +309,38 @@ def test_a_session_that_is_being_saved_is_saved_before_the_server_ends(tiny_path
         assert told[0][0] == 200
         assert process.wait() == 0
     assert (tmp_path / "sessions" / "talk.safetensors").stat().st_size > 0
+
+
+def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with start(tiny_path, tmp_path, "--request-seconds", "2", prelude=WAITING, GO=str(go)) as process:
+        turn(process, [USER])
+        asking, told = save_that_waits(process, go)
+        others = [threading.Thread(target=ask, args=(process, "/sessions", "GET")) for _ in range(6)]
+        for other in others:
+            other.start()
+        assert turn(process, [AGAIN])[1]["completion_tokens"] == 3
+        assert ask(process, "/stats", "GET")[0] == 200
+        for thread in (asking, *others):
+            thread.join(PATIENCE)
+        message(told[0], 504, "timeout")
+        go.touch()
+        eventually(process.is_idle)
+        assert ask(process, "/sessions/load", name="talk")[0] == 200  # what had begun went on to its end
+
+
+def test_a_drain_does_not_wait_for_a_disk_that_hangs(tiny_path: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    impatient = "import server.__main__ as program\nprogram._DRAIN_SECONDS = 0.3\n"
+    with start(tiny_path, tmp_path, prelude=WAITING + impatient, GO=str(go)) as process:
+        turn(process, [USER])
+        asking, told = save_that_waits(process, go)
+        process.signal(signal.SIGTERM)
+        asking.join(PATIENCE)
+        message(told[0], 503, "closing")
+        go.touch()
+        assert process.wait() == 0
+        assert "Traceback" not in process.errors.read_text()
 
 
 def test_sessions_are_saved_and_loaded_while_others_are_answered(server: Process) -> None:
