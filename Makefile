@@ -60,8 +60,9 @@ READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-dev)
 gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there
 	@POLARLM_TEST_GPU=1 $(PY) -m pytest tests/cuda --ignore-glob='*emulator*' $(ARGS)
 
-gpu-bench: $(READY)  ## kernels, steps and prompts on the GPU that is there, beside PyTorch (ARGS="…" adds flags)
+gpu-bench: $(READY)  ## kernels and steps on the GPU that is there, beside PyTorch, and a model's speed (WEIGHTS=…, ARGS="…")
 	@$(PY) -m bench.kernels $(ARGS)
+	@$(PY) -m bench.speed --device cuda $(if $(WEIGHTS),--weights "$(WEIGHTS)")
 
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all

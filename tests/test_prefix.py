@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -220,3 +221,23 @@ def test_conversations_in_any_order_lose_no_block_and_answer_as_if_alone(pair, e
             conversations.append([*prompt, *answer.token_ids])
         assert held(engine) == [(0, 0)] * len(engine._store.groups)
     assert_idle(engine)
+
+
+def test_blocks_of_other_settings_have_other_hashes(tiny_path: Path, tmp_path: Path) -> None:
+    """Model, codecs, conditioning and calibration are in the hash; what does not decide the codes is not."""
+    others = [
+        {"type": "ring4"},
+        {"type": "polarquant", "cache_type_v": "f16"},
+        {"type": "polarquant", "key_conditioning": False},
+        {"type": "polarquant", "calibration": True},
+        {"type": "polarquant", "path": make_model(tmp_path, "llama_mha")},
+    ]
+
+    def identity(path: Path = tiny_path, type: str = "polarquant", **more) -> str:
+        with Engine.load(
+            path, **{"cache_type_k": type, "cache_type_v": type, "device": "cpu", "calibration": False, **more}
+        ) as engine:
+            return json.dumps(engine._identity)
+
+    assert len({identity(), *(identity(**other) for other in others)}) == 1 + len(others)
+    assert identity(ctx_size=64, parallel=2) == identity()
