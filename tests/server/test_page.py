@@ -167,9 +167,8 @@ def test_regenerate_answers_the_last_message_again(page: Browser) -> None:
     page.until(lambda: done(page))
     first = page.run("return turns[0].answer")
     page.click(".foot button")
-    page.until(lambda: done(page) and page.run("return turns[0].answer.length") > 0)
+    page.until(lambda: done(page) and page.run("return turns[0].answer") != first)
     assert page.run("return turns.length") == 1
-    assert page.run("return turns[0].answer") != first
 
 
 def test_a_seed_makes_it_the_same_again(page: Browser) -> None:
@@ -361,7 +360,7 @@ def test_the_servers_sentence_is_shown(page: Browser) -> None:
     page.until(lambda: page.text(".notice"))
     assert "tokens" in page.text(".notice")
     assert page.text(".foot button") == "Retry"
-    choose(page, max_tokens=3)
+    choose(page, temperature=0, max_tokens=3)
     send(page, "the rain")  # what was not answered is not part of the conversation
     page.until(lambda: done(page) and page.run("return turns.length") == 2)
     assert answer(page) != ""
@@ -374,7 +373,7 @@ def test_a_busy_server_says_when_to_come_back_and_retry_does(
     flags = ("--parallel", "1", "--max-queue", "0")
     with Process(tiny_path, tmp_path, *flags, troubled=True) as server:
         page = visit(server)
-        choose(page, max_tokens=3)
+        choose(page, temperature=0, max_tokens=3)
         long = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
         other = threading.Thread(target=complete, args=(server, [{"role": "user", "content": "on"}]), kwargs=long)
         other.start()
@@ -419,7 +418,7 @@ def test_a_key_is_asked_for_and_kept_for_this_tab_alone(
     with Process(tiny_path, tmp_path, **{KEY_VARIABLE: "sk-1"}) as server:
         page = visit(server)
         page.until(lambda: page.shown("#key"))
-        choose(page, max_tokens=3)
+        choose(page, temperature=0, max_tokens=3)
         send(page, "the rain")
         page.until(lambda: page.text(".notice") == "This server asks for an API key.")
         page.type("#key", "sk-2" + ENTER)
