@@ -86,7 +86,9 @@ class Model:
         Cost per token: 2 FLOPs per weight, and attention that grows with the tokens before it; memory: T·E for the
         prompt, and one layer's K/V.
         """
-        count, step = len(ids), self.ops.prefill_rows
+        # A block that is seen through its codes is encoded as a whole before any of its tokens attends.
+        count, whole = len(ids), any(span.round_trip for span in spans)
+        step = count if whole else self.ops.prefill_rows
         first_output = 0 if outputs is None else count - outputs
         x = self.ops.embed(self.weights.embedding, self.ops.to_device(np.asarray(ids, np.int32)))
         turns = [self.ops.to_device(turn) for turn in self._turns(spans)]
@@ -97,14 +99,12 @@ class Model:
             for span in spans:
                 self.store.begin_layer(layer, span)
             for unit, of in zip(units, parts, strict=True):
-                self._layer(layer, x, turns, of)
+                self._layer(layer, x, turns, of, spans if unit is units[-1] else ())
                 rows = unit.stop - unit.start
                 done += rows
                 if by_layer or done + rows > step or (layer, unit) == last:
                     yield done
                     done = 0
-            for span in spans:
-                self.store.seal(layer, span)
         return x[first_output:]
 
     def run(self, spans: Sequence[Span], ids: Sequence[int]) -> Array:
@@ -179,8 +179,10 @@ class Model:
             views = [self.store.view(layer, s, slice(i, i + 1), s.start) for i, s in enumerate(spans[rows])]
         return self.ops.spans(views)
 
-    def _layer(self, layer: int, x: Array, turns: Sequence[Array], parts: Sequence[_Part]) -> None:
-        """Take the rows of `parts` of x (T, E) through one decoder layer, in place."""
+    def _layer(
+        self, layer: int, x: Array, turns: Sequence[Array], parts: Sequence[_Part], complete: Sequence[Span]
+    ) -> None:
+        """Take the rows of `parts` of x (T, E) through one decoder layer, in place; seal the spans that end with them."""
         cos, sin = turns
         group, is_last = self.store.group_of(layer), layer == self.config.layers - 1
 
@@ -196,6 +198,10 @@ class Model:
 
         # A row attends to all K/V before it: every part is projected before the first one attends.
         queries = self.ops.each(project, len(parts))
+        for span in complete:
+            self.store.seal(layer, span)
+            if span.round_trip:
+                self.store.round_trip(layer, span)
         self.ops.each(mix, len(parts))
 
     def _project(self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans) -> Array:

@@ -16,13 +16,14 @@ def score(model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded
     """Feed `ids` (T,) to the empty sequence `kv` in chunks of one block each, and score every next id.
 
     A step sees complete blocks as codes, the first and the current block exact; a chunk of one block sees the same.
-    With `every_token_coded` the current block, too, is seen as it reads after encoding. Raises OutOfBlocks.
+    With `every_token_coded` a chunk is seen as its whole block reads back after encoding, by all of its tokens: the
+    block's codes may depend on tokens behind them. Raises OutOfBlocks.
     """
     size = model.store.shape.block_size
     logits = np.empty((len(ids), model.config.vocab_size), np.float32)
     for start in range(0, len(ids), size):
         chunk = ids[start : start + size]
-        span = model.store.open(kv, len(chunk), now_as_codes=every_token_coded)
+        span = model.store.open(kv, len(chunk), round_trip=every_token_coded)
         try:
             hidden = model.run([span], chunk)
         except BaseException:

@@ -33,20 +33,21 @@ def bare_model(
     block_size: int = 16,
     centred: bool = True,
     tokens: int = 2048,
+    ops: NumpyOps | None = None,
 ) -> Model:
     """A model with a store of its own; the weights may be shared."""
     k, v = (codecs.get(name) for name in types)
     d, mean_bits = config.head_dim, 16 if centred and types[0] != "f16" else 0
     layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
     plan = plan_for_tokens(CacheShape(block_size, config.kv_heads, d, layers), tokens, 4)
-    ops = NumpyOps()
+    ops = ops or NumpyOps()
     conditioning = [Conditioning(k.rotation(d), v.rotation(d))] * config.layers
     return Model(ops, config, weights, KVStore(ops, plan, conditioning))
 
 
-def feed(model: Model, kv: SequenceKV, ids: Sequence[int], *, now_as_codes: bool = False) -> np.ndarray:
+def feed(model: Model, kv: SequenceKV, ids: Sequence[int], *, round_trip: bool = False) -> np.ndarray:
     """One span of `ids` → logits (T, V)."""
-    span = model.store.open(kv, len(ids), now_as_codes=now_as_codes)
+    span = model.store.open(kv, len(ids), round_trip=round_trip)
     hidden = model.run([span], ids)
     model.store.commit(span)
     return model.logits(hidden)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.backends.numpy_attention import LayerCache
+from engine.backends.numpy_attention import LayerCache, read_blocks
 from engine.backends.numpy_ops import NumpyOps
 from engine.backends.ops import Place
 from engine.model import Model
@@ -127,6 +127,51 @@ def test_a_part_of_a_block_can_be_read_as_codes(fixture) -> None:
     model = bare_model(config, weights, ("f16", "f16"), block_size=16)
     coded = scored(model, ids[:41], every_token_coded=True)
     assert np.abs(coded.logits - scored(model, ids[:41]).logits).max() <= 2e-3 * spread(coded.logits)
+
+
+@pytest.mark.parametrize(("block_size", "count"), [(32, 64), (32, 33), (64, 128)])
+def test_every_token_coded_does_not_depend_on_the_threads(fixture, block_size: int, count: int) -> None:
+    """Threads share the rows of a chunk of 32 tokens or more; its block is encoded as a whole all the same."""
+    config, weights, ids, reference = fixture
+    scores = []
+    try:
+        for threads in (1, 2, 3):
+            model = bare_model(config, weights, ("ring3", "ring3"), block_size=block_size, ops=NumpyOps(threads))
+            scores.append(scored(model, (ids * 3)[:count], every_token_coded=True).logits)
+    finally:
+        NumpyOps(1)  # the limit is the process's
+    for logits in scores[1:]:
+        assert np.abs(logits - scores[0]).max() <= 1e-5 * spread(reference)
+
+
+def test_every_token_coded_does_not_depend_on_the_rows_of_a_unit(fixture, monkeypatch) -> None:
+    config, weights, ids, reference = fixture
+    whole = scored(bare_model(config, weights, ("ring3", "ring3"), block_size=16), ids, every_token_coded=True)
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 5)
+    pieces = scored(bare_model(config, weights, ("ring3", "ring3"), block_size=16), ids, every_token_coded=True)
+    assert np.abs(pieces.logits - whole.logits).max() <= 1e-5 * spread(reference)
+
+
+def test_every_token_coded_reads_each_block_as_it_is_stored(fixture) -> None:
+    """What the last block's tokens see is what a later token sees of it."""
+    config, weights, ids, _ = fixture
+    model = bare_model(config, weights, ("ring3", "ring3"), block_size=16)
+    store, kv, seen = model.store, model.store.new_sequence(), {}
+    round_trip = store.round_trip
+
+    def watched(layer, span):
+        round_trip(layer, span)
+        seen[layer] = [x[:, :16].copy() for x in span.buffer]
+
+    store.round_trip = watched
+    feed(model, kv, ids[:32])
+    feed(model, kv, ids[32:48], round_trip=True)
+    for layer, (k, v) in seen.items():
+        cache, table = store.cache(layer), kv.tables[store.group_of(layer)]
+        stored_k, stored_v, mean = read_blocks(cache, np.array(table.coded[-1:]))
+        np.testing.assert_allclose(k, stored_k + (0 if mean is None else mean), atol=1e-6)
+        np.testing.assert_allclose(v, stored_v, atol=1e-6)
+    assert set(seen) == set(range(config.layers))
 
 
 def test_a_second_turn_sees_the_first_as_codes(fixture) -> None:

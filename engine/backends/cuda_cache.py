@@ -90,12 +90,10 @@ class Spans(Told):
     or −1, [4] number of the first coded block, [5] coded blocks, [6] index of the record of block [7], with which `now`
     begins, [8 …] ids of the coded blocks.
     buffer: where the new tokens go; None in a step, whose tokens go to the exact slots.
-    now_as_codes: as in `CacheSpan`.
     """
 
     rows: int
     buffer: Buffer | None
-    now_as_codes: bool = False
 
 
 def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
@@ -113,4 +111,4 @@ def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
         )  # fmt: skip
         row[_HEADER : _HEADER + len(span.table)] = span.table
     rows = sum(span.rows.stop - span.rows.start for span in spans)
-    return Spans(table, rows, spans[0].now.buffer, spans[0].now_as_codes)
+    return Spans(table, rows, spans[0].now.buffer)

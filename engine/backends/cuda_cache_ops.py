@@ -159,6 +159,18 @@ class CacheOps(HeadOps):
         grid = (cache.form.kv_heads, 2)
         self._launch("copy_exact", grid, Shape({}, _COPY_THREADS), *pools, *sizes, layouts=cache.exact_layouts)
 
+    def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
+        """Made on the host: it serves figures, not answers."""
+        form, layouts = cache.form, cache.exact_layouts
+        pools, exact = cache.pools(place.buffer), []
+        for pool, layout in zip(pools, layouts, strict=True):
+            fields, _ = layout.unpack(self._device.to_host(pool[place.block]))
+            exact.append(fields["values"][:, :tokens].astype(np.float32))
+        halves = np.zeros((2, form.kv_heads, form.block_size, form.head_dim), np.float16)
+        halves[:, :, :tokens] = as_codes(form, *exact)
+        coded = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
+        self.copy_exact(cache, place, Place(Buffer(*coded), 0), tokens)
+
     def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], source: Place) -> None:
         keys, values, heads = cache.keys, cache.values, cache.form.kv_heads
         moves = np.array([(source.block + i, block) for i, block in enumerate(blocks)], np.int32)
@@ -220,8 +232,6 @@ class CacheOps(HeadOps):
         back: np.ndarray | None = None,
     ) -> Array:
         turn = self._turn(back)
-        if spans.now_as_codes:
-            spans = self._coded_now(cache, spans)
         if spans.buffer is not None:
             out = self._attend_rows(q, cache, spans, spans.buffer, float(scale), window or 0)
             return self._rotate(out, turn)
@@ -246,26 +256,6 @@ class CacheOps(HeadOps):
             layouts=layouts,
         )
         return out
-
-    def _coded_now(self, cache: LayerCache, spans: Spans) -> Spans:
-        """Of one sequence: spans whose `now`, one block, is what its codes read back as. Made on the host, for figures.
-
-        A span of one row has its `now` in an exact slot, a longer one in a buffer; the new one is a buffer of its own.
-        """
-        ((_, count, position, _, _, _, index, number, *_),) = spans.table.tolist()
-        size, coded = position + count - number * cache.form.block_size, []
-        for pool, layout in zip(cache.pools(spans.buffer), cache.exact_layouts, strict=True):
-            fields, _ = layout.unpack(self._device.to_host(pool[index]))
-            coded.append(fields["values"][:, :size].astype(np.float32))
-        halves = np.zeros((2, cache.form.kv_heads, cache.form.block_size, cache.form.head_dim), np.float16)
-        halves[:, :, :size] = as_codes(cache.form, *coded)
-        pools = [
-            self._upload(layout.pack({"values": x})[None])
-            for layout, x in zip(cache.exact_layouts, halves, strict=True)
-        ]
-        table = spans.table.copy()
-        table[0, 6] = 0
-        return Spans(table, spans.rows, Buffer(*pools))
 
     def _attend_steps(
         self, q: Array, cache: LayerCache, spans: Spans, scale: float, window: int, turn: OnDevice

@@ -137,8 +137,6 @@ def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int,
 
     size = last + 1 - span.now_start
     now_k, now_v = (whole[:, :size] for whole in cache.exact(span.now))
-    if span.now_as_codes:
-        now_k, now_v = as_codes(cache.form, now_k, now_v)
     skipped = max(0, (oldest - span.now_start) // _KEY_TILE * _KEY_TILE)
     for first in range(skipped, size, _KEY_TILE):
         rows = slice(first, first + _KEY_TILE)

@@ -17,7 +17,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from engine.backends import stored
-from engine.backends.numpy_attention import Buffer, LayerCache, attend, encode_keys, encode_values
+from engine.backends.numpy_attention import Buffer, LayerCache, as_codes, attend, encode_keys, encode_values
 from engine.backends.numpy_steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.ops import CacheFormat, CacheSpan, Place, Result, StoredSpace
 from engine.sampling import Draw, Sampled, sample_all
@@ -218,6 +218,10 @@ class NumpyOps:
     def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
         for to, of in zip(cache.exact(target), cache.exact(source), strict=True):
             to[:, :tokens] = of[:, :tokens]
+
+    def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
+        k, v = (exact[:, :tokens] for exact in cache.exact(place))
+        k[...], v[...] = as_codes(cache.form, k, v)
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         ids = np.asarray(blocks, np.intp)

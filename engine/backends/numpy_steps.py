@@ -69,9 +69,7 @@ class StepSpans(tuple[CacheSpan, ...]):
 
 def is_step(spans: Sequence[CacheSpan]) -> bool:
     """Whether these are rows of several sequences, whose newest tokens all lie in exact slots."""
-    return len(spans) > 1 and all(
-        span.rows.stop - span.rows.start == 1 and span.now.buffer is None and not span.now_as_codes for span in spans
-    )
+    return len(spans) > 1 and all(span.rows.stop - span.rows.start == 1 and span.now.buffer is None for span in spans)
 
 
 class Layout:

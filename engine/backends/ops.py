@@ -79,7 +79,6 @@ class CacheSpan:
     sink: int | None  # exact slot of the first block, if that is complete and kept
     table: Sequence[int]  # ids of the coded blocks
     table_start: int  # position of the first token of table[0]
-    now_as_codes: bool = False  # attend to `now` as it reads after encoding (see `Engine.score`)
 
 
 class Ops(Protocol):
@@ -214,6 +213,12 @@ class Ops(Protocol):
 
     def copy_exact(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:
         """Copy the first `tokens` ≤ N tokens of one place to another."""
+
+    def round_trip(self, cache: Cache, place: Place, tokens: int) -> None:
+        """Replace the first `tokens` ≤ N tokens of a place by what they read back as from one encoded block.
+
+        A part of a block is filled up with its mean before it is encoded.
+        """
 
     # -- from the KV store to the host, and back -----------------------------------------------------------------
 

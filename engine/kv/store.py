@@ -50,7 +50,7 @@ class Span:
     count: int
     growth: list[Growth]
     buffer: Buffer | None  # K/V of the layer in work, from the start of the current block; None: write to the tail
-    now_as_codes: bool = False
+    round_trip: bool = False
 
 
 class KVStore:
@@ -95,8 +95,11 @@ class KVStore:
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
-    def open(self, sequence: SequenceKV, count: int, *, now_as_codes: bool = False) -> Span:
-        """Reserve room for `count` more tokens. Raises OutOfBlocks and changes nothing."""
+    def open(self, sequence: SequenceKV, count: int, *, round_trip: bool = False) -> Span:
+        """Reserve room for `count` more tokens. Raises OutOfBlocks and changes nothing.
+
+        round_trip: the new tokens, which must not go beyond the current block, will be seen through `round_trip`.
+        """
         growth: list[Growth] = []
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -106,8 +109,8 @@ class KVStore:
                 group.abort(grown)
             raise
         rows = sequence.length % self.shape.block_size + count
-        buffer = None if count == 1 else self.ops.buffer(self.shape.form(0), rows)
-        return Span(sequence, sequence.length, count, growth, buffer, now_as_codes)
+        buffer = None if count == 1 and not round_trip else self.ops.buffer(self.shape.form(0), rows)
+        return Span(sequence, sequence.length, count, growth, buffer, round_trip)
 
     def view(self, layer: int, span: Span, rows: slice, position: int) -> CacheSpan:
         """What the ops need to know of `span` for the rows that start at `position`, in a layer and all its group."""
@@ -121,7 +124,6 @@ class KVStore:
             sink=table.sink if now_start else None,
             table=table.coded,
             table_start=(1 + table.dropped) * n,
-            now_as_codes=span.now_as_codes and now_start > 0,
         )
 
     def begin_layer(self, layer: int, span: Span) -> None:
@@ -148,6 +150,16 @@ class KVStore:
             self.ops.copy_exact(cache, Place(None, grown.sink), Place(buffer, 0), n)
         if grown.tail is not None:
             self.ops.copy_exact(cache, Place(None, grown.tail), Place(buffer, complete - base), rest)
+
+    def round_trip(self, layer: int, span: Span) -> None:
+        """Replace the K/V in the buffer of a sealed span by what its block reads back as once it is encoded.
+
+        The first block of a sequence is never encoded, and stays as it is.
+        """
+        n = self.shape.block_size
+        if span.start >= n:
+            tokens = span.start % n + span.count
+            self.ops.round_trip(self.cache(layer), Place(span.buffer, 0), tokens)
 
     def commit(self, span: Span) -> None:
         """Every layer is sealed: the sequence has grown, and blocks that left the window are given back."""
