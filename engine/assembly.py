@@ -89,7 +89,14 @@ def _check_values(config: EngineConfig) -> None:
 
 
 def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
-    """Load the model and make room for its cache. Raises LoadError or EngineError."""
+    """Load the model and make room for its cache. Raises EngineError."""
+    try:
+        return _assemble(config, verbose)
+    except model_loaders.LoadError as error:
+        raise EngineError(str(error), "model_unavailable") from error
+
+
+def _assemble(config: EngineConfig, verbose: Say | None) -> Parts:
     say = verbose or (lambda sentence: None)
     ops, note = select(config.device, config.threads)
     if note:

@@ -20,7 +20,6 @@ from engine.console import Console, discard_output, use_utf8
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.flags import FlagError
-from model_loaders.errors import LoadError
 
 _BAD_REQUEST, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
         return _run(config, params, chat, load)
     except FlagError as error:
         _complain(f"{error}; --help lists the flags")
-    except (LoadError, EngineError) as error:
+    except EngineError as error:
         _complain(str(error))
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -60,7 +60,8 @@ class Engine:
         """Load a folder of safetensors, a .gguf file, or, for None, the demonstration model.
 
         `settings` are fields of EngineConfig and override `config`; `verbose` is told what happens, in sentences.
-        Raises LoadError or EngineError with a sentence for the user.
+        Raises EngineError with a sentence for the user: "model_unavailable" for a model that is missing or cannot be
+        used, "device_unavailable", "out_of_memory", "invalid_request" for a setting.
         """
         return cls(assembly.assemble(assembly.settle(path, config, settings), verbose))
 

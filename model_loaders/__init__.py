@@ -34,7 +34,7 @@ __all__ = [
     "rope_frequencies",
 ]
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"(\w[\w.-]*)/\w[\w.-]*")
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)$", re.IGNORECASE)
 
 
@@ -136,17 +136,22 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
 
 def _existing(path: str | Path) -> Path:
     """The path of a folder or .gguf file; LoadError says what else it is."""
-    where = Path(os.path.expanduser(path))
+    shown = os.path.expanduser(os.fspath(path))
+    if not shown:
+        raise LoadError(
+            "The model's path is empty; give a folder with config.json and safetensors files, or a .gguf file."
+        )
+    where = Path(shown)
     if os.path.isdir(where):
         return where
     if not os.path.exists(where):  # never raises, unlike Path.exists
-        if isinstance(path, str) and _HUB_ID.fullmatch(path) and where.suffix != ".gguf":
+        if _looks_like_a_hub_name(path):
             raise LoadError(
                 f"{path} is no folder here but looks like a model's name on a hub; download its config.json, "
                 "tokenizer files and safetensors files into a folder and give that."
             )
         raise LoadError(
-            f"{where} does not exist; give a folder with config.json and safetensors files, or a .gguf file."
+            f"{shown} does not exist; give a folder with config.json and safetensors files, or a .gguf file."
         )
     if where.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
         raise LoadError(
@@ -156,3 +161,11 @@ def _existing(path: str | Path) -> Path:
     if where.suffix == ".safetensors":
         raise LoadError(f"{where} is only the weights; give its folder, {where.parent}, with config.json beside it.")
     return where
+
+
+def _looks_like_a_hub_name(path: str | Path) -> bool:
+    """Whether a path that does not exist is an owner's and a model's name: in no folder, and no .gguf file."""
+    if not isinstance(path, str) or path.endswith(".gguf"):
+        return False
+    found = _HUB_ID.fullmatch(path)
+    return found is not None and not os.path.isdir(found[1])

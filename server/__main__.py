@@ -19,7 +19,6 @@ from typing import Any
 from engine import Engine, EngineError
 from engine.console import use_utf8
 from engine.flags import FlagError
-from model_loaders.errors import LoadError
 from server import journal
 from server.config import KEY_VARIABLE, ServerConfig, read_command_line
 from server.driver import Driver
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except FlagError as error:
         return _complain(f"{error}; --help lists the flags", _BAD_REQUEST)
-    except (LoadError, EngineError) as error:
+    except EngineError as error:
         return _complain(str(error), _BAD_REQUEST)
     except (ListenError, _Missing) as error:
         return _complain(str(error), _FAILED)

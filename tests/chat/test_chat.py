@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.chat import main
-from model_loaders.errors import LoadError
+from engine.errors import EngineError
 
 from .fake_engine import FakeEngine
 
@@ -280,7 +280,7 @@ def test_a_flag_that_cannot_be_understood_ends_in_a_sentence(chat, argv):
 
 def test_a_model_that_cannot_be_loaded_ends_in_its_sentence(chat):
     sentence = "/models/x.gguf is cut short; fetch it again"
-    assert chat(load=fails(LoadError(sentence))) == (2, "", f"error: {sentence}\n")
+    assert chat(load=fails(EngineError(sentence, "model_unavailable"))) == (2, "", f"error: {sentence}\n")
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(chat, engine):

@@ -1,6 +1,7 @@
 """Bad input ends in one sentence that names the file, what is wrong with it, and what to do."""
 
 import json
+import os
 import shutil
 import struct
 import tempfile
@@ -73,6 +74,19 @@ def test_a_name_on_a_hub(name: str) -> None:
     assert name in message
     assert "hub" in message
     assert "into a folder" in message
+
+
+@pytest.mark.parametrize(
+    "path", ["./llama3", "./nope", "../x", "~/x", "C:\\x", "C:/x", "models/llama3.gguf", "tests/x"]
+)
+def test_a_path_is_no_name_on_a_hub(path: str) -> None:
+    message = refused(path)
+    assert message.startswith(f"{os.path.expanduser(path)} does not exist")
+    assert "hub" not in message
+
+
+def test_an_empty_path() -> None:
+    assert "path is empty" in refused("")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])

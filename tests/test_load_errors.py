@@ -1,0 +1,30 @@
+"""What `Engine.load` says of a model that it cannot load: always an EngineError."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine import Engine, EngineError
+
+
+def refusal(path: Path | str) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        Engine.load(path, device="cpu")
+    return caught.value
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    error = refusal(tmp_path / "none")
+    assert str(error).startswith(f"{tmp_path / 'none'} does not exist")
+    assert error.code == "model_unavailable"
+
+
+def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"no model")
+    assert refusal(tmp_path / "model.gguf").code == "model_unavailable"
+
+
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    assert "path is empty" in str(refusal(""))
