@@ -182,7 +182,7 @@ class Model:
     def _layer(
         self, layer: int, x: Array, turns: Sequence[Array], parts: Sequence[_Part], complete: Sequence[Span]
     ) -> None:
-        """Take the rows of `parts` of x (T, E) through one decoder layer, in place; seal the spans that end with them."""
+        """Take the rows of `parts` of x (T, E) through one decoder layer, in place, and seal the spans `complete`."""
         cos, sin = turns
         group, is_last = self.store.group_of(layer), layer == self.config.layers - 1
 
