@@ -5,7 +5,8 @@ class EngineError(Exception):
     """Something the user asked for cannot be done. The message says what, where, and what to do.
 
     `code` is stable: "context_length_exceeded", "invalid_request", "device_unavailable", "out_of_memory", "closed",
-    "model_unavailable" (its files are missing or cannot be used), "model_damaged", "session" (of a session file), "storage" (of the place for one).
+    "model_unavailable" (its files are missing or cannot be used), "model_damaged", "session" (of a session file),
+    "storage" (of the place for one).
     """
 
     def __init__(self, message: str, code: str = "invalid_request") -> None:
