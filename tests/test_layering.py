@@ -91,7 +91,7 @@ ALL = {name: path for floor in FLOORS if (ROOT / floor).is_dir() for name, path 
 def imports(path: Path) -> set[str]:
     """Dotted names of modules that a file imports anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -147,4 +147,4 @@ def test_cuda_holds_no_python() -> None:
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_files_are_small_rooms(name: str) -> None:
-    assert len(ALL[name].read_text().splitlines()) <= 300
+    assert len(ALL[name].read_text(encoding="utf-8").splitlines()) <= 300

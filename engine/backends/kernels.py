@@ -76,7 +76,12 @@ def prelude() -> str:
 
 
 def _text(name: str) -> str:
-    return f'#line 1 "cuda/{name}"\n{(folder() / name).read_text(encoding="utf-8")}\n'
+    """A file of the folder, in ASCII: CuPy writes what it compiles in the locale's encoding, which may have no more.
+
+    Only comments have other characters; they become question marks.
+    """
+    text = (folder() / name).read_text(encoding="utf-8").encode("ascii", "replace").decode("ascii")
+    return f'#line 1 "cuda/{name}"\n{text}\n'
 
 
 def _literal(value: int | float | str) -> str:

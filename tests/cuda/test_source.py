@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine import codecs
 from engine.backends import kernels
+from engine.backends.records import layout
 
 SOURCES = sorted(kernels.folder().rglob("*.cu*"))
 
@@ -29,6 +31,23 @@ def test_a_float_constant_is_the_nearest_float32(value: float) -> None:
     assert float.fromhex(literal[1]) == np.float32(value)
 
 
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
+def test_every_text_is_ascii_and_only_comments_are_changed_for_it(file: Path) -> None:
+    """The compiler's front end writes it in the encoding of the locale: cp1252 on Windows has no U+2212."""
+    text = file.read_text(encoding="utf-8")
+    given = kernels._text(str(file.relative_to(kernels.folder())))
+    assert given.isascii()
+    assert given.count("\n") == text.count("\n") + 2
+    assert "/*" not in text
+    assert re.sub(r"//.*", "", text).isascii()
+
+
+@pytest.mark.parametrize("kernel", [file.stem for file in SOURCES if file.suffix == ".cu"])
+def test_what_the_compiler_gets_is_ascii(kernel: str) -> None:
+    keys, values = layout(codecs.get("polarquant"), False, 64, 128, 8), layout(codecs.get("ring4"), True, 64, 128)
+    assert kernels.source(kernel, keys, values, LENGTH=1, SCALE=0.5, ACT="float").isascii()
+
+
 def test_an_unknown_kernel_is_an_error() -> None:
     with pytest.raises(FileNotFoundError, match=r"nonsense\.cu"):
         kernels.source("nonsense")
@@ -36,14 +55,14 @@ def test_an_unknown_kernel_is_an_error() -> None:
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
 def test_sources_need_no_header_of_ours_or_of_the_host(file: Path) -> None:
-    included = set(re.findall(r"#include\s*(\S+)", file.read_text()))
+    included = set(re.findall(r"#include\s*(\S+)", file.read_text(encoding="utf-8")))
     assert included <= ({"<cuda_fp16.h>", "<cuda_bf16.h>"} if file.name == "prelude.cuh" else set())
 
 
 @pytest.mark.parametrize("file", [file for file in SOURCES if file.suffix == ".cu"], ids=lambda file: file.stem)
 def test_every_kernel_says_what_it_needs(file: Path) -> None:
     """Kernels have the name of their op, and their file says shapes, launch, constants and preconditions."""
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     kernels_of = re.findall(r"(\w+)_kernel\(", text)
     assert kernels_of
     assert all(name.split("_")[0] == file.stem.split("_")[0] for name in kernels_of)
@@ -54,7 +73,7 @@ def test_every_kernel_says_what_it_needs(file: Path) -> None:
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
 def test_no_file_is_long(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 300
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 300
 
 
 def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
@@ -67,5 +86,5 @@ def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
 
 
 def _joined(file: Path) -> list[str]:
-    found = re.search(r"^// JOINS: (.+)\.$", file.read_text(), re.MULTILINE)
+    found = re.search(r"^// JOINS: (.+)\.$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1].split(", ") if found else []
