@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import model_loaders
-from bench.full_precision import float32_copy
 
 NAME = "llama-cpp-python"
 _BATCH = 512
@@ -30,6 +29,8 @@ class Peer:
         self.version: str = self._library.__version__
         if not source.path.is_file():
             raise NoPeer("needs a .gguf file")
+        from bench.full_precision import float32_copy  # its package is one that only GGUF files need
+
         path = source.path if source.dtype == "F32" else float32_copy(source.path)
         try:
             self._llama = self._library.Llama(str(path), n_ctx=context, n_batch=_BATCH, logits_all=False, verbose=False)

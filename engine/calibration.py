@@ -24,6 +24,7 @@ from engine.statistics import LayerStatistics, balance, measure, neutral
 from engine.weights import fingerprint
 from model_loaders.cache import cache_folder
 from model_loaders.config import ModelConfig
+from model_loaders.errors import LoadError
 from model_loaders.tokenizers import Tokenizer
 
 __all__ = ["LayerStatistics", "balance", "calibrate", "load_or_calibrate"]
@@ -56,13 +57,23 @@ def load_or_calibrate(
         )
         return [neutral(config.kv_heads, config.head_dim, block_size)] * config.layers
     key = _key(ops, config, weights, ids, block_size)
-    file = cache_folder() / f"calibration-{key[:32]}.safetensors"
-    statistics = _read(file, key)
+    file = _file(key, say)
+    statistics = _read(file, key) if file else None
     if statistics is None:
         say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
         statistics = calibrate(ops, config, weights, ids, block_size, progress)
-        _write(file, key, statistics)
+        if file:
+            _write(file, key, statistics)
     return statistics
+
+
+def _file(key: str, say: Callable[[str], None]) -> Path | None:
+    """Where the statistics are kept; None where the user has no cache folder."""
+    try:
+        return cache_folder() / f"calibration-{key[:32]}.safetensors"
+    except LoadError as error:
+        say(f"What fitting the KV cache measures is not kept for the next time. {error}")
+        return None
 
 
 def text_ids(tokenizer: Tokenizer, count: int) -> list[int]:

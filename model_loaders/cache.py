@@ -5,11 +5,29 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from platformdirs import user_cache_path
+from model_loaders.errors import LoadError
 
 CACHE_VARIABLE = "POLARLM_CACHE"
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for this program, or the one that POLARLM_CACHE names; it need not exist yet."""
-    return Path(os.environ.get(CACHE_VARIABLE) or user_cache_path("polarlm")).expanduser()
+    """The user's cache folder for this program, or the one that POLARLM_CACHE names; it need not exist yet.
+
+    Raises LoadError where there is neither.
+    """
+    named = os.environ.get(CACHE_VARIABLE)
+    try:
+        return (Path(named) if named else _usual()).expanduser()
+    except RuntimeError as error:  # no home folder is known
+        raise LoadError(f"There is no cache folder ({error}): set {CACHE_VARIABLE} to a folder.") from error
+
+
+def _usual() -> Path:
+    try:
+        from platformdirs import user_cache_path
+    except ModuleNotFoundError as error:
+        raise LoadError(
+            f"The cache folder is not known without the Python package platformdirs: install it (pip install "
+            f"platformdirs), or set {CACHE_VARIABLE} to a folder."
+        ) from error
+    return user_cache_path("polarlm")

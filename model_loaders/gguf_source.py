@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,9 +13,11 @@ from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
 from model_loaders.families import configure
 from model_loaders.fields import Fields
-from model_loaders.gguf_file import GgufFile
 from model_loaders.stored import StoredTensor, StoredWeights
 from model_loaders.weights import EMBEDDING, FINAL_NORM, HEAD, fit
+
+if TYPE_CHECKING:
+    from model_loaders.gguf_file import GgufFile
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # `llama` is Mistral's too
 _KEYS = {  # ours (Hugging Face's): the file's, after the architecture and a dot

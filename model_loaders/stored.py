@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from model_loaders.file_bytes import FileBytes
 
-PLAIN = ("F32", "F16", "BF16")
+_PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of one value
+PLAIN = tuple(_PLAIN_BYTES)
 READABLE = (*PLAIN, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _SLAB = 1 << 18  # values converted at a time: the temporaries stay in the cache
 
@@ -76,7 +75,7 @@ def _convert(tensor: StoredTensor, out: np.ndarray) -> None:
     """Slab by slab of whole rows; a vector counts as rows of one value, so that it is cut and reordered alike."""
     columns = out.shape[-1] if out.ndim > 1 else 1
     rows = out.reshape(out.size // max(1, columns), columns)
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.dtype]]
+    block, block_bytes = _block(tensor.dtype)
     row_bytes = columns // block * block_bytes
     step = max(1, _SLAB // max(1, columns))
     for start in range(0, len(rows), step):
@@ -91,6 +90,15 @@ def _convert(tensor: StoredTensor, out: np.ndarray) -> None:
         tensor.source.release(offset, count)
 
 
+def _block(dtype: str) -> tuple[int, int]:
+    """Values of a block of this type, and its bytes."""
+    if dtype in _PLAIN_BYTES:
+        return 1, _PLAIN_BYTES[dtype]
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # only a GGUF file has blocks
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
+
+
 def _values(raw: np.ndarray, dtype: str) -> np.ndarray:
     """Stored bytes, uint8 (n,), as a flat float array; float16 is left to the assignment."""
     if dtype == "F32":
@@ -99,5 +107,8 @@ def _values(raw: np.ndarray, dtype: str) -> np.ndarray:
         return raw.view("<f2")
     if dtype == "BF16":  # the upper half of a float32
         return np.left_shift(raw.view("<u2"), 16, dtype=np.uint32).view(np.float32)
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
     with np.errstate(all="ignore"):  # a damaged scale makes infinities, and no warning helps the user
         return dequantize(raw.reshape(1, -1), GGMLQuantizationType[dtype])[0]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from model_loaders.errors import LoadError
-from model_loaders.gguf_file import GgufFile
 from model_loaders.template_process import TemplateFailed, TemplateProcess
 from model_loaders.tokenizers._special import token_string
+
+if TYPE_CHECKING:
+    from model_loaders.gguf_file import GgufFile
 
 _CHATML = (
     "{% for message in messages %}"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from model_loaders.errors import LoadError
 from model_loaders.fields import read_json
-from model_loaders.gguf_file import GgufFile
 from model_loaders.tokenizers import gguf_vocab, hf_json, sentence_piece, tiktoken_file
 from model_loaders.tokenizers._protocol import Tokenizer
 from model_loaders.tokenizers._special import FolderSettings
+
+if TYPE_CHECKING:
+    from model_loaders.gguf_file import GgufFile
 
 __all__ = ["Tokenizer", "load_for_folder", "load_for_gguf"]
 

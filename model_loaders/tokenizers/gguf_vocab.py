@@ -9,18 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers.models import BPE
 
 from model_loaders.errors import LoadError
-from model_loaders.gguf_file import GgufFile
 from model_loaders.tokenizers import patterns
 from model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
 from model_loaders.tokenizers._special import ids_in, well_known_ends
 from model_loaders.tokenizers.hf_json import LibraryTokenizer
 from model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer, protobuf
+
+if TYPE_CHECKING:
+    from model_loaders.gguf_file import GgufFile
 
 
 class _Type(IntEnum):

@@ -1,0 +1,72 @@
+"""A Python that lacks some of the packages: what does not need them works, what does says so in a sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_WITHOUT = "import sys; sys.modules.update({name: None for name in %r})\n"
+
+
+def run_without(missing: list[str], program: str, *arguments: object, **variables: str) -> str:
+    """What a Python in which `missing` cannot be imported prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "POLARLM_CACHE"} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT % missing + program, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_safetensors_need_neither_gguf_nor_a_cache_folder(tiny_path: Path) -> None:
+    program = """
+from engine import Engine, SamplingParams
+said = []
+with Engine.load(sys.argv[1], device="cpu", block_size=8, verbose=said.append) as engine:
+    print(len(engine.generate([7, 8, 9], SamplingParams(max_tokens=5, ignore_eos=True)).token_ids))
+print(*said, sep="\\n")
+"""
+    count, *said = run_without(["gguf", "platformdirs"], program, tiny_path).splitlines()
+    assert count == "5"
+    assert any("platformdirs" in line and "POLARLM_CACHE" in line for line in said)
+
+
+def test_the_cache_folder_that_is_named_needs_no_package(tiny_path: Path, tmp_path: Path) -> None:
+    program = """
+from engine import Engine
+Engine.load(sys.argv[1], device="cpu", block_size=8).close()
+"""
+    run_without(["gguf", "platformdirs"], program, tiny_path, POLARLM_CACHE=str(tmp_path))
+    assert list(tmp_path.glob("calibration-*"))
+
+
+def test_what_needs_them_says_so(tmp_path: Path) -> None:
+    program = """
+from engine import Engine
+from model_loaders import LoadError
+for path in (sys.argv[1], None):
+    try:
+        Engine.load(path, device="cpu")
+    except LoadError as error:
+        print(error)
+"""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    of_file, of_demo = run_without(["gguf", "platformdirs"], program, file).splitlines()
+    assert str(file) in of_file
+    assert "pip install gguf" in of_file
+    assert "platformdirs" in of_demo
+    assert "POLARLM_CACHE" in of_demo
+
+
+def test_everything_else_imports_without_them() -> None:
+    run_without(["gguf", "platformdirs"], "import bench.kernels, bench.speed, tests.conftest, engine.backends.cuda_ops")
