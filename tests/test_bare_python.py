@@ -51,12 +51,11 @@ Engine.load(sys.argv[1], device="cpu", block_size=8).close()
 
 def test_what_needs_them_says_so(tmp_path: Path) -> None:
     program = """
-from engine import Engine
-from model_loaders import LoadError
+from engine import Engine, EngineError
 for path in (sys.argv[1], None):
     try:
         Engine.load(path, device="cpu")
-    except LoadError as error:
+    except EngineError as error:
         print(error)
 """
     file = tmp_path / "model.gguf"
