@@ -30,6 +30,11 @@ def test_the_server_brings_its_page(members: list[str]) -> None:
     assert "server/page.html" in members
 
 
+@pytest.mark.parametrize("package", ["engine", "model_loaders", "server"])
+def test_type_checkers_may_read_the_annotations(members: list[str], package: str) -> None:
+    assert f"{package}/py.typed" in members
+
+
 def test_every_package_and_every_cuda_source_is_there(members: list[str]) -> None:
     python = {str(p.relative_to(ROOT)) for folder in ("engine", "model_loaders") for p in (ROOT / folder).rglob("*.py")}
     sources = {f"engine/_cuda/{p.relative_to(ROOT / 'cuda')}" for p in (ROOT / "cuda").rglob("*") if p.is_file()}
