@@ -4,7 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 # The CUDA extra is chosen by the driver that is there: "12" or "13", empty without one.
-CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p' | sed 's/^1[4-9]$$/13/')
+# Drivers from 610 on say "CUDA UMD Version".
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA \(UMD \)\{0,1\}Version: \([0-9]*\).*/\2/p' | sed 's/^1[4-9]$$/13/')
 EXTRA := $(if $(filter 12 13,$(CUDA)),cuda$(CUDA))
 comma := ,
 
