@@ -3,50 +3,117 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import MutableMapping
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from server.http.errors import CLOSE, ApiError
 from server.listening import notice_lost_peers
 
-HEAD_SECONDS = 10.0  # for a request's line and headers to arrive; what follows them has a limit of its own
+# For a request's line and headers to arrive, or for the rest of a body that has its answer already. What else there is
+# to wait for has a limit of its own.
+HEAD_SECONDS = 10.0
+LAST_SECONDS = 1.0  # for a client that is turned away to read so
+_MOST_TURNED_AWAY = 64  # that are given this time; beyond them a connection is closed at once
 
 
 class WebConnection(H11Protocol):
-    """uvicorn's connection over h11.
-
-    One beyond the limit is answered once, with an error of the API's shape, and closed. uvicorn itself would answer
-    in plain text, and anybody who happens to ask while there are too many.
-    """
+    """uvicorn's connection over h11, which answers in the API's shape where uvicorn would in plain text."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        # uvicorn would turn away whoever happens to ask while there are too many, and not who has come last.
         self._most, self.limit_concurrency = self.limit_concurrency, None
+        self._turned_away = False
         self._waiting: asyncio.TimerHandle | None = None
+
+    # -- called by the event loop ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.logger = _Addressed(self.logger, self.client)  # type: ignore[assignment]
         notice_lost_peers(transport.get_extra_info("socket"))
-        if self._most is not None and len(self.connections) > self._most:
-            self.app = _too_many
-        self._watch_the_head()
+        if self._is_one_too_many():
+            self._turn_away()
+        else:
+            self._watch()
 
     def data_received(self, data: bytes) -> None:
+        if self._turned_away:
+            return
         super().data_received(data)
-        self._watch_the_head()
+        self._watch()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_watching()
         super().connection_lost(error)
 
-    def _watch_the_head(self) -> None:
-        """Hang up on a client that begins no request, or does not get on with its head."""
-        if self.conn.states != {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}:
+    # -- called by uvicorn -------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._has_answer_before_its_body():
+            self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, where no answer is under way, and hang up."""
+        waits_for_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+        if self.cycle is not None and not self.cycle.response_complete:  # the application answers to nobody
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if waits_for_answer:
+            self._send(ApiError(400, "This is no request that HTTP/1.1 allows", "invalid_http", headers=CLOSE))
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Never; without a word, since uvicorn's would be an advice to install packages."""
+        return False
+
+    # -- what nobody asked for ---------------------------------------------------------------------------------
+
+    def _is_one_too_many(self) -> bool:
+        return self._most is not None and len(self.connections) - self._others_turned_away() > self._most
+
+    def _others_turned_away(self) -> int:
+        return sum(isinstance(other, WebConnection) and other._turned_away for other in self.connections)
+
+    def _turn_away(self) -> None:
+        """Answer at once: who does not ask is not waited for."""
+        at_once = self._others_turned_away() >= _MOST_TURNED_AWAY
+        self._turned_away = True
+        sentence = "The server has too many connections: try again a little later"
+        self._send(ApiError(503, sentence, "busy", headers={"Retry-After": "1", **CLOSE}))
+        if at_once:
+            self.transport.close()
+        else:  # to close a connection on which something comes could take the answer from the client
+            self.transport.write_eof()
+            self._waiting = self.loop.call_later(LAST_SECONDS, self.transport.close)
+
+    def _send(self, error: ApiError) -> None:
+        response = error.response()
+        for event in (
+            h11.Response(status_code=error.status, headers=response.raw_headers, reason=STATUS_PHRASES[error.status]),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+
+    def _watch(self) -> None:
+        """Hang up on a client that begins no request, or does not get on with its head or with a body for nothing.
+
+        No byte that comes gives it more time.
+        """
+        begins = self.conn.states == {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
+        if not begins and not self._has_answer_before_its_body():
             self._stop_watching()
         elif self._waiting is None:
             self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _has_answer_before_its_body(self) -> bool:
+        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def _stop_watching(self) -> None:
         if self._waiting is not None:
@@ -54,6 +121,13 @@ class WebConnection(H11Protocol):
             self._waiting = None
 
 
-async def _too_many(scope: Any, receive: Any, send: Any) -> None:
-    sentence = "The server has too many connections: try again a little later"
-    await ApiError(503, sentence, "busy", headers={"Retry-After": "1", **CLOSE}).response()(scope, receive, send)
+class _Addressed(logging.LoggerAdapter):
+    """A logger that tells which client it is about."""
+
+    def __init__(self, logger: logging.Logger, client: tuple[str, int] | None) -> None:
+        super().__init__(logger)
+        self._client = "unknown" if client is None else f"{client[0]}:{client[1]}"
+        self.level = logger.level  # which uvicorn looks at
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"{self._client}: {msg}", kwargs

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -26,10 +29,18 @@ async def app(_scope: Any, _receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+async def slow_app(_scope: Any, receive: Any, send: Any) -> None:
+    """Answers once its client has been told that something is wrong, or has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    await app(_scope, receive, send)
+
+
 class Serving:
     """`app` at a free port, in an event loop of its own thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: Any) -> None:
+        self.app = app
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -40,7 +51,7 @@ class Serving:
         self.call(self.web.start())
 
     async def _make(self) -> Web:
-        return Web(app, ServerConfig(max_connections=MOST), self.bound)
+        return Web(self.app, ServerConfig(max_connections=MOST), self.bound)
 
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE)
@@ -61,9 +72,32 @@ class Serving:
 
 @pytest.fixture
 def server() -> Iterator[Serving]:
-    serving = Serving()
+    serving = Serving(app)
     yield serving
     serving.stop()
+
+
+@pytest.fixture
+def slow_server() -> Iterator[Serving]:
+    serving = Serving(slow_app)
+    yield serving
+    serving.stop()
+
+
+def until_closed(client: socket.socket) -> bytes:
+    received = b""
+    with suppress(ConnectionResetError):
+        while data := client.recv(4096):
+            received += data
+    return received
+
+
+def error_in(received: bytes) -> dict[str, Any]:
+    """The error of the one answer that came."""
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.count(b"HTTP/1.1 ") == 1
+    assert b"content-type: application/json" in head.lower()
+    return json.loads(body)["error"]
 
 
 def test_too_many_connections_are_an_error_of_the_apis_shape(server: Serving) -> None:
@@ -126,3 +160,98 @@ def test_between_requests_a_connection_stays_longer_than_clients_keep_it(
         assert server.connections == {before}
     assert httpx.Limits().keepalive_expiry is not None
     assert 2 * httpx.Limits().keepalive_expiry < web._IDLE_SECONDS
+
+
+def test_who_comes_too_late_is_told_so_before_asking(server: Serving) -> None:
+    """And hung up on, however many there are and whether they ask or not; those before them keep their place."""
+    with ExitStack() as ends:
+        clients = [ends.enter_context(httpx.Client(base_url=server.url)) for _ in range(MOST)]
+        assert [client.get("/").status_code for client in clients] == [200] * MOST
+        silent = [ends.enter_context(server.connect()) for _ in range(100)]
+        assert [error_in(until_closed(client))["code"] for client in silent] == ["busy"] * len(silent)
+        assert [client.get("/").status_code for client in clients] == [200] * MOST
+
+
+@pytest.mark.parametrize("body", [b"Content-Length: 100000", b"Transfer-Encoding: chunked"])
+def test_a_body_that_has_its_answer_already_has_to_come_to_its_end(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    """However its bytes come: else anybody could hold all connections for ever."""
+    monkeypatch.setattr(web_connection, "HEAD_SECONDS", 0.3)
+    with server.connect() as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + body + b"\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        deadline = time.monotonic() + PATIENCE
+        client.settimeout(0.02)
+        with suppress(ConnectionError):
+            while True:
+                assert time.monotonic() < deadline
+                client.sendall(b"1\r\nx\r\n" if b"chunked" in body else b"x")
+                with suppress(TimeoutError):
+                    if not client.recv(1):
+                        break
+
+
+def test_a_body_that_comes_after_its_answer_leaves_the_connection_as_it_was(server: Serving) -> None:
+    with server.connect() as client:
+        for _ in range(2):
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\n")
+            received = b""
+            while not received.endswith(b"ok"):
+                received += client.recv(4096)
+            client.sendall(b"abc")
+
+
+def test_what_is_no_http_is_an_error_of_the_apis_shape_and_one_line_in_the_log(
+    server: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server.connect() as client:
+        name = "{}:{}".format(*client.getsockname())
+        client.sendall(b"no such thing\r\n\r\n")
+        assert error_in(until_closed(client)) == {
+            "message": "This is no request that HTTP/1.1 allows",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_http",
+        }
+    assert [name in record.getMessage() for record in caplog.records] == [True]
+
+
+CHUNKED = b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+LAST = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 1\r\n\r\nx"
+
+
+def assert_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 1
+
+
+def test_a_broken_body_behind_its_answer_is_no_traceback(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    with server.connect() as client:
+        client.sendall(CHUNKED)
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        client.sendall(b"zz\r\n")
+        until_closed(client)
+    assert httpx.get(server.url).status_code == 200
+    assert_no_traceback(caplog)
+
+
+@pytest.mark.parametrize(("request_", "more"), [(CHUNKED, b"zz\r\n"), (LAST, b"more")])
+def test_bytes_that_break_a_request_under_way_end_it(
+    slow_server: Serving, caplog: pytest.LogCaptureFixture, request_: bytes, more: bytes
+) -> None:
+    with slow_server.connect() as client:
+        client.sendall(request_)
+        eventually(lambda: slow_server.web.server_state.tasks)
+        client.sendall(more)
+        assert error_in(until_closed(client))["code"] == "invalid_http"
+    eventually(lambda: not slow_server.web.server_state.tasks)
+    assert_no_traceback(caplog)
+
+
+def test_a_request_to_upgrade_is_answered_without_a_word_in_the_log(
+    server: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    assert httpx.get(server.url, headers=headers).status_code == 200
+    assert not caplog.records
