@@ -6,7 +6,10 @@ import json
 import re
 import shutil
 import unicodedata
+from itertools import pairwise
 from pathlib import Path
+from threading import Event, Thread
+from time import perf_counter
 
 import pytest
 import sentencepiece
@@ -343,3 +346,18 @@ class TestErrors:
         tokenizer = load_for_gguf(vocab.tiny_spm(("", vocab.NORMAL), ("he", vocab.NORMAL)))
         assert tokenizer.vocab_size == 265
         assert text_of(tokenizer, tokenizer.tokenize("he")) == " he"
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized(tiny_path: Path) -> None:
+    tokenizer, done, times = load_for_folder(tiny_path, {}, {}), Event(), []
+    ticking = Thread(target=lambda: [times.append(perf_counter()) for _ in iter(lambda: done.wait(0.0005), True)])
+    ticking.start()
+    try:
+        started = perf_counter()
+        assert len(tokenizer.tokenize("1" * 1_000_000)) == 1_000_000
+        ended = perf_counter()
+    finally:
+        done.set()
+        ticking.join()
+    seen = [started, *(time for time in times if started < time < ended), ended]
+    assert max(after - before for before, after in pairwise(seen)) < (ended - started) / 2
