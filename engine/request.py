@@ -118,6 +118,7 @@ class Request:
     walk: Walk | None = None
     cached: int | None = None  # prompt tokens found in the store; None before anyone has looked
     clock: Clock = field(default_factory=Clock)
+    damaged: bool = False  # whether it ended because its numbers were not finite
 
     @classmethod
     def of(
@@ -209,6 +210,7 @@ class Request:
         """End the request with an error for whoever reads its stream."""
         if isinstance(error, MemoryError):
             error = EngineError("There is not enough memory to go on with this request", "out_of_memory")
+        self.damaged = isinstance(error, EngineError) and error.code == "model_damaged"
         self.sequence.finish_reason = "error"
         self.outbox.append(error)
 

@@ -114,7 +114,9 @@ def write(path: Place, own: Mapping[str, str], session: Session, saved: Snapshot
         sealed_file.write(file, header, arrays, _counting(progress, total))
 
 
-def read(path: Place, own: Mapping[str, str], context: int, progress: Progress | None) -> tuple[Session, Snapshot]:
+def read(
+    path: Place, own: Mapping[str, str], vocabulary: range, context: int, progress: Progress | None
+) -> tuple[Session, Snapshot]:
     """What `write` left at `path`, looked at from all sides: for this engine, and no longer than its `context`."""
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _must_be_file(Path(path), path)
@@ -126,7 +128,7 @@ def read(path: Place, own: Mapping[str, str], context: int, progress: Progress |
         count(size)  # what stands before the arrays, too
     try:
         _must_fit(path, header, own)
-        session, saved = _parsed(header, arrays)
+        session, saved = _parsed(header, arrays, vocabulary)
     except (KeyError, TypeError, ValueError, RecursionError):
         raise _error(_damaged(path)) from None
     if saved.length > context:
@@ -159,11 +161,15 @@ def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
         raise _error(_damaged(path)) from None
 
 
-def _parsed(header: Mapping[str, str], arrays: dict[str, np.ndarray]) -> tuple[Session, Snapshot]:
+def _parsed(
+    header: Mapping[str, str], arrays: dict[str, np.ndarray], vocabulary: range
+) -> tuple[Session, Snapshot]:
     """Raises KeyError, TypeError, ValueError or RecursionError for a file that `write` has not written."""
     ids, note, answers = (arrays.pop(name) for name in ("token_ids", "note", "answers"))
     if ids.ndim != 1 or ids.dtype != np.int32:
         raise ValueError("no token ids")
+    if len(ids) and not (vocabulary.start <= ids.min() and ids.max() < vocabulary.stop):
+        raise ValueError("ids that are no tokens")
     dropped = tuple(map(int, header["dropped"].split()))
     session = Session(
         tuple(ids.tolist()), json.loads(note.tobytes()), tuple(map(_answer, json.loads(answers.tobytes())))

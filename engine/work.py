@@ -86,11 +86,15 @@ class Work:
             self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        """Let go of the store; what is in there can be found again until its room is needed."""
+        """Let go of the store; what is in there can be found again until its room is needed, unless it is damaged."""
         walk, kv, request.walk, request.kv = request.walk, request.kv, None, None
         if walk is not None:
             self._store.abort(walk.span)
-        if kv is not None:
+        if kv is None:
+            return
+        if request.damaged:
+            self._prefixes.discard(kv)
+        else:
             self.leave(request.sequence.ids, kv)
 
     def leave(self, ids: Many[int], kv: SequenceKV) -> None:

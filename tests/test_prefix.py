@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Completion, Engine, SamplingParams
+from engine import Completion, Engine, EngineError, SamplingParams
+from engine.backends.ops import Place
 from engine.outputs import fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
@@ -221,6 +222,28 @@ def test_conversations_in_any_order_lose_no_block_and_answer_as_if_alone(pair, e
             conversations.append([*prompt, *answer.token_ids])
         assert held(engine) == [(0, 0)] * len(engine._store.groups)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("place", ["sink", "coded", "tail"])
+def test_what_ends_with_damaged_numbers_is_not_found_again(tiny: Engine, place: str) -> None:
+    """Neither the block that holds them nor what was computed behind it, nor a tail of which a part was copied."""
+    past = ids(1, 44)
+    tiny.generate(past, SamplingParams(max_tokens=0))
+    kv = tiny._prefixes.resume(past)
+    cache, (table,) = tiny._store.cache(1), kv.tables
+    if place == "coded":
+        cache.coded["mean.mean"][:, table.coded] = np.nan
+    else:
+        slot = table.sink if place == "sink" else table.tail
+        cache.exact(Place(None, slot))[1][:] = np.nan
+    tiny._prefixes.release(kv, past)
+    prompt = [*past[:42], 7]
+    with pytest.raises(EngineError, match="not finite"):
+        tiny.generate(prompt, GREEDY)
+    assert tiny.cache_stats().tokens == len(past)  # the last that came to a good end
+    answer = tiny.generate(prompt, GREEDY)
+    assert answer.usage.cached_tokens == 0
+    assert tiny.generate([*prompt, *answer.token_ids], GREEDY).usage.cached_tokens > 40
 
 
 def test_blocks_of_other_settings_have_other_hashes(tiny_path: Path, tmp_path: Path) -> None:

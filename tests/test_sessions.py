@@ -18,7 +18,7 @@ from engine import Engine, EngineError, SamplingParams, sealed_file
 from engine.config import Encoding
 from tests.bare import feed
 from tests.small_disk import small_disk
-from tests.tiny import assert_idle, held, make_model
+from tests.tiny import VOCABULARY, assert_idle, held, make_model
 
 N = 8
 LENGTH = 61  # sink, six coded blocks, and five tokens in the tail
@@ -404,6 +404,16 @@ def with_array(name: str, array: np.ndarray) -> Callable[[dict, dict], None]:
     return lambda header, arrays: arrays.update({name: array})
 
 
+def with_one(name: str, number: float) -> Callable[[dict, dict], None]:
+    """A number in the middle of an array."""
+
+    def change(header: dict, arrays: dict) -> None:
+        arrays[name] = arrays[name].copy()
+        arrays[name].flat[arrays[name].size // 2] = number
+
+    return change
+
+
 def with_answers(answers: object) -> Callable[[dict, dict], None]:
     return with_array("answers", np.frombuffer(json.dumps(answers).encode(), np.uint8))
 
@@ -431,6 +441,13 @@ SEALED = {  # files whose seal fits, and that this program has not written
     "a third part": (with_answers([["ab" * 32, [5], 6]]), "damaged"),
     "codes": (lambda header, arrays: arrays.pop("0.coded.k.radius"), "damaged"),
     "tail": (with_array("0.tail.k", np.zeros((2, 5, 8), np.float64)), "damaged"),
+    "negative ids": (with_array("token_ids", np.full(LENGTH, -5, np.int32)), "damaged"),
+    "ids of no tokens": (with_array("token_ids", np.full(LENGTH, VOCABULARY, np.int32)), "damaged"),
+    **{
+        f"{number} in {name}": (with_one(name, number), "damaged")
+        for name in ("0.sink.k", "1.tail.v", "1.coded.k.radius", "0.coded.mean.mean_scale")
+        for number in (np.nan, -np.inf)
+    },
 }
 
 

@@ -79,6 +79,17 @@ class PrefixCache:
             self._add_exact(self._before(kv.hashes), ids[start : kv.length], [table.tail for table in kv.tables])
         self._store.release(kv)
 
+    def discard(self, kv: SequenceKV) -> None:
+        """Give up a sequence whose numbers are damaged: nothing that it may have shared is found again."""
+        for before in (self._root, *kv.hashes):
+            for entry in list(self._exact.get(before, ())):
+                self._drop(entry)
+        for key in kv.hashes:
+            for group, block in zip(self._store.groups, self._coded.pop(key, ()), strict=False):
+                if block is not None:
+                    group.coded.drop(block)
+        self._store.release(kv)
+
     def _before(self, hashes: Sequence[bytes]) -> bytes:
         return hashes[-1] if hashes else self._root
 
