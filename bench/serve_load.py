@@ -174,6 +174,6 @@ class _Watch:
                 found = dict(re.findall(r"(?m)^polarlm_(\w+) (\S+)$", (await self._http.get("/metrics")).text))
                 if "kv_blocks" in found:
                     self.blocks = int(float(found["kv_blocks"]))
-                    self.held = max(self.held, self.blocks - int(float(found["kv_blocks_free"])))
+                    self.held = max(self.held, int(float(found["kv_blocks_used"])))
                     self.running = max(self.running, int(float(found["requests_running"])))
             await asyncio.sleep(_SAMPLE_SECONDS)

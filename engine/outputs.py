@@ -95,12 +95,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Status:
-    """How busy an engine is. Blocks are coded blocks of the groups of layers, together."""
+    """How busy an engine is. Blocks are coded blocks of the groups of layers, together; each is used, kept or free."""
 
     running: int  # requests that take part in steps
     waiting: int  # requests that do not yet
     blocks: int
-    blocks_free: int  # held by no request; what they hold of earlier ones can be found until it is overwritten
+    blocks_used: int  # held by requests
+    blocks_kept: int  # held by none: a next turn can find what is in them, until they are needed for something else
+    blocks_free: int  # with nothing in them that anybody could find
 
 
 @dataclass(frozen=True)

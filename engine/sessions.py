@@ -161,9 +161,7 @@ def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
         raise _error(_damaged(path)) from None
 
 
-def _parsed(
-    header: Mapping[str, str], arrays: dict[str, np.ndarray], vocabulary: range
-) -> tuple[Session, Snapshot]:
+def _parsed(header: Mapping[str, str], arrays: dict[str, np.ndarray], vocabulary: range) -> tuple[Session, Snapshot]:
     """Raises KeyError, TypeError, ValueError or RecursionError for a file that `write` has not written."""
     ids, note, answers = (arrays.pop(name) for name in ("token_ids", "note", "answers"))
     if ids.ndim != 1 or ids.dtype != np.int32:

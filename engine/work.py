@@ -70,12 +70,15 @@ class Work:
 
     def status(self) -> Status:
         blocks = [group.coded for group in self._store.groups]
+        size, free, kept = (sum(getattr(group, name) for group in blocks) for name in ("size", "free", "kept"))
         running = self._scheduler.running
         return Status(
             running=running,
             waiting=len(self.requests) - running,
-            blocks=sum(group.size for group in blocks),
-            blocks_free=sum(group.free for group in blocks),
+            blocks=size,
+            blocks_used=size - free,
+            blocks_kept=kept,
+            blocks_free=free - kept,
         )
 
     def sweep(self) -> None:

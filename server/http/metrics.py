@@ -36,7 +36,9 @@ class _Numbers(Collector):
             ("requests_running", "Requests that take part in steps", now.running),
             ("requests_waiting", "Requests in the engine that do not take part in steps yet", now.waiting),
             ("kv_blocks", "Coded blocks of the KV store, in all groups of layers", now.blocks),
-            ("kv_blocks_free", "Coded blocks that nobody holds, not even for a next turn", now.blocks_free),
+            ("kv_blocks_used", "Coded blocks that requests hold", now.blocks_used),
+            ("kv_blocks_kept", "Coded blocks that no request holds, kept for a next turn to find", now.blocks_kept),
+            ("kv_blocks_free", "Coded blocks with nothing in them that a next turn could find", now.blocks_free),
         ):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
 

@@ -35,6 +35,8 @@ def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
         "bytes_per_token": cache.bytes_per_token,
         "f16_bytes_per_token": cache.f16_bytes_per_token,
         "blocks": now.blocks,
+        "blocks_used": now.blocks_used,
+        "blocks_kept": now.blocks_kept,
         "blocks_free": now.blocks_free,
         "running": now.running,
         "waiting": now.waiting,

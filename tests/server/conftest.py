@@ -63,9 +63,9 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE)
 
     def is_idle(self) -> bool:
-        """Nothing is computed, nothing waits, and every block is free."""
+        """Nothing is computed, nothing waits, and no request holds a block."""
         status = self.engine.status()
-        return (status.running, status.waiting) == (0, 0) and status.blocks_free == status.blocks
+        return (status.running, status.waiting) == (0, 0) and status.blocks_used == 0
 
     def stop(self) -> None:
         async def end() -> None:

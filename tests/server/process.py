@@ -96,9 +96,9 @@ class Process:
         )
 
     def blocks(self) -> tuple[int, int]:
-        """How many coded blocks there are, and how many of them are free."""
+        """How many coded blocks there are, and how many of them no request holds."""
         found = dict(re.findall(r"(?m)^polarlm_(kv_blocks\S*) (\S+)", self.get("/metrics")))
-        return int(float(found["kv_blocks"])), int(float(found["kv_blocks_free"]))
+        return int(float(found["kv_blocks"])), int(float(found["kv_blocks"])) - int(float(found["kv_blocks_used"]))
 
     def resident(self) -> int:
         """Bytes of memory that the process has."""

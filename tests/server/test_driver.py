@@ -44,7 +44,7 @@ async def whole(driver: Driver, prompt: Any = PROMPT, params: SamplingParams | N
 
 async def until_idle(driver: Driver) -> None:
     async def wait() -> None:
-        while (status := await driver.status()).running or status.waiting or status.blocks_free < status.blocks:
+        while (status := await driver.status()).running or status.waiting or status.blocks_used:
             await asyncio.sleep(0)
 
     await asyncio.wait_for(wait(), PATIENCE)
@@ -143,7 +143,7 @@ def test_closing_the_generator_frees_the_blocks(engine: Engine) -> None:
         chunks = driver.stream(PROMPT * 20, LONG)
         await anext(chunks)
         status = await driver.status()
-        assert status.blocks_free < status.blocks
+        assert status.blocks_used > 0
         await chunks.aclose()
         await until_idle(driver)
         assert driver.snapshot().requests == {"cancelled": 1}

@@ -128,6 +128,8 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "bytes_per_token": stats["bytes_per_token"],
         "f16_bytes_per_token": stats["f16_bytes_per_token"],
         "blocks": status.blocks,
+        "blocks_used": 0,
+        "blocks_kept": 0,
         "blocks_free": status.blocks,
         "running": 0,
         "waiting": 0,
@@ -166,8 +168,32 @@ def test_the_numbers_of_a_busy_server(server: Serving) -> None:
         assert (stats["running"], stats["waiting"]) == (0, 2)
         server.gate.open()
         eventually(lambda: server.http.get("/stats").json()["running"] == 2)
-        assert server.http.get("/stats").json()["blocks_free"] < stats["blocks"]
+        eventually(lambda: server.http.get("/stats").json()["blocks_used"] > 0)
     eventually(lambda: not server.busy)
+
+
+def test_every_block_is_used_or_kept_or_free(server: Serving) -> None:
+    def blocks() -> tuple[int, int]:
+        stats = server.http.get("/stats").json()
+        assert stats["blocks_used"] + stats["blocks_kept"] + stats["blocks_free"] == stats["blocks"]
+        return stats["blocks_used"], stats["blocks_kept"]
+
+    body = {"prompt": "the rain then ran on and on", "ignore_eos": True, "max_tokens": 3 * BLOCK, "stream": True}
+    server.post("/v1/completions", body)
+    eventually(lambda: blocks()[0] == 0)
+    _, kept = blocks()
+    assert kept >= 2
+    server.gate.close()
+    with server.send("/v1/completions", body):
+        eventually(lambda: server.engine.status().waiting == 1)
+        server.gate.let(30)
+        eventually(lambda: blocks()[0] > 0)
+        assert blocks()[1] < kept
+        server.gate.open()
+        eventually(lambda: not server.busy)
+    with server.engine._exclusive():
+        server.engine._prefixes.clear()
+    assert blocks() == (0, 0)
 
 
 # -- the log ---------------------------------------------------------------------------------------------------
