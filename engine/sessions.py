@@ -150,6 +150,7 @@ def take_out(store: KVStore, sequence: SequenceKV) -> Snapshot:
 def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
     """The sequence in the store."""
     try:
+        _must_be_finite(store.shape, saved)
         return restore(store, saved)
     except OutOfBlocks:
         raise _no_memory(
@@ -159,6 +160,19 @@ def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
         raise _no_memory(f"There is not enough memory to load {path}: free some") from None
     except ValueError:
         raise _error(_damaged(path)) from None
+
+
+def _must_be_finite(shape: CacheShape, saved: Snapshot) -> None:
+    """Raises ValueError for numbers that would spoil the answers of all who come to share them."""
+    arrays = dict(saved.arrays)
+    for layer in range(len(shape.layers)):
+        keys, values = (f"{layer}.coded.{name}" for name in ("keys", "values"))
+        if keys in arrays and values in arrays:  # records, whose numbers stand in between bytes
+            records = {"keys": arrays.pop(keys), "values": arrays.pop(values)}
+            fields = stored.as_fields(shape.form(layer), len(records["keys"]), records)
+            arrays |= {f"{layer}.coded.{name}": array for name, array in fields.items()}
+    if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype.kind == "f"):
+        raise ValueError("not all numbers are finite")
 
 
 def _parsed(header: Mapping[str, str], arrays: dict[str, np.ndarray], vocabulary: range) -> tuple[Session, Snapshot]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from engine import Engine, EngineError, SamplingParams, sealed_file
+from engine.backends import stored
 from engine.config import Encoding
 from tests.bare import feed
 from tests.small_disk import small_disk
@@ -458,6 +459,27 @@ def test_a_seal_alone_makes_no_session(engine: Engine, saved: Path, file: Path, 
     act(header, arrays)
     sealed_file.write(file, header, arrays)
     assert_refused(engine, file, word)
+
+
+@pytest.mark.parametrize("number", [1.0, np.nan])
+def test_numbers_inside_a_gpus_records_are_looked_at(tiny_path: Path, file: Path, number: float) -> None:
+    with load(tiny_path, "f16", block_size=16) as engine:
+        past = talk(engine)
+        engine.save_session(file)
+        header, arrays = sealed_file.read(file)
+        for layer in range(2):
+            prefix = f"{layer}.coded."
+            fields = {name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)}
+            fields["v.values"] = fields["v.values"].copy()
+            fields["v.values"].flat[7] = number
+            blocks = fields["v.values"].shape[1]
+            records = stored.as_records(engine.cache_shape.form(layer), blocks, fields)
+            arrays |= dict(zip((prefix + "keys", prefix + "values"), records, strict=True))
+        sealed_file.write(file, {**header, "stored_as": stored.RECORDS}, arrays)
+        if np.isfinite(number):
+            assert engine.load_session(file).token_ids == tuple(past)
+        else:
+            assert_refused(engine, file, "damaged")
 
 
 # -- refusals: of requests -------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends import stored
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.store import KVStore, SequenceKV
 from engine.kv.tables import BlockTable, TableGroup
@@ -92,7 +91,6 @@ def _fill(store: KVStore, layer: int, table: BlockTable, saved: Snapshot) -> Non
     if table.coded:
         prefix = f"{layer}.coded."
         arrays = {name.removeprefix(prefix): of for name, of in saved.arrays.items() if name.startswith(prefix)}
-        _must_be_finite(stored.as_fields(store.shape.form(layer), len(table.coded), arrays).values())
         store.ops.write_blocks(cache, table.coded, arrays)
     for place, slot, tokens in (("sink", table.sink, n), ("tail", table.tail, saved.length % n)):
         if slot is None:
@@ -100,11 +98,4 @@ def _fill(store: KVStore, layer: int, table: BlockTable, saved: Snapshot) -> Non
         k, v = (saved.arrays.get(f"{layer}.{place}.{side}") for side in "kv")
         if k is None or v is None or k.ndim != 3 or k.shape[1] != tokens:
             raise ValueError(f"layer {layer} has no {place} of {tokens} tokens")
-        _must_be_finite((k, v))
         store.ops.write_exact(cache, slot, k, v)
-
-
-def _must_be_finite(arrays: Iterable[np.ndarray]) -> None:
-    """Raises ValueError for numbers that would spoil every sequence that comes to share them."""
-    if not all(np.isfinite(array).all() for array in arrays if array.dtype.kind == "f"):
-        raise ValueError("not all numbers are finite")
