@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,20 @@ class ServerConfig:
         "--api-key",
         metavar="KEY",
         help=f"what clients have to know; the environment variable {KEY_VARIABLE} keeps it out of the process list",
+    )
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "--allowed-host",
+        metavar="NAME",
+        help="a name that clients call this server by, in Host headers; may be given more than once. With an API key, "
+        "any name is taken",
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "--cors-origin",
+        metavar="ORIGIN",
+        help="let web pages from here use the HTTP API, as in https://chat.example.com; * for pages from anywhere. May "
+        "be given more than once",
     )
     max_body: int = setting(
         1 << 20, "--max-body", metavar="BYTES", help="size of a request's body, or of a line on the socket"
@@ -93,6 +108,16 @@ def _is_key(text: str) -> bool:
     return text != "" and all("!" <= character <= "~" for character in text)
 
 
+def _is_name(text: str) -> bool:
+    """A host name or address as it is in a Host header, without a port."""
+    return re.fullmatch(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?", text) is not None
+
+
+def _is_origin(text: str) -> bool:
+    """What browsers send as Origin, which has neither a path nor a slash at the end."""
+    return text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", text) is not None
+
+
 _PORT = _that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
 _POSITIVE = _that(lambda count: count >= 1, "this has to be 1 or more")
 _PATH = _that(lambda text: text != "" and "\0" not in text, "this needs a path")
@@ -104,6 +129,8 @@ _CHECKS: Mapping[str, Check] = {
     "unix": _PATH,
     "sessions": _PATH,
     "api_key": _that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
+    "allowed_host": _that(_is_name, "this needs a host name alone, as in chat.example.com"),
+    "cors_origin": _that(_is_origin, "an origin is * or a scheme and a host, as in https://chat.example.com:8443"),
     "max_body": _POSITIVE,
     "max_connections": _POSITIVE,
     "max_queue": _that(lambda count: count >= 0, "this has to be 0 or more"),

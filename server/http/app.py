@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -47,9 +48,24 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
     errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, config=config)],
+        middleware=[*_permissions(config), Middleware(Guard, config=config)],
         exception_handlers={**dict.fromkeys(errors, handle), ClientDisconnect: _nobody_there},
     )
+
+
+def _permissions(config: ServerConfig) -> list[Middleware]:
+    """What tells browsers which pages may use the API; none to begin with."""
+    if not config.cors_origin:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],  # Authorization, and what OpenAI's client for browsers adds
+            expose_headers=["Retry-After", "X-Should-Retry"],
+        )
+    ]
 
 
 async def _nobody_there(_request: Request, _error: Exception) -> Any:

@@ -10,21 +10,23 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.config import ServerConfig
-from server.http.errors import ApiError
+from server.http.errors import CLOSE, ApiError
 
 _OPEN = {"/health", "/"}  # what needs no key: whoever watches over the server asks it; the page asks for the key
 
 
 class Guard:
-    """ASGI middleware that checks Host, API key and Content-Type.
+    """ASGI middleware that checks Host, API key, Content-Type, and how the body is framed.
 
-    A web page elsewhere cannot use the API: its browser asks before it sends JSON and gets no permission, and where a
-    name of the attacker's leads to this machine (DNS rebinding), Host holds that name.
+    A web page elsewhere cannot use the API: its browser asks before it sends JSON and gets no permission unless
+    --cors-origin gives it, and where a name of the attacker's leads to this machine (DNS rebinding), Host holds that
+    name. Where there is a key, Host may hold any: such a page does not know the key.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._host = _bare(config.host)
+        self._names = {"localhost", self._host, *map(_bare, config.allowed_host)}
         self._key = None if config.api_key is None else config.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,8 +38,15 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if not self._is_ours(headers.getlist("host"), scope.get("server")):
-            sentence = "This server does not go by the name in the Host header; --host tells it which name it has"
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Somebody between the client and this server may have believed the other one.
+            sentence = "A request has either Content-Length or Transfer-Encoding, not both"
+            return ApiError(400, sentence, "invalid_http", headers=CLOSE)
+        if self._key is None and not self._is_ours(headers.getlist("host"), scope.get("server")):
+            sentence = (
+                "This server does not go by the name in the Host header: start it with --allowed-host NAME to give it "
+                "this name, or with an API key to let clients call it by any"
+            )
             return ApiError(421, sentence, "misdirected_request", "Host")
         if not self._knows_key(headers.getlist("authorization")) and scope["path"] not in _OPEN:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY'"
@@ -47,13 +56,14 @@ class Guard:
         return None
 
     def _is_ours(self, hosts: list[str], server: tuple[str, int | None] | None) -> bool:
-        """Whether a request was meant for this server: for a loopback name, for --host, or for the address it reached.
+        """Whether a request was meant for this server: for a loopback name, for --host or an --allowed-host, or for the
+        address it reached.
 
         Where --host is every address, so is any literal address: behind a forwarded port the server cannot know its
         own, and an attacker's name is none.
         """
         name = _without_port(hosts[0]) if len(hosts) == 1 else ""
-        if name in ("localhost", self._host) or (server is not None and name == _bare(server[0])):
+        if name in self._names or (server is not None and name == _bare(server[0])):
             return True
         address = _address(name)
         everywhere = _address(self._host)

@@ -37,7 +37,7 @@ def assert_error(response: httpx.Response, status: int, code: str) -> None:
 # -- Host ------------------------------------------------------------------------------------------------------
 
 
-def passes(host: str, reached: str, headers: list[tuple[bytes, bytes]]) -> bool:
+def passes(host: str, reached: str, headers: list[tuple[bytes, bytes]], **settings: Any) -> bool:
     """Whether a server with --host `host` takes a request that arrived at its address `reached`."""
     seen: list[int] = []
 
@@ -49,7 +49,7 @@ def passes(host: str, reached: str, headers: list[tuple[bytes, bytes]]) -> bool:
             seen.append(message["status"])
 
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": headers, "server": (reached, 8080)}
-    asyncio.run(Guard(app, ServerConfig(host=host))(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(Guard(app, ServerConfig(host=host, **settings))(scope, None, send))  # type: ignore[arg-type]
     assert seen in ([200], [421])
     return seen == [200]
 
@@ -101,6 +101,26 @@ def test_there_is_one_name() -> None:
     assert not passes("127.0.0.1", "127.0.0.1", [(b"host", b"localhost"), (b"host", b"localhost")])
 
 
+@pytest.mark.parametrize("name", ["host.docker.internal:8080", "Shelf.lan", "shelf.lan.:80", "[fd00::1]:8080"])
+def test_names_that_the_server_is_given_pass(name: str) -> None:
+    headers = [(b"host", name.encode())]
+    given = ("host.docker.internal", "shelf.lan", "fd00::1")
+    assert passes("0.0.0.0", "172.17.0.2", headers, allowed_host=given)
+    assert not passes("127.0.0.1", "127.0.0.1", headers, allowed_host=("other.lan",))
+
+
+def test_with_a_key_any_name_passes(tiny: Engine) -> None:
+    with serving(tiny, api_key=KEY) as server:
+        assert server.http.get("/v1/models", headers={"Host": "mybox.local:8080"}).status_code == 200
+        bare = httpx.get(f"{server.http.base_url}/v1/models", headers={"Host": "mybox.local:8080"})
+        assert_error(bare, 401, "invalid_api_key")
+
+
+def test_who_is_refused_for_a_name_is_told_the_flag(server: Serving) -> None:
+    response = server.http.get("/v1/models", headers={"Host": "mybox.local"})
+    assert "--allowed-host" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nowhere"])
 def test_a_page_whose_name_leads_here_gets_nothing(server: Serving, path: str) -> None:
     assert_error(server.http.get(path, headers={"Host": "evil.example"}), 421, "misdirected_request")
@@ -137,6 +157,46 @@ def test_a_browser_gets_no_permission_for_another_origin(server: Serving) -> Non
     assert_error(preflight, 405, "method_not_allowed")
     for response in (preflight, simple):
         assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+PAGE = "https://chat.example.com"
+
+
+def preflight(server: Serving, origin: str, method: str = "POST") -> httpx.Response:
+    asks = {
+        "Origin": origin,
+        "Access-Control-Request-Method": method,
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
+    return httpx.options(f"{server.http.base_url}/v1/chat/completions", headers=asks)
+
+
+@pytest.mark.parametrize(("given", "told"), [((PAGE, "http://localhost:3000"), PAGE), (("*",), "*")])
+def test_a_page_gets_the_permission_that_the_server_was_started_with(
+    tiny: Engine, given: tuple[str, ...], told: str
+) -> None:
+    """Also to read errors; a browser asks for it without the key."""
+    with serving(tiny, api_key=KEY, cors_origin=given) as server:
+        permission = preflight(server, PAGE)
+        assert permission.status_code == 200
+        assert permission.headers["access-control-allow-origin"] == told
+        assert "POST" in permission.headers["access-control-allow-methods"]
+        allowed = permission.headers["access-control-allow-headers"].lower()
+        assert all(name in allowed for name in ("authorization", "content-type", "x-stainless-os"))
+        answer = server.http.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
+        refusal = httpx.post(f"{server.http.base_url}/v1/completions", json=BODY, headers={"Origin": PAGE})
+        assert (answer.status_code, refusal.status_code) == (200, 401)
+        for response in (answer, refusal):
+            assert response.headers["access-control-allow-origin"] == told
+
+
+def test_other_pages_get_none(tiny: Engine) -> None:
+    with serving(tiny, cors_origin=(PAGE,)) as server:
+        for response in (
+            preflight(server, "https://evil.example"),
+            server.http.get("/v1/models", headers={"Origin": "https://evil.example"}),
+        ):
+            assert "access-control-allow-origin" not in response.headers
 
 
 # -- API key ---------------------------------------------------------------------------------------------------
@@ -229,3 +289,17 @@ def test_bytes_that_are_no_http_are_refused_and_the_server_lives_on(server: Serv
             while connection.recv(4096):
                 pass
     assert server.http.get("/health").status_code == 200
+
+
+def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(server: Serving) -> None:
+    """The bytes behind the one end would be a request of its own to whoever believes the other."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    hidden = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden)
+        received = b""
+        while data := connection.recv(4096):
+            received += data
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.count(b"HTTP/1.1") == 1
+    assert b"Content-Length or Transfer-Encoding" in received
