@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+
+from model_loaders.forks import renew_in_children
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 # The worker sees the same packages, and no folder that only a script of its own would have on the path.
@@ -18,6 +22,7 @@ _START = "import runpy, sys; worker, *sys.path = sys.argv[1:]; runpy.run_path(wo
 # as a busy machine may let the worker wait.
 _START_SECONDS = 60.0
 _RENDER_SECONDS = 10.0
+_EXIT_SECONDS = 5.0  # until a worker that has closed its pipe is gone
 
 
 class TemplateFailed(Exception):
@@ -31,13 +36,31 @@ class TemplateProcess:
         self._source = source
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
+        renew_in_children(self)
 
     def render(self, variables: Mapping[str, object]) -> str:
         """Renders with `variables`, which must be JSON. Raises TemplateFailed."""
         with self._lock:
+            if self._worker is not None and self._worker.poll() is not None:  # something ended it while it was idle
+                self._stop()
             if self._worker is None:
                 self._start()
             return self._ask(variables, _RENDER_SECONDS)
+
+    def renew(self) -> None:
+        """The worker is the parent's, and so is what it answers: this process starts one of its own."""
+        self._lock = threading.Lock()
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        self._end.detach()
+        worker.returncode = 0  # nobody waits for it here
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for pipe in (worker.stdin, worker.stdout):
+            assert pipe is not None
+            # Not closed: that would send what another thread of the parent was about to write a second time.
+            os.dup2(nothing, pipe.fileno())
+        os.close(nothing)
 
     def _start(self) -> None:
         try:
@@ -50,8 +73,8 @@ class TemplateProcess:
             )
         except (OSError, ValueError, TypeError) as error:  # TypeError: a program without an interpreter's path
             raise TemplateFailed(f"no process could be started for it ({error})") from error
-        self._worker = worker
         self._end = weakref.finalize(self, _end, worker)
+        self._worker = worker
         try:
             self._ask(self._source, _START_SECONDS)
         except TemplateFailed:
@@ -68,7 +91,13 @@ class TemplateProcess:
         assert worker is not None
         assert worker.stdin is not None
         assert worker.stdout is not None
-        deadline = threading.Timer(seconds, worker.kill)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            worker.kill()
+
+        deadline = threading.Timer(seconds, end)
         deadline.start()
         try:
             worker.stdin.write(json.dumps(request).encode() + b"\n")
@@ -82,12 +111,29 @@ class TemplateProcess:
         finally:
             deadline.cancel()
         if not line.endswith(b"\n"):
+            reason = "it needs too much time" if late.is_set() else _reason(worker)
             self._stop()
-            raise TemplateFailed("it needs too much time or memory")
+            raise TemplateFailed(reason)
         answer = json.loads(line)
         if "error" in answer:
             raise TemplateFailed(answer["error"])
         return answer["text"]
+
+
+def _reason(worker: subprocess.Popen[bytes]) -> str:
+    """Why a worker that was not ended by us has closed its pipe."""
+    from model_loaders.template_worker import OUT_OF_MEMORY  # brings all of Jinja, which no other path here needs
+
+    try:
+        code = worker.wait(_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "its process does not answer"
+    if code == OUT_OF_MEMORY:
+        return "it needs too much memory"
+    if code == -getattr(signal, "SIGPROF", 0):
+        return "it needs too much time"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+    return f"its process ended without an answer ({name})"
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:

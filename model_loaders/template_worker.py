@@ -5,12 +5,14 @@ insides, but neither from memory nor from time; those limits are the operating s
 run by itself and imports nothing of the package, so that it starts in a tenth of a second.
 
 The first line is the template's source; each further one holds the variables of one rendering. Every line is answered
-by `{"text": ...}` or `{"error": ...}`. Where a limit ends the process, the pipe closes instead.
+by `{"text": ...}` or `{"error": ...}`. Where a limit ends the process, the pipe closes instead, and the exit code or
+signal says which.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from datetime import datetime
@@ -25,6 +27,7 @@ import jinja2.sandbox
 MEMORY_BYTES = 512 << 20  # address space of this process; an idle one has about a twentieth of it
 CPU_SECONDS = 2.0  # of one rendering
 TEXT_CHARACTERS = 8 << 20  # of one rendering
+OUT_OF_MEMORY = 3  # exit code
 _FACTOR_LIMIT = 1 << 24  # characters, elements or bits that one multiplication may make
 
 
@@ -134,4 +137,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MemoryError:  # so little is left that there is no answer
+        os._exit(OUT_OF_MEMORY)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from model_loaders import template_process, template_worker
 from model_loaders.errors import LoadError
 from model_loaders.templates import ChatTemplate, for_folder, for_gguf
 from tests.model_loaders import vocabularies as vocab
@@ -163,9 +166,44 @@ class TestWhatItCanNotDo:
             usable.render(HELLO, n="word")
         assert usable.render(HELLO) == "fine"
 
+    @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals that say why a process ended")
+    @pytest.mark.parametrize(
+        ("name", "reason"), [("SIGPROF", "it needs too much time"), ("SIGKILL", r"its process ended .*\(SIGKILL\)")]
+    )
+    def test_the_reason_is_what_ended_the_worker(self, monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+        slow = template("{% for _ in range(10**5) %}{% for _ in range(10**5) %}{% endfor %}{% endfor %}")
+        slow._process._start()
+        worker = slow._process._worker
+        assert worker is not None
+        monkeypatch.setattr(worker.stdin, "flush", lambda: worker.send_signal(getattr(signal, name)))
+        with pytest.raises(LoadError, match=rf"failed: {reason}\.$"):
+            slow.render(HELLO)
+
+    def test_too_little_memory_for_an_answer_is_a_reason_too(self) -> None:
+        program = """
+import json, runpy, sys
+def dumps(answer):
+    raise MemoryError
+json.dumps = dumps
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+        command = [sys.executable, "-c", program, template_worker.__file__]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
+            worker.communicate(b'"fine"\n', 60)
+        assert template_process._reason(worker) == "it needs too much memory"
+
+    def test_a_worker_that_ended_while_nobody_asked_is_replaced(self) -> None:
+        usable = template("fine")
+        usable.render(HELLO)
+        worker = usable._process._worker
+        assert worker is not None
+        worker.kill()
+        worker.wait(60)
+        assert usable.render(HELLO) == "fine"
+
     def test_an_ended_worker_is_replaced(self) -> None:
         usable = template("{% if n is defined %}{{ [[n] * 10**7] * 10**6 }}{% endif %}fine")
-        with pytest.raises(LoadError, match=r"time or memory|more text"):
+        with pytest.raises(LoadError, match=r"too much (time|memory)|more text"):
             usable.render(HELLO, n="word")
         assert usable.render(HELLO) == "fine"
 
