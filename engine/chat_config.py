@@ -133,12 +133,14 @@ def _is_text(text: str) -> bool:
 
 
 _UTF8 = _that(_is_text, "this is not UTF-8 text")
+_SOME_TEXT = _that(lambda text: text != "" and _is_text(text), "this needs UTF-8 text that is not empty")
 
 _CHECKS: Mapping[str, Check] = {
     **{field.name: _as_sampling_takes(field.name) for field in fields(SamplingParams)},
     "logit_bias": _that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
     "seed": _that(lambda seed: seed >= -1, "a seed is 0 or more, and -1 takes a different one each time"),
-    "stop": _that(lambda text: text != "" and _is_text(text), "this needs UTF-8 text that is not empty"),
+    "stop": _SOME_TEXT,
+    "dry_sequence_breakers": _SOME_TEXT,
     "prompt": _UTF8,
     "system_prompt": _UTF8,
 }

@@ -124,6 +124,26 @@ class SamplingParams:
     frequency_penalty: float = setting(
         0.0, "--frequency-penalty", metavar="X", help="subtract X for each time a token is among the last 64"
     )
+    dry_multiplier: float = setting(
+        0.0,
+        "--dry-multiplier",
+        metavar="X",
+        help="DRY: subtract X times the base to the power of how much longer than allowed a repetition would get; "
+        "0 is off",
+    )
+    dry_base: float = setting(1.75, "--dry-base", metavar="B", help="the base of DRY")
+    dry_allowed_length: int = setting(
+        2, "--dry-allowed-length", metavar="N", help="tokens that may be repeated before DRY looks at what follows"
+    )
+    dry_penalty_last_n: int = setting(
+        -1, "--dry-penalty-last-n", metavar="N", help="last tokens that DRY looks at; 0 is off, -1 all of the context"
+    )
+    dry_sequence_breakers: tuple[str, ...] = setting(
+        ("\n", ":", '"', "*"),
+        "--dry-sequence-breaker",
+        metavar="TEXT",
+        help='where DRY takes a repetition to begin anew; may be repeated [line end, ":", quotation mark, "*"]',
+    )
     logit_bias: dict[int, float] = setting(
         dict,
         "--logit-bias",

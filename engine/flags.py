@@ -89,7 +89,7 @@ def _value_name(field: Field[Any]) -> str:
 
 def _explain(field: Field[Any]) -> str:
     meaning = str(field.metadata["help"])
-    silent = field.default is MISSING or field.default is None or field.default == () or _is_switch(field)
+    silent = field.default in (MISSING, None) or isinstance(field.default, tuple) or _is_switch(field)
     return meaning if silent else f"{meaning} (default: {field.default})"
 
 

@@ -15,6 +15,7 @@ import model_loaders
 from engine.answers import Answers
 from engine.config import SamplingParams
 from engine.detokenizer import Detokenizer, StopFilter
+from engine.dry import Dry
 from engine.errors import EngineError
 from engine.kv.store import SequenceKV, Span
 from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
@@ -147,6 +148,7 @@ class Request:
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)
         self._stop = StopFilter(self.params.stop)
+        self._dry = Dry(self.sampling, self._text_of) if self.sampling.is_dry else None
 
     def found(self, length: int) -> None:
         """So many tokens were in the store when the request came to be computed; its first token settles it."""
@@ -174,7 +176,12 @@ class Request:
     def draw(self) -> Draw:
         """How the next token is to be drawn."""
         recent = self.sequence.ids[-PENALTY_WINDOW:]
-        return Draw(self.sampling, recent, self._rng.random(), self.vocabulary.stop, self.params.logprobs)
+        dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
+        return Draw(self.sampling, recent, self._rng.random(), self.vocabulary.stop, self.params.logprobs, dry)
+
+    def _text_of(self, token: int) -> bytes:
+        """The bytes of a token; a control token's are its name."""
+        return self.tokenizer.token_bytes(token) or self.tokenizer.token_name(token).encode()
 
     def take(self, sampled: Sampled) -> None:
         """Put out what the next token adds to the text, or why there is none."""

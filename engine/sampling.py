@@ -1,14 +1,14 @@
 """Choosing the next token: pure functions of logits (V,) float32.
 
-The order is llama.cpp's: bias, penalties, top-k, top-p, min-p, temperature, draw.
+The order is llama.cpp's: bias, penalties, DRY, top-k, top-p, min-p, temperature, draw.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,16 @@ class Sampling:
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = ()
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether repetitions are penalised."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
 
 def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int | None = None) -> Sampling:
@@ -54,12 +64,7 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
         if name == "temperature" and defaults.greedy:
             of_model = 0.0
         chosen[name] = next(value for value in (given, of_model, usual) if value is not None)
-    return Sampling(
-        **chosen,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-    )
+    return Sampling(**{field.name: getattr(params, field.name) for field in fields(Sampling)} | chosen)
 
 
 _MAX_BIAS = 1e6  # far from where float32 logits overflow
@@ -95,6 +100,11 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda value: _whole(value, -1), "a whole number; -1 is no limit"),
     "seed": (lambda value: _whole(value, -1), "a whole number from 0 up; -1 takes a different one each time"),
     "stop": (_is_stop_list, "a tuple of non-empty strings"),
+    "dry_multiplier": (lambda value: _number(value, 0, 1e3), "a number from 0 (off) to 1000"),
+    "dry_base": (lambda value: _number(value, 1, 1e3), "a number from 1 to 1000"),
+    "dry_allowed_length": (lambda value: _whole(value, 0), "a whole number from 0 up"),
+    "dry_penalty_last_n": (lambda value: _whole(value, -1), "a whole number; 0 is off, -1 is the whole context"),
+    "dry_sequence_breakers": (_is_stop_list, "a tuple of non-empty strings"),
     "logit_bias": (_is_bias, "a number for each token id, or -inf, which bans the token"),
     "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
     "logprobs": (
@@ -113,6 +123,13 @@ def _check(params: SamplingParams) -> None:
             raise EngineError(f"{name} is {value!r}, but must be {wanted}")
 
 
+class Penalties(NamedTuple):
+    """What is subtracted from the logits of some tokens."""
+
+    ids: np.ndarray  # (n,) int32, each once
+    amounts: np.ndarray  # (n,) float64, 0 or more
+
+
 @dataclass(frozen=True)
 class Draw:
     """What one token is drawn with."""
@@ -122,6 +139,7 @@ class Draw:
     uniform: float  # random, from [0, 1)
     vocabulary: int  # ids that there are; logits may have more
     logprobs: int | None = None  # most likely tokens to tell the log-probabilities of, beside the drawn one's
+    dry: Penalties | None = None  # on tokens that would go on with a repetition
 
 
 Sampled = int | TokenLogprob | EngineError
@@ -150,6 +168,8 @@ def sample(logits: np.ndarray, draw: Draw) -> int:
     if not np.isfinite(logits.max()):  # NaN is the maximum of whatever holds it
         raise EngineError(NOT_FINITE, "model_damaged")
     logits = _adjust(logits, params, draw.recent)
+    if draw.dry is not None:
+        logits = _without(logits, draw.dry)
     best = int(np.argmax(logits))
     if np.isneginf(logits[best]):
         raise EngineError("logit_bias bans every token that could come next")
@@ -182,6 +202,13 @@ def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.n
         seen = logits[ids]
         seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
         logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
+    return logits
+
+
+def _without(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
+    """A copy of the logits less the penalties."""
+    logits = logits.copy()
+    logits[penalties.ids] -= penalties.amounts
     return logits
 
 

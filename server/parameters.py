@@ -152,8 +152,9 @@ def _part(field: str, part: Any) -> str:
 
 # -- sampling --------------------------------------------------------------------------------------------------
 
-_NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-_WHOLE = ("top_k", "max_tokens", "seed")
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base")
+_NUMBERS = ("temperature", "top_p", "min_p", *_PENALTIES)
+_WHOLE = ("top_k", "max_tokens", "seed", "dry_allowed_length", "dry_penalty_last_n")
 
 
 def _sampling(body: Mapping[str, Any]) -> SamplingParams:
@@ -164,7 +165,9 @@ def _sampling(body: Mapping[str, Any]) -> SamplingParams:
     if "max_completion_tokens" in body:  # the newer name
         chosen["max_tokens"] = _count("max_completion_tokens", body["max_completion_tokens"], -1, _LARGEST)
     if "stop" in body:
-        chosen["stop"] = _stops(body["stop"])
+        chosen["stop"] = _texts("stop", body["stop"])
+    if "dry_sequence_breakers" in body:
+        chosen["dry_sequence_breakers"] = _texts("dry_sequence_breakers", body["dry_sequence_breakers"])
     if "logit_bias" in body:
         chosen["logit_bias"] = _biases(body["logit_bias"])
         _as_sampling_takes("logit_bias", chosen["logit_bias"])
@@ -195,14 +198,14 @@ def _as_sampling_takes(name: str, value: Any) -> None:
         raise BadRequest(name, str(error)) from None
 
 
-def _stops(value: Any) -> tuple[str, ...]:
+def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
-        raise _wrong("stop", "a text or a list of texts", value)
+        raise _wrong(name, "a text or a list of texts", value)
     if len(texts) > MAX_STOPS:
-        raise BadRequest("stop", f"stop has {len(texts)} texts, but at most {MAX_STOPS} are taken")
+        raise BadRequest(name, f"{name} has {len(texts)} texts, but at most {MAX_STOPS} are taken")
     for index, text in enumerate(texts):
-        field = "stop" if texts is not value else f"stop[{index}]"
+        field = name if texts is not value else f"{name}[{index}]"
         if not 1 <= len(_text(field, text)) <= MAX_STOP_LENGTH:
             raise BadRequest(field, f"{field} must have 1 to {MAX_STOP_LENGTH} characters, not {len(text)}")
     return tuple(texts)

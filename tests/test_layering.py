@@ -56,6 +56,8 @@ ROOMS = {
     "engine.model": OPS | {"engine.kv"},
     "engine.weights": OPS | {"engine.model"},
     "engine.sampling": {"engine.config", "engine.errors", "engine.outputs"},
+    "engine.repeats": set(),
+    "engine.dry": SAMPLING | {"engine.repeats"},
     "engine.sealed_file": set(),
     "engine.calibration": OPS
     | {f"engine.{name}" for name in ("conditioning", "kv", "model", "sealed_file", "statistics", "weights")},
@@ -70,6 +72,7 @@ PURE = {
     "engine.encoding": {"numpy"},
     "engine.statistics": {"numpy"},
     "engine.conditioning": {"numpy"},
+    "engine.repeats": {"numpy"},
     "engine.config": set(),
     "engine.kv.blocks": set(),
 }

@@ -26,7 +26,7 @@ class Draws(Told):
 
 
 def describe_draws(draws: Sequence[Draw]) -> Draws:
-    """What the kernel needs to know of `draws`, all but their biases."""
+    """What the kernel needs to know of `draws`, all but their biases and what DRY subtracts."""
     (vocabulary,) = {draw.vocabulary for draw in draws}
     table = np.full((len(draws), _PARAMS + PENALTY_WINDOW), -1, np.int32)
     for row, draw in zip(table, draws, strict=True):

@@ -20,7 +20,7 @@ from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.prefix import PrefixCache
 from engine.kv.store import KVStore, SequenceKV
-from engine.sampling import Draw, Sampled, Sampling
+from engine.sampling import Draw, Penalties, Sampled, Sampling
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 
@@ -273,6 +273,13 @@ def test_a_bias_is_taken_on_the_host(ops: CudaOps, rng: np.random.Generator) -> 
     logits = normal(rng, 1, 96)
     draws = [Draw(replace(GREEDY, logit_bias={7: 1e5}), [], 0.5, 96)]
     assert sampled(ops, logits, draws) == [7]
+
+
+def test_what_dry_subtracts_is_taken_on_the_host(ops: CudaOps, rng: np.random.Generator) -> None:
+    logits = normal(rng, 2, 96)
+    first, second = np.argsort(-logits[1])[:2].tolist()
+    dry = Penalties(np.array([first]), np.array([100.0]))
+    assert sampled(ops, logits, [Draw(GREEDY, [], 0.5, 96), Draw(GREEDY, [], 0.5, 96, dry=dry)])[1] == second
 
 
 @pytest.mark.parametrize("bias", [{}, {7: 1.0}])

@@ -42,6 +42,10 @@ def complaint(body: dict[str, Any]) -> BadRequest:
         ("repeat_penalty", 1.1),
         ("presence_penalty", -2),
         ("frequency_penalty", 2),
+        ("dry_multiplier", 0.8),
+        ("dry_base", 2),
+        ("dry_allowed_length", 3),
+        ("dry_penalty_last_n", -1),
         ("seed", 0),
         ("seed", 2**63 - 1),
         ("seed", -1),
@@ -57,6 +61,8 @@ def test_a_parameter_goes_to_the_engine_as_it_is(name: str, value: Any) -> None:
 def test_parameters_that_json_spells_differently() -> None:
     assert params(stop="END") == SamplingParams(stop=("END",))
     assert params(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
+    assert params(dry_sequence_breakers=["\n", "!"]) == SamplingParams(dry_sequence_breakers=("\n", "!"))
+    assert params(dry_sequence_breakers=[]) == SamplingParams(dry_sequence_breakers=())
     assert params(logit_bias={"42": -100}) == SamplingParams(logit_bias={42: -100})
     assert params(max_tokens=5, max_completion_tokens=7).max_tokens == 7
 
@@ -166,6 +172,11 @@ def test_messages() -> None:
         ("stream", 1),
         ("stream", "true"),
         ("ignore_eos", 0),
+        ("dry_multiplier", -1),
+        ("dry_base", 0.5),
+        ("dry_allowed_length", 1.5),
+        ("dry_sequence_breakers", 3),
+        ("dry_sequence_breakers", ""),
         ("stop", ""),
         ("stop", 3),
         ("stop", ["a"] * (MAX_STOPS + 1)),

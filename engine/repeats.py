@@ -1,0 +1,81 @@
+"""Where the end of a sequence repeats what stands earlier in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_ROOM = 256  # ids to make room for at first
+
+
+class Repeats:
+    """For each distance d, how many of the last ids equal, one by one, the ids d places before them.
+
+    A further id lengthens the run at d by one, or ends it, so it costs one pass over all distances, and the first ids
+    cost as many comparisons as there are of them.
+    """
+
+    def __init__(self, furthest: int | None = None) -> None:
+        """`furthest`: the largest distance that is looked at; None for all."""
+        self._furthest = furthest
+        self._ids = np.empty(_ROOM, np.int32)
+        self._runs = np.zeros(_ROOM, np.int32)  # the one at d has index d - 1
+        self.count = 0
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The ids so far (count,) int32."""
+        return self._ids[: self.count]
+
+    @property
+    def runs(self) -> np.ndarray:
+        """The runs (n,) int32 at the distances 1, 2, … n, where n is the furthest one, or else count - 1.
+
+        Runs may overlap what they repeat. Those that began before the last `furthest` of the first ids are counted
+        from there on.
+        """
+        return self._runs[: self._reach(self.count)]
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Take in the ids that come next."""
+        end = self.count + len(ids)
+        if end > len(self._ids):
+            self._ids, self._runs = (np.resize(array, max(end, 2 * len(array))) for array in (self._ids, self._runs))
+            self._runs[self._reach(self.count) :] = 0
+        if self.count == 0:
+            self._ids[:end] = ids
+            self.count = end
+            reach = self._reach(end)
+            self._runs[:reach] = _runs_of(list(ids[-reach - 1 :]))
+            return
+        for token in ids:
+            self._append(token)
+
+    def _append(self, token: int) -> None:
+        n = self.count
+        runs = self._runs[: self._reach(n + 1)]
+        runs += 1
+        runs *= self._ids[n - len(runs) : n][::-1] == token
+        self._ids[n] = token
+        self.count = n + 1
+
+    def _reach(self, count: int) -> int:
+        """Distances that there are among so many ids."""
+        most = max(count - 1, 0)
+        return most if self._furthest is None else min(most, self._furthest)
+
+
+def _runs_of(ids: list[int]) -> list[int]:
+    """The runs at the distances 1, 2, … len(ids) - 1: the Z-algorithm, on the ids from the last to the first."""
+    ids = ids[::-1]
+    n, begin, end = len(ids), 0, 0  # ids[begin:end] repeat the first ones, and reach furthest
+    runs = [0] * n
+    for at in range(1, n):
+        run = min(end - at, runs[at - begin]) if at < end else 0
+        while at + run < n and ids[run] == ids[at + run]:
+            run += 1
+        if at + run > end:
+            begin, end = at, at + run
+        runs[at] = run
+    return runs[1:]
