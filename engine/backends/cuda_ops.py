@@ -161,14 +161,15 @@ class CudaOps(CacheOps):
 
     def _tensor_cores(self, y: Array, x: Array, of: _Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y, x float32 or of the weights' type."""
-        (rows, width), out, processors = x.shape, y.shape[1], self._device.processors
+        (rows, width), out, device = x.shape, y.shape[1], self._device
         gain, eps = of.norm or (None, 0.0)
-        plain, blocks, parts = cuda_shapes.gemm_small(rows, len(of.weight), width, processors)
+        machine = device.processors, device.shared_memory
+        plain, blocks, parts = cuda_shapes.gemm_small(rows, len(of.weight), width, *machine)
         shape, sizes = of.typed(x, plain), (rows, width, out)
         if parts == 1 or of.norm is not None:
             self._launch("gemm_small", (blocks, 1), shape, y, x, of.weight, of.bias, gain, *sizes, float(eps))
             return
-        sums = self._device.empty((parts, rows, len(of.weight)), np.float32)
+        sums = device.empty((parts, rows, len(of.weight)), np.float32)
         self._launch("gemm_small", (blocks, parts), shape, sums, x, of.weight, None, None, *sizes, 0.0)
         grid = (-(-rows * out // shape.threads),)
         args = (y, sums, of.bias, parts, rows, out)

@@ -19,6 +19,7 @@ UNROUNDED_ROWS = 16
 
 _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # of a block's shared memory, at its beginning: decode_attention counts on them
+_GEMM_STATIC_BYTES = 768  # of gemm_small's shared memory, beside the dynamic: 4 (ROWS · WARPS_K + ROWS) at most
 _ENCODE_WARPS = 12  # two blocks fit a multiprocessor
 _OUTPUTS = 4  # rows of weights of a warp in gemv
 _GEMV_WARPS = 16  # of a multiprocessor: fewer have too few bytes on their way
@@ -36,15 +37,17 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[Shape, int]:
     return Shape(defines, 256), -(-out * split // (_OUTPUTS * 8))
 
 
-def gemm_small(rows: int, out: int, width: int, processors: int) -> tuple[Shape, int, int]:
+def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: int) -> tuple[Shape, int, int]:
     """For rows ≤ SMALL_ROWS of `width` numbers and `out` rows of weights; blocks, and parts of `width` that would keep
-    the machine busy."""
+    the machine busy. shared_memory: bytes of a multiprocessor."""
     most = -(-rows // 16) * 16
     deep = 8 if most == 16 else 4 if most == 32 else 2  # warps that share a tile's outputs
     tile = 32 * 8 // deep
     shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
     blocks = -(-out // tile)
-    at_once = processors if most > 32 else 2 * processors  # blocks
+    by_registers = 1 if most > 32 else 2  # blocks that a multiprocessor runs at the same time
+    by_memory = shared_memory // (shared + _GEMM_STATIC_BYTES + _SYSTEM_BYTES)
+    at_once = processors * max(1, min(by_registers, by_memory))
     parts = max(1, min(at_once // blocks, width // (_LEAST_STAGES * 32 * deep)))
     return Shape({"ROWS": most, "WARPS_OUT": 8 // deep}, 256, shared), blocks, parts
 

@@ -28,7 +28,8 @@ _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every l
 _STAGED_BYTES = 1 << 20  # larger arrays are not worth a copy in pinned memory
 _ALIGNMENT = 256  # of what lies side by side in one buffer
 
-_MAJOR, _MINOR = 75, 76  # attributes of a device: its compute capability
+# Attributes of a device: its compute capability, and the shared memory of a multiprocessor.
+_MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
 _NO_DEVICE, _OLD_DRIVER = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDriver
 _LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
 
@@ -78,9 +79,11 @@ class CupyDevice:
     """The current GPU of the process; CUDA_VISIBLE_DEVICES chooses among several."""
 
     def __init__(self) -> None:
-        properties = _runtime.getDeviceProperties(_runtime.getDevice())
+        number = _runtime.getDevice()
+        properties = _runtime.getDeviceProperties(number)
         self.name = properties["name"].decode()
         self.processors = int(properties["multiProcessorCount"])
+        self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._modules: dict[str, cupy.RawModule] = {}
         self._kernels: dict[tuple[str, str], _Kernel] = {}

@@ -21,6 +21,9 @@ class Device(Protocol):
     processors: int
     """Multiprocessors: so many blocks of a large kernel run at the same time."""
 
+    shared_memory: int
+    """Bytes of shared memory of a multiprocessor, which the blocks that run on it divide among themselves."""
+
     def memory(self) -> tuple[int, int]:
         """Bytes that an allocation could still have, and bytes that there are."""
 

@@ -26,6 +26,7 @@ class EmulatedDevice:
 
     name = "emulated GPU"
     processors = 6
+    shared_memory = 228 << 10
 
     def __init__(self, *, checked: bool = True):
         """checked: as for the emulator's programs; without, launches take less than half the time."""

@@ -147,7 +147,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         getDevice=lambda: 0,
         getDeviceCount=count,
         getDeviceProperties=lambda device: properties,
-        deviceGetAttribute=lambda of, device: machine.capability[of - 75],
+        deviceGetAttribute=lambda of, device: 228 << 10 if of == 81 else machine.capability[of - 75],
         memGetInfo=lambda: (1 << 30, 2 << 30),
         memcpyAsync=copy,
     )

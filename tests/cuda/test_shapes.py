@@ -39,7 +39,7 @@ def test_products_cover_every_output(processors: int) -> None:
                 assert shape.defines["ROWS"] >= rows
                 assert (blocks - 1) * columns < out <= blocks * columns
             for rows in range(1, SMALL_ROWS + 1):
-                shape, blocks, parts = cuda_shapes.gemm_small(rows, out, width, processors)
+                shape, blocks, parts = cuda_shapes.gemm_small(rows, out, width, processors, 228 << 10)
                 tile = 32 * shape.defines["WARPS_OUT"]
                 assert shape.defines["ROWS"] >= rows
                 assert shape.defines["ROWS"] * 8 // shape.defines["WARPS_OUT"] <= 128
@@ -55,3 +55,26 @@ def test_splits_keep_the_machine_busy(processors: int) -> None:
         splits = cuda_shapes.decode_splits(processors, blocks)
         turns = -(-splits * blocks // processors) * processors
         assert splits * blocks / turns >= 0.8
+
+
+# Multiprocessors, and bytes of shared memory of one ("Technical Specifications per Compute Capability" in the CUDA
+# programming guide).
+H100, A100, RTX_4090 = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)
+
+
+@pytest.mark.parametrize(
+    ("machine", "blocks_each", "parts"),
+    [(H100, 2, (2, 4, 8, 4)), (A100, 1, (1, 1, 3, 3)), (RTX_4090, 1, (1, 2, 4, 4))],
+    ids=["H100", "A100", "RTX 4090"],
+)
+def test_all_parts_of_a_product_run_at_the_same_time(
+    machine: tuple[int, int], blocks_each: int, parts: tuple[int, ...]
+) -> None:
+    """No more blocks than multiprocessors have shared memory and registers for: others would be a second turn."""
+    shapes = (16, 4096, 14336), (32, 4096, 14336), (16, 1024, 65536), (64, 4096, 14336)  # rows, out, width
+    for (rows, out, width), wanted in zip(shapes, parts, strict=True):
+        shape, blocks, chosen = cuda_shapes.gemm_small(rows, out, width, *machine)
+        assert chosen == wanted
+        each = 1 if rows == 64 else blocks_each
+        assert blocks * chosen <= max(blocks, each * machine[0])
+        assert each * (shape.shared + 1024) <= machine[1]

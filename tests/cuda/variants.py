@@ -144,7 +144,7 @@ def _gemm_small() -> list[Variant]:
     """Above a number of rows, x comes normalised and in the type of the weights."""
     variants = []
     for rows, weight in itertools.product((16, 32, 48, 64), _SHORT):
-        shape, _, _ = cuda_shapes.gemm_small(rows, 4096, 4096, 132)
+        shape, _, _ = cuda_shapes.gemm_small(rows, 4096, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in shape.defines.items()}
         rounded = rows > cuda_shapes.UNROUNDED_ROWS
         act = weight if rounded else "float"
