@@ -83,15 +83,14 @@ class CacheOps(HeadOps):
     def _pools(self, form: CacheFormat, count: int) -> Buffer:
         """Of exact records."""
         keys, values = self._exact_layouts(form)
-        return Buffer(self._pool(keys, form, count), self._pool(values, form, count))
-
-    def _pool(self, layout: Layout, form: CacheFormat, count: int) -> Array:
-        return self._device.empty((count, form.kv_heads, layout.nbytes), np.uint8)
+        return Buffer(*(self._device.empty((count, form.kv_heads, of.nbytes), np.uint8) for of in (keys, values)))
 
     def _side(self, layout: Layout, form: CacheFormat, metric: Metric | None, coded: int) -> Side:
         if layout not in self._tables:
             self._tables[layout] = self._upload(layout.tables if layout.tables.size else None), self._near(layout)
-        side = Side(layout, self._pool(layout, form, coded), *self._tables[layout])
+        # Kernels write the fields of a record alone: what is between and behind them stays zero, and goes into files.
+        pool = self._device.zeros((coded, form.kv_heads, layout.nbytes), np.uint8)
+        side = Side(layout, pool, *self._tables[layout])
         if metric is None:
             return side
 

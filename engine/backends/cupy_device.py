@@ -101,6 +101,12 @@ class CupyDevice:
         self._stream.use()
         return cupy.empty(shape, dtype)
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+        y = self.empty(shape, dtype)
+        if y.nbytes:
+            _runtime.memsetAsync(y.data.ptr, 0, y.nbytes, self._stream.ptr)
+        return y
+
     # -- copies ------------------------------------------------------------------------------------------------
 
     def from_host(self, x: np.ndarray) -> cupy.ndarray:

@@ -30,6 +30,9 @@ class Device(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An array with anything in it, aligned to 256 bytes. Raises MemoryError."""
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An array of zeros, aligned to 256 bytes. Raises MemoryError."""
+
     def from_host(self, x: np.ndarray) -> Array:
         """A copy on the device, same dtype; `x` may change afterwards. Raises MemoryError."""
 

@@ -42,6 +42,11 @@ class EmulatedDevice:
             return poisoned(shape, kind)
         return np.full(shape, np.iinfo(dtype).max, dtype)
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        zeros = self.empty(shape, dtype)
+        zeros[...] = 0
+        return zeros
+
     def from_host(self, x: np.ndarray) -> np.ndarray:
         assert isinstance(x, np.ndarray)
         assert x.flags.c_contiguous

@@ -136,6 +136,11 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         assert stream == machine.stream.ptr
         ctypes.memmove(to, of, size)
 
+    def clear(to: int, value: int, size: int, stream: int) -> None:
+        assert machine.recorded is None, "memory is cleared again with every launch"
+        assert stream == machine.stream.ptr
+        ctypes.memset(to, value, size)
+
     properties = {"name": b"Fake GPU", "multiProcessorCount": 4}
     return SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
@@ -150,6 +155,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         deviceGetAttribute=lambda of, device: 228 << 10 if of == 81 else machine.capability[of - 75],
         memGetInfo=lambda: (1 << 30, 2 << 30),
         memcpyAsync=copy,
+        memsetAsync=clear,
     )
 
 

@@ -65,6 +65,13 @@ def test_what_goes_up_comes_back(device, rng: np.random.Generator, shape: tuple[
     np.testing.assert_array_equal(device.to_host(y[:, 1:3]), before[:, 1:3])
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((3, 5), np.uint8), ((2,), np.float32), ((0, 4), np.uint8)])
+def test_zeros(device, shape: tuple[int, ...], dtype: type) -> None:
+    x = device.to_host(device.zeros(shape, dtype))
+    np.testing.assert_array_equal(x, np.zeros(shape, dtype))
+    assert x.dtype == dtype
+
+
 def test_memory_counts_what_the_pool_has(device) -> None:
     assert device.memory() == ((1 << 30) + 100, 2 << 30)
 
@@ -196,7 +203,7 @@ def test_other_errors_stay_what_they_are(device, error: Exception) -> None:
 def test_open_device(fake: tuple[Machine, ModuleType]) -> None:
     machine, module = fake
     device = module.open_device()
-    assert (device.name, device.processors) == ("Fake GPU", 4)
+    assert (device.name, device.processors, device.shared_memory) == ("Fake GPU", 4, 228 << 10)
     assert machine.launches == ["silu_mul_kernel"]
 
 

@@ -110,6 +110,17 @@ def test_what_a_cpu_has_saved_becomes_half_precision_where_it_is_exact() -> None
     assert_same(given, {name: a if ".coded." in name else a.astype(np.float16) for name, a in wanted.items()})
 
 
+@pytest.mark.parametrize("types", [*TYPES, ("polarpair-m4n4", "turbo3"), ("ring4+norm16", "f16")])
+def test_nothing_but_codes_leaves_the_device(types: tuple[str, str]) -> None:
+    """Between the fields of a record and behind them are zeros, and not what was in the GPU's memory before."""
+    store = talk(CudaOps(open_device(checked=False)), types).model.store
+    for layer in range(len(store.shape.layers)):
+        cache = store.cache(layer)
+        blocks = np.arange(len(cache.keys.coded))  # those that nobody has written as well
+        for given, layout in zip(store.ops.read_blocks(cache, blocks).values(), cache.layouts, strict=True):
+            np.testing.assert_array_equal(given, layout.pack(*layout.unpack(given)))
+
+
 WRONG = {
     "a block less": lambda a: {**a, "keys": a["keys"][1:]},
     "a byte less": lambda a: {**a, "values": a["values"][..., 1:]},
