@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
@@ -34,13 +34,14 @@ def chat_ids(messages: Sequence[Mapping[str, object]], template: ChatTemplate, t
     An assistant message may carry "token_ids", the ids it was generated as (a final end-of-generation id is left out:
     the template writes its own). They are put in the place of its content as they are, after the very ids that its
     prompt ended with, so that a conversation begins with all the ids of its previous turn. Where the template does
-    not show the content as it is, the text is used instead.
+    not show the content as it is, white space at its edges aside, what it shows is used instead: models that reason
+    have templates that leave the reasoning out of earlier answers.
 
     Raises ValueError for messages of a wrong form, LoadError where the template fails.
     """
     checked = [_checked(message, index, tokenizer) for index, message in enumerate(_sequence(messages))]
-    mark, hole = _unused_characters(2, [template.source, *(text for m in checked for text in (m.role, m.content))])
-    parts = _Rendering(template, _Guard.of(tokenizer), mark, hole).parts(checked)
+    mark, edge = _unused_characters(2, [template.source, *(text for m in checked for text in (m.role, m.content))])
+    parts = _Rendering(template, checked, _Guard.of(tokenizer), mark, edge).parts()
     ids: list[int] = []
     for position, part in enumerate(parts):
         if isinstance(part, str):
@@ -53,57 +54,93 @@ def chat_ids(messages: Sequence[Mapping[str, object]], template: ChatTemplate, t
 
 
 class _Rendering:
-    """Runs the template over messages whose control strings are hidden and whose token ids are left as holes."""
+    """Runs the template over messages whose control strings are hidden and whose token ids are known by number.
 
-    def __init__(self, template: ChatTemplate, guard: _Guard, mark: str, hole: str) -> None:
+    An answer with ids is shown to the template in a frame of characters that occur nowhere else. Where the frame comes
+    out whole, the ids stand for it; a template that takes something out of an answer tears it.
+    """
+
+    def __init__(self, template: ChatTemplate, messages: list[_Message], guard: _Guard, mark: str, edge: str) -> None:
         self._template = template
-        self._guard = guard
-        self._mark = mark
-        self._hole = hole
+        self._edge = edge
+        self._ids = [i for i, message in enumerate(messages) if message.token_ids is not None]
+        self._roles = [guard.break_up(message.role, mark) for message in messages]
+        self._contents = [guard.hide(message.content, mark) for message in messages]
 
-    def parts(self, messages: list[_Message]) -> list[str | int]:
-        """The text, alternating with the numbers of messages whose ids belong in between."""
-        while True:
-            given = [self._given(message, index) for index, message in enumerate(messages)]
-            parts = self._rendered(given)
-            expected = [i for i, message in enumerate(messages) if message.token_ids is not None]
-            if parts[1::2] == expected:
-                break
-            # The template dropped, repeated or moved a message: its text goes through as any other's.
-            lost = [i for i in expected if parts[1::2].count(i) != 1] or expected
-            messages = [replace(m, token_ids=None) if i in lost else m for i, m in enumerate(messages)]
-        for position in range(1, len(parts), 2):
-            parts[position - 1] = self._as_prompted(given, parts, position)
-        return parts
+    def parts(self) -> list[str | int]:
+        """The text, alternating with the numbers of messages whose ids belong in between.
 
-    def _as_prompted(self, given: list[dict[str, str]], parts: list[str | int], position: int) -> str | int:
-        """The text before a hole, as it was when the model was asked to fill it.
+        It takes three renderings where the template shows every answer as it is, and one where no ids are known.
+        """
+        plain = self._rendered([])
+        framed = self._ids
+        while framed:
+            text = self._rendered(framed)
+            if parts := self._split(text, framed):
+                # The frames themselves can have led the template another way. White space aside: within a frame it
+                # could not be trimmed.
+                unframed = "".join(self._contents[part] if isinstance(part, int) else part for part in parts)
+                return self._as_prompted(parts) if _dense(unframed) == _dense(plain) else [plain]
+            whole = [i for i in framed if text.count(self._frame(i)) == 1]
+            framed = whole if whole != framed else []
+        return [plain]
+
+    def _frame(self, index: int) -> str:
+        return f"{self._edge}{index}{self._edge}{self._contents[index]}{self._edge}"
+
+    def _rendered(self, framed: list[int], length: int | None = None) -> str:
+        """What the template makes of the messages, or of the first `length`, these ones in frames."""
+        given = [
+            {"role": role, "content": self._frame(i) if i in framed else content}
+            for i, (role, content) in enumerate(zip(self._roles, self._contents, strict=True))
+        ]
+        return self._template.render(given[:length])
+
+    def _split(self, text: str, framed: list[int]) -> list[str | int] | None:
+        """`text` cut at these frames, their numbers in between; None where one is missing, torn or out of order."""
+        parts: list[str | int] = []
+        for index in framed:
+            before, found, text = text.partition(self._frame(index))
+            if not found:
+                return None
+            parts += [before, index]
+        parts.append(text)
+        return None if any(self._edge in part for part in parts if isinstance(part, str)) else parts
+
+    def _as_prompted(self, parts: list[str | int]) -> list[str | int]:
+        """The text before each answer, as it was when the model was asked for it.
 
         Templates write a past message with other white space than they ask for a new one ("Assistant: Hi" after
         "Assistant:"), or leave out what they opened for it ("<think>"). Such differences give way to what was there.
+        What stands between question and answer is mostly the same throughout, and then rendered once.
         """
-        before, index = parts[position - 1], parts[position]
-        assert isinstance(before, str)
-        assert isinstance(index, int)
+        asked: dict[str, str] = {}  # by what stands there now
+        for position in range(1, len(parts), 2):
+            before, index = parts[position - 1], parts[position]
+            assert isinstance(before, str)
+            assert isinstance(index, int)
+            question = self._contents[index - 1].strip() if index else ""
+            start = before.rfind(question) + len(question) if question and question in before else 0
+            between = before[start:]
+            if between not in asked:
+                asked[between] = self._prompt(before, index, parts[1:position:2])[start:]
+            parts[position - 1] = before[:start] + asked[between]
+        return parts
+
+    def _prompt(self, before: str, index: int, earlier: list[str | int]) -> str:
+        """The text that asked for answer `index`, behind the `earlier` ones; `before` where it cannot be told."""
+        framed = [i for i in earlier if isinstance(i, int)]
         try:
-            prompt = self._rendered(given[:index])
+            prompt = self._split(self._rendered(framed, index), framed)
         except LoadError:  # a template need not accept the beginning of a conversation
             return before
-        same_past = prompt[1::2] == parts[1:position:2]
-        asked = prompt[-1]
-        return asked if same_past and isinstance(asked, str) and asked.startswith(before.rstrip()) else before
+        asked = prompt[-1] if prompt else None
+        return asked if isinstance(asked, str) and asked.startswith(before.rstrip()) else before
 
-    def _given(self, message: _Message, index: int) -> dict[str, str]:
-        """A message as the template sees it."""
-        is_hole = message.token_ids is not None
-        return {
-            "role": self._guard.break_up(message.role, self._mark),
-            "content": f"{self._hole}{index}{self._hole}" if is_hole else self._guard.hide(message.content, self._mark),
-        }
 
-    def _rendered(self, given: list[dict[str, str]]) -> list[str | int]:
-        pieces = re.split(f"{self._hole}([0-9]+){self._hole}", self._template.render(given))
-        return [int(piece) if position % 2 else piece for position, piece in enumerate(pieces)]
+def _dense(text: str) -> str:
+    """`text` without its white space."""
+    return "".join(text.split())
 
 
 class _Guard:

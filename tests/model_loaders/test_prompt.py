@@ -32,6 +32,8 @@ MOVING = (
     "{% for m in messages[1:] %}{{ '<s>' }}{% if loop.last %}{{ messages[0].content + '\n' }}{% endif %}"
     "{{ m.content + '</s>' }}{% endfor %}"
 )
+TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
+OPENERS = {"qwen3": "", "qwq": "<think>\n", "deepseek-r1-distill": "<think>\n"}  # what a prompt opens for its answer
 MODELS = ("smollm2", "llama3", "qwen2.5", "llama2", "plain", "thinking")
 TEXTS = st.text(max_size=20)
 
@@ -190,6 +192,78 @@ class TestConversationsOnlyGrow:
         tokenizer, template = tiny("{{ messages[0].content }}")
         message = {**user("a"), "token_ids": [258]}
         assert text_of(tokenizer, chat_ids([message], template, tokenizer)) == "a"
+
+
+def reasoning_model(name: str) -> tuple[Tokenizer, ChatTemplate]:
+    """The template of a model that reasons, and a vocabulary with its control tokens."""
+    source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    control = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+    tokenizer = load_for_gguf(vocab.tiny_bpe(*((token, vocab.CONTROL) for token in control)))
+    return tokenizer, ChatTemplate(source, origin=name, bos_token="<s>", eos_token="</s>")
+
+
+def with_ids(tokenizer: Tokenizer, text: str) -> dict[str, object]:
+    """An answer whose ids are one per byte, where the tokenizer would take "he" as one."""
+    ids = [i for byte in text for i in tokenizer.tokenize(byte)]
+    return {"role": "assistant", "content": text, "token_ids": ids}
+
+
+def text_with_control(tokenizer: Tokenizer, ids: list[int]) -> str:
+    names = {i: name for name, i in tokenizer.control_tokens().items()}
+    spans = (names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids)
+    return b"".join(spans).decode()
+
+
+@pytest.mark.parametrize("name", OPENERS)
+class TestReasoningStaysBehind:
+    def test_earlier_answers_read_as_the_template_has_them(self, name: str) -> None:
+        tokenizer, template = reasoning_model(name)
+        opened = "<think>\n" if name == "qwen3" else ""  # the others' prompts open it
+        messages = [user("hi")]
+        for said in ("he", "then"):
+            messages += [with_ids(tokenizer, f"{opened}the reason\n</think>\n\n{said}"), user("and?")]
+            ids = chat_ids(messages, template, tokenizer)
+            plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+            text = template.render(plain)
+            assert "reason" not in text
+            assert f"{said}<" in text
+            assert ids == tokenizer.tokenize(text, control=True)
+
+    def test_what_was_rendered_before_an_answer_is_there_again(self, name: str) -> None:
+        tokenizer, template = reasoning_model(name)
+        messages = [user("hi")]
+        for _ in range(3):
+            asked = chat_ids(messages, template, tokenizer)
+            messages += [with_ids(tokenizer, "the reason</think>\n\nhe"), user("and?")]
+            again = chat_ids(messages, template, tokenizer)
+            opener = tokenizer.tokenize(OPENERS[name])
+            stays = asked[: len(asked) - len(opener)]
+            assert asked == stays + opener
+            assert again[: len(stays)] == stays
+
+    def test_an_answer_without_reasoning_stands_as_it_was_generated(self, name: str) -> None:
+        tokenizer, template = reasoning_model(name)
+        reasoned, direct = (with_ids(tokenizer, text) for text in ("the reason</think>he", "then he"))
+        messages = [user("hi"), reasoned, user("and?")]
+        asked = chat_ids(messages, template, tokenizer)
+        ids = chat_ids([*messages, direct, user("so?")], template, tokenizer)
+        assert ids[: len(asked) + 7] == asked + list(direct["token_ids"])
+
+    def test_a_long_conversation_takes_no_more_renderings_than_a_short_one(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer, template = reasoning_model(name)
+        render, renderings = template.render, []
+        monkeypatch.setattr(template, "render", lambda messages: renderings.append(messages) or render(messages))
+
+        def renderings_of(turns: int, text: str) -> int:
+            renderings.clear()
+            answers = [with_ids(tokenizer, f"{text} {turn}") for turn in range(turns)]
+            chat_ids([m for answer in answers for m in (user("hi"), answer)] + [user("so?")], template, tokenizer)
+            return len(renderings)
+
+        for text in ("he", "the reason</think>he"):
+            assert renderings_of(20, text) == renderings_of(2, text) <= 3
 
 
 class TestBos:

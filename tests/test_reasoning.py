@@ -1,0 +1,119 @@
+"""Models that reason before they answer: later prompts leave the reasoning out, as the models' own templates do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine import Engine, SamplingParams
+from engine.chat_session import Session
+from engine.console import Console
+from engine.request import prompt_ids
+from tests.server.http_server import serving
+from tests.tiny import VOCABULARY, assert_idle, make_model
+
+TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
+CONTROL = ("<s>", "</s>", "<|im_end|>", "<|im_start|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+TAGS = ("<think>", "</think>")
+BLOCK = 8
+QUESTION = "a question of more than one block"
+AGAIN = "and now"
+
+
+def tokenizer_json() -> str:
+    """Letters as bytes, "th", and the tags of reasoning, which are text."""
+    pieces = [*CONTROL, *TAGS, *map(chr, range(ord("A"), ord("z") + 1)), "Ġ", "Ċ", "?", "th"]
+    pieces += [f"unused{i}" for i in range(VOCABULARY - len(pieces))]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, [("t", "h")]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(list(CONTROL))
+    library.add_tokens(list(TAGS))
+    return library.to_str()
+
+
+@pytest.fixture(params=["qwen3", "qwq", "deepseek-r1-distill"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    """The tiny model with the template of a model that reasons."""
+    make_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    template = (TEMPLATES / f"{request.param}.jinja").read_text(encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with Engine.load(tmp_path, device="cpu", cache_type="f16", calibration=False, block_size=BLOCK) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+@pytest.fixture
+def params(engine: Engine) -> SamplingParams:
+    """24 tokens: letters, t or h, each a token of its own, and ends of reasoning among them."""
+    bias = {engine.tokenize(piece)[0]: 100.0 for piece in ("t", "h", "</think>")}
+    return SamplingParams(temperature=1, seed=1, max_tokens=24, logit_bias=bias)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def ids_of(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
+    """What the template makes of the messages, as tokens of its text."""
+    return engine.model.tokenizer.tokenize(engine.model.template.render(messages), control=True)
+
+
+def next_prompt(engine: Engine, answer: str) -> tuple[int, int]:
+    """Tokens of the second turn's prompt, and how many of them its beginning shares with the first one's."""
+    assert "</think>" in answer
+    assert not answer.endswith("</think>")
+    first, second = [user(QUESTION)], [user(QUESTION), {"role": "assistant", "content": answer}, user(AGAIN)]
+    before, ids = ids_of(engine, first), ids_of(engine, second)
+    assert engine.detokenize(ids).count("</think>") == 0
+    return len(ids), sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False)))
+
+
+def assert_continues(engine: Engine, answer: str, prompt_tokens: int, cached_tokens: int) -> None:
+    expected, common = next_prompt(engine, answer)
+    assert prompt_tokens == expected
+    assert common - BLOCK < cached_tokens <= common
+
+
+def test_engine(engine: Engine, params: SamplingParams) -> None:
+    answer = engine.chat([user(QUESTION)], params)
+    messages = [user(QUESTION), {"role": "assistant", "content": answer.text}, user(AGAIN)]
+    assert "token_ids" in engine._answers.recalled(messages)[1]
+    assert prompt_ids(messages, engine.model, engine._answers) == ids_of(engine, messages)
+    usage = engine.chat(messages, params).usage
+    assert_continues(engine, answer.text, usage.prompt_tokens, usage.cached_tokens)
+
+
+def test_chat(engine: Engine, params: SamplingParams) -> None:
+    session = Session(engine, params, Console())
+    answer = session.send(QUESTION)
+    usage = session.send(AGAIN).usage
+    assert usage is not None
+    assert_continues(engine, answer.text, usage.prompt_tokens, usage.cached_tokens)
+
+
+def test_server(engine: Engine, params: SamplingParams) -> None:
+    asked = {"model": "any", "temperature": 1, "seed": 1, "max_tokens": 24}
+    asked["logit_bias"] = {str(token): value for token, value in params.logit_bias.items()}
+    messages = [user(QUESTION)]
+    with serving(engine) as server:
+        first = server.post("/v1/chat/completions", {**asked, "messages": messages}).json()
+        answer = first["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": answer}, user(AGAIN)]
+        usage = server.post("/v1/chat/completions", {**asked, "messages": messages}).json()["usage"]
+    assert_continues(engine, answer, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_an_answer_that_shows_no_reasoning_is_found_again(engine: Engine, params: SamplingParams) -> None:
+    letters = dict(list(params.logit_bias.items())[:2])
+    params = SamplingParams(temperature=1, seed=1, max_tokens=24, logit_bias=letters)
+    answer = engine.chat([user(QUESTION)], params)
+    usage = engine.chat([user(QUESTION), {"role": "assistant", "content": answer.text}, user(AGAIN)], params).usage
+    assert usage.cached_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
