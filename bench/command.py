@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import EngineConfig, EngineError, codecs
-from engine.flags import Check, FlagError
+from engine.flags import Check, FlagError, in_flags
 from model_loaders import LoadError
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
@@ -81,7 +81,9 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
         work(sys.argv[1:] if argv is None else argv)
     except FlagError as error:
         print(f"error: {error}; --help lists the flags", file=sys.stderr)
-    except (LoadError, EngineError) as error:
+    except EngineError as error:
+        print(f"error: {in_flags(error)}", file=sys.stderr)
+    except LoadError as error:
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         return _INTERRUPTED

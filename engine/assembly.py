@@ -74,18 +74,22 @@ def settle(
 def _check_values(config: EngineConfig) -> None:
     """What can be told without a model."""
     if config.ctx_size < 0:
-        raise EngineError(f"--ctx-size {config.ctx_size}: give a number of tokens, or 0 for the model's own")
+        raise _wrong("ctx_size", config, "give a number of tokens, or 0 for the model's own")
     if config.threads < 0:
-        raise EngineError(f"--threads {config.threads}: give a number of threads, or 0 to follow OMP_NUM_THREADS")
+        raise _wrong("threads", config, "give a number of threads, or 0 to follow OMP_NUM_THREADS")
     if config.block_size < 4 or config.block_size % 4:
         raise EngineError(f"block_size is {config.block_size}, but must be a multiple of 4")
     if config.parallel < 1:
-        raise EngineError(f"--parallel {config.parallel}: give the number of requests to compute at a time, 1 or more")
+        raise _wrong("parallel", config, "give the number of requests to compute at a time, 1 or more")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     if config.kv_memory is not None:
         parse_size(config.kv_memory)
     cache_types.check_names(config)
+
+
+def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:
+    return EngineError(f"{setting}={getattr(config, setting)}: {advice}", settings=(setting,))
 
 
 def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
@@ -195,15 +199,23 @@ def _metrics(
 
 
 def _plan(config: EngineConfig, model: ModelConfig, shape: CacheShape, room: int, say: Say) -> StorePlan:
-    """How large the store is: --kv-memory, else what the context needs, as far as there is room."""
+    """How large the store is: kv_memory, else what the context needs, as far as there is room."""
     tokens = config.ctx_size or model.max_context
-    if config.ctx_size > model.max_context:
-        say(f"--ctx-size {config.ctx_size} is more than the {model.max_context} tokens this model was trained on.")
     sequences = config.kept_sequences + config.parallel
     if config.kv_memory is not None:
-        return plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
-    plan = plan_for_tokens(shape, tokens, sequences)
-    return plan if plan.bytes <= room else plan_for_memory(shape, room, tokens, sequences)
+        plan = plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
+    else:
+        plan = plan_for_tokens(shape, tokens, sequences)
+        if plan.bytes > room:
+            plan = plan_for_memory(shape, room, tokens, sequences)
+    if plan.tokens < config.ctx_size:
+        say(f"warning: of the {config.ctx_size:,} tokens of context that were asked for, {plan.tokens:,} fit in memory")
+    if plan.tokens > model.max_context:
+        say(
+            f"warning: the context of {plan.tokens:,} tokens goes beyond the {model.max_context:,} that this model was "
+            "trained on, and answers there may make no sense"
+        )
+    return plan
 
 
 def fit_line(parts: Parts) -> str:

@@ -19,64 +19,105 @@ _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 
 def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(flag, types) for keys and for values: --cache-type-k and -v, else what --cache-type says."""
-    k, v = PRESETS.get(config.cache_type, (config.cache_type, config.cache_type))
+    """(setting, types) for keys and for values: cache_type_k and cache_type_v, else what cache_type says.
+
+    Raises EngineError for a cache_type that is neither one type nor two.
+    """
+    k, v = PRESETS.get(config.cache_type) or _both(config.cache_type)
     return (
-        ("--cache-type", k) if config.cache_type_k is None else ("--cache-type-k", config.cache_type_k),
-        ("--cache-type", v) if config.cache_type_v is None else ("--cache-type-v", config.cache_type_v),
+        ("cache_type", k) if config.cache_type_k is None else ("cache_type_k", config.cache_type_k),
+        ("cache_type", v) if config.cache_type_v is None else ("cache_type_v", config.cache_type_v),
     )
 
 
+def _both(types: str) -> tuple[str, str]:
+    """ "ring5/ring4" → ("ring5", "ring4"), "ring4" → ("ring4", "ring4")."""
+    k, slash, v = types.partition("/")
+    if slash and not (k.strip() and v.strip() and "/" not in v):
+        raise _refusal("cache_type", types, "write one type, or KEYS/VALUES as in ring5/ring4")
+    return k, v if slash else k
+
+
 def layer_codecs(config: EngineConfig, layers: int, head_dim: int) -> list[tuple[codecs.Codec, codecs.Codec]]:
-    """The codecs of keys and of values for every layer. Raises EngineError, naming the flag."""
+    """The codecs of keys and of values for every layer. Raises EngineError, naming the setting."""
     sides = []
-    for side, (flag, types) in zip("kv", chosen(config), strict=True):
-        sides.append([_codec(side, flag, name, head_dim, config.block_size) for name in _names(flag, types, layers)])
+    for side, (setting, types) in zip("kv", chosen(config), strict=True):
+        names = _names(setting, types, layers)
+        sides.append([_codec(side, setting, name, head_dim, config.block_size) for name in names])
     return list(zip(*sides, strict=True))
 
 
 def check_names(config: EngineConfig) -> None:
-    """What can be told without a model. Raises EngineError, naming the flag."""
-    for side, (flag, types) in zip("kv", chosen(config), strict=True):
+    """What can be told without a model. Raises EngineError, naming the setting."""
+    for side, (setting, types) in zip("kv", chosen(config), strict=True):
         for part in types.split(","):
-            _codec(side, flag, _parse(flag, types, part)["name"], None, config.block_size)
+            _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
 
 
-def _names(flag: str, types: str, layers: int) -> list[str]:
+def _names(setting: str, types: str, layers: int) -> list[str]:
     """ "ring4@0-1,ring3.5" → one name a layer: parts with numbers for those layers, the one without for the rest."""
     names: list[str | None] = [None] * layers
     rest = None
     for part in types.split(","):
-        found = _parse(flag, types, part)
+        found = _parse(setting, types, part)
         if found["first"] is None:
             if rest is not None:
-                raise EngineError(f"{flag} {types}: {rest} and {found['name']} are both for all other layers; keep one")
+                raise _refusal(setting, types, f"{rest} and {found['name']} are both for all other layers; keep one")
             rest = found["name"]
             continue
         first, last = int(found["first"]), int(found["last"] or found["first"])
         if not first <= last < layers:
-            raise EngineError(f"{flag} {types}: there are no layers {first}-{last}; this model has 0 to {layers - 1}")
+            raise _refusal(setting, types, f"there are no layers {first}-{last}; this model has 0 to {layers - 1}")
         names[first : last + 1] = [found["name"]] * (last + 1 - first)
     if rest is None and None in names:
-        raise EngineError(f"{flag} {types}: layer {names.index(None)} has no type; add one without @ for the rest")
+        raise _refusal(setting, types, f"layer {names.index(None)} has no type; add one without @ for the rest")
     return [name or str(rest) for name in names]
 
 
-def _parse(flag: str, types: str, part: str) -> dict[str, str]:
+def _parse(setting: str, types: str, part: str) -> dict[str, str]:
     found = _PART.fullmatch(part.strip())
     if found is None:
-        raise EngineError(f"{flag} {types}: write a type, or types for some layers as in ring4@0-1,ring3.5")
+        raise _refusal(setting, types, "write a type, or types for some layers as in ring4@0-1,ring3.5")
     return found.groupdict()
 
 
-def _codec(side: str, flag: str, name: str, head_dim: int | None, block_size: int) -> codecs.Codec:
+def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size: int) -> codecs.Codec:
     """The codec called `name`; checked against a head dim where there is one already."""
+    if name.split("+")[0] not in codecs.available():
+        raise _unknown(setting, name)
     try:
         codec = codecs.get(name)
         if side not in codec.serves:
-            raise ValueError(f"it stores {'values' if side == 'k' else 'keys'} only")
+            raise ValueError(_one_sided(setting, name, stored="values" if side == "k" else "keys"))
         if head_dim is not None:
             codec.check(head_dim, block_size)
     except ValueError as error:
-        raise EngineError(f"{flag} {name}: {error}") from None
+        raise _refusal(setting, name, str(error)) from None
     return codec
+
+
+def _unknown(setting: str, name: str) -> EngineError:
+    """For a name that is neither a type nor, where one could stand, a preset."""
+    types = ", ".join(codecs.available())
+    if setting != "cache_type":
+        advice = f"choose one of {types}"
+        if name in PRESETS or "/" in name:
+            advice += "; presets and KEYS/VALUES are for cache_type"
+    else:
+        advice = (
+            f"choose {', '.join(PRESETS)}, one of {types}, or two as KEYS/VALUES; cache_type_k and cache_type_v set "
+            "keys and values by themselves"
+        )
+    return _refusal(setting, name, f"there is no such type; {advice}")
+
+
+def _one_sided(setting: str, name: str, stored: str) -> str:
+    """For a type that stores keys or values (`stored`) only, and was given for the others."""
+    if setting != "cache_type":
+        return f"it stores {stored} only; choose another type here"
+    pair = f"{name}/f16" if stored == "keys" else f"f16/{name}"
+    return f"it stores {stored} only; give the others a type of their own, as in {pair}"
+
+
+def _refusal(setting: str, types: str, problem: str) -> EngineError:
+    return EngineError(f"{setting}={types}: {problem}", settings=("cache_type", "cache_type_k", "cache_type_v"))

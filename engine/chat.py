@@ -19,7 +19,7 @@ from engine.config import EngineConfig, SamplingParams
 from engine.console import Console, discard_output, use_utf8
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.flags import FlagError
+from engine.flags import FlagError, in_flags
 
 _BAD_REQUEST, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
     except FlagError as error:
         _complain(f"{error}; --help lists the flags")
     except EngineError as error:
-        _complain(str(error))
+        _complain(in_flags(error))
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
@@ -170,7 +170,7 @@ class _Conversation:
         return self._console.interactive and not self._one_turn
 
     def _failed(self, error: EngineError) -> None:
-        self._console.error(str(error))
+        self._console.error(in_flags(error))
         self._code = 0 if self._watched else _BAD_REQUEST
 
     def _transfer(self, work: Callable[[], str]) -> None:

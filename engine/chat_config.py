@@ -12,7 +12,6 @@ from engine.assembly import settle
 from engine.config import EngineConfig, SamplingParams, setting
 from engine.errors import EngineError
 from engine.flags import Check, FlagError, parse
-from engine.kv.plan import parse_size
 from engine.sampling import resolve
 from model_loaders.config import GenerationDefaults
 
@@ -82,8 +81,6 @@ def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams
     )
     # Looked at before a model is fetched and read.
     settle(None, engine, {})
-    if engine.kv_memory is not None:
-        parse_size(engine.kv_memory)
     if chat.prompt is not None and chat.file is not None:
         raise FlagError("-p/--prompt and -f/--file both give the prompt; leave one of them out")
     return engine, sampling, chat

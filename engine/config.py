@@ -52,7 +52,7 @@ class EngineConfig:
         DEFAULT_CACHE_TYPE,
         "--cache-type",
         metavar="TYPE",
-        help="quality, balanced or compact, or one type for keys and values such as f16, ring4, polarquant",
+        help="quality, balanced or compact, one type such as f16 or ring4, or two as KEYS/VALUES such as ring5/ring4",
     )
     cache_type_k: str | None = setting(
         None,

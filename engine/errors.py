@@ -9,6 +9,8 @@ class EngineError(Exception):
     "storage" (of the place for one).
     """
 
-    def __init__(self, message: str, code: str = "invalid_request") -> None:
+    def __init__(self, message: str, code: str = "invalid_request", settings: tuple[str, ...] = ()) -> None:
+        """`settings`: the fields of EngineConfig that the message names, for which a command line has flags."""
         super().__init__(message)
         self.code = code
+        self.settings = settings

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from engine.config import EngineConfig
+from engine.errors import EngineError
+
 Check = Callable[[Any], "str | None"]
 """What is wrong with a value, as a sentence for the user, or None."""
 
@@ -71,6 +74,25 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
             value = _value_name(field)
             names += f" [{value}]" if "bare" in field.metadata else f" {value}"
         yield names, _explain(field)
+
+
+def in_flags(error: EngineError) -> str:
+    """The sentence of an error as a command line says it: with flags in place of the settings that it names.
+
+    >>> in_flags(EngineError("threads=-1: give a number of threads", settings=("threads",)))
+    '--threads -1: give a number of threads'
+    """
+    sentence = str(error)
+    for field in _on_command_line(EngineConfig):
+        if field.name in error.settings:
+            flag = next(flag for flag in field.metadata["flags"] if flag.startswith("--"))
+            if _is_switch(field):
+                sentence = sentence.replace(f"{field.name}={not field.default}", flag)
+            else:
+                sentence = re.sub(rf"\b{field.name}=", f"{flag} ", sentence)
+            if "_" in field.name:  # no word of the language
+                sentence = re.sub(rf"\b{field.name}\b", flag, sentence)
+    return sentence
 
 
 def _on_command_line(cls: type) -> list[Field[Any]]:

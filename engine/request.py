@@ -63,10 +63,13 @@ def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: 
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
             raise EngineError(f"The prompt holds {i!r}, which is no token id below {known.stop}")
     if len(ids) + room > context:
+        whole = context >= model.config.max_context
+        advice = "; the model was trained on no more" if whole else ", or raise ctx_size or kv_memory"
         raise EngineError(
             f"The prompt has {len(ids)} tokens, but the context of {context} takes {context - room}: "
-            "shorten it, or raise --ctx-size or --kv-memory",
+            f"shorten it{advice}",
             "context_length_exceeded",
+            () if whole else ("ctx_size", "kv_memory"),
         )
     return [int(i) for i in ids]
 

@@ -32,6 +32,7 @@ from engine.sealed_file import DamagedFile
 from engine.weights import fingerprint
 
 _FORMAT = "polarlm session"
+_SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
 _VERSION = "1"  # of the file, and of what every codec's codes mean
 
 # What a session and the engine have to agree about, in the order in which a difference is told, and what is said then.
@@ -40,9 +41,9 @@ _DIFFERENCES = {
     "load it where it was saved",
     "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
     "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
-    "choose them with --cache-type-k and --cache-type-v",
-    "conditioning": "has keys that were conditioned in another way: set --no-key-conditioning and --no-calibration as "
-    "when it was saved; if they are, the model has been calibrated anew since",
+    "choose them with cache_type_k and cache_type_v",
+    "conditioning": "has keys that were conditioned in another way: give key_conditioning=False and calibration=False "
+    "as when it was saved; if they are, the model has been calibrated anew since",
 }
 
 Place = str | PathLike[str]
@@ -134,7 +135,7 @@ def read(
     if saved.length > context:
         raise _error(
             f"The session {path} has {saved.length} tokens, and this engine's context {context}: "
-            "raise --ctx-size or --kv-memory"
+            "raise ctx_size or kv_memory"
         )
     return session, saved
 
@@ -256,7 +257,7 @@ def _damaged(path: Place) -> str:
 
 
 def _error(sentence: str) -> EngineError:
-    return EngineError(sentence, "session")
+    return EngineError(sentence, "session", _SETTINGS)
 
 
 def _no_memory(sentence: str) -> EngineError:

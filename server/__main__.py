@@ -18,7 +18,7 @@ from typing import Any
 
 from engine import Engine, EngineError
 from engine.console import use_utf8
-from engine.flags import FlagError
+from engine.flags import FlagError, in_flags
 from server import journal
 from server.config import KEY_VARIABLE, ServerConfig, read_command_line
 from server.driver import Driver
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlagError as error:
         return _complain(f"{error}; --help lists the flags", _BAD_REQUEST)
     except EngineError as error:
-        return _complain(str(error), _BAD_REQUEST)
+        return _complain(in_flags(error), _BAD_REQUEST)
     except (ListenError, _Missing) as error:
         return _complain(str(error), _FAILED)
     except KeyboardInterrupt:

@@ -11,7 +11,6 @@ from typing import Any
 from engine.assembly import settle
 from engine.config import EngineConfig, setting
 from engine.flags import Check, FlagError, parse
-from engine.kv.plan import parse_size
 
 KEY_VARIABLE = "POLARLM_API_KEY"
 
@@ -87,8 +86,6 @@ def read_command_line(
     )
     # Looked at before a model is fetched and read.
     settle(None, engine, {})
-    if engine.kv_memory is not None:
-        parse_size(engine.kv_memory)
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
     key = environment.get(KEY_VARIABLE)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine import Chunk, EngineError, TokenLogprob
+from engine.flags import in_flags
 from server import journal
 from server.driver import Driver, Refused
 from server.lines import Lines
@@ -286,7 +287,8 @@ def _last(chunk: Chunk) -> dict[str, Any]:
 
 def _error(error: Exception) -> dict[str, Any]:
     """What a client is told of an error that was meant for it."""
-    told: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": str(error)}
+    message = in_flags(error) if isinstance(error, EngineError) else str(error)
+    told: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": message}
     for name in ("field", "retry_after"):
         if (value := getattr(error, name, None)) is not None:
             told[name] = value

@@ -39,9 +39,30 @@ def test_keys_and_values_go_before_the_common_type() -> None:
     assert names(cache_type="f16", cache_type_k="polarquant") == [("polarquant", "f16")] * LAYERS
     assert names(cache_type="f16", cache_type_v="polarquant") == [("f16", "polarquant")] * LAYERS
     assert chosen(EngineConfig(cache_type="f16", cache_type_v="turbo3")) == (
-        ("--cache-type", "f16"),
-        ("--cache-type-v", "turbo3"),
+        ("cache_type", "f16"),
+        ("cache_type_v", "turbo3"),
     )
+
+
+def test_a_pair_is_keys_and_values() -> None:
+    assert names(cache_type="ring5/ring4") == [("ring5", "ring4")] * LAYERS
+    assert names(cache_type="polarpair-m4n4/f16") == [("polarpair-m4n4", "f16")] * LAYERS
+    assert names(cache_type="ring4@0-1,ring3.5/f16")[1:3] == [("ring4", "f16"), ("ring3.5", "f16")]
+    assert names(cache_type="ring5/ring4", cache_type_v="f16") == [("ring5", "f16")] * LAYERS
+
+
+@pytest.mark.parametrize("types", ["ring5/", "/ring4", "ring5/ring4/ring3", "/"])
+def test_half_a_pair_is_refused(types: str) -> None:
+    assert "KEYS/VALUES as in ring5/ring4" in refusal(cache_type=types)
+
+
+def test_a_type_that_there_is_not_is_answered_with_what_there_is() -> None:
+    sentence = refusal(cache_type="rign4")
+    assert sentence.startswith("cache_type=rign4: there is no such type")
+    assert all(word in sentence for word in (*PRESETS, *codecs.available(), "KEYS/VALUES", "cache_type_k"))
+    apart = refusal(cache_type_k="balanced")
+    assert "choose balanced" not in apart
+    assert "presets and KEYS/VALUES are for cache_type" in apart
 
 
 def test_layers_may_differ() -> None:
@@ -67,13 +88,16 @@ def test_every_layer_has_codecs_of_its_own_where_they_learn() -> None:
         ("", ["ring4@0-1"]),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_flag(types: str, words: list[str]) -> None:
+def test_what_makes_no_sense_is_refused_with_the_setting(types: str, words: list[str]) -> None:
     sentence = refusal(cache_type_k=types)
-    assert sentence.startswith("--cache-type-k")
+    assert sentence.startswith("cache_type_k=")
     assert all(word in sentence for word in words), sentence
 
 
 def test_keys_only_and_unserved_head_dims_are_refused() -> None:
-    assert "keys only" in refusal(cache_type="polarpair-m4n4")
-    with pytest.raises(EngineError, match="--cache-type-v q8_0"):
+    assert "keys only; give the others a type of their own, as in polarpair-m4n4/f16" in refusal(
+        cache_type="polarpair-m4n4"
+    )
+    assert "keys only; choose another type here" in refusal(cache_type_v="polarpair-m4n4")
+    with pytest.raises(EngineError, match="cache_type_v=q8_0"):
         layer_codecs(EngineConfig(cache_type_v="q8_0"), LAYERS, 48)

@@ -23,32 +23,33 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
     ("settings", "words"),
     [
         ({"cache_types": "f16"}, ["no setting 'cache_types'", "cache_type_k"]),
-        ({"cache_type": "tiny"}, ["--cache-type ", "tiny", "polarquant"]),
-        ({"cache_type_k": "f16@1-x"}, ["--cache-type-k", "f16@1-x"]),
-        ({"cache_type_v": "polarpair-m4n4"}, ["--cache-type-v", "polarpair-m4n4", "keys"]),
-        ({"ctx_size": -1}, ["--ctx-size", "-1"]),
+        ({"cache_type": "tiny"}, ["cache_type=tiny: ", "balanced", "polarquant", "KEYS/VALUES"]),
+        ({"cache_type_k": "f16@1-x"}, ["cache_type_k=f16@1-x"]),
+        ({"cache_type_v": "polarpair-m4n4"}, ["cache_type_v=polarpair-m4n4: it stores keys only"]),
+        ({"ctx_size": -1}, ["ctx_size=-1"]),
         ({"ctx_size": "4096"}, ["ctx_size", "'4096'", "int"]),
         ({"ctx_size": 10.0}, ["ctx_size", "10.0", "int"]),
         ({"ctx_size": True}, ["ctx_size", "True", "int"]),
-        ({"threads": -2}, ["--threads", "-2"]),
+        ({"threads": -2}, ["threads=-2"]),
         ({"block_size": 6}, ["block_size", "6"]),
         ({"block_size": 0}, ["block_size", "0"]),
         ({"kept_sequences": -1}, ["kept_sequences", "-1"]),
-        ({"kv_memory": "lots"}, ["--kv-memory", "'lots'"]),
+        ({"kv_memory": "lots"}, ["kv_memory=lots"]),
         ({"kv_memory": 512}, ["kv_memory", "512", "str"]),
         ({"mmap": "no"}, ["mmap", "'no'", "bool"]),
-        ({"cache_type_k": "q9"}, ["--cache-type-k", "q9", "polarquant"]),
-        ({"cache_type_v": "q9"}, ["--cache-type-v", "q9", "polarquant"]),
-        ({"cache_type_v": "polarquant+nothing"}, ["--cache-type-v", "polarquant+nothing"]),
+        ({"cache_type_k": "q9"}, ["cache_type_k=q9", "polarquant"]),
+        ({"cache_type_v": "q9"}, ["cache_type_v=q9", "polarquant"]),
+        ({"cache_type_v": "polarquant+nothing"}, ["cache_type_v=polarquant+nothing"]),
         ({"cache_type_k": 4}, ["cache_type_k", "4"]),
         ({"calibration": 1}, ["calibration", "1"]),
-        ({"device": "tpu"}, ["--device", "tpu"]),
+        ({"device": "tpu"}, ["device=tpu"]),
     ],
 )
 def test_settings_are_looked_at_before_the_model(settings, words) -> None:
     # The path is looked at later: that there is nothing does not come up.
     error, said = refusal(Path("nowhere"), **settings)
     assert all(word in str(error) for word in words), str(error)
+    assert "--" not in str(error)
     assert said == []
 
 
@@ -60,7 +61,7 @@ def test_a_cache_type_that_cannot_serve_the_model_is_named_before_the_weights_ar
     (path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("engine.assembly.load_weights", lambda *_: pytest.fail("weights were read"))
     error, _ = refusal(path, device="cpu", cache_type_k="f16", cache_type_v="polarquant")
-    assert all(word in str(error) for word in ("--cache-type-v", "polarquant", "head dimension", "4"))
+    assert all(word in str(error) for word in ("cache_type_v=polarquant", "head dimension", "4"))
 
 
 def test_too_little_memory_is_told_with_numbers(tiny_path: Path) -> None:
@@ -86,11 +87,35 @@ def test_a_context_beyond_the_models_own_is_mentioned_and_served(tiny_path: Path
     said: list[str] = []
     with Engine.load(tiny_path, device="cpu", ctx_size=CONTEXT + 44, verbose=said.append) as large:
         assert large.context == CONTEXT + 44
-        assert any("--ctx-size 300" in line and "256" in line for line in said)
+        assert any("context of 300 tokens" in line and "256" in line for line in said)
         assert (
             large.generate([7] * (CONTEXT + 20), SamplingParams(max_tokens=2, ignore_eos=True)).finish_reason
             == "length"
         )
+
+
+def test_a_context_that_does_not_fit_is_mentioned_with_both_numbers(tiny_path: Path) -> None:
+    said: list[str] = []
+    settings = {"kv_memory": "16K", "ctx_size": CONTEXT, "block_size": 8}
+    with Engine.load(tiny_path, device="cpu", **settings, verbose=said.append) as small:
+        (warning,) = [line for line in said if line.startswith("warning: ")]
+        assert f"of the {CONTEXT} tokens of context that were asked for, {small.context} fit" in warning
+
+
+@pytest.mark.parametrize("ctx_size", [0, CONTEXT, CONTEXT - 8])
+def test_a_context_of_the_model_is_no_reason_to_warn(tiny_path: Path, ctx_size: int) -> None:
+    said: list[str] = []
+    Engine.load(tiny_path, device="cpu", ctx_size=ctx_size, verbose=said.append).close()
+    assert not [line for line in said if "warning" in line]
+
+
+@pytest.mark.parametrize(("ctx_size", "advised"), [(0, False), (CONTEXT - 8, True), (CONTEXT + 8, False)])
+def test_a_context_is_only_to_be_raised_up_to_the_models_own(tiny_path: Path, ctx_size: int, advised: bool) -> None:
+    engine = Engine.load(tiny_path, device="cpu", ctx_size=ctx_size)
+    with engine, pytest.raises(EngineError, match="shorten it") as caught:
+        engine.generate([7] * 1000)
+    assert caught.value.code == "context_length_exceeded"
+    assert ("raise ctx_size or kv_memory" in str(caught.value)) == advised
 
 
 @pytest.mark.parametrize("context", [2, 5, 8, 9, 17])

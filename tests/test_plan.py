@@ -117,7 +117,7 @@ def test_sizes_are_read_in_binary_units(number: float, unit: str, end: str) -> N
 
 @pytest.mark.parametrize("text", ["", "M", "b", "0", "-1G", "nan", "inf", "infG", "1e400", "5X", "1,5G", "2GG", "0x10"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(EngineError, match=r"--kv-memory.*is not a size"):
+    with pytest.raises(EngineError, match=r"kv_memory=.*is not a size"):
         parse_size(text)
 
 

@@ -368,14 +368,14 @@ def test_other_files_are_no_sessions(engine: Engine, tiny_path: Path, file: Path
 
 
 OTHERS = {
-    "cache type": ({"cache_type": "ring4"}, ["polarquant/polarquant", "ring4/ring4", "--cache-type-k"]),
-    "values": ({"cache_type_v": "f16"}, ["polarquant/polarquant", "polarquant/f16", "--cache-type-v"]),
+    "cache type": ({"cache_type": "ring4"}, ["polarquant/polarquant", "ring4/ring4", "cache_type_k"]),
+    "values": ({"cache_type_v": "f16"}, ["polarquant/polarquant", "polarquant/f16", "cache_type_v"]),
     "one layer": ({"cache_type_k": "ring3@1,polarquant"}, ["ring3/polarquant"]),
     "block size": ({"block_size": 16}, ["blocks of 8", "16"]),
     "means": ({"encoding": Encoding(small_means=False)}, ["conditioned in another way"]),
-    "no conditioning": ({"key_conditioning": False}, ["conditioned in another way", "--no-key-conditioning"]),
-    "calibration": ({"calibration": True}, ["conditioned in another way", "--no-calibration"]),
-    "context": ({"ctx_size": LENGTH - 1}, [f"{LENGTH} tokens", f"context {LENGTH - 1}", "--ctx-size"]),
+    "no conditioning": ({"key_conditioning": False}, ["conditioned in another way", "key_conditioning=False"]),
+    "calibration": ({"calibration": True}, ["conditioned in another way", "calibration=False"]),
+    "context": ({"ctx_size": LENGTH - 1}, [f"{LENGTH} tokens", f"context {LENGTH - 1}", "ctx_size"]),
 }
 
 

@@ -73,8 +73,9 @@ class CacheOps(HeadOps):
             left = self._device.memory()[0] / 2**30
             raise EngineError(
                 f"The KV store does not fit into the GPU's memory, of which {left:.1f} GiB are left for the next "
-                "layer: choose a smaller --kv-memory or --ctx-size",
+                "layer: choose a smaller kv_memory or ctx_size",
                 "out_of_memory",
+                ("kv_memory", "ctx_size"),
             ) from None
 
     def buffer(self, form: CacheFormat, rows: int) -> Buffer:

@@ -83,8 +83,9 @@ class CudaOps(CacheOps):
         if 2 * weights > free:
             raise EngineError(
                 f"The model's weights take {_gib(2 * weights)} on the GPU, but only {_gib(free)} of its "
-                f"{_gib(total)} are free: choose a smaller model, or run it with --device cpu",
+                f"{_gib(total)} are free: choose a smaller model, or run it with device=cpu",
                 "out_of_memory",
+                ("device",),
             )
         return max(0, int((1 - _RESERVE) * free) - 2 * weights)
 
@@ -95,7 +96,8 @@ class CudaOps(CacheOps):
         if x.shape[-1] % 8:
             raise EngineError(
                 f"This model has matrices with rows of {x.shape[-1]} numbers, and the GPU takes multiples of 8: "
-                "run it with --device cpu"
+                "run it with device=cpu",
+                settings=("device",),
             )
         weight = self._device.empty(x.shape, np.uint16 if stored == "BF16" else np.float16)
         # Float32 copies of a few rows at a time: the whole would take twice the room of the weight itself.

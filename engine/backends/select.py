@@ -19,13 +19,14 @@ def select(device: str, threads: int) -> tuple[Ops, str]:
     if device == "cpu":
         return NumpyOps(threads), ""
     if device not in ("auto", "cuda"):
-        raise EngineError(f"--device {device}: there are auto, cpu and cuda")
+        raise EngineError(f"device={device}: there are auto, cpu and cuda", settings=("device",))
     try:
         return _cuda(), ""
     except EngineError as error:
         if device == "auto":
             return NumpyOps(threads), f"{error}: running on the CPU."
-        raise EngineError(f"--device cuda: {error}; --device cpu needs none of this", "device_unavailable") from error
+        sentence = f"device=cuda: {error}; device=cpu needs none of this"
+        raise EngineError(sentence, "device_unavailable", ("device",)) from error
 
 
 def _cuda() -> Ops:

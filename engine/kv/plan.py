@@ -159,8 +159,9 @@ def plan_for_memory(shape: CacheShape, memory: int, max_tokens: int, sequences: 
     if least.bytes > memory:
         raise EngineError(
             f"{format_bytes(memory)} for the KV store is too little for this model: the first blocks alone take "
-            f"{format_bytes(least.bytes)}; raise --kv-memory, or free some memory",
+            f"{format_bytes(least.bytes)}; raise kv_memory, or free some memory",
             "out_of_memory",
+            ("kv_memory",),
         )
     low, high = least.tokens, max(least.tokens, max_tokens)
     while low < high:
@@ -201,7 +202,8 @@ def parse_size(text: str) -> int:
         if not 0 < size < 1 << 60:
             raise ValueError
     except ValueError:
-        raise EngineError(f"--kv-memory: {text!r} is not a size; write 512M, 2G or a number of bytes") from None
+        sentence = f"kv_memory={text}: this is not a size; write 512M, 2G or a number of bytes"
+        raise EngineError(sentence, settings=("kv_memory",)) from None
     return int(size)
 
 

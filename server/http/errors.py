@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine import EngineError
+from engine.flags import in_flags
 from server.driver import Refused
 from server.parameters import BadRequest
 
@@ -67,7 +68,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, BadRequest):
         return ApiError(400, error.message, "invalid_request", error.field)
     if isinstance(error, EngineError):
-        return ApiError(_ENGINE_STATUS.get(error.code, 400), str(error), error.code)
+        return ApiError(_ENGINE_STATUS.get(error.code, 400), in_flags(error), error.code)
     if isinstance(error, Refused):
         headers = dict(_RETRYING_IS_NO_USE) if error.code == "timeout" else {}
         if error.retry_after is not None:

@@ -68,8 +68,8 @@ def test_without_a_gpu_cuda_is_an_error(machine, machine_has: dict, reason: str)
     with pytest.raises(EngineError) as caught:
         select("cuda", 0)
     assert caught.value.code == "device_unavailable"
-    assert str(caught.value).startswith(f"--device cuda: {reason}")
-    assert str(caught.value).endswith("; --device cpu needs none of this")
+    assert str(caught.value).startswith(f"device=cuda: {reason}")
+    assert str(caught.value).endswith("; device=cpu needs none of this")
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

@@ -278,7 +278,7 @@ def test_without_a_gpu_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(device: str, threads: int) -> Any:
-        raise EngineError("--device cuda: No NVIDIA driver found", "device_unavailable")
+        raise EngineError("device=cuda: No NVIDIA driver found", "device_unavailable", ("device",))
 
     monkeypatch.setattr(gpu_setup, "select", missing)
     assert run(tmp_path / "out.json") == 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.chat_config import GROUPS, ChatConfig, read_command_line, read_prompt
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError
-from engine.flags import FlagError, describe
+from engine.flags import FlagError, describe, in_flags
 
 # flag, word on the command line, group (0 engine, 1 sampling, 2 chat), field, value
 WITH_VALUE = [
@@ -164,6 +164,9 @@ def test_a_bias_of_minus_infinity_bans_a_token():
         (["-r", "--"], "-r"),
         (["-p", "\udcff"], "--prompt"),
         (["-p", "a", "-f", "b"], "--file"),
+        (["--cache-type", "rign4"], "--cache-type rign4"),
+        (["--cache-type", "rign4"], "--cache-type-k and --cache-type-v"),
+        (["-ctk", "rign4"], "--cache-type-k rign4"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--thread", "4"], "--thread"),
         (["stray"], "stray"),
@@ -172,8 +175,18 @@ def test_a_bias_of_minus_infinity_bans_a_token():
 def test_a_bad_value_is_named_with_its_flag(words, name):
     with pytest.raises((FlagError, EngineError)) as error:
         read_command_line(words)
-    assert name in str(error.value)
-    assert "\n" not in str(error.value)
+    sentence = in_flags(error.value) if isinstance(error.value, EngineError) else str(error.value)
+    assert name in sentence
+    assert "\n" not in sentence
+
+
+def test_an_error_names_settings_by_their_flags():
+    settings = ("ctx_size", "kv_memory", "key_conditioning", "device", "cache_type", "cache_type_k")
+    text = "give key_conditioning=False, raise ctx_size, device=cpu on this device, cache_type=x, cache_type_k: y"
+    assert in_flags(EngineError(text, settings=settings)) == (
+        "give --no-key-conditioning, raise --ctx-size, --device cpu on this device, --cache-type x, --cache-type-k: y"
+    )
+    assert in_flags(EngineError("the file ctx_size is damaged")) == "the file ctx_size is damaged"
 
 
 def test_a_prompt_file_loses_one_line_end(tmp_path):

@@ -80,7 +80,7 @@ def test_large_weights_come_in_parts(ops: CudaOps, rng: np.random.Generator, mon
 
 
 def test_rows_that_kernels_cannot_read_are_refused(ops: CudaOps) -> None:
-    with pytest.raises(EngineError, match=r"rows of 12 numbers.*--device cpu"):
+    with pytest.raises(EngineError, match=r"rows of 12 numbers.*device=cpu"):
         ops.weight(np.zeros((8, 12), np.float32), "F16")
 
 
@@ -497,6 +497,6 @@ def test_a_store_that_does_not_fit_is_refused(ops: CudaOps, monkeypatch: pytest.
         raise MemoryError
 
     monkeypatch.setattr(ops._device, "empty", full)
-    with pytest.raises(EngineError, match=r"KV store does not fit .* GiB are left .* --kv-memory") as caught:
+    with pytest.raises(EngineError, match=r"KV store does not fit .* GiB are left .* kv_memory") as caught:
         ops.cache(format_of("f16", "f16"), 10, 2)
     assert caught.value.code == "out_of_memory"
