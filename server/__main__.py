@@ -22,7 +22,16 @@ from engine.flags import FlagError, in_flags
 from server import journal
 from server.config import KEY_VARIABLE, ServerConfig, read_command_line
 from server.driver import Driver
-from server.listening import ListenError, address_of, is_local, tcp_socket, unix_socket
+from server.listening import (
+    BACKLOG,
+    ListenError,
+    address_of,
+    allow_open_files,
+    is_local,
+    quiet_accept_errors,
+    tcp_socket,
+    unix_socket,
+)
 from server.sessions import SessionFolder
 from server.socket_server import SocketServer
 
@@ -66,6 +75,9 @@ def _run(argv: Sequence[str]) -> None:
             _note(
                 f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}"
             )
+        listeners = 1 if lines is None else 2
+        if warning := allow_open_files(listeners * (config.max_connections + BACKLOG)):
+            _note(warning)
         sessions = None if config.sessions is None else SessionFolder(config.sessions)
         with Engine.load(model.weights, config=model, verbose=_note) as engine:
             _note(engine.fit_line())
@@ -84,6 +96,7 @@ def _web() -> MakeWeb:
 
 
 async def _serve(driver: Driver, make_web: MakeWeb, http: socket.socket, lines: socket.socket | None) -> None:
+    asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     await driver.start()
     try:
         servers = [make_web(driver, driver.config, http)]

@@ -1,15 +1,22 @@
-"""Sockets to listen at, bound before a model is loaded, so that a port in use is told at once."""
+"""Sockets to listen at before a model is loaded, so that what is in use is told at once, and what they need."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator
+import time
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+BACKLOG = 128  # connections that the system holds until they are accepted
+_OTHER_FILES = 256  # that the process opens beside its connections
+_LOG = logging.getLogger(__name__)
 _LOST_AFTER = 20  # seconds without a sign of life until a peer counts as lost
 
 
@@ -18,7 +25,10 @@ class ListenError(Exception):
 
 
 def tcp_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to `host`, by IPv4 where it has both, that does not listen yet. Raises ListenError."""
+    """A socket bound to `host`, by IPv4 where it has both, that listens. Raises ListenError.
+
+    Who connects waits until the connection is accepted.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -29,6 +39,7 @@ def tcp_socket(host: str, port: int) -> socket.socket:
         if os.name == "posix":  # elsewhere this would share the port with whoever has it
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen(BACKLOG)  # two that are only bound could share the port
     except OSError as error:
         bound.close()
         if error.errno == errno.EADDRINUSE:
@@ -39,7 +50,7 @@ def tcp_socket(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A socket at `path` that only its owner can open, and that does not listen yet; its file goes when it is done.
+    """A socket at `path` that only its owner can open, and that listens; its file goes when it is done.
 
     A socket file that nobody listens at any more is replaced. Raises ListenError.
     """
@@ -50,6 +61,7 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
         try:
             bound.bind(path)
             os.chmod(path, 0o600)  # before it listens: until then nobody can connect
+            bound.listen(BACKLOG)
             inode = os.stat(path).st_ino
         except OSError as error:
             raise ListenError(f"--unix {path}: cannot listen there: {error.strerror or error}") from None
@@ -93,6 +105,53 @@ def is_local(bound: socket.socket) -> bool:
     """Whether only programs of this machine can connect."""
     name = bound.getsockname()
     return isinstance(name, str) or ipaddress.ip_address(name[0].split("%")[0]).is_loopback
+
+
+def allow_open_files(connections: int) -> str | None:
+    """Have the system let this process open so many connections; returns a warning where it does not.
+
+    The usual limit is a soft one of 1024 files, up to a hard one that is higher.
+    """
+    try:
+        import resource
+    except ImportError:  # a system without such limits
+        return None
+    needed = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError):
+        most = soft
+    if most >= needed:
+        return None
+    return (
+        f"warning: this process may open {most} files, and needs {needed} for all connections: raise the limit "
+        "(ulimit -n), or lower --max-connections"
+    )
+
+
+def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]:
+    """An event loop's exception handler that logs at most once a second that a connection could not be accepted.
+
+    The loop itself would log a traceback for each place in the backlog, at every attempt.
+    """
+    last = -1.0
+
+    def handle(loop: AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        error, message = context.get("exception"), str(context.get("message")).lower()
+        if isinstance(error, ValueError) and "_start_serving" in message:
+            return  # the next attempt, and by now nobody listens any more
+        if not isinstance(error, OSError) or "accept" not in message:
+            loop.default_exception_handler(context)
+        elif time.monotonic() - last >= 1:
+            last = time.monotonic()
+            _LOG.warning("a connection cannot be accepted now: %s", error.strerror)
+
+    return handle
 
 
 def notice_lost_peers(connected: socket.socket) -> None:

@@ -7,13 +7,13 @@ import socket
 
 from server.connection import Connection
 from server.driver import Driver
-from server.listening import ListenError, address_of
+from server.listening import BACKLOG
 
 _LAST_SECONDS = 5.0  # for clients to take what is on its way to them
 
 
 class SocketServer:
-    """Serves the clients of one bound socket; see `server.listening`."""
+    """Serves the clients of one socket that listens; see `server.listening`."""
 
     def __init__(self, driver: Driver, bound: socket.socket) -> None:
         self._driver = driver
@@ -21,14 +21,13 @@ class SocketServer:
         self._connections: set[Connection] = set()
 
     async def start(self) -> None:
-        """Listen from now on. Raises ListenError."""
+        """Accept connections from now on."""
         loop = asyncio.get_running_loop()
         unix = self._bound.family == getattr(socket, "AF_UNIX", None)
         create = loop.create_unix_server if unix else loop.create_server
-        try:
-            self._server = await create(lambda: Connection(self._driver, self._connections), sock=self._bound)
-        except OSError as error:
-            raise ListenError(f"Cannot listen at {address_of(self._bound)}: {error.strerror or error}") from None
+        self._server = await create(
+            lambda: Connection(self._driver, self._connections), sock=self._bound, backlog=BACKLOG
+        )
 
     def refuse(self) -> None:
         """Take no more connections; those there are go on."""

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from server.config import ServerConfig
-from server.listening import ListenError, address_of
+from server.listening import BACKLOG, ListenError, address_of
 from server.web_connection import WebConnection
 
 _LAST_SECONDS = 5  # for clients to take what is on its way to them
@@ -21,7 +21,7 @@ _IDLE_SECONDS = 30
 
 
 class Web(uvicorn.Server):
-    """Serves an ASGI application at a bound socket."""
+    """Serves an ASGI application at a socket that listens; see `server.listening`."""
 
     def __init__(self, app: Any, config: ServerConfig, bound: socket.socket) -> None:
         super().__init__(
@@ -34,6 +34,7 @@ class Web(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # anybody could name any client
+                backlog=BACKLOG,
                 limit_concurrency=config.max_connections,
                 timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_LAST_SECONDS,
@@ -42,7 +43,7 @@ class Web(uvicorn.Server):
         self._bound = bound
 
     async def start(self) -> None:
-        """Listen from now on. Raises ListenError."""
+        """Accept connections from now on. Raises ListenError."""
         self._listens = asyncio.Event()
         self._task = asyncio.create_task(self.serve(sockets=[self._bound]))
         listens = asyncio.create_task(self._listens.wait())

@@ -97,7 +97,6 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) 
     send_buffer: bytes that the system may hold for a client that does not read.
     """
     listener = tcp_socket("127.0.0.1", 0)
-    listener.listen()
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]

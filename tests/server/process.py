@@ -79,6 +79,12 @@ class Process:
         self.process.kill()
         self.process.communicate()
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the HTTP API."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
     def client(self) -> Client:
         """A new connection to the socket for JSON lines."""
         where = self.line.split()[-1]

@@ -8,9 +8,11 @@ import signal
 import socket
 import stat
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from engine.config import EngineConfig
 from engine.flags import FlagError
 from server.__main__ import main
 from server.config import KEY_VARIABLE, ServerConfig, read_command_line
-from tests.server.lines import PATIENCE, eventually
+from server.listening import tcp_socket, unix_socket
+from tests.server.lines import PATIENCE, Client, eventually
 from tests.server.process import Process
 from tests.server.test_socket import GREEDY, LONG, fuzzed
 
@@ -116,6 +119,20 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(capsys) -> None:
     assert [f"Port {port} of 127.0.0.1 is in use" in line for line in lines] == [True, True]
 
 
+def test_what_a_server_that_still_loads_has_is_told_before_a_model_is_loaded(tmp_path: Path, capsys) -> None:
+    """Who has bound a socket has not accepted a connection for a long time: a model is large."""
+    path = str(tmp_path / "socket")
+    with tcp_socket("127.0.0.1", 0) as bound, unix_socket(path):
+        port = str(bound.getsockname()[1])
+        assert main(["--weights", "/no/such/model", "--port", port]) == 1
+        assert main(["--weights", "/no/such/model", "--port", "0", "--unix", path]) == 1
+        for address in (bound.getsockname(), path):
+            Client(address).close()  # what connects waits to be served
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"Port {port} of 127.0.0.1 is in use" in first
+    assert f"--unix {path}: another server listens there" in second
+
+
 def test_packages_that_are_missing(capsys, monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, "server.web", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -136,6 +153,48 @@ def test_a_warning_where_anybody_can_use_it(words: list[str], warned: bool, caps
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     main([*words, "--port", "0", "--weights", "/no/such/model"])
     assert ("warning" in capsys.readouterr().err) == warned
+
+
+# -- open files ------------------------------------------------------------------------------------------------
+
+FEW_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+"""
+
+
+def test_as_many_files_are_opened_as_connections_need(tiny_path: Path, tmp_path: Path) -> None:
+    """Where the system's soft limit is lower than the hard one."""
+    pytest.importorskip("resource", reason="there are no such limits on this system")
+    prelude = FEW_FILES.format(soft=100, hard=2000)
+    with Process(tiny_path, tmp_path, prelude=prelude) as process, ExitStack() as ends:
+        for _ in range(150):
+            ends.enter_context(socket.create_connection(process.address, timeout=PATIENCE))
+        assert "ok" in process.get("/health")
+        assert process.log()[:-1] == []
+
+
+def test_a_server_out_of_files_says_so_once_a_second(tiny_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("resource", reason="there are no such limits on this system")
+    prelude = FEW_FILES.format(soft=100, hard=100)
+    with Process(tiny_path, tmp_path, prelude=prelude) as process:
+        begun = time.monotonic()
+        with ExitStack() as ends:
+            for _ in range(150):
+                ends.enter_context(socket.create_connection(process.address, timeout=PATIENCE))
+            eventually(lambda: len(complaints(process)) >= 2)
+            assert len(complaints(process)) <= time.monotonic() - begun + 1
+        assert "ok" in process.get("/health")
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+        told = process.errors.read_text()
+    assert "Traceback" not in told
+    assert "--max-connections" in told.splitlines()[0]
+
+
+def complaints(process: Process) -> list[str]:
+    """What was logged about connections that could not be accepted."""
+    return [line["message"] for line in process.log() if "cannot be accepted" in line.get("message", "")]
 
 
 # -- a process -------------------------------------------------------------------------------------------------
