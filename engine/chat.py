@@ -19,7 +19,7 @@ from engine.config import EngineConfig, SamplingParams
 from engine.console import Console, discard_output, use_utf8
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.flags import FlagError, in_flags
+from engine.flags import FlagError, close_to, in_flags
 
 _BAD_REQUEST, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 
@@ -35,6 +35,7 @@ _HELP = """\
 /exit           leave, as Ctrl-D does
 Enter sends; a \\ at the end of the line, or Alt-Enter, starts a new line. Ctrl-C stops an answer.
 Begin a message with // to send one that starts with /."""
+_COMMANDS = [line.split()[0] for line in _HELP.splitlines() if line.startswith("/")]
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Engine.load) -> int:
@@ -209,7 +210,11 @@ class _Conversation:
             case "/exit":
                 self._over = True
             case _:
-                tell(f"There is no command {name}; /help lists them, and // begins a message that starts with /.")
+                close = close_to(name, _COMMANDS)
+                meant = f"Did you mean {close}? " if close else ""
+                tell(
+                    f"There is no command {name}. {meant}/help lists them, and // begins a message that starts with /."
+                )
 
 
 def _complain(sentence: str) -> None:

@@ -7,10 +7,13 @@ Metadata is what `config.setting` stores: `flags`, `help`, and where they apply 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
@@ -47,7 +50,7 @@ def parse(
 ) -> list[Any]:
     """One instance per dataclass of `groups` (title: class), with the values of `argv` over the fields' defaults.
 
-    `checks` is keyed by field name. Raises FlagError; `--help` prints and raises SystemExit(0).
+    `checks` is keyed by field name. Raises FlagError; `--help` and `--version` print and raise SystemExit(0).
     """
     parser = _Parser(
         prog=prog,
@@ -57,12 +60,16 @@ def parse(
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=_version(), help="show the version and exit")
     for title, cls in groups.items():
         group = parser.add_argument_group(title)
         types = typing.get_type_hints(cls)
         for field in _on_command_line(cls):
             _add(group, field, types[field.name], checks.get(field.name))
-    given = vars(parser.parse_args(_join_values(argv, groups)))
+    namespace, unknown = parser.parse_known_args(_join_values(argv, groups))
+    if unknown:
+        raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], groups)}")
+    given = vars(namespace)
     return [cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given}) for cls in groups.values()]
 
 
@@ -74,6 +81,11 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
             value = _value_name(field)
             names += f" [{value}]" if "bare" in field.metadata else f" {value}"
         yield names, _explain(field)
+
+
+def close_to(word: str, known: Iterable[str]) -> str | None:
+    """The one of `known` words that a mistyped one most likely stands for, if any."""
+    return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def in_flags(error: EngineError) -> str:
@@ -113,6 +125,21 @@ def _explain(field: Field[Any]) -> str:
     meaning = str(field.metadata["help"])
     silent = field.default in (MISSING, None) or isinstance(field.default, tuple) or _is_switch(field)
     return meaning if silent else f"{meaning} (default: {field.default})"
+
+
+def _meant(word: str, groups: Mapping[str, type]) -> str:
+    """The flag that an unknown word most likely stands for, in brackets; empty where it is like none."""
+    known = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in field.metadata["flags"]]
+    flag = close_to(word.partition("=")[0], ["--help", "--version", *known]) if word.startswith("-") else None
+    return f" (did you mean {flag}?)" if flag else ""
+
+
+def _version() -> str:
+    """What `--version` prints; a checkout that nobody installed has no version of its own."""
+    try:
+        return f"polarlm {importlib.metadata.version('polarlm')}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"polarlm, not installed: the files in {Path(__file__).resolve().parents[1]}"
 
 
 def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:

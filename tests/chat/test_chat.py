@@ -221,8 +221,13 @@ def test_exit_leaves(chat):
 
 def test_an_unknown_command_is_no_message(chat, engine):
     _, _, err = chat(lines="/etc/hosts\n")
-    assert "There is no command /etc/hosts" in err
+    assert "There is no command /etc/hosts. /help lists them" in err
     assert engine.prompts == []
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("/regne", "/regen"), ("/ststs", "/stats"), ("/lod x", "/load")])
+def test_a_mistyped_command_is_answered_with_the_one_that_was_meant(chat, typed, meant):
+    assert f"There is no command {typed.split()[0]}. Did you mean {meant}? /help" in chat(lines=f"{typed}\n")[2]
 
 
 def test_a_double_slash_sends_a_slash(chat):

@@ -1,6 +1,8 @@
 """The command line: what each flag means, and what is said about one that cannot be understood."""
 
+import importlib.metadata
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -178,6 +180,48 @@ def test_a_bad_value_is_named_with_its_flag(words, name):
     sentence = in_flags(error.value) if isinstance(error.value, EngineError) else str(error.value)
     assert name in sentence
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--temprature", "0.7"], "--temp"),
+        (["--temperature=0.7"], "--temp"),
+        (["--ctx_size", "100"], "--ctx-size"),
+        (["--cachetype", "f16"], "--cache-type"),
+        (["--thread", "4"], "--threads"),
+        (["--predic", "4"], "--predict"),
+        (["--verson"], "--version"),
+    ],
+)
+def test_a_mistyped_flag_is_answered_with_the_one_that_was_meant(words, meant):
+    with pytest.raises(FlagError) as error:
+        read_command_line(words)
+    assert str(error.value) == f"unrecognized arguments: {' '.join(words)} (did you mean {meant}?)"
+
+
+@pytest.mark.parametrize("word", ["--no-such-thing-at-all", "stray", "temprature"])
+def test_what_is_like_no_flag_is_answered_with_none(word):
+    with pytest.raises(FlagError) as error:
+        read_command_line([word])
+    assert str(error.value) == f"unrecognized arguments: {word}"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        read_command_line(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"polarlm {importlib.metadata.version('polarlm')}\n"
+
+
+def test_a_checkout_that_is_not_installed_says_where_it_is(capsys, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(SystemExit):
+        read_command_line(["--version"])
+    assert capsys.readouterr().out.strip() == f"polarlm, not installed: the files in {Path(__file__).parents[2]}"
 
 
 def test_an_error_names_settings_by_their_flags():

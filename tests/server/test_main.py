@@ -108,6 +108,13 @@ def test_help(capsys) -> None:
     assert all(flag in shown for flag in ("--unix", "--socket-port", "--api-key", "--weights", "--parallel"))
 
 
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("polarlm ")
+
+
 def test_a_port_in_use_is_told_before_a_model_is_loaded(capsys) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
