@@ -1,4 +1,4 @@
-"""The log: a line of JSON for each request, and for whatever else is worth one."""
+"""The log: a line for each request, and for whatever else is worth one; JSON, or on a terminal for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -104,9 +104,37 @@ class _Json(logging.Formatter):
         return json.dumps(line)
 
 
+class _ForPeople(logging.Formatter):
+    """`12:00:01 POST /v1/completions 200 stop: 59 of 76 prompt tokens cached, 40 new, 2.1 s, for 127.0.0.1:40000`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = getattr(record, "line", None)
+        told = f"{record.levelname.lower()}: {record.getMessage()}" if line is None else _in_words(line)
+        lines = [f"{datetime.fromtimestamp(record.created):%H:%M:%S} {told}"]
+        if record.exc_info and record.exc_info[1] is not None:
+            lines += "".join(traceback.format_exception(record.exc_info[1])).splitlines()
+        return "\n".join(map(_visible, lines))
+
+
+def _visible(line: str) -> str:
+    """Paths and messages are anybody's: they must neither move the cursor nor begin a line of their own."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
+def _in_words(line: Mapping[str, Any]) -> str:
+    """An entry's line in one line for people."""
+    heads = [str(line[name]) for name in ("route", "status", "outcome") if name in line]
+    facts = [f"{line['seconds']:.1f} s, for {line['client']}"]
+    if line["prompt_tokens"]:
+        cached, prompt = line["cached_tokens"], line["prompt_tokens"]
+        facts.insert(0, f"{cached} of {prompt} prompt tokens cached, {line['completion_tokens']} new")
+    texts = [f"{name} {json.dumps(line[name], ensure_ascii=False)}" for name in ("prompt", "answer") if name in line]
+    return f"{' '.join(heads)}: {', '.join([*facts, *texts])}"
+
+
 def set_up() -> None:
     """From now on, log to standard error: requests, and what libraries have to warn of."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json())
+    handler.setFormatter(_ForPeople() if sys.stderr.isatty() else _Json())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     _REQUESTS.setLevel(logging.INFO)
