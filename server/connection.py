@@ -15,10 +15,11 @@ from typing import Any
 from engine import Chunk, EngineError, TokenLogprob
 from engine.flags import in_flags
 from server import journal
-from server.driver import Driver, Refused
+from server.driver import Driver
 from server.lines import Lines
 from server.listening import notice_lost_peers
 from server.parameters import Asked, BadRequest, read, read_json, read_prompt
+from server.refused import Refused
 from server.sessions import read_name
 
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it

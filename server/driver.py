@@ -10,36 +10,33 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from engine import Chunk, Engine, EngineError, SamplingParams
 from engine.outputs import Status
 from engine.request import Prompt, Ticket
-from server import journal
+from server import journal, refused
 from server.config import ServerConfig
 from server.counters import Snapshot, Totals
 from server.job import Job
+from server.refused import Refused
 from server.sessions import Saved, SessionFolder
+from server.worker import Worker
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _TOKENIZERS = 4  # threads that turn prompts into tokens; a template may take its time
+_LAST_SECONDS = 5.0  # for a session that is being saved when the server ends
 
 
-class Refused(Exception):
-    """A request that the server does not serve, or not to its end. The message is a sentence for the client.
+@dataclass
+class _Queue:
+    """Requests under way that count against the same limit."""
 
-    `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal",
-    "sessions_off" (there is no folder for them), "unknown_session".
-    """
-
-    def __init__(self, code: str, message: str, retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.retry_after = retry_after
+    room: int
+    jobs: set[Job] = field(default_factory=set)
 
 
 class Driver:
@@ -53,13 +50,13 @@ class Driver:
         self.config = config
         self._sessions = sessions
         self._totals = Totals()
-        self._jobs: set[Job] = set()
-        self._room = engine.config.parallel + config.max_queue
+        self._answers = _Queue(engine.config.parallel + config.max_queue)
+        self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs holds up sessions alone
         self._closing = False
         self._stopping = False
         self._wake = threading.Event()
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="sessions")
+        self._disk = Worker("sessions")
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -77,24 +74,32 @@ class Driver:
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except asyncio.TimeoutError:
-            self._end_all(_closing())
+            self._end_all(refused.closing())
 
     async def stop(self) -> None:
-        """End everything; returns when the engine's thread has ended."""
+        """End everything; returns when the engine's thread has ended. For a disk that hangs it does not wait."""
         self._closing = self._stopping = True
-        self._end_all(_closing())
+        self._end_all(refused.closing())
         self._wake.set()
         await self._loop.run_in_executor(None, self._thread.join)
-        for pool in (self._pool, self._disk):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
+            _LOG.warning(
+                "a session was being saved or loaded when the server ended, and the disk did not get on with it"
+            )
 
     @property
     def closing(self) -> bool:
         """Whether new requests are refused because the server is about to end."""
         return self._closing
 
+    @property
+    def room(self) -> int:
+        """How many answers may be under way at the same time, those included that wait."""
+        return self._answers.room
+
     def _end_all(self, reason: Exception) -> None:
-        for job in self._jobs:
+        for job in (*self._answers.jobs, *self._transfers.jobs):
             job.end(reason)
         self._wake.set()
 
@@ -106,7 +111,7 @@ class Driver:
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
         """
-        with self._job() as (entry, job):
+        with self._job(self._answers) as (entry, job):
             entry.prompt = prompt if self.config.log_prompts else None
             ticket = await self._aside(self._submit, job, prompt, self._limited(params))
             self._totals.prompt_tokens += ticket.prompt_tokens
@@ -128,10 +133,10 @@ class Driver:
         return item
 
     @contextmanager
-    def _job(self) -> Iterator[tuple[journal.Entry, Job]]:
+    def _job(self, queue: _Queue) -> Iterator[tuple[journal.Entry, Job]]:
         """What a client and a drain wait for, up to the limit of time. Raises Refused where there is no room for it."""
         entry = journal.current() or journal.Entry("", "")
-        job = self._admit(entry)
+        job = self._admit(entry, queue)
         timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
         try:
             yield entry, job
@@ -141,29 +146,29 @@ class Driver:
         finally:
             timer.cancel()
             entry.outcome = job.outcome
-            self._leave(job)
+            self._leave(job, queue)
 
-    def _admit(self, entry: journal.Entry) -> Job:
-        refusal = _closing() if self._closing else self._busy() if len(self._jobs) >= self._room else None
+    def _admit(self, entry: journal.Entry, queue: _Queue) -> Job:
+        refusal = refused.closing() if self._closing else self._busy() if len(queue.jobs) >= queue.room else None
         if refusal is not None:
             entry.outcome = refusal.code
             self._totals.requests[refusal.code] += 1
             raise refusal
         job = Job(self._loop)
-        self._jobs.add(job)
+        queue.jobs.add(job)
         self._idle.clear()
         return job
 
     def _busy(self) -> Refused:
         return Refused("busy", "The server is busy: try again a little later", self._totals.usual_seconds())
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: Job, queue: _Queue) -> None:
         job.close()
         self._wake.set()  # the engine may have to take it out
-        self._jobs.discard(job)
+        queue.jobs.discard(job)
         self._totals.requests[job.outcome] += 1
         self._totals.seconds += time.monotonic() - job.started
-        if not self._jobs:
+        if not self._answers.jobs and not self._transfers.jobs:
             self._idle.set()
 
     def _expire(self, job: Job) -> None:
@@ -196,7 +201,7 @@ class Driver:
 
         def load() -> int:
             if not os.path.lexists(file):
-                raise _unknown_session(name)
+                raise refused.unknown_session(name)
             return len(self.engine.load_session(file).token_ids)
 
         return await self._on_disk("loaded", load)
@@ -208,12 +213,12 @@ class Driver:
     async def remove_session(self, name: str) -> None:
         """Raises Refused or EngineError."""
         if not await self._on_disk("removed", partial(self._folder.remove, name)):
-            raise _unknown_session(name)
+            raise refused.unknown_session(name)
 
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
         """What `work` returns, one at a time. What ends the waiting for it does not end the work, once it has begun."""
-        with self._job() as (_, job):
-            self._disk.submit(_hand_over, work, job)
+        with self._job(self._transfers) as (_, job):
+            self._disk.submit(partial(_hand_over, work, job))
             result: T = await self._next(job)
             job.outcome = outcome
             return result
@@ -228,7 +233,7 @@ class Driver:
 
     def snapshot(self) -> Snapshot:
         """The counters as they are now."""
-        return self._totals.snapshot(active=len(self._jobs))
+        return self._totals.snapshot(active=len(self._answers.jobs) + len(self._transfers.jobs))
 
     async def status(self) -> Status:
         """How busy the engine is; waits for the unit of work at hand."""
@@ -273,14 +278,6 @@ def _hand_over(work: Callable[[], Any], job: Job) -> None:
         job.append(work())
     except Exception as error:
         job.append(error)
-
-
-def _unknown_session(name: str) -> Refused:
-    return Refused("unknown_session", f"There is no session called {name}")
-
-
-def _closing() -> Refused:
-    return Refused("closing", "The server is about to end and takes no more requests")
 
 
 def _for_clients(error: Exception) -> Exception:

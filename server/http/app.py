@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from engine import EngineError
 from server.config import ServerConfig
-from server.driver import Driver, Refused
+from server.driver import Driver
 from server.http.bodies import read_body
 from server.http.errors import ApiError, handle
 from server.http.guard import Guard
@@ -27,6 +27,7 @@ from server.http.sessions import Sessions
 from server.http.shapes import Chat, Text
 from server.http.stats import asked_tokens, stats
 from server.parameters import BadRequest
+from server.refused import Refused
 
 
 def create_app(driver: Driver, config: ServerConfig) -> Starlette:

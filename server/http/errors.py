@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from engine import EngineError
 from engine.flags import in_flags
-from server.driver import Refused
 from server.parameters import BadRequest
+from server.refused import Refused
 
 CLOSE = {"Connection": "close"}  # for answers behind which the connection cannot go on
 _RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # OpenAI's clients look at it

@@ -11,12 +11,13 @@ from starlette.responses import JSONResponse, Response
 
 from engine import Chunk, Completion, EngineError, SamplingParams, Usage
 from engine.outputs import fold
-from server.driver import Driver, Refused
+from server.driver import Driver
 from server.http.bodies import read_body
 from server.http.errors import api_error
 from server.http.shapes import Dialect, Writer
 from server.http.streams import Event, EventStream, Pieces, merged, while_there
 from server.parameters import Asked, read
+from server.refused import Refused
 
 
 class Generation:

@@ -14,7 +14,8 @@ from engine import Completion, Engine, EngineError, SamplingParams
 from engine.outputs import fold
 from server import journal
 from server.config import ServerConfig
-from server.driver import Driver, Refused
+from server.driver import Driver
+from server.refused import Refused
 from tests.server.lines import PATIENCE
 
 PROMPT = [7, 8, 9]

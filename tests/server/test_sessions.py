@@ -329,18 +329,38 @@ def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Pa
         assert ask(process, "/sessions/load", name="talk")[0] == 200  # what had begun went on to its end
 
 
-def test_a_drain_does_not_wait_for_a_disk_that_hangs(tiny_path: Path, tmp_path: Path) -> None:
+def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    impatient = "import server.__main__ as program\nprogram._DRAIN_SECONDS = 0.3\n"
+    with start(tiny_path, tmp_path, "--parallel", "1", "--max-queue", "1", prelude=WAITING, GO=str(go)) as process:
+        turn(process, [USER])
+        asking, told = save_that_waits(process, go)
+        waiting = threading.Thread(target=ask, args=(process, "/sessions", "GET"))
+        waiting.start()
+        eventually(lambda: "polarlm_requests_active 2.0" in process.get("/metrics"))
+        message(ask(process, "/sessions", "GET"), 429, "busy")
+        assert turn(process, [AGAIN])[1]["completion_tokens"] == 3
+        go.touch()
+        for thread in (asking, waiting):
+            thread.join(PATIENCE)
+        assert told[0][0] == 200
+
+
+def test_the_end_of_a_server_does_not_wait_for_a_disk_that_hangs(tiny_path: Path, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    impatient = """
+import server.__main__ as program
+from server import driver
+program._DRAIN_SECONDS = driver._LAST_SECONDS = 0.3
+"""
     with start(tiny_path, tmp_path, prelude=WAITING + impatient, GO=str(go)) as process:
         turn(process, [USER])
         asking, told = save_that_waits(process, go)
         process.signal(signal.SIGTERM)
         asking.join(PATIENCE)
         message(told[0], 503, "closing")
-        go.touch()
         assert process.wait() == 0
         assert "Traceback" not in process.errors.read_text()
+        assert any("the disk did not get on" in line.get("message", "") for line in process.log())
 
 
 def test_sessions_are_saved_and_loaded_while_others_are_answered(server: Process) -> None:

@@ -1,0 +1,37 @@
+"""A thread for what may never come to an end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+
+class Worker:
+    """Does one piece of work after the other, in order, in a thread that the end of the process does not wait for.
+
+    Threads of a pool are joined at exit: where a disk hangs, there would be none.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """`work` must not raise."""
+        self._queue.put(work)
+
+    def stop(self, seconds: float) -> bool:
+        """Forget what has not begun, and wait so long for what has; returns whether that came to its end."""
+        try:
+            while True:
+                self._queue.get_nowait()
+        except Empty:
+            self._queue.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
