@@ -64,7 +64,8 @@ def settle(
         config = replace(config, weights=os.fspath(path))
     for name, kind in get_type_hints(EngineConfig).items():
         value = getattr(config, name)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
             wanted = getattr(kind, "__name__", kind)
             raise EngineError(f"{name} is {value!r}, but must be of type {wanted}")
     _check_values(config)
@@ -81,6 +82,8 @@ def _check_values(config: EngineConfig) -> None:
         raise EngineError(f"block_size is {config.block_size}, but must be a multiple of 4")
     if config.parallel < 1:
         raise _wrong("parallel", config, "give the number of requests to compute at a time, 1 or more")
+    if not 0 < config.prefill_share < 1:
+        raise _wrong("prefill_share", config, "give a number between 0 and 1, such as 0.5")
     if config.kept_sequences < 0:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     if config.kv_memory is not None:

@@ -84,6 +84,12 @@ class EngineConfig:
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
+    prefill_share: float = setting(
+        0.5,
+        "--prefill-share",
+        metavar="SHARE",
+        help="share of the time that new prompts get while answers are generated, between 0 and 1",
+    )
     kept_sequences: int = setting(
         4,
         help="finished sequences that the store has exact blocks for, for next turns to find; 0 finds nothing",

@@ -42,7 +42,7 @@ class Engine:
         self._identity = sessions.settings(parts.model, parts.source.name)
         identity = json.dumps(self._identity).encode()
         self._prefixes = PrefixCache(self._store, identity, enabled=parts.config.kept_sequences > 0)
-        self._scheduler = Scheduler(parts.config.parallel)
+        self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share)
         self._work = Work(parts.model, self._prefixes, self._scheduler, parts.plan.tokens)
         self._turns = Turns()
         self._answers = Answers(parts.source, enabled=parts.config.kept_sequences > 0)

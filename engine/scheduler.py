@@ -4,7 +4,8 @@
                 ▲                    │                           │
                 └────────────────── preempt ─────────────────────┘
 
-Units of a prompt and steps of all that run take turns, so that a long prompt delays nobody by more than a unit. Where
+Prompts and steps share the time, not the number of units: while both are wanted, prefill gets `prefill_share` of the
+seconds. Between two steps it takes at most share / (1 − share) times as long as the step before, and one unit. Where
 blocks run out, the youngest gives up its own and waits for its turn again: the oldest always goes on, and whoever waits
 becomes the oldest in the end.
 """
@@ -53,14 +54,15 @@ class Work:
 class Scheduler:
     """At most `most` sequences compute at a time; the others wait."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, prefill_share: float = 0.5) -> None:
         self._most = most
+        self._prefill_share = prefill_share
         self._arrivals = 0
         self._waiting: list[Sequence] = []  # by arrival, as `_running`
         self._prefilling: Sequence | None = None
         self._running: list[Sequence] = []
         self._held = False  # nobody is admitted before somebody has left
-        self._prefill_next = True
+        self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
 
     def submit(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
@@ -75,11 +77,16 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The next unit of work; None when there is nothing to do."""
         prompt = self._prefilling or self._next()
-        if prompt is not None and (self._prefill_next or not self._running):
-            self._prefill_next = False
+        if prompt is None or not self._running:  # nobody to share the time with
+            self._prefill_ahead = 0.0
+        if prompt is not None and self._prefill_ahead <= 0:
             return Work(True, (prompt,))
-        self._prefill_next = True
         return Work(False, tuple(self._running)) if self._running else None
+
+    def spent(self, unit: Work, seconds: float) -> None:
+        """The unit has taken so long."""
+        share = self._prefill_share
+        self._prefill_ahead += seconds * (1 - share) if unit.is_prefill else -seconds * share
 
     def _next(self) -> Sequence | None:
         """Who may be admitted."""

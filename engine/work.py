@@ -59,8 +59,12 @@ class Work:
                 request.finish("cancelled")
             raise
         finally:
+            if unit.is_prefill and self._scheduler.running:
+                self._model.ops.wait()  # what a device has not done yet would count as the next step's time
+            seconds = time.perf_counter() - started
+            self._scheduler.spent(unit, seconds)
             for request in requests:
-                request.clock.add(unit.is_prefill, time.perf_counter() - started)
+                request.clock.add(unit.is_prefill, seconds)
             self.sweep()
 
     @staticmethod
@@ -151,8 +155,12 @@ class Work:
 
     def _advance(self, request: Request, walk: Walk) -> None:
         """One unit of a walk; behind the last one of a prompt comes its first token."""
+        layers = self._model.config.layers
         try:
             walk.rows += next(walk.units)
+            request.report_progress(layers)
+            if walk.rows == walk.span.count * layers:
+                next(walk.units)  # nothing is left but the result
         except StopIteration as end:
             self._commit(request, walk.span)
             request.walk = None
@@ -162,8 +170,6 @@ class Work:
                 request.finish("length")
             else:
                 request.take(self._model.choose(end.value, [request.draw()])[0])
-        else:
-            request.report_progress(self._model.config.layers)
 
     # -- steps -------------------------------------------------------------------------------------------------
 

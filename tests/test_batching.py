@@ -11,7 +11,7 @@ import pytest
 from engine import Completion, Engine, SamplingParams
 from engine.backends.numpy_ops import NumpyOps
 from engine.outputs import Chunk, fold
-from tests.tiny import assert_idle
+from tests.tiny import assert_idle, by_count
 
 BLOCK = 8
 REQUESTS = 7
@@ -71,6 +71,7 @@ def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, ty
     settings = {"device": "cpu", "block_size": BLOCK, "cache_type": type, "calibration": False, "parallel": 4}
     with Engine.load(tiny_path, **settings) as engine:
         alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
+        by_count(engine, monkeypatch)
         engine._prefixes.clear()
         coded = engine._store.groups[0].coded
         longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
@@ -113,6 +114,7 @@ def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engin
 
 def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch) -> None:
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    by_count(engine, monkeypatch)
     seen = batches(engine, monkeypatch)
     short = engine.stream(*job(0, tokens=30))
     next(short)
@@ -125,6 +127,7 @@ def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch)
 
 def test_a_short_prompt_does_not_wait_for_a_step_behind_each_layer(engine: Engine, monkeypatch) -> None:
     """Otherwise, where layers are many and answers short, requests end faster than new ones can join them."""
+    by_count(engine, monkeypatch)
     running = engine.stream(*job(0))
     next(running)
     seen = batches(engine, monkeypatch)
@@ -200,3 +203,38 @@ def test_a_ticket_cancels_its_request_alone(engine: Engine) -> None:
     assert trays[1].answer.finish_reason == "length"
     assert not engine.work()
     assert trays[0][-1].finish_reason is None
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
+def test_a_long_prompt_gets_its_share_of_the_time(tiny_path: Path, monkeypatch, share: float) -> None:
+    """Where a step takes ten times as long as a unit of the prompt, by a clock of its own."""
+    now, spent = [0.0], {True: 0.0, False: 0.0}
+    monkeypatch.setattr("engine.work.time.perf_counter", lambda: now[0])
+    with Engine.load(tiny_path, device="cpu", block_size=BLOCK, cache_type="f16", prefill_share=share) as engine:
+        work, ticks = engine._work, {"_prefill": 0.1, "_step_all": 1.0}
+
+        def timed(name: str):
+            unit = getattr(work, name)
+
+            def run(requests):
+                unit(requests)
+                now[0] += ticks[name]
+                if not done and begun:
+                    spent[name == "_prefill"] += ticks[name]
+
+            monkeypatch.setattr(work, name, run)
+
+        for name in ticks:
+            timed(name)
+        monkeypatch.setattr(NumpyOps, "prefill_rows", 4)  # 25 units in each of the two layers
+        begun, done = [], []
+        others = [engine.stream(*job(number, 100)) for number in range(3)]
+        for other in others:
+            next(other)
+        begun.append(True)
+        next(engine.stream(list(range(5, 95)) + list(range(5, 15)), SamplingParams(max_tokens=1)))
+        done.append(True)
+        total = sum(spent.values())
+        assert abs(spent[True] - share * total) <= 1.1 + 0.1 * total
+        for other in others:
+            other.close()

@@ -1,10 +1,9 @@
-"""Who computes next: everyone gets there, the oldest never gives way, a prompt delays steps by one unit."""
+"""Who computes next: everyone gets there, the oldest never gives way, prompts and steps share the time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,19 +29,52 @@ def test_nothing_to_do() -> None:
     assert Scheduler(1).schedule() is None
 
 
-def test_prompts_and_steps_take_turns() -> None:
-    scheduler = Scheduler(8)
-    old = running(scheduler, 2)
-    (new,) = sequences(1)
-    scheduler.submit(new)
-    units = []
-    for _ in range(6):
+def shared(scheduler: Scheduler, prompt: Sequence, seconds: dict[bool, float], units: int) -> list[bool]:
+    """Whether each of so many units is one of the prompt; seconds: what a unit of a prompt and a step take."""
+    kinds = []
+    for _ in range(units):
         unit = scheduler.schedule()
         assert unit is not None
-        units.append(unit)
         if unit.is_prefill:
-            scheduler.admit(new)
-    assert units == [Work(True, (new,)), Work(False, tuple(old))] * 3
+            scheduler.admit(prompt)
+        scheduler.spent(unit, seconds[unit.is_prefill])
+        kinds.append(unit.is_prefill)
+    return kinds
+
+
+@given(st.floats(0.05, 0.95), st.floats(0.001, 1), st.floats(0.001, 1))
+def test_prompts_and_steps_share_the_time(share: float, prefill: float, step: float) -> None:
+    """Whatever a unit takes: off by no more than what stands between two changes, one unit and one step."""
+    scheduler = Scheduler(8, share)
+    running(scheduler, 2)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    kinds = shared(scheduler, new, {True: prefill, False: step}, 400)
+    of_prompts = prefill * sum(kinds)
+    total = of_prompts + step * (len(kinds) - sum(kinds))
+    assert abs(of_prompts - share * total) <= prefill + step
+
+
+def test_a_slow_step_does_not_wait_for_units_that_are_quick() -> None:
+    scheduler = Scheduler(8, 0.5)
+    running(scheduler, 2)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    assert shared(scheduler, new, {True: 1, False: 4}, 11) == [True, False, *[True] * 4, False, *[True] * 4]
+
+
+def test_no_time_is_saved_up_while_there_is_nothing_to_share() -> None:
+    scheduler = Scheduler(8, 0.5)
+    running(scheduler, 1)
+    for _ in range(100):
+        unit = scheduler.schedule()
+        assert unit is not None
+        assert not unit.is_prefill
+        scheduler.spent(unit, 1)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    # A prompt that comes late gets as much as one step has taken, not as much as all of them.
+    assert shared(scheduler, new, {True: 0.5, False: 1}, 6) == [True, True, True, False, True, True]
 
 
 def test_no_more_than_the_most_compute() -> None:
@@ -163,24 +195,30 @@ def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
             prefill(unit.sequences[0])
         elif unit is not None:
             step(unit)
+        if unit is not None:
+            scheduler.spent(unit, 1)
         time += 1
         assert time < budget, "somebody starves"
     assert allocator.free == allocator.size
 
 
-@pytest.mark.parametrize("most", [1, 3])
-def test_a_prompt_delays_steps_by_one_unit_at_most(most: int) -> None:
-    scheduler = Scheduler(most + 4)
-    running(scheduler, most)
+@given(st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=50, max_size=50), st.floats(0.1, 0.9))
+def test_a_prompt_delays_steps_by_its_share_and_one_unit_at_most(
+    times: list[tuple[float, float]], share: float
+) -> None:
+    scheduler = Scheduler(7, share)
+    running(scheduler, 3)
     for sequence in sequences(4):
         scheduler.submit(sequence)
-    prompts_in_a_row = 0
-    for _ in range(50):
+    delay = allowed = longest = 0.0
+    for prefill, step in times:
         unit = scheduler.schedule()
         assert unit is not None
         if unit.is_prefill:
             scheduler.admit(unit.sequences[0])
-            prompts_in_a_row += 1
+            scheduler.spent(unit, prefill)
+            delay, longest = delay + prefill, max(longest, prefill)
+            assert delay <= allowed + longest + 1e-9
         else:
-            prompts_in_a_row = 0
-        assert prompts_in_a_row <= 1
+            scheduler.spent(unit, step)
+            delay, longest, allowed = 0.0, 0.0, step * share / (1 - share)

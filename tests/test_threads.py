@@ -14,7 +14,7 @@ import pytest
 from engine import Completion, Engine, SamplingParams
 from engine.backends.numpy_ops import NumpyOps
 from engine.outputs import fold
-from tests.tiny import assert_idle
+from tests.tiny import assert_idle, by_count
 
 THREADS = 6
 PATIENCE = 60  # seconds until a test that hangs fails
@@ -149,6 +149,7 @@ def test_ctrl_c_ends_what_is_worked_on_and_who_waits_for_it(
     shared_engine: Engine, monkeypatch, call: int, reason: str
 ) -> None:
     """A step of the first stream has nine products; behind it comes the prompt of the second."""
+    by_count(shared_engine, monkeypatch)
     first, second = shared_engine.stream(*job(2)), shared_engine.stream(*job(3))
     alone = shared_engine.generate(*job(1))
     assert next(first).token_ids

@@ -6,6 +6,7 @@ import shutil
 import string
 from pathlib import Path
 
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -53,3 +54,9 @@ def assert_idle(engine: Engine) -> None:
     assert not engine._work.requests
     assert engine._scheduler.schedule() is None
     assert held(engine) == [(0, 0)] * len(engine._store.groups)
+
+
+def by_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on prompts and steps take turns, whatever they take: what runs when is the same each time."""
+    spent = engine._scheduler.spent
+    monkeypatch.setattr(engine._scheduler, "spent", lambda unit, seconds: spent(unit, 1))

@@ -78,6 +78,9 @@ class CudaOps(CacheOps):
 
     # -- memory ------------------------------------------------------------------------------------------------
 
+    def wait(self) -> None:
+        self._device.wait()
+
     def room_beside(self, weights: int) -> int:
         free, total = self._device.memory()
         if 2 * weights > free:

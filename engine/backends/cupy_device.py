@@ -133,6 +133,9 @@ class CupyDevice:
         self._stream.synchronize()
         return y
 
+    def wait(self) -> None:
+        self._stream.synchronize()
+
     def _copy_in(self, y: cupy.ndarray, address: int, size: int) -> None:
         _runtime.memcpyAsync(y.data.ptr, address, size, _runtime.memcpyHostToDevice, self._stream.ptr)
 

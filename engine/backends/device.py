@@ -39,6 +39,9 @@ class Device(Protocol):
     def to_host(self, x: Array) -> np.ndarray:
         """A copy on the host, same dtype, once everything before is done."""
 
+    def wait(self) -> None:
+        """Return when everything before is done."""
+
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:

@@ -106,6 +106,9 @@ class Ops(Protocol):
         the next call.
         """
 
+    def wait(self) -> None:
+        """Return when the device has done all that it was given."""
+
     def room_beside(self, weights: int) -> int:
         """Bytes that the KV store may take if so many weights are to be loaded.
 

@@ -55,6 +55,9 @@ class EmulatedDevice:
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x.copy()
 
+    def wait(self) -> None:
+        """A launch is done when it returns."""
+
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
