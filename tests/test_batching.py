@@ -18,10 +18,11 @@ REQUESTS = 7
 
 
 @pytest.fixture
-def engine(tiny_path: Path) -> Iterator[Engine]:
+def engine(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """Full precision, so that what is computed again is what it was to the last bits but one."""
     settings = {"device": "cpu", "block_size": BLOCK, "kept_sequences": 1, "cache_type": "f16", "parallel": 4}
     with Engine.load(tiny_path, **settings) as engine:
+        by_count(engine, monkeypatch)
         yield engine
         assert_idle(engine)
 
@@ -114,7 +115,6 @@ def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engin
 
 def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch) -> None:
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
-    by_count(engine, monkeypatch)
     seen = batches(engine, monkeypatch)
     short = engine.stream(*job(0, tokens=30))
     next(short)
@@ -127,7 +127,6 @@ def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch)
 
 def test_a_short_prompt_does_not_wait_for_a_step_behind_each_layer(engine: Engine, monkeypatch) -> None:
     """Otherwise, where layers are many and answers short, requests end faster than new ones can join them."""
-    by_count(engine, monkeypatch)
     running = engine.stream(*job(0))
     next(running)
     seen = batches(engine, monkeypatch)
