@@ -27,6 +27,7 @@ _CUBLAS_OUT_OF_MEMORY = 3
 _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every launch may have
 _STAGED_BYTES = 1 << 20  # larger arrays are not worth a copy in pinned memory
 _ALIGNMENT = 256  # of what lies side by side in one buffer
+_MOST_RECORDINGS = 24  # each is a graph of some hundred launches, and is recorded again in a few steps' time
 
 # Attributes of a device: its compute capability, and the shared memory of a multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
@@ -88,9 +89,10 @@ class CupyDevice:
         self._modules: dict[str, cupy.RawModule] = {}
         self._kernels: dict[tuple[str, str], _Kernel] = {}
         self._uploads: deque[tuple[cupy.cuda.Event, Any]] = deque()
-        self._recordings: dict[Hashable, _Recording] = {}
-        # What recorded work writes to: kept apart, since a graph uses the same addresses for ever.
-        self._recorded_memory = cupy.cuda.MemoryPool()
+        self._recordings: dict[Hashable, _Recording] = {}  # the one used last is the last
+        # What recorded work writes to: kept apart, since a graph uses the same addresses for ever. All graphs share it,
+        # for they run one after another.
+        self._recorded_memory = cupy.cuda.MemoryPool(_memory_for_good)
         self._factors = np.array([0, 1], np.float32)  # of cuBLAS, on the host
 
     def memory(self) -> tuple[int, int]:
@@ -110,7 +112,9 @@ class CupyDevice:
     # -- copies ------------------------------------------------------------------------------------------------
 
     def from_host(self, x: np.ndarray) -> cupy.ndarray:
-        y = self.empty(x.shape, x.dtype)
+        # What comes from the host may be kept, and recorded memory is where the next graph writes.
+        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
+            y = self.empty(x.shape, x.dtype)
         x = np.ascontiguousarray(x)
         if x.nbytes > _STAGED_BYTES:
             self._copy_in(y, x.ctypes.data, x.nbytes)
@@ -170,19 +174,27 @@ class CupyDevice:
                 *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
             )
 
+    def set_aside(self, size: int) -> None:
+        self._stream.use()
+        with _memory_errors(), cupy.cuda.using_allocator(self._recorded_memory.malloc):
+            cupy.empty(size, np.uint8)  # given back to the pool at once, which takes smaller arrays from it
+
     def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
         """The first call with a key only works, which compiles kernels and finds memory; the second one is recorded."""
         self._stream.use()
         whole = key, tuple((x.shape, x.dtype.str) for x in inputs)
         with _memory_errors():
-            recording = self._recordings.get(whole)
+            recording = self._recordings.pop(whole, None)
             if recording is None:
+                while len(self._recordings) >= _MOST_RECORDINGS:
+                    self._recordings.pop(next(iter(self._recordings))).end()
                 recording = _Recording(self._stream, self._recorded_memory, inputs)
                 recording.take(inputs)
                 with cupy.cuda.using_allocator(self._recorded_memory.malloc):
                     result = work(*recording.inputs)
                 self._recordings[whole] = recording
                 return result
+            self._recordings[whole] = recording
             recording.take(inputs)
             if recording.graph is None:
                 recording.record(work)
@@ -236,17 +248,47 @@ class _Recording:
         self._stream.begin_capture()
         try:
             with cupy.cuda.using_allocator(self._memory.malloc):
-                self._result = work(*self.inputs)
+                result = work(*self.inputs)
         except BaseException:
             with contextlib.suppress(Exception):  # the capture may be void; what went wrong is in the first error
                 self._stream.end_capture()
             raise
         self.graph = self._stream.end_capture()
+        self._result = _without_claim(result)
 
     def launch(self) -> Any:
         assert self.graph is not None
         self.graph.launch(self._stream)
         return self._result
+
+    def end(self) -> None:
+        """Before it is let go: nothing reads the buffer on the host any more."""
+        self._copied.synchronize()
+
+
+def _without_claim(result: Any) -> Any:
+    """Views of the same memory that leave it free for whatever is recorded or launched next."""
+    if isinstance(result, tuple):
+        return tuple(map(_without_claim, result))
+    assert result.flags.c_contiguous
+    memory = cupy.cuda.UnownedMemory(result.data.ptr, result.nbytes, None, result.data.device_id)
+    return cupy.ndarray(result.shape, result.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def _memory_for_good(size: int) -> cupy.cuda.MemoryPointer:
+    """For a pool whose free memory is in use: that of graphs. Raises MemoryError.
+
+    A pool that gets CUDA's own error gives its free memory back to look for more, and graphs would write to what is no
+    longer theirs. Instead the common pool gives back what it has.
+    """
+    with _memory_errors():
+        try:
+            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+        except _runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+        cupy.get_default_memory_pool().free_all_blocks()
+        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
 
 
 def _pinned(size: int) -> np.ndarray:

@@ -61,5 +61,12 @@ class Device(Protocol):
     def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
         """work(*inputs on the device); with a key, shapes and dtypes seen before, what it launched then once more.
 
-        The result is good until the next call.
+        The result, a contiguous array or a tuple of them, is good until the next call. Work may keep what it brings
+        from the host, and nothing else that it makes. Raises MemoryError.
+        """
+
+    def set_aside(self, size: int) -> None:
+        """Take `size` bytes for all work that is ever recorded, in one piece: the largest may need so much.
+
+        Without, or where it needs more, memory is found as work is recorded. Raises MemoryError.
         """

@@ -1,14 +1,17 @@
 """A CuPy whose GPU is the emulator: as much of its interface as `engine.backends.cupy_device` uses, with its rules.
 
-Arrays are NumPy's with an address; kernels run in the emulator; a graph holds the launches that it was recorded from,
-with the very arrays, and does them again. It is stricter than CuPy: whatever would go to another stream than the one in
-use, would take memory from the common pool while a graph is recorded, or is not allowed then, is an AssertionError.
+Arrays are NumPy's with an address; kernels run in the emulator; a graph holds the launches that it was recorded from
+and does them again. As on a GPU it knows addresses, and owns nothing: what lies there when it is launched is what it
+works on. It is stricter than CuPy: whatever would go to
+another stream than the one in use, would take memory from the common pool while a graph is recorded, would work on
+memory that the machine has back, or is not allowed while a graph is recorded, is an AssertionError.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,17 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from tests.cuda.fake_memory import CUDARuntimeError, Memory, MemoryPointer, Pool, UnownedMemory
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
 SHARED_WITHOUT_ASKING = 48 << 10
 _KINDS = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
-
-
-class CUDARuntimeError(RuntimeError):
-    def __init__(self, status: int):
-        super().__init__(f"status {status}")
-        self.status = status
 
 
 class CUBLASError(CUDARuntimeError):
@@ -43,17 +41,35 @@ class Array(np.ndarray):
 
     machine: Machine
 
+    def __new__(cls, shape: Any, dtype: Any, memptr: MemoryPointer) -> Array:
+        """At an address; what has handed that out lives as long as the array and its views."""
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        held = _Held(memptr.mem, (ctypes.c_ubyte * count).from_address(memptr.ptr))
+        return np.asarray(held).view(dtype).reshape(shape).view(cls)
+
     def __array_finalize__(self, of: Any) -> None:
         self.machine = getattr(of, "machine", None)
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data)
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
 
     def __setitem__(self, place: Any, x: Any) -> None:
         """A kernel of CuPy's own."""
-        to = self.view(np.ndarray)
-        self.machine.do(lambda: to.__setitem__(place, x))
+        self.machine.do(lambda to, x: np.asarray(to).__setitem__(place, x), self, x)
+
+
+class _Held:
+    """Bytes for NumPy, and who owns them."""
+
+    def __init__(self, owner: object, raw: Any):
+        self._owner, self._raw = owner, raw
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (len(raw),),
+            "data": (ctypes.addressof(raw), False),
+        }
 
 
 @dataclass
@@ -64,29 +80,60 @@ class Machine:
     status: int = 0  # of getDeviceCount
     capability: tuple[int, int] = (9, 0)
     stream: Any = None
-    pool: Any = None
+    malloc: Any = None  # of the pool in use; None: the common one
     recorded: list[Callable[[], None]] | None = None
     launches: list[str] = field(default_factory=list)
     largest_shared: int = 0
-    room: int = 1 << 30  # bytes that one allocation may have
+    room: int = 1 << 30  # bytes that there are
+    memories: weakref.WeakSet[Memory] = field(default_factory=weakref.WeakSet)
+    graphs: weakref.WeakSet[_Graph] = field(default_factory=weakref.WeakSet)
 
-    def do(self, work: Callable[[], None]) -> None:
-        """On the stream in use, now or when the graph is launched."""
+    def __post_init__(self) -> None:
+        self.common = Pool(self)
+
+    @property
+    def allocated(self) -> int:
+        return sum(memory.size for memory in self.memories)
+
+    def do(self, work: Callable[..., None], *args: Any) -> None:
+        """On the stream in use, now or when the graph is launched, with what is at the addresses of arrays then."""
         assert self.stream is not None, "work for CuPy's own stream"
         if self.recorded is None:
-            work()
-        else:
-            self.recorded.append(work)
+            work(*args)
+            return
+        known = [_Address(self, arg) if isinstance(arg, Array) else (lambda arg=arg: arg) for arg in args]
+        self.recorded.append(lambda: work(*(arg() for arg in known)))
 
     def empty(self, shape: Any, dtype: Any) -> Array:
         assert self.stream is not None, "memory of another stream"
-        assert self.recorded is None or self.pool is not None, "recorded work takes memory from the common pool"
-        shape, kind = np.atleast_1d(shape).tolist(), _KINDS.get(np.dtype(dtype).name)
-        array = poisoned(tuple(shape), kind) if kind else np.full(shape, 0x7F, dtype)
-        if array.nbytes > self.room:
-            raise MemoryError
-        array = array.view(Array)
+        assert self.recorded is None or self.malloc is not None, "recorded work takes memory from the common pool"
+        shape, dtype = tuple(np.atleast_1d(shape).tolist()), np.dtype(dtype)
+        size = int(np.prod(shape)) * dtype.itemsize
+        array = Array(shape, dtype, (self.malloc or self.common.malloc)(max(1, size)))
         array.machine = self
+        kind = _KINDS.get(dtype.name)
+        array.view(np.ndarray)[...] = poisoned((), kind) if kind else np.frombuffer(b"\x7f" * dtype.itemsize, dtype)[0]
+        return array
+
+
+class _Address:
+    """An array as a graph knows it: views of one array stay views of one array."""
+
+    def __init__(self, machine: Machine, array: Array):
+        root: Any = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        self._machine, self._start, self._size = machine, root.ctypes.data, root.nbytes
+        self._view = array.shape, array.dtype, array.ctypes.data - self._start, array.strides
+
+    def __call__(self) -> Array:
+        stop = self._start + self._size
+        there = (of.ptr <= self._start and stop <= of.ptr + of.size for of in self._machine.memories)
+        assert any(there), "a graph works on memory that the machine has back"
+        raw = np.frombuffer((ctypes.c_ubyte * self._size).from_address(self._start), np.uint8)
+        shape, dtype, offset, strides = self._view
+        array = np.ndarray(shape, dtype, raw, offset, strides).view(Array)
+        array.machine = self._machine
         return array
 
 
@@ -103,7 +150,9 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cuda.driver = SimpleNamespace(CUDADriverError=CUDADriverError)
     cuda.Stream = lambda non_blocking: _Stream(machine)
     cuda.Event = _Event
-    cuda.MemoryPool = lambda: SimpleNamespace(malloc=object())
+    cuda.MemoryPool = lambda allocator=None: Pool(machine, allocator)
+    cuda.Memory = lambda size: Memory(machine, size)
+    cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, UnownedMemory
     cuda.Graph = _Graph
     cuda.alloc_pinned_memory = bytearray
     cuda.get_cublas_handle = lambda: 7
@@ -118,7 +167,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     )
     cupy.cuda, cupy.ndarray, cupy.empty = cuda, Array, machine.empty
     cupy.ascontiguousarray = lambda x: np.ascontiguousarray(x).view(Array)
-    cupy.get_default_memory_pool = lambda: SimpleNamespace(free_bytes=lambda: 100)
+    cupy.get_default_memory_pool = lambda: machine.common
     cupy.RawModule = lambda code, options: SimpleNamespace(get_function=lambda name: _Kernel(machine, code, name))
     cupy.RawKernel = _Kernel
     modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends.cuda.libs": libs}
@@ -153,7 +202,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         getDeviceCount=count,
         getDeviceProperties=lambda device: properties,
         deviceGetAttribute=lambda of, device: 228 << 10 if of == 81 else machine.capability[of - 75],
-        memGetInfo=lambda: (1 << 30, 2 << 30),
+        memGetInfo=lambda: (machine.room - machine.allocated, 2 << 30),
         memcpyAsync=copy,
         memsetAsync=clear,
     )
@@ -161,24 +210,25 @@ def _runtime(machine: Machine) -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _using(machine: Machine, malloc: object) -> Iterator[None]:
-    before, machine.pool = machine.pool, malloc
+    before, machine.malloc = machine.malloc, malloc
     try:
         yield
     finally:
-        machine.pool = before
+        machine.malloc = before
 
 
 class _Event:
     done = True
 
     def __init__(self, disable_timing: bool):
-        pass
+        self.awaited = True
 
     def synchronize(self) -> None:
-        pass
+        self.awaited = True
 
     def record(self, stream: _Stream) -> None:
         assert stream.machine.recorded is None
+        self.awaited = False
 
 
 class _Stream:
@@ -204,10 +254,12 @@ class _Stream:
     def end_capture(self) -> _Graph:
         work, self.machine.recorded = self.machine.recorded, None
         assert work is not None
-        return _Graph(work)
+        graph = _Graph(work)
+        self.machine.graphs.add(graph)
+        return graph
 
 
-@dataclass
+@dataclass(eq=False)
 class _Graph:
     work: list[Callable[[], None]]
 
@@ -231,11 +283,11 @@ class _Kernel:
         assert all(value is None or isinstance(value, Array | np.generic) for value in values)
         self.machine.largest_shared = max(self.machine.largest_shared, shared_mem)
 
-        def launch() -> None:
+        def launch(*values: Any) -> None:
             self.machine.launches.append(self.name)
             _program(self.text).launch(self.name, grid, block, *values, shared=shared_mem)
 
-        self.machine.do(launch)
+        self.machine.do(launch, *values)
 
 
 def _gemm(machine: Machine, handle: int, transa: int, transb: int, m: int, n: int, k: int, *rest: int) -> None:

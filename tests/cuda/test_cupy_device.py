@@ -73,7 +73,12 @@ def test_zeros(device, shape: tuple[int, ...], dtype: type) -> None:
 
 
 def test_memory_counts_what_the_pool_has(device) -> None:
-    assert device.memory() == ((1 << 30) + 100, 2 << 30)
+    before = device.memory()
+    assert before == (1 << 30, 2 << 30)
+    x = device.empty((1000,), np.float32)
+    assert device.memory() == ((1 << 30) - 4096, 2 << 30)
+    del x
+    assert device.memory() == before
 
 
 # -- launches ----------------------------------------------------------------------------------------------------
@@ -169,6 +174,103 @@ def test_an_error_while_recording_ends_the_recording(device, machine: Machine) -
         device.replay("key", work, [np.zeros(3)])
     assert machine.recorded is None
     np.testing.assert_array_equal(device.replay("key", work, [np.ones(3)]), np.ones(3))
+
+
+def doubled(device, calls: list[int] | None = None) -> Callable:
+    """Work: x (T, 16) → silu of its halves, with twice as much memory as that takes in between."""
+
+    def work(x):
+        if calls is not None:
+            calls.append(len(x))
+        between = device.empty((2, *x.shape), np.float32)
+        between[:] = x
+        y = device.empty((len(x), 8), np.float32)
+        silu(device, y, between[1])
+        return y
+
+    return work
+
+
+def rows(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.standard_normal((count, 16)).astype(np.float32)
+
+
+def test_the_recording_that_was_used_least_lately_goes(
+    device, fake: tuple[Machine, ModuleType], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, module = fake
+    monkeypatch.setattr(module, "_MOST_RECORDINGS", 3)
+    calls: list[int] = []
+    work = doubled(device, calls)
+
+    def replay(count: int) -> None:
+        x = rows(rng, count)
+        np.testing.assert_allclose(device.to_host(device.replay("key", work, [x])), silu_of(x), rtol=1e-5)
+
+    for count in (1, 2, 3):
+        replay(count)
+        replay(count)
+    oldest = {len(recording.inputs[0]): recording for recording in device._recordings.values()}[2]
+    replay(1)
+    assert calls == [1, 1, 2, 2, 3, 3]
+    replay(4)  # in the place of 2
+    assert len(machine.graphs) == 3 - 1 + (oldest.graph is not None)
+    assert oldest._copied.awaited  # its buffer on the host may still be read otherwise
+    del oldest
+    assert len(machine.graphs) == 2
+    for count in (1, 3, 4):
+        replay(count)
+    assert calls == [1, 1, 2, 2, 3, 3, 4, 4]
+    for _ in range(3):
+        replay(2)  # in the place of 1, from the beginning
+    assert calls[8:] == [2, 2]
+    for _ in range(2):
+        for count in (1, 2, 3, 4, 5):
+            replay(count)
+    assert len(device._recordings) == 3
+
+
+def test_recordings_share_the_memory_that_is_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
+    """The result and everything in between, of as many shapes as there are: as much as the largest of them takes."""
+    device.set_aside((32 + 8) * 4 * 40 + 20 * 512 * 6)
+    before, work = machine.allocated, doubled(device)
+    for count in (*range(1, 21), *range(40, 20, -1)):
+        for _ in range(3):
+            x = rows(rng, count % 20 + 1)
+            result = device.to_host(device.replay(count, work, [x]))
+            np.testing.assert_allclose(result, silu_of(x), rtol=1e-5)
+    assert machine.allocated == before
+
+
+def test_a_gpu_without_memory_keeps_what_graphs_work_on(device, machine: Machine, rng: np.random.Generator) -> None:
+    work, x = doubled(device), rows(rng, 2)
+    for _ in range(2):
+        device.replay("key", work, [x])
+    spare = device.empty((1 << 16,), np.uint8)
+    del spare  # the common pool has it
+    machine.room = machine.allocated
+    big = rows(rng, 100)
+    np.testing.assert_allclose(device.to_host(device.replay("key", work, [big])), silu_of(big), rtol=1e-5)
+    with pytest.raises(MemoryError):
+        device.replay("key", work, [rows(rng, 10_000)])
+    np.testing.assert_allclose(device.to_host(device.replay("key", work, [x])), silu_of(x), rtol=1e-5)
+
+
+def test_what_is_uploaded_while_work_is_done_for_the_first_time_lasts(device, rng: np.random.Generator) -> None:
+    """Rotations come to the device when they are first wanted: never where a graph works."""
+    kept: list = []
+    x, work = rows(rng, 30), doubled(device)
+    for _ in range(2):
+        device.replay("before", work, [x])
+
+    def first(x):
+        if not kept:
+            kept.append(device.from_host(np.arange(96, dtype=np.float32)))
+        return work(x)
+
+    device.replay("key", first, [x])
+    device.replay("before", work, [x])
+    np.testing.assert_array_equal(device.to_host(kept[0]), np.arange(96))
 
 
 def test_a_whole_model_says_the_same_recorded_or_not(device, machine: Machine) -> None:
