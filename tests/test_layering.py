@@ -47,7 +47,9 @@ ROOMS = {
     "engine.backends.cuda_heads": CUDA,
     "engine.backends.cuda_cache_ops": CUDA | {"engine.backends.numpy_attention", "engine.backends.stored"},
     "engine.backends.cuda_ops": CUDA,
-    "engine.backends.cupy_device": {"engine.backends.device", "engine.backends.kernels", "engine.errors"},
+    "engine.backends.cupy_recording": {"engine.backends.device"},
+    "engine.backends.cupy_device": {"engine.errors"}
+    | {f"engine.backends.{name}" for name in ("cupy_recording", "device", "kernels")},
     "engine.backends.select": {"engine.backends", "engine.errors"},
     "engine.kv.tables": {"engine.kv.blocks"},
     "engine.kv.plan": OPS | {"engine.conditioning", "engine.errors"},
@@ -141,7 +143,7 @@ def test_pure_rooms_need_almost_nothing(room: str, allowed: set[str]) -> None:
 
 def test_only_the_cuda_backend_imports_cupy() -> None:
     users = {name for name, path in ALL.items() if any(i.split(".")[0] == "cupy" for i in imports(path))}
-    assert users <= {"engine.backends.cupy_device"}
+    assert users <= {"engine.backends.cupy_device", "engine.backends.cupy_recording"}
 
 
 def test_cuda_holds_no_python() -> None:

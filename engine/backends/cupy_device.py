@@ -1,4 +1,4 @@
-"""The GPU through CuPy: the only file that imports it. See `engine.backends.device.Device`.
+"""The GPU through CuPy, which this file and `cupy_recording` alone import. See `engine.backends.device.Device`.
 
 CuPy gives us memory, compilation, launches, cuBLAS and graphs; all arithmetic is in `cuda/`, but for copies between
 strided arrays. Everything happens on one stream. Which stream is the current one is a matter of each thread in CuPy, so
@@ -7,27 +7,23 @@ every call here that CuPy might put on a stream says ours first.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
+from engine.backends.cupy_recording import Recordings, memory_errors, pinned
 from engine.backends.device import Result
 from engine.backends.kernels import OPTIONS, source
 from engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY; 3 is cuBLAS's
-_CUBLAS_OUT_OF_MEMORY = 3
 
 _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every launch may have
 _STAGED_BYTES = 1 << 20  # larger arrays are not worth a copy in pinned memory
-_ALIGNMENT = 256  # of what lies side by side in one buffer
-_MOST_RECORDINGS = 24  # each is a graph of some hundred launches, and is recorded again in a few steps' time
 
 # Attributes of a device: its compute capability, and the shared memory of a multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
@@ -89,10 +85,7 @@ class CupyDevice:
         self._modules: dict[str, cupy.RawModule] = {}
         self._kernels: dict[tuple[str, str], _Kernel] = {}
         self._uploads: deque[tuple[cupy.cuda.Event, Any]] = deque()
-        self._recordings: dict[Hashable, _Recording] = {}  # the one used last is the last
-        # What recorded work writes to: kept apart, since a graph uses the same addresses for ever. All graphs share it,
-        # for they run one after another.
-        self._recorded_memory = cupy.cuda.MemoryPool(_memory_for_good)
+        self._recordings = Recordings(self._stream)
         self._factors = np.array([0, 1], np.float32)  # of cuBLAS, on the host
 
     def memory(self) -> tuple[int, int]:
@@ -122,10 +115,10 @@ class CupyDevice:
         elif x.nbytes:
             while self._uploads and self._uploads[0][0].done:
                 self._uploads.popleft()
-            pinned = _pinned(x.nbytes)  # not touched again until it has been copied
-            pinned[:] = x.reshape(-1).view(np.uint8)
-            self._copy_in(y, pinned.ctypes.data, x.nbytes)
-            self._uploads.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), pinned))
+            staged = pinned(x.nbytes)  # not touched again until it has been copied
+            staged[:] = x.reshape(-1).view(np.uint8)
+            self._copy_in(y, staged.ctypes.data, x.nbytes)
+            self._uploads.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), staged))
         return y
 
     def to_host(self, x: cupy.ndarray) -> np.ndarray:
@@ -165,7 +158,7 @@ class CupyDevice:
         kind = _GEMM_TYPES[x.dtype.name]
         self._stream.use()
         # cuBLAS counts columns first: a matrix of ours is its transpose there, so this is yᵀ = weight · xᵀ.
-        with _memory_errors():
+        with memory_errors():
             cublas.gemmEx(
                 cupy.cuda.get_cublas_handle(),
                 *(cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, out, rows, width),
@@ -176,29 +169,11 @@ class CupyDevice:
 
     def set_aside(self, size: int) -> None:
         self._stream.use()
-        with _memory_errors(), cupy.cuda.using_allocator(self._recorded_memory.malloc):
-            cupy.empty(size, np.uint8)  # given back to the pool at once, which takes smaller arrays from it
+        self._recordings.set_aside(size)
 
     def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
-        """The first call with a key only works, which compiles kernels and finds memory; the second one is recorded."""
         self._stream.use()
-        whole = key, tuple((x.shape, x.dtype.str) for x in inputs)
-        with _memory_errors():
-            recording = self._recordings.pop(whole, None)
-            if recording is None:
-                while len(self._recordings) >= _MOST_RECORDINGS:
-                    self._recordings.pop(next(iter(self._recordings))).end()
-                recording = _Recording(self._stream, self._recorded_memory, inputs)
-                recording.take(inputs)
-                with cupy.cuda.using_allocator(self._recorded_memory.malloc):
-                    result = work(*recording.inputs)
-                self._recordings[whole] = recording
-                return result
-            self._recordings[whole] = recording
-            recording.take(inputs)
-            if recording.graph is None:
-                recording.record(work)
-            return recording.launch()
+        return self._recordings.replay(key, work, inputs)
 
 
 class _Kernel:
@@ -214,88 +189,6 @@ class _Kernel:
             self._allowed = shared
 
 
-class _Recording:
-    """Work with inputs of certain shapes: a graph, once it is recorded, and the arrays that it works on."""
-
-    def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, inputs: Sequence[np.ndarray]):
-        self.graph: cupy.cuda.Graph | None = None
-        self._result: Any = None
-        self._stream, self._memory = stream, memory
-        # All inputs travel in one copy, out of a pinned buffer that is not touched while it is under way.
-        ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in inputs]).tolist()
-        starts = [0, *ends[:-1]]
-        size = ends[-1] if ends else 0
-        self._pinned, self._copied = _pinned(size), cupy.cuda.Event(disable_timing=True)
-        with cupy.cuda.using_allocator(memory.malloc):
-            self._buffer = cupy.empty(size, np.uint8)
-        places = [slice(start, start + x.nbytes) for start, x in zip(starts, inputs, strict=True)]
-        self._staged = [self._pinned[place] for place in places]
-        self.inputs = [
-            self._buffer[place].view(x.dtype).reshape(x.shape) for place, x in zip(places, inputs, strict=True)
-        ]
-
-    def take(self, inputs: Sequence[np.ndarray]) -> None:
-        """Bring the values of this call to the device."""
-        self._copied.synchronize()
-        for staged, x in zip(self._staged, inputs, strict=True):
-            staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        size, to, of = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
-        _runtime.memcpyAsync(to, of, size, _runtime.memcpyHostToDevice, self._stream.ptr)
-        self._copied.record(self._stream)
-
-    def record(self, work: Callable[..., Any]) -> None:
-        """Turn work(*self.inputs) into a graph without doing it."""
-        self._stream.begin_capture()
-        try:
-            with cupy.cuda.using_allocator(self._memory.malloc):
-                result = work(*self.inputs)
-        except BaseException:
-            with contextlib.suppress(Exception):  # the capture may be void; what went wrong is in the first error
-                self._stream.end_capture()
-            raise
-        self.graph = self._stream.end_capture()
-        self._result = _without_claim(result)
-
-    def launch(self) -> Any:
-        assert self.graph is not None
-        self.graph.launch(self._stream)
-        return self._result
-
-    def end(self) -> None:
-        """Before it is let go: nothing reads the buffer on the host any more."""
-        self._copied.synchronize()
-
-
-def _without_claim(result: Any) -> Any:
-    """Views of the same memory that leave it free for whatever is recorded or launched next."""
-    if isinstance(result, tuple):
-        return tuple(map(_without_claim, result))
-    assert result.flags.c_contiguous
-    memory = cupy.cuda.UnownedMemory(result.data.ptr, result.nbytes, None, result.data.device_id)
-    return cupy.ndarray(result.shape, result.dtype, cupy.cuda.MemoryPointer(memory, 0))
-
-
-def _memory_for_good(size: int) -> cupy.cuda.MemoryPointer:
-    """For a pool whose free memory is in use: that of graphs. Raises MemoryError.
-
-    A pool that gets CUDA's own error gives its free memory back to look for more, and graphs would write to what is no
-    longer theirs. Instead the common pool gives back what it has.
-    """
-    with _memory_errors():
-        try:
-            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
-        except _runtime.CUDARuntimeError as error:
-            if error.status != _OUT_OF_MEMORY:
-                raise
-        cupy.get_default_memory_pool().free_all_blocks()
-        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
-
-
-def _pinned(size: int) -> np.ndarray:
-    """Bytes of the host that the device can read by itself."""
-    return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
-
-
 def _argument(arg: Any) -> Any:
     """An argument of a launch as CuPy takes it. TypeError for what would arrive as another type than it looks."""
     if arg is None:
@@ -303,18 +196,3 @@ def _argument(arg: Any) -> Any:
     if isinstance(arg, _ARGUMENTS):
         return arg
     raise TypeError(f"a kernel takes device arrays, None, np.int32, np.int64 and np.float32, not {type(arg).__name__}")
-
-
-@contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
-    """MemoryError for what the runtime, the driver and cuBLAS say when there is no memory."""
-    try:
-        yield
-    except cublas.CUBLASError as error:
-        if error.status != _CUBLAS_OUT_OF_MEMORY:
-            raise
-        raise MemoryError(str(error)) from error
-    except (_runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-        if error.status != _OUT_OF_MEMORY:
-            raise
-        raise MemoryError(str(error)) from error

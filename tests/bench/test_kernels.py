@@ -35,7 +35,7 @@ CONFIG = replace(
     LLAMA_8B, layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64, max_context=128
 )
 SIZES = Sizes(CONFIG, block_size=16, blocks=3, rotated=1 << 13, copied=1 << 12, noise=999, gemm=32, prompt=48, runs=1)
-DEVICE = "engine.backends.cupy_device"
+DEVICE, RECORDING = "engine.backends.cupy_device", "engine.backends.cupy_recording"
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------
@@ -99,13 +99,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     cuda.runtime.deviceSynchronize = lambda: None
     cuda.runtime.driverGetVersion, cuda.runtime.runtimeGetVersion = lambda: 13020, lambda: 13000
     cupy.copyto, cupy.__version__ = copy, "14.0"
-    cupy.get_default_memory_pool = lambda: SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, DEVICE, raising=False)
+    for name in (DEVICE, RECORDING):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(gpu_setup, "select", lambda device, threads: importlib.import_module(DEVICE))
     yield machine
-    sys.modules.pop(DEVICE, None)
+    for name in (DEVICE, RECORDING):
+        sys.modules.pop(name, None)
 
 
 def no_peers(config: Any, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:

@@ -19,7 +19,7 @@ from tests.cuda.formats import STEP, read, store
 from tests.cuda.test_model_emulated import talk
 
 SILU = source("silu_mul", ACT="float")
-NAME = "engine.backends.cupy_device"
+NAME, RECORDING = "engine.backends.cupy_device", "engine.backends.cupy_recording"
 
 
 @pytest.fixture
@@ -28,9 +28,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]
     machine, modules = fake_cupy.make()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    for name in (NAME, RECORDING):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield machine, importlib.import_module(NAME)
-    sys.modules.pop(NAME, None)
+    for name in (NAME, RECORDING):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -196,10 +198,9 @@ def rows(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def test_the_recording_that_was_used_least_lately_goes(
-    device, fake: tuple[Machine, ModuleType], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    device, machine: Machine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine, module = fake
-    monkeypatch.setattr(module, "_MOST_RECORDINGS", 3)
+    monkeypatch.setattr(sys.modules[RECORDING], "_MOST_RECORDINGS", 3)
     calls: list[int] = []
     work = doubled(device, calls)
 
@@ -210,7 +211,7 @@ def test_the_recording_that_was_used_least_lately_goes(
     for count in (1, 2, 3):
         replay(count)
         replay(count)
-    oldest = {len(recording.inputs[0]): recording for recording in device._recordings.values()}[2]
+    oldest = {len(recording.inputs[0]): recording for recording in device._recordings._kept.values()}[2]
     replay(1)
     assert calls == [1, 1, 2, 2, 3, 3]
     replay(4)  # in the place of 2
@@ -227,7 +228,7 @@ def test_the_recording_that_was_used_least_lately_goes(
     for _ in range(2):
         for count in (1, 2, 3, 4, 5):
             replay(count)
-    assert len(device._recordings) == 3
+    assert len(device._recordings._kept) == 3
 
 
 def test_recordings_share_the_memory_that_is_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
