@@ -81,6 +81,11 @@ def _refuse_unsupported(gguf: GgufFile, prefix: str) -> None:
 
     if prefix + "expert_count" in gguf.metadata and given(prefix + "expert_count"):
         raise LoadError(f"{gguf.path} holds a mixture of experts, which is not supported; use a dense model.")
+    if gguf.metadata.get(prefix + "attention.causal") is False:
+        raise LoadError(
+            f"{gguf.path} holds an embedding model, whose tokens see those behind them ({prefix}attention.causal is "
+            "false): it cannot generate text; use a model that is made for it."
+        )
     if given(prefix + "rope.scaling.yarn_log_multiplier"):
         raise LoadError(f"{gguf.path} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
     parts = given("split.count")
@@ -113,9 +118,10 @@ def _fields(gguf: GgufFile, prefix: str) -> Fields:
 
 def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, object]:
     rope = {ours: metadata[prefix + key] for ours, key in _ROPE_KEYS.items() if prefix + key in metadata}
-    if "rope_type" not in rope and prefix + "rope.scale_linear" in metadata:  # how older files put it
-        return {"rope_type": "linear", "factor": metadata[prefix + "rope.scale_linear"]}
-    if rope.get("rope_type", "none") == "none":
+    if "factor" not in rope and prefix + "rope.scale_linear" in metadata:  # how older files put it
+        rope["factor"] = metadata[prefix + "rope.scale_linear"]
+    # As in llama.cpp, what does not say its type is linear, and without a factor, or with that of zero, not scaled.
+    if rope.setdefault("rope_type", "linear") == "none" or (rope["rope_type"] == "linear" and not rope.get("factor")):
         return {}
     magnitude = metadata.get(prefix + "rope.scaling.attn_factor")
     factor = rope.get("factor")

@@ -81,7 +81,8 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
         "attention.layer_norm_rms_epsilon": config.norm_eps,
     } | {key.replace("__", "."): value for key, value in changes.items()}
     for key, value in numbers.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add = adds[type(value)]
         add(key if key.startswith("split.") else f"{arch}.{key}", value)
     return writer
 

@@ -232,9 +232,32 @@ def test_a_gguf_files_yarn_magnitude_multiplies_yarns_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("scaling", "factor"),
+    [
+        ({"rope__scaling__factor": 4.0}, 4.0),
+        ({"rope__scale_linear": 4.0}, 4.0),
+        ({"rope__scaling__type": "linear", "rope__scale_linear": 4.0}, 4.0),
+        ({"rope__scaling__factor": 2.0, "rope__scale_linear": 4.0}, 2.0),
+        ({"rope__scaling__factor": 0.0}, None),
+        ({"rope__scaling__type": "linear"}, None),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None),
+        ({"rope__scaling__original_context_length": 64}, None),
+    ],
+)
+def test_a_gguf_files_scaling_without_a_type_is_linear(
+    scaling: dict[str, object], factor: float | None, tmp_path: Path
+) -> None:
+    config, weights, _ = load_weights(MODELS / "llama_mha")
+    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
+    plain = RopeConfig(theta=config.rope.theta)
+    assert got.rope == (replace(plain, kind="linear", factor=factor) if factor else plain)
+
+
+@pytest.mark.parametrize(
     ("arch", "changes", "named"),
     [
         ("gemma", {}, "gemma.*supported are llama, qwen2, qwen3"),
+        ("llama", {"attention__causal": False}, "embedding model.*llama.attention.causal is false"),
         ("llama", {"expert_count": 8}, "mixture of experts"),
         ("llama", {"split.count": 3}, "one of 3 parts"),
         ("llama", {"rope__dimension_count": 4}, "llama.rope.dimension_count is 4"),
