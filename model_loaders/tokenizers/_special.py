@@ -10,7 +10,7 @@ from model_loaders.tokenizers._base import SpecialIds
 
 # Ends of a text or of a turn in the chat formats of the Llama family. Where a vocabulary has one as a control token,
 # the model means "I am done" by it, even if its configuration forgot to say so.
-_WELL_KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+WELL_KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def for_folder(
 
 def well_known_ends(control: Mapping[str, int]) -> set[int]:
     """Ids of the end-of-turn and end-of-text strings that a vocabulary has as control tokens."""
-    return {control[string] for string in _WELL_KNOWN_ENDS if string in control}
+    return {control[string] for string in WELL_KNOWN_ENDS if string in control}
 
 
 def ids_in(value: object) -> set[int]:

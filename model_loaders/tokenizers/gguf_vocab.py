@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 from model_loaders.errors import LoadError
 from model_loaders.tokenizers import patterns
 from model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
-from model_loaders.tokenizers._special import ids_in, well_known_ends
+from model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
 from model_loaders.tokenizers.hf_json import LibraryTokenizer
 from model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer, protobuf
 
@@ -80,9 +80,12 @@ def load(gguf: GgufFile) -> BaseTokenizer:
     tokens = vocabulary.list_of("tokenizer.ggml.tokens", str)
     types = [int(_Type.NORMAL)] * len(tokens)
     if "tokenizer.ggml.token_type" in gguf.metadata:
-        types = vocabulary.list_of("tokenizer.ggml.token_type", int, len(tokens))
+        types = list(vocabulary.list_of("tokenizer.ggml.token_type", int, len(tokens)))
     if unknown := set(types) - set(_Type):
         raise LoadError(f"{gguf.path} has tokens of the unknown type {min(unknown)} (tokenizer.ggml.token_type).")
+    for i, (token, token_type) in enumerate(zip(tokens, types, strict=True)):
+        if token_type == _Type.USER_DEFINED and token in WELL_KNOWN_ENDS:  # a converter's slip, as llama.cpp sees it
+            types[i] = _Type.CONTROL
     return builders[kind](_Vocabulary(gguf.path, gguf.metadata, tokens, types))
 
 
@@ -108,7 +111,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if kind == _Type.USER_DEFINED and token:
             library.add_tokens([tokenizers.AddedToken(token, normalized=False)])
-    special = vocabulary.special(adds_bos=whole_words)  # of these kinds, Llama 3 alone begins with BOS
+    special = vocabulary.special(adds_bos=whole_words)  # the same kinds begin with BOS
     return LibraryTokenizer(library, control, special, byte_level=True, vocab_size=len(vocabulary.tokens))
 
 

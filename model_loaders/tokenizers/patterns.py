@@ -10,32 +10,58 @@ _WORDS = (
 )
 LLAMA3 = _WORDS.replace("DIGITS", r"\p{N}{1,3}")
 QWEN2 = _WORDS.replace("DIGITS", r"\p{N}")
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
-# GGUF's names of pre-tokenizers (`tokenizer.ggml.pre`) that cut alike.
-_CUT_BY_PATTERN = {
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
+# Mistral's, as it publishes it: a word begins anew where capitals follow small letters. llama.cpp takes the case of
+# ASCII letters alone into account.
+_CAPITALS, _SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]*[{_SMALL}]+|[^\r\n\p{{L}}\p{{N}}]?[{_CAPITALS}]+[{_SMALL}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# DeepSeek's first models: letters with case, in the ranges of their tokenizer.json, and Chinese, Japanese and Korean.
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
+    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d"
+    "\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
+    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_MARKS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+
+# GGUF's names of pre-tokenizers (`tokenizer.ggml.pre`), of the architectures that are supported, and what they cut by,
+# one expression after the other: what an expression finds, and what it leaves between, is cut by the next one.
+_EXPRESSIONS: dict[str, tuple[str, ...]] = {
+    # llama.cpp's choice where a file does not say; no model is known to be trained with it.
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "smaug-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), (QWEN2,)),
+    **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "olmo", "phi-2", "trillion"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "codeshell", "minerva-7b", "refact", "starcoder"), (r"\p{N}", _GPT2)),
+    "tekken": (_TEKKEN,),
+    "deepseek-llm": (r"[\r\n]", rf"\s?[{_CASED}]+", _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+"),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),
 }
-_CUT_AS_GPT2 = {"gpt-2", "default"}
-_CUT_AS_GPT2_WITH_SINGLE_DIGITS = {"smollm"}
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "tekken"}
 
-KNOWN = sorted({*_CUT_BY_PATTERN, *_CUT_AS_GPT2, *_CUT_AS_GPT2_WITH_SINGLE_DIGITS})
+KNOWN = sorted(_EXPRESSIONS)
 
 
 def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
     """The word cutter that GGUF calls `name`, ending in the byte alphabet; None if it is not known."""
-    if name in _CUT_BY_PATTERN:
-        split = pre_tokenizers.Split(Regex(_CUT_BY_PATTERN[name]), "isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if name in _CUT_AS_GPT2_WITH_SINGLE_DIGITS:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    return gpt2 if name in _CUT_AS_GPT2 else None
+    if name not in _EXPRESSIONS:
+        return None
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _EXPRESSIONS[name]]
+    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def takes_known_words_whole(name: str) -> bool:
     """Whether a word that is in the vocabulary is one token even where the merges would not lead to it."""
-    return _CUT_BY_PATTERN.get(name) == LLAMA3
+    return name in _WHOLE_WORDS

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
 from model_loaders.errors import LoadError
-from model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf
+from model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf, patterns
 from tests.model_loaders import vocabularies as vocab
 from tests.shared_data import shared
 
@@ -28,6 +28,7 @@ VECTORS = {  # llama.cpp's name of its test vectors → tokenizers that must agr
     "qwen2": ("qwen2-gguf", "qwen2.5-json"),
     "llama-spm": ("llama2-gguf", "llama2-json", "llama2-model", "stories15M-json"),
 }
+WORDS = json.loads((Path(__file__).parents[1] / "fixtures" / "words.json").read_text(encoding="utf-8"))
 SPECIAL_LOOKING = st.sampled_from(
     ["<|im_end|>", "<|im_start|>", "</s>", "<s>", "<unk>", "<|eot_id|>", "<|begin_of_text|>", "<|", "|>", "<0x0A>", "<"]
 )
@@ -148,6 +149,31 @@ def test_a_ggufs_user_defined_tokens_are_text_and_control_tokens_are_not(tiny) -
     assert tokenizer.token_bytes(end) == b""
     assert tokenizer.token_name(end) == "<|im_end|>"
     assert end in tokenizer.eos_ids
+
+
+@pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
+def test_an_end_of_turn_that_a_gguf_calls_user_defined_ends_the_answer(tiny) -> None:
+    gguf = tiny(("<|im_end|>", vocab.USER_DEFINED))
+    end = len(gguf.metadata["tokenizer.ggml.tokens"]) - 1
+    tokenizer = load_for_gguf(gguf)
+    assert end in tokenizer.eos_ids
+    assert tokenizer.tokenize("<|im_end|>", control=True) == [end]
+    assert end not in tokenizer.tokenize("<|im_end|>")
+    assert tokenizer.token_bytes(end) == b""
+
+
+def test_a_gguf_that_does_not_say_how_it_cuts_words_is_cut_as_llama_cpp_does() -> None:
+    """Its default takes digits by three, from the left; GPT-2, all together."""
+    merges = {"tokenizer.ggml.merges": ["h e", "1 2", "12 3", "123 4"]}
+    more = tuple((token, vocab.NORMAL) for token in ("12", "123", "1234"))
+    cuts = {}
+    for pre in (None, "default", "gpt-2"):
+        gguf = vocab.tiny_bpe(*more, **merges, **{"tokenizer.ggml.pre": pre})
+        if pre is None:
+            del gguf.metadata["tokenizer.ggml.pre"]
+        tokenizer = load_for_gguf(gguf)
+        cuts[pre] = [tokenizer.token_name(i) for i in tokenizer.tokenize("1234")]
+    assert cuts == {None: ["123", "4"], "default": ["123", "4"], "gpt-2": ["1234"]}
 
 
 def test_rebuilt_sentencepiece_vocabulary_obeys_the_files_settings() -> None:
@@ -274,6 +300,23 @@ class TestTokenizerModelFolders:
         shutil.copy(shared("models", "stories260K", "tokenizer.json"), tmp_path)
         sentencepiece_file(tmp_path)
         assert load_for_folder(tmp_path, {}, {}).vocab_size == 512
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_are_cut_as_llama_cpp_cuts_them(name: str) -> None:
+    """The words of the file are those of its `unicode_regex_split`, as in llama-cpp-python 0.3.36."""
+    cutter = patterns.pre_tokenizer(name)
+    assert cutter is not None
+    cut = {text: [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] for text in WORDS[name]}
+    assert cut == WORDS[name]
+
+
+def test_tekken_begins_a_word_at_any_scripts_capitals() -> None:
+    """As Mistral's own expression does; llama.cpp's goes by the case of ASCII letters."""
+    cutter = patterns.pre_tokenizer("tekken")
+    assert cutter is not None
+    text = "ÉcoleÉLÈVE жЖ"
+    assert [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] == ["École", "ÉLÈVE", " ж", "Ж"]
 
 
 class TestErrors:
