@@ -6,7 +6,7 @@
 ...         print(chunk.text, end="", flush=True)
 """
 
-from engine.config import EngineConfig, SamplingParams
+from engine.config import EngineConfig, PromptOptions, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.outputs import CacheStats, Chunk, Completion, Score, TokenLogprob, Usage
@@ -19,6 +19,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineError",
+    "PromptOptions",
     "SamplingParams",
     "Score",
     "Session",

@@ -40,11 +40,14 @@ class Answers:
         self._size = 0
         self._lock = Lock()
 
-    def recalled(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """`messages`, with "token_ids" wherever an assistant's answer to what is before it is known."""
+    def recalled(self, messages: Sequence[Message], salt: str = "") -> Sequence[Message]:
+        """`messages`, with "token_ids" wherever an assistant's answer to what is before it is known.
+
+        salt: what is known is what was kept under the same one.
+        """
         if not self._capacity or not all(_is_plain(message) for message in messages):
             return messages  # what is wrong with them is said by who reads them
-        keys = list(_keys(messages))
+        keys = list(_keys(messages, salt))
         with self._lock:
             return [self._with_ids(message, key) for message, key in zip(messages, keys, strict=True)]
 
@@ -55,11 +58,11 @@ class Answers:
         self._ids.move_to_end(key)
         return {**message, "token_ids": tuple(known)}
 
-    def question(self, messages: Sequence[Message]) -> bytes | None:
+    def question(self, messages: Sequence[Message], salt: str = "") -> bytes | None:
         """What `keep` wants to know of `messages`, as they are now; None where no answers are kept."""
         if not self._capacity:
             return None
-        *_, question = _keys(messages)
+        *_, question = _keys(messages, salt)
         return question
 
     def keep(self, question: bytes, ids: Sequence[int]) -> None:
@@ -69,11 +72,11 @@ class Answers:
             text = detokenizer.push(ids) + detokenizer.finish()
             self._put(_key(question, {"role": "assistant", "content": text}), ids)
 
-    def known(self, messages: Sequence[Message]) -> Known:
+    def known(self, messages: Sequence[Message], salt: str = "") -> Known:
         """The answers in `messages` that are known, to be given to `restore` some day."""
         if not all(_is_plain(message) for message in messages):
             return ()
-        keys = list(_keys(messages))
+        keys = list(_keys(messages, salt))
         with self._lock:
             return tuple((key.hex(), tuple(self._ids[key])) for key in keys if key in self._ids)
 
@@ -101,9 +104,10 @@ def _is_plain(message: object) -> bool:
     return isinstance(message, Mapping) and all(isinstance(message.get(field), str) for field in ("role", "content"))
 
 
-def _keys(messages: Sequence[Message]) -> Iterator[bytes]:
+def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
     """For each message, a digest of the conversation up to and with it."""
-    return islice(accumulate(messages, _key, initial=b""), 1, None)
+    begin = hashlib.blake2b(salt.encode(errors="replace"), digest_size=KEY_BYTES).digest() if salt else b""
+    return islice(accumulate(messages, _key, initial=begin), 1, None)
 
 
 def _key(before: bytes, message: Message) -> bytes:

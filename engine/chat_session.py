@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from engine.config import SamplingParams
+from engine.config import PromptOptions, SamplingParams
 from engine.console import PROMPT, Console, ctrl_c_asked, state_folder
 from engine.engine import Engine
 from engine.errors import EngineError
@@ -127,8 +127,10 @@ class Session:
         pieces: list[str] = []
         ids: list[int] = []
         reason, usage = None, None
+        as_written = PromptOptions(parse_special=True)  # a raw prompt is whole: it brings its own template along
+        answer = self.engine.stream(prompt, self.params, as_written, progress=True)
         try:
-            with ctrl_c_asked() as asked, closing(self.engine.stream(prompt, self.params, progress=True)) as chunks:
+            with ctrl_c_asked() as asked, closing(answer) as chunks:
                 for chunk in chunks:
                     if chunk.prompt_tokens:
                         self._console.prefill(chunk.prefilled, chunk.prompt_tokens)

@@ -165,3 +165,14 @@ class SamplingParams:
         None,
         help="give the log-probability of each generated token, and of so many (0 to 20) most likely ones in its place",
     )
+    stop_token_ids: tuple[int, ...] = setting((), help="end the answer at these tokens, as at the model's own ends")
+    min_tokens: int = setting(0, help="no token that ends the answer is drawn before so many others")
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How a prompt is read, and which stored tokens may stand for its own."""
+
+    parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
+    cache_prompt: bool = True  # False: all of it is computed, whatever the store has
+    cache_salt: str = ""  # what one request has stored is found by those alone that have the same salt

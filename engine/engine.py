@@ -11,7 +11,7 @@ from typing import Any
 
 from engine import assembly, score, sessions
 from engine.answers import Answers
-from engine.config import EngineConfig, SamplingParams
+from engine.config import EngineConfig, PromptOptions, SamplingParams
 from engine.detokenizer import Detokenizer
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
@@ -67,7 +67,14 @@ class Engine:
 
     # -- generating --------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, progress: bool = False) -> Chunks:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        options: PromptOptions | None = None,
+        *,
+        progress: bool = False,
+    ) -> Chunks:
         """Generate behind `prompt`, chunk by chunk; the last chunk has a finish_reason and the usage.
 
         prompt: text for raw completion, messages for the chat template, or token ids as they are. With `progress`,
@@ -75,19 +82,26 @@ class Engine:
         for a prompt that cannot be served ("context_length_exceeded", "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
-        return self._drain(self._request(prompt, params or SamplingParams(), outbox, progress), outbox)
+        return self._drain(self._request(prompt, params, options, outbox, progress), outbox)
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, options: PromptOptions | None = None
+    ) -> Completion:
         """The whole answer at once."""
-        return fold(self.stream(prompt, params))
+        return fold(self.stream(prompt, params, options))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Completion:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions | None = None,
+    ) -> Completion:
         """The answer to a conversation: messages with "role" and "content".
 
         An assistant message may carry the "token_ids" it was generated as. The next turn finds them in the cache, and
         those of a recent answer that comes back as text alone.
         """
-        return fold(self.stream(messages, params))
+        return fold(self.stream(messages, params, options))
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2) through the cache as steps see it; waits for its turn.
@@ -130,22 +144,30 @@ class Engine:
     # -- sessions ----------------------------------------------------------------------------------------------
 
     def save_session(
-        self, path: Place, *, prompt: Prompt | None = None, note: Any = None, progress: Progress | None = None
+        self,
+        path: Place,
+        *,
+        prompt: Prompt | None = None,
+        options: PromptOptions | None = None,
+        note: Any = None,
+        progress: Progress | None = None,
     ) -> int:
         """Write the K/V of the most recent sequence, or of as much of `prompt` as is in the store; returns its tokens.
 
-        prompt: as `stream` takes it; of messages, the ids of known answers are written too. note: anything that JSON
-        can say. progress: told bytes written and bytes in all. Raises EngineError with the code "session", or
-        "storage" where the place for it is at fault.
+        prompt, options: as `stream` takes them; of messages, the ids of known answers are written too. note: anything
+        that JSON can say. progress: told bytes written and bytes in all. Raises EngineError with the code "session",
+        or "storage" where the place for it is at fault.
         """
-        answers = self._answers.known(prompt) if prompt is not None and is_chat(prompt) else ()
-        asked = None
+        options = options or PromptOptions()
+        salt, asked = options.cache_salt, None
+        answers = self._answers.known(prompt, salt) if prompt is not None and is_chat(prompt) else ()
         if prompt is not None:
-            asked = checked_ids(prompt_ids(prompt, self.model, self._answers), self.model, self.context, room=0)
+            found = prompt_ids(prompt, self.model, self._answers, options, context=self.context)
+            asked = checked_ids(found, self.model, self.context, room=0)
         with self._exclusive():
             sessions.check_types(self._store.shape)
-            ids = self._work.newest.ids if asked is None else asked
-            kv = self._prefixes.resume(ids)
+            ids, salt = (self._work.newest.ids, self._work.newest.salt) if asked is None else (asked, salt)
+            kv = self._prefixes.resume(ids, salt)
             try:
                 saved = sessions.take_out(self._store, kv)
             finally:
@@ -154,11 +176,11 @@ class Engine:
         sessions.write(path, self._identity, session, saved, progress)
         return saved.length
 
-    def load_session(self, path: Place, *, progress: Progress | None = None) -> Session:
+    def load_session(self, path: Place, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
         """Put a saved session back, so that the next prompt that begins with its ids finds them in the store.
 
-        progress: told bytes read and bytes in all. Raises EngineError with the code "session", or "storage" where the
-        file cannot be read.
+        cache_salt: that of the prompts that are to find them. progress: told bytes read and bytes in all. Raises
+        EngineError with the code "session", or "storage" where the file cannot be read.
         """
         if self.config.kept_sequences == 0:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
@@ -166,21 +188,29 @@ class Engine:
             sessions.check_types(self._store.shape)
         session, saved = sessions.read(path, self._identity, self.model.vocabulary, self.context, progress)
         with self._exclusive():
-            self._work.leave(session.token_ids, sessions.put_back(self._store, saved, path))
+            kv = sessions.put_back(self._store, saved, path)
+            kv.root = self._prefixes.root(cache_salt)
+            self._work.leave(session.token_ids, kv, cache_salt)
         self._answers.restore(session.answers)
         return session
 
     # -- for servers -------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, into: Outbox, progress: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        options: PromptOptions | None = None,
+        *,
+        into: Outbox,
+        progress: bool = False,
     ) -> Ticket:
         """Queue a request whose chunks are appended to `into` as they come, by whichever thread does the work.
 
         An exception instead of a last chunk says what went wrong. Somebody has to call `work`, best a thread of its
         own. Raises EngineError like `stream`.
         """
-        request = self._request(prompt, params or SamplingParams(), into, progress)
+        request = self._request(prompt, params, options, into, progress)
         with self._exclusive():
             self._work.submit(request)
         return Ticket(len(request.sequence.prompt), lambda: self._cancel(request.sequence))
@@ -204,11 +234,19 @@ class Engine:
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, params: SamplingParams, outbox: Outbox, progress: bool) -> Request:
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: PromptOptions | None,
+        outbox: Outbox,
+        progress: bool,
+    ) -> Request:
         self._check_open()
         return Request.of(
             prompt,
-            params,
+            params or SamplingParams(),
+            options or PromptOptions(),
             self.model,
             context=self.context,
             answers=self._answers,

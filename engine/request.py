@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
@@ -13,10 +14,10 @@ import numpy as np
 
 import model_loaders
 from engine.answers import Answers
-from engine.config import SamplingParams
+from engine.config import PromptOptions, SamplingParams
 from engine.detokenizer import Detokenizer, StopFilter
 from engine.dry import Dry
-from engine.errors import EngineError
+from engine.errors import EngineError, shown
 from engine.kv.store import SequenceKV, Span
 from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from engine.sampling import PENALTY_WINDOW, Draw, Sampled, Sampling, resolve
@@ -27,27 +28,60 @@ from model_loaders.tokenizers import Tokenizer
 Prompt = str | Many[Mapping[str, Any]] | Many[int]
 
 _NOTHING = Chunk("", ())
+_MOST_CHARACTERS = 16  # of a token, on an average over a text that nobody need look at before it is tokenized
 
 
-def prompt_ids(prompt: Prompt, model: model_loaders.Model, answers: Answers | None = None) -> list[int]:
+def prompt_ids(
+    prompt: Prompt,
+    model: model_loaders.Model,
+    answers: Answers | None = None,
+    options: PromptOptions = PromptOptions(),  # noqa: B008 - frozen
+    *,
+    context: int | None = None,
+) -> list[int]:
     """Ids of text with BOS where the model wants one, of messages, or ids as they are, not yet looked at.
 
     Of messages, those of `answers` have the ids that they were generated as.
 
-    Raises EngineError for anything else.
+    Raises EngineError for anything else, and for text that cannot fit into `context`, before it is tokenized.
     """
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
-        ids = tokenizer.tokenize(prompt)
-        return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
+        if context is not None:
+            _must_be_able_to_fit(prompt, model, context)
+        ids = tokenizer.tokenize(prompt, control=options.parse_special)
+        return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
     if is_chat(prompt):
         try:
-            return chat_ids(answers.recalled(prompt) if answers else prompt, model.template, tokenizer)
+            known = answers.recalled(prompt, options.cache_salt) if answers else prompt
+            return chat_ids(known, model.template, tokenizer)
         except ValueError as error:
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Many, np.ndarray)) or isinstance(prompt, bytes):
         raise EngineError(f"A prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
     return list(cast(Many[int], prompt))
+
+
+def _must_be_able_to_fit(text: str, model: model_loaders.Model, context: int) -> None:
+    """Raises EngineError for text of which no cut into tokens has as few as the context takes."""
+    if len(text) <= _MOST_CHARACTERS * context:
+        return
+    least = model.tokenizer.least_tokens(text)
+    if least > context:
+        told = f"The prompt has {len(text)} characters, which are {least} tokens or more, but the context is {context}"
+        raise _too_long(told, least, model, context)
+
+
+def _too_long(told: str, tokens: int, model: model_loaders.Model, context: int) -> EngineError:
+    whole = context >= model.config.max_context
+    advice = "; the model was trained on no more" if whole else ", or raise ctx_size or kv_memory"
+    return EngineError(
+        f"{told}: shorten it{advice}",
+        "context_length_exceeded",
+        () if whole else ("ctx_size", "kv_memory"),
+        n_prompt_tokens=tokens,
+        n_ctx=context,
+    )
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Many[Mapping[str, Any]]]:
@@ -61,17 +95,21 @@ def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: 
         raise EngineError("The prompt is empty: give at least one token")
     for i in ids:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
-            raise EngineError(f"The prompt holds {i!r}, which is no token id below {known.stop}")
+            raise EngineError(f"The prompt holds {shown(i)}, which is no token id below {known.stop}")
     if len(ids) + room > context:
-        whole = context >= model.config.max_context
-        advice = "; the model was trained on no more" if whole else ", or raise ctx_size or kv_memory"
-        raise EngineError(
-            f"The prompt has {len(ids)} tokens, but the context of {context} takes {context - room}: "
-            f"shorten it{advice}",
-            "context_length_exceeded",
-            () if whole else ("ctx_size", "kv_memory"),
-        )
+        told = f"The prompt has {len(ids)} tokens, but the context of {context} takes {context - room}"
+        raise _too_long(told, len(ids), model, context)
     return [int(i) for i in ids]
+
+
+def _check_options(options: PromptOptions) -> None:
+    for name, kind, wanted in (
+        ("parse_special", bool, "True or False"),
+        ("cache_prompt", bool, "True or False"),
+        ("cache_salt", str, "a text"),
+    ):
+        if not isinstance(value := getattr(options, name), kind):
+            raise EngineError(f"{name} is {shown(value)}, but must be {wanted}")
 
 
 @dataclass(frozen=True)
@@ -116,6 +154,7 @@ class Request:
     detokenizer: Detokenizer
     vocabulary: range
     outbox: Outbox
+    options: PromptOptions = PromptOptions()  # noqa: RUF009 - frozen
     wants_progress: bool = False
     keep: Callable[[Many[int]], None] | None = None  # remembers the answer's ids
     kv: SequenceKV | None = None
@@ -129,6 +168,7 @@ class Request:
         cls,
         prompt: Prompt,
         params: SamplingParams,
+        options: PromptOptions,
         model: model_loaders.Model,
         *,
         context: int,
@@ -139,18 +179,26 @@ class Request:
         """A request for what follows `prompt`. Raises EngineError where that cannot be served."""
         tokenizer, chat = model.tokenizer, is_chat(prompt)
         sampling = resolve(params, model.generation, model.vocabulary.stop)
-        ids = checked_ids(prompt_ids(prompt, model, answers), model, context, room=1)
+        _check_options(options)
+        ids = checked_ids(prompt_ids(prompt, model, answers, options, context=context), model, context, room=1)
         keep = None
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
-            question = answers.question(prompt)
+            question = answers.question(prompt, options.cache_salt)
             keep = None if question is None else partial(answers.keep, question)
         tokens, detokenizer = Sequence(tuple(ids), params.max_tokens), Detokenizer(tokenizer, at_start=chat)
-        return cls(tokens, params, sampling, tokenizer, detokenizer, model.vocabulary, outbox, wants_progress, keep)
+        return cls(
+            tokens, params, sampling, tokenizer, detokenizer, model.vocabulary, outbox, options, wants_progress, keep
+        )
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)
         self._stop = StopFilter(self.params.stop)
+        self._ends = frozenset(self.params.stop_token_ids)
+        if not self.params.ignore_eos:
+            self._ends |= self.tokenizer.eos_ids
+        bans = {token: -math.inf for token in self._ends if token in self.vocabulary}
+        self._going_on = replace(self.sampling, logit_bias={**self.sampling.logit_bias, **bans})
         self._dry = Dry(self.sampling, self._text_of) if self.sampling.is_dry else None
 
     def found(self, length: int) -> None:
@@ -180,7 +228,9 @@ class Request:
         """How the next token is to be drawn."""
         recent = self.sequence.ids[-PENALTY_WINDOW:]
         dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
-        return Draw(self.sampling, recent, self._rng.random(), self.vocabulary.stop, self.params.logprobs, dry)
+        may_end = self.sequence.generated >= self.params.min_tokens
+        sampling = self.sampling if may_end else self._going_on
+        return Draw(sampling, recent, self._rng.random(), self.vocabulary.stop, self.params.logprobs, dry)
 
     def _text_of(self, token: int) -> bytes:
         """The bytes of a token; a control token's are its name."""
@@ -193,7 +243,7 @@ class Request:
             return
         sequence = self.sequence
         token, logprobs = (sampled.id, (sampled,)) if isinstance(sampled, TokenLogprob) else (sampled, ())
-        if token in self.tokenizer.eos_ids and not self.params.ignore_eos:
+        if token in self._ends:
             self.finish("stop")
             return
         sequence.ids.append(token)

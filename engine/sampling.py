@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.config import SamplingParams
-from engine.errors import EngineError
+from engine.errors import EngineError, shown
 from engine.outputs import TokenLogprob
 from model_loaders.config import GenerationDefaults
 
@@ -52,12 +52,13 @@ class Sampling:
 def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int | None = None) -> Sampling:
     """`params` with every None filled in: from the model's generation config, else the usual values.
 
-    Raises EngineError on a value that makes no sense, and on a bias for a token that is not below `vocab_size`.
+    Raises EngineError on a value that makes no sense, and on a token that is not below `vocab_size`.
     """
     _check(params)
-    beyond = [] if vocab_size is None else [token for token in params.logit_bias if token >= vocab_size]
-    if beyond:
-        raise EngineError(f"logit_bias names token {beyond[0]}, but the vocabulary has {vocab_size}")
+    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        beyond = next((token for token in tokens if vocab_size is not None and token >= vocab_size), None)
+        if beyond is not None:
+            raise EngineError(f"{name} names token {shown(beyond)}, but the vocabulary has {vocab_size}")
     chosen: dict[str, Any] = {}
     for name, usual in _USUAL.items():
         given, of_model = getattr(params, name), getattr(defaults, name)
@@ -89,6 +90,10 @@ def _is_bias(value: Any) -> bool:
     return all(bias == -math.inf or _number(bias, -_MAX_BIAS, _MAX_BIAS) for bias in value.values())
 
 
+def _is_id_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(_whole(token, 0) for token in value)
+
+
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda value: _number(value, 0, 1e4), "a number from 0 (greedy) up"),
     "top_p": (lambda value: _number(value, 1e-9, 1), "a number above 0 and at most 1"),
@@ -107,6 +112,8 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "dry_sequence_breakers": (_is_stop_list, "a tuple of non-empty strings"),
     "logit_bias": (_is_bias, "a number for each token id, or -inf, which bans the token"),
     "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
+    "stop_token_ids": (_is_id_list, "a tuple of token ids"),
+    "min_tokens": (lambda value: _whole(value, 0), "a whole number from 0 up"),
     "logprobs": (
         lambda value: value is None or _whole(value, 0, MOST_LOGPROBS),
         f"None, or a whole number from 0 to {MOST_LOGPROBS}",
@@ -120,7 +127,7 @@ def _check(params: SamplingParams) -> None:
         value = getattr(params, name)
         to_be_filled_in = value is None and name in _USUAL
         if not to_be_filled_in and not holds(value):
-            raise EngineError(f"{name} is {value!r}, but must be {wanted}")
+            raise EngineError(f"{name} is {shown(value)}, but must be {wanted}")
 
 
 class Penalties(NamedTuple):

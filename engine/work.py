@@ -21,6 +21,7 @@ class Held:
 
     ids: tuple[int, ...] = ()  # of its stored tokens
     bytes: int = 0
+    salt: str = ""  # with which they are found
 
 
 class Work:
@@ -102,12 +103,12 @@ class Work:
         if request.damaged:
             self._prefixes.discard(kv)
         else:
-            self.leave(request.sequence.ids, kv)
+            self.leave(request.sequence.ids, kv, request.options.cache_salt)
 
-    def leave(self, ids: Many[int], kv: SequenceKV) -> None:
+    def leave(self, ids: Many[int], kv: SequenceKV, salt: str) -> None:
         """Let go of a sequence whose first tokens are those of `ids`: it is the newest that can be found again."""
         if kv.length:
-            self.newest = Held(tuple(ids[: kv.length]), self._store.bytes_held(kv))
+            self.newest = Held(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
         self._prefixes.release(kv, ids)
 
     def _commit(self, request: Request, span: Span) -> None:
@@ -138,12 +139,13 @@ class Work:
 
     def _resume(self, request: Request) -> SequenceKV:
         """What the store has of a request's tokens. Raises OutOfBlocks."""
-        ids = request.sequence.ids[:-1]
-        kv = self._prefixes.resume(ids)
+        options = request.options
+        ids = request.sequence.ids[:-1] if options.cache_prompt else ()
+        kv = self._prefixes.resume(ids, options.cache_salt)
         if request.goes_on_from(kv.length):
             return kv
         self._prefixes.release(kv, ids)
-        return self._prefixes.resume(ids[: request.cached])
+        return self._prefixes.resume(ids[: request.cached], options.cache_salt)
 
     def _walk(self, request: Request) -> Walk:
         """The next tokens of a request on their way. Raises OutOfBlocks."""

@@ -1,12 +1,13 @@
 """What the store still knows: complete blocks by the hash of every token up to their end, found again by any prompt.
 
 The hash of a block is chained: of the hash before it and of its own token ids, from a root that stands for whatever
-else decides what is stored (model, codecs, conditioning, calibration, block size). A block is found as long as its
+else decides what is stored (model, codecs, conditioning, calibration, block size), and for a salt, which keeps apart
+what is the same otherwise. A block is found as long as its
 contents last: while a sequence holds it, and from then on until the allocator hands it out for something else, the one
 that has been free the longest first. Exact blocks (the first of a sequence, and its tail) can be used in part: of them,
 as many tokens are copied as a prompt has in common with them.
 
-    kv = prefixes.resume(ids)         the longest beginning of `ids` that is there
+    kv = prefixes.resume(ids, salt)   the longest beginning of `ids` that is there
     prefixes.publish(kv, ids)         after every commit: complete blocks can be found from now on
     prefixes.release(kv, ids)         the sequence ends: its tail can be found, too
 """
@@ -47,6 +48,12 @@ class PrefixCache:
         self._coded: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._exact: dict[bytes, list[_Exact]] = {}  # by the hash before them
 
+    def root(self, salt: str) -> bytes:
+        """What the hashes of a sequence begin with; empty for no salt, which stands for the usual beginning."""
+        if not salt:
+            return b""
+        return hashlib.blake2b(salt.encode(errors="replace"), key=self._root, digest_size=16).digest()
+
     def clear(self) -> None:
         """Find nothing of what is stored now."""
         for blocks in list(self._coded.values()):
@@ -63,7 +70,7 @@ class PrefixCache:
         """Let the complete blocks of a sequence, whose first kv.length tokens are those of `ids`, be found."""
         n = self._store.shape.block_size
         while self._enabled and len(kv.hashes) < kv.length // n:
-            number, before = len(kv.hashes), self._before(kv.hashes)
+            number, before = len(kv.hashes), self._before(kv.root, kv.hashes)
             own = ids[number * n : (number + 1) * n]
             kv.hashes.append(_hash(before, own))
             if number == 0:
@@ -76,12 +83,13 @@ class PrefixCache:
         self.publish(kv, ids)
         start = kv.length - kv.length % self._store.shape.block_size
         if self._enabled and start < kv.length:
-            self._add_exact(self._before(kv.hashes), ids[start : kv.length], [table.tail for table in kv.tables])
+            before = self._before(kv.root, kv.hashes)
+            self._add_exact(before, ids[start : kv.length], [table.tail for table in kv.tables])
         self._store.release(kv)
 
     def discard(self, kv: SequenceKV) -> None:
         """Give up a sequence whose numbers are damaged: nothing that it may have shared is found again."""
-        for before in (self._root, *kv.hashes):
+        for before in (self._before(kv.root, ()), *kv.hashes):
             for entry in list(self._exact.get(before, ())):
                 self._drop(entry)
         for key in kv.hashes:
@@ -90,8 +98,9 @@ class PrefixCache:
                     group.coded.drop(block)
         self._store.release(kv)
 
-    def _before(self, hashes: Sequence[bytes]) -> bytes:
-        return hashes[-1] if hashes else self._root
+    def _before(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
+        """The hash behind which the next block stands."""
+        return hashes[-1] if hashes else root or self._root
 
     def _add_coded(self, key: bytes, blocks: Blocks) -> None:
         allocators = [group.coded for group in self._store.groups]
@@ -137,32 +146,34 @@ class PrefixCache:
 
     # -- finding -----------------------------------------------------------------------------------------------
 
-    def resume(self, ids: Sequence[int]) -> SequenceKV:
+    def resume(self, ids: Sequence[int], salt: str = "") -> SequenceKV:
         """A sequence of as many of the first tokens of `ids` as are stored: complete blocks are shared, a part copied.
+
+        salt: what was stored under another one is not found.
 
         Costs a hash of `ids` and the copy of a block at most.
         """
-        n = self._store.shape.block_size
-        hashes, known = self._known(ids)
+        n, root = self._store.shape.block_size, self.root(salt)
+        hashes, known = self._known(ids, root)
         there = self._there(known)
         for count in range(len(known), -1, -1):
-            tail, common = self._tail(self._before(hashes[:count]), ids[count * n : (count + 1) * n])
+            tail, common = self._tail(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
             for rest in dict.fromkeys((common, 0)):
                 if self._is_seen(there[count], count, count * n + rest):
-                    kv = self._share(known[:count], hashes[:count], count * n + rest)
+                    kv = self._share(known[:count], hashes[:count], count * n + rest, root)
                     if rest == 0 or self._take(kv, tail, rest):
                         return kv
                     self._store.release(kv)
         raise AssertionError("nothing can always be shared")
 
-    def _known(self, ids: Sequence[int]) -> tuple[list[bytes], list[Blocks]]:
+    def _known(self, ids: Sequence[int], root: bytes) -> tuple[list[bytes], list[Blocks]]:
         """Hash and blocks of every complete block of `ids`, found or not."""
         n = self._store.shape.block_size
         nothing: Blocks = [None] * len(self._store.groups)
         hashes: list[bytes] = []
         known: list[Blocks] = []
         for start in range(0, len(ids) - n + 1 if self._enabled else 0, n):
-            before, own = self._before(hashes), ids[start : start + n]
+            before, own = self._before(root, hashes), ids[start : start + n]
             hashes.append(_hash(before, own))
             if start:
                 known.append(self._coded.get(hashes[-1], nothing))
@@ -183,10 +194,10 @@ class PrefixCache:
         groups = self._store.groups
         return all(run >= count - group.first_visible(length) for run, group in zip(there, groups, strict=True))
 
-    def _share(self, known: Sequence[Blocks], hashes: list[bytes], length: int) -> SequenceKV:
+    def _share(self, known: Sequence[Blocks], hashes: list[bytes], length: int, root: bytes) -> SequenceKV:
         groups = enumerate(self._store.groups)
         tables = [group.share([blocks[index] for blocks in known], length) for index, group in groups]
-        return SequenceKV(length, tables, hashes)
+        return SequenceKV(length, tables, hashes, root)
 
     def _tail(self, before: bytes, ids: Sequence[int]) -> tuple[_Exact | None, int]:
         """The exact block behind `before` that has most of its tokens in common with `ids`, and how many."""

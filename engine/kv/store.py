@@ -33,12 +33,14 @@ Metrics = tuple[Metric | None, Metric | None]
 class SequenceKV:
     """A sequence in the store: how many tokens it holds, one block table per group, and what its blocks are known by.
 
-    hashes: of the complete blocks that others may find; see `engine.kv.prefix`.
+    hashes: of the complete blocks that others may find, and root, where these begin if it is not the usual
+    place; see `engine.kv.prefix`.
     """
 
     length: int
     tables: list[BlockTable]
     hashes: list[bytes] = field(default_factory=list)
+    root: bytes = b""
 
 
 @dataclass

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 
@@ -32,12 +33,26 @@ class BaseTokenizer(ABC):
     become control tokens" has one answer for all kinds.
     """
 
-    def __init__(self, vocab_size: int, control: Mapping[str, int], special: SpecialIds, space: LeadingSpace) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        control: Mapping[str, int],
+        special: SpecialIds,
+        space: LeadingSpace,
+        *,
+        shrinks: int | None,
+        lacks: bytes = b"",
+    ) -> None:
+        """shrinks: bytes of text of which normalization makes one at most; None where it may drop text.
+
+        lacks: bytes that the vocabulary has no id for.
+        """
         self.vocab_size = vocab_size
         self.bos_id = special.bos_id
         self.eos_ids = special.eos_ids
         self.strips_leading_space = space.at_start
         self._space = space
+        self._shrinks, self._lacks = shrinks, lacks
         self._control = {string: token_id for string, token_id in control.items() if string}
         self._control_names = {token_id: string for string, token_id in self._control.items()}
         longest_first = sorted(self._control, key=len, reverse=True)
@@ -64,6 +79,18 @@ class BaseTokenizer(ABC):
                 ids += self._tokenize_plain(plain, leading_space)
                 leading_space = False
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        if self._shrinks is None:
+            return 0
+        size = len(_valid_unicode(text).encode().translate(None, self._lacks))
+        return -(-size // (self._shrinks * self._longest))
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token, or name of a control token."""
+        pieces = max(len(self._piece_bytes(token_id)) for token_id in range(self.vocab_size))
+        return max(pieces, *(len(string.encode()) for string in self._control), 1)
 
     def token_bytes(self, token_id: int) -> bytes:
         self._check(token_id)

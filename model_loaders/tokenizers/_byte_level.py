@@ -6,6 +6,12 @@ from __future__ import annotations
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_OF |= {chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
+_SPELLING = {byte: character for character, byte in _BYTE_OF.items()}
+
+
+def spelling(byte: int) -> str:
+    """The character that stands for a byte."""
+    return _SPELLING[byte]
 
 
 def spelt_bytes(piece: str) -> bytes:

@@ -26,6 +26,9 @@ class Tokenizer(Protocol):
         mark: a character that is taken out after control strings were looked for, so that it can hide some of them.
         """
 
+    def least_tokens(self, text: str) -> int:
+        """A number of ids that `text` cannot have fewer of, known without tokenizing it; 0 where that says nothing."""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes an id contributes to text, b"" for a control token; ValueError if there is no such id."""
 

@@ -11,7 +11,7 @@ import tokenizers
 
 from model_loaders.errors import LoadError
 from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
-from model_loaders.tokenizers._byte_level import spelt_bytes
+from model_loaders.tokenizers._byte_level import spelling, spelt_bytes
 from model_loaders.tokenizers._pieces import byte_of, text_of
 from model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
 
@@ -30,7 +30,9 @@ class LibraryTokenizer(BaseTokenizer):
         vocab_size: int | None = None,
     ) -> None:
         size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-        super().__init__(vocab_size or size, control, special, space)
+        lacks = bytes(byte for byte in range(256) if library.token_to_id(_spelling(byte, byte_level)) is None)
+        shrinks = None if lacks and not byte_level else _shrinks(library, byte_level)
+        super().__init__(vocab_size or size, control, special, space, shrinks=shrinks, lacks=lacks)
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone
@@ -90,6 +92,26 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
         default_bos=library.token_to_id(first) if first else None,
     )
     return LibraryTokenizer(library, control, special, byte_level="ByteLevel" in kinds, space=_leading_space(steps))
+
+
+def _spelling(byte: int, byte_level: bool) -> str:
+    """The piece of a byte by itself."""
+    return spelling(byte) if byte_level else f"<0x{byte:02X}>"
+
+
+def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
+    """Bytes of text that become one at most: composing takes no more than three to one, nor does "▁" for a space.
+
+    None where text may be dropped: by a normalizer, or by added tokens that take the white space at their sides.
+    """
+    added = library.get_added_tokens_decoder().values()
+    if any(not token.special and (token.lstrip or token.rstrip) for token in added):
+        return None
+    if library.normalizer is None:
+        return 1 if byte_level else 3
+    steps = list(_steps({"normalizer": json.loads(library.normalizer.__getstate__())}))
+    harmless = all(step["type"] in ("NFC", "Prepend", "Sequence") or step.get("content") == "▁" for step in steps)
+    return 3 if harmless else None
 
 
 def _steps(description: Mapping[str, object]) -> Iterator[dict]:

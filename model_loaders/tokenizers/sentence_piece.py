@@ -31,6 +31,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             control_pieces(model),
             special,
             LeadingSpace(at_start=adds_space, after_control=adds_space and space_after_control),
+            shrinks=_shrinks(model),
         )
         self._serialized = model.SerializeToString()
         self._library = sentencepiece.SentencePieceProcessor(model_proto=self._serialized)
@@ -50,6 +51,13 @@ class SentencePieceTokenizer(BaseTokenizer):
         piece = self._library.id_to_piece(token_id)
         byte = byte_of(piece) if self._library.is_byte(token_id) else None
         return text_of(piece) if byte is None else byte
+
+
+def _shrinks(model: Any) -> int | None:
+    """Bytes of text that become one at most: "▁", which has three, is a space. None where text may be dropped."""
+    normalizer = model.normalizer_spec
+    keeps_all = not normalizer.precompiled_charsmap and not normalizer.remove_extra_whitespaces
+    return 3 if keeps_all and model.trainer_spec.byte_fallback else None
 
 
 def control_pieces(model: Any) -> dict[str, int]:

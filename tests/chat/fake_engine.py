@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine.chat import main
-from engine.config import EngineConfig, SamplingParams
+from engine.config import EngineConfig, PromptOptions, SamplingParams
 from engine.errors import EngineError
 from engine.outputs import CacheStats, Chunk, Usage
 from engine.sessions import Session
@@ -28,6 +28,7 @@ class FakeEngine:
     config: EngineConfig = field(default_factory=EngineConfig)
     prompts: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    options: list[PromptOptions] = field(default_factory=list)
     cancelled: int = 0
     closed: bool = False
 
@@ -48,8 +49,11 @@ class FakeEngine:
     def cache_stats(self) -> CacheStats:
         return CacheStats(tokens=12, bytes=3 << 20, bits_per_value=4.25, f16_bytes=12 << 20, context=128)
 
-    def stream(self, prompt: Any, params: SamplingParams, *, progress: bool = False) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Any, params: SamplingParams, options: PromptOptions, *, progress: bool = False
+    ) -> Iterator[Chunk]:
         self.prompts.append(prompt)
+        self.options.append(options)
         self.params.append(params)
         said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         if said == "error":

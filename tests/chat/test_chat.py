@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.chat import main
+from engine.config import PromptOptions
 from engine.errors import EngineError
 
 from .fake_engine import FakeEngine
@@ -256,6 +257,7 @@ def test_raw_completion_goes_on_from_the_text_itself(chat, engine):
     code, out, err = chat("-no-cnv", "-p", "Once upon", "-sys", "Be brief.", lines="not read\n")
     assert (code, out) == (0, "you said: Once upon\n")
     assert engine.prompts == ["Once upon"]
+    assert engine.options == [PromptOptions(parse_special=True)]  # it may be written in the model's own template
     assert "-sys has no effect with -no-cnv" in err
 
 

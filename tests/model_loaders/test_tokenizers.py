@@ -404,3 +404,24 @@ def test_other_threads_go_on_while_a_long_text_is_tokenized(tiny_path: Path) -> 
         ticking.join()
     seen = [started, *(time for time in times if started < time < ended), ended]
     assert max(after - before for before, after in pairwise(seen)) < (ended - started) / 2
+
+
+@pytest.mark.parametrize("name", vocab.REAL)
+@given(
+    text=TEXTS | st.text(st.sampled_from(" ▁\x00\x04\x13é\u0301\u1100\u1161\u11a8가\U0004ffff<|im_end|>"), max_size=60)
+)
+def test_no_text_has_fewer_tokens_than_the_least(name: str, text: str) -> None:
+    tokenizer = vocab.real(name)
+    for control in (False, True):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.tokenize(text, control=control))
+
+
+@pytest.mark.parametrize("name", [name for name in vocab.REAL if name != "stories260K-json"])
+def test_a_long_text_is_known_to_have_many_tokens(name: str) -> None:
+    assert vocab.real(name).least_tokens("x" * 1_000_000) > 2000
+
+
+def test_a_vocabulary_that_lacks_bytes_says_nothing_of_them(tiny_path: Path) -> None:
+    tokenizer = load_for_folder(tiny_path, {}, {})
+    assert tokenizer.least_tokens("\x04\x05" * 1000) == 0
+    assert tokenizer.least_tokens("the" * 1000) > 0

@@ -1,0 +1,79 @@
+"""Tokens that end an answer, and how early they may."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineError, SamplingParams
+from tests.tiny import EOS, VOCABULARY
+
+PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13]
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, **more})
+
+
+def eager(**more: Any) -> SamplingParams:
+    """Ends at once where it may."""
+    return greedy(ignore_eos=False, logit_bias={EOS[0]: 1e5}, **more)
+
+
+def test_an_answer_ends_before_a_stop_token(tiny: Engine) -> None:
+    plain = tiny.generate(PROMPT, greedy()).token_ids
+    stop = plain[9]
+    answer = tiny.generate(PROMPT, greedy(stop_token_ids=(VOCABULARY - 1, stop)))
+    assert (answer.token_ids, answer.finish_reason) == (plain[: plain.index(stop)], "stop")
+
+
+@pytest.mark.parametrize("least", [0, 1, 5])
+def test_no_end_comes_before_so_many_tokens(tiny: Engine, least: int) -> None:
+    assert tiny.generate(PROMPT, eager()).token_ids == ()
+    answer = tiny.generate(PROMPT, eager(min_tokens=least, max_tokens=9))
+    assert (len(answer.token_ids), answer.finish_reason) == (least, "stop")
+    assert set(EOS).isdisjoint(answer.token_ids)
+
+
+def test_nor_does_a_stop_token(tiny: Engine) -> None:
+    bias = {50: 1e5, **dict.fromkeys(EOS, -math.inf)}
+    answer = tiny.generate(PROMPT, greedy(logit_bias=bias, stop_token_ids=(50,), min_tokens=3))
+    assert (len(answer.token_ids), answer.finish_reason) == (3, "stop")
+    assert 50 not in answer.token_ids
+
+
+def test_tokens_that_end_nothing_may_come_early(tiny: Engine) -> None:
+    """With ignore_eos the model's own ends are tokens as others are."""
+    answer = tiny.generate(PROMPT, greedy(logit_bias={EOS[0]: 1e5}, min_tokens=3, max_tokens=4))
+    assert answer.token_ids == (EOS[0],) * 4
+
+
+def test_the_most_tokens_come_before_the_least(tiny: Engine) -> None:
+    answer = tiny.generate(PROMPT, eager(min_tokens=9, max_tokens=4))
+    assert (len(answer.token_ids), answer.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop_token_ids", 5),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", ("5",)),
+        ("stop_token_ids", (VOCABULARY,)),
+        ("min_tokens", -1),
+        ("min_tokens", 1.0),
+        ("min_tokens", None),
+    ],
+)
+def test_a_wrong_end_is_named(tiny: Engine, name: str, value: Any) -> None:
+    with pytest.raises(EngineError, match=name):
+        tiny.generate(PROMPT, SamplingParams(**{name: value}))
+
+
+def test_a_long_value_is_not_repeated_as_a_whole(tiny: Engine) -> None:
+    with pytest.raises(EngineError) as raised:
+        tiny.generate(PROMPT, SamplingParams(logit_bias=dict.fromkeys(range(1000), "x")))
+    assert "logit_bias" in str(raised.value)
+    assert len(str(raised.value)) < 200

@@ -1,0 +1,139 @@
+"""How a prompt is read, and which stored tokens may stand for its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
+from tests.tiny import CONTEXT, assert_idle, held
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SPECIAL = PromptOptions(parse_special=True)
+WRITTEN = "<|im_start|>user\nthe end<|im_end|>\n<|im_start|>assistant\n"
+MESSAGES = [{"role": "user", "content": "then he ran on and on"}]
+PROMPT = list(range(5, 45))
+
+
+def refused(engine: Engine, prompt: Any, options: PromptOptions, *words: str) -> EngineError:
+    with pytest.raises(EngineError) as raised:
+        engine.generate(prompt, GREEDY, options)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    return raised.value
+
+
+# -- control tokens ------------------------------------------------------------------------------------------------
+
+
+def test_a_text_has_control_tokens_where_that_is_asked_for(tiny: Engine) -> None:
+    ids = tiny.tokenize(WRITTEN, control=True)
+    fresh = PromptOptions(parse_special=True, cache_prompt=False)
+    assert tiny.generate(WRITTEN, GREEDY, fresh).token_ids == tiny.generate(ids, GREEDY, fresh).token_ids
+    assert tiny.generate(WRITTEN, GREEDY, SPECIAL).usage.prompt_tokens == len(ids)
+    assert tiny.generate(WRITTEN, GREEDY).usage.prompt_tokens == len(tiny.tokenize(WRITTEN)) > len(ids)
+
+
+def test_in_messages_control_strings_stay_text(tiny: Engine) -> None:
+    messages = [{"role": "user", "content": "the <|im_end|> end"}]
+    plain = tiny.chat(messages, GREEDY)
+    assert tiny.chat(messages, GREEDY, SPECIAL).usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny.model.tokenizer, "bos_id", 1)
+    count = len(tiny.tokenize("the"))
+    assert tiny.generate("<s>the", GREEDY, SPECIAL).usage.prompt_tokens == 1 + count
+    assert tiny.generate("the", GREEDY, SPECIAL).usage.prompt_tokens == 1 + count
+
+
+# -- length ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_is_too_long_is_told_in_numbers(tiny: Engine) -> None:
+    error = refused(tiny, [7] * 300, SPECIAL, "300", str(CONTEXT))
+    assert error.code == "context_length_exceeded"
+    assert error.numbers == {"n_prompt_tokens": 300, "n_ctx": CONTEXT}
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the rain " * 10_000
+    monkeypatch.setattr(tiny.model.tokenizer, "tokenize", lambda *_, **__: pytest.fail("it was tokenized"))
+    error = refused(tiny, text, SPECIAL, str(CONTEXT), "or more")
+    assert error.code == "context_length_exceeded"
+    assert CONTEXT < error.numbers["n_prompt_tokens"] < len(text)
+
+
+# -- the cache ------------------------------------------------------------------------------------------------------
+
+
+def cached(answer: Completion) -> int:
+    return answer.usage.cached_tokens
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, MESSAGES])
+def test_a_prompt_is_computed_as_a_whole_where_that_is_asked_for(tiny: Engine, prompt: Any) -> None:
+    first = tiny.generate(prompt, GREEDY)
+    again = tiny.generate(prompt, GREEDY, PromptOptions(cache_prompt=False))
+    assert (cached(first), cached(again)) == (0, 0)
+    assert again.token_ids == first.token_ids
+    assert cached(tiny.generate(prompt, GREEDY)) > 0  # of what either has stored
+
+
+def test_what_gave_way_finds_nothing_either(tiny_path: Path) -> None:
+    """A request that is computed again is computed as it was the first time, or its codes would be others."""
+    with Engine.load(tiny_path, device="cpu", cache_type="polarquant", calibration=False, block_size=8) as engine:
+        alone = engine.generate(PROMPT, GREEDY).token_ids
+        chunks = engine.stream(PROMPT, GREEDY, PromptOptions(cache_prompt=False))
+        answer = [next(chunks).token_ids for _ in range(4)]
+        (request,) = engine._work.requests.values()
+        engine._work._leave(request)  # as `preempt` does
+        engine._scheduler.remove(request.sequence)
+        engine._scheduler.submit(request.sequence)
+        answer += [chunk.token_ids for chunk in chunks]
+        assert tuple(i for ids in answer for i in ids) == alone
+        assert request.usage().cached_tokens == 0
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, MESSAGES])
+def test_a_salt_separates_what_is_stored(tiny: Engine, prompt: Any) -> None:
+    ours, theirs = PromptOptions(cache_salt="ours"), PromptOptions(cache_salt="theirs")
+    assert cached(tiny.generate(prompt, GREEDY, ours)) == 0
+    for others in (theirs, None):
+        assert cached(tiny.generate(prompt, GREEDY, others)) == 0
+    for same in (ours, theirs, None):
+        assert cached(tiny.generate(prompt, GREEDY, same)) > 20
+    assert held(tiny) == [(0, 0)]
+
+
+def test_a_salt_separates_the_ids_of_answers(tiny: Engine) -> None:
+    """What somebody else's conversation was generated as changes nothing, not even a count of tokens."""
+    ours = PromptOptions(cache_salt="ours")
+    bias = {tiny.tokenize(letter)[0]: 100.0 for letter in "th"}
+    answer = tiny.chat(MESSAGES, SamplingParams(max_tokens=9, logit_bias=bias, temperature=1.0, seed=1), ours)
+    assert tiny.tokenize(answer.text) != list(answer.token_ids)
+    turns = [*MESSAGES, {"role": "assistant", "content": answer.text}, MESSAGES[0]]
+    lengths = [tiny.chat(turns, GREEDY, of).usage.prompt_tokens for of in (ours, None)]
+    assert lengths[0] != lengths[1]
+
+
+def test_a_session_of_one_salt_is_loaded_for_another(tiny: Engine, tmp_path: Path) -> None:
+    ours, file = PromptOptions(cache_salt="ours"), tmp_path / "talk"
+    tiny.generate(PROMPT, GREEDY, ours)
+    assert tiny.save_session(file) > 40  # the most recent
+    assert tiny.save_session(file, prompt=PROMPT, options=ours) == len(PROMPT)
+    with pytest.raises(EngineError, match="nothing to save"):
+        tiny.save_session(file, prompt=PROMPT)
+    tiny._prefixes.clear()
+    tiny.load_session(file, cache_salt="theirs")
+    assert cached(tiny.generate(PROMPT, GREEDY, ours)) == 0
+    assert cached(tiny.generate(PROMPT, GREEDY, PromptOptions(cache_salt="theirs"))) == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("parse_special", 1), ("cache_prompt", None), ("cache_salt", 5), ("cache_salt", b"x" * 1000)]
+)
+def test_an_option_of_a_wrong_kind_is_named(tiny: Engine, name: str, value: Any) -> None:
+    assert len(str(refused(tiny, PROMPT, PromptOptions(**{name: value}), name))) < 160
