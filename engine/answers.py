@@ -17,7 +17,7 @@ from itertools import accumulate, islice
 from threading import Lock
 from typing import Any
 
-from engine.detokenizer import Detokenizer
+from engine.detokenizer import text_of
 from model_loaders import Model
 
 KEY_BYTES = 32  # of a digest
@@ -68,8 +68,7 @@ class Answers:
     def keep(self, question: bytes, ids: Sequence[int]) -> None:
         """The answer to `question` was generated as `ids`; such as have no text of their own are not kept."""
         if self._control.isdisjoint(ids):
-            detokenizer = Detokenizer(self._tokenizer, at_start=True)
-            text = detokenizer.push(ids) + detokenizer.finish()
+            text = text_of(self._tokenizer, ids)
             self._put(_key(question, {"role": "assistant", "content": text}), ids)
 
     def known(self, messages: Sequence[Message], salt: str = "") -> Known:

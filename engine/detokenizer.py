@@ -69,3 +69,9 @@ class StopFilter:
         """Length of the longest end of `text` with which `stop` begins."""
         longest = min(len(text), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of a sequence's ids. Raises ValueError for ids that are none."""
+    whole = Detokenizer(tokenizer, at_start=True)
+    return whole.push(ids) + whole.finish()

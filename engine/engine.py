@@ -12,7 +12,7 @@ from typing import Any
 from engine import assembly, score, sessions
 from engine.answers import Answers
 from engine.config import EngineConfig, PromptOptions, SamplingParams
-from engine.detokenizer import Detokenizer
+from engine.detokenizer import text_of
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
@@ -25,6 +25,8 @@ from engine.turns import Turns
 from engine.work import Work
 
 Chunks = Generator[Chunk, None, None]
+Params = SamplingParams | None  # None: the usual ones
+Options = PromptOptions | None
 
 
 class Engine:
@@ -68,12 +70,7 @@ class Engine:
     # -- generating --------------------------------------------------------------------------------------------
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        options: PromptOptions | None = None,
-        *,
-        progress: bool = False,
+        self, prompt: Prompt, params: Params = None, options: Options = None, *, progress: bool = False
     ) -> Chunks:
         """Generate behind `prompt`, chunk by chunk; the last chunk has a finish_reason and the usage.
 
@@ -84,18 +81,11 @@ class Engine:
         outbox: deque[Chunk | Exception] = deque()
         return self._drain(self._request(prompt, params, options, outbox, progress), outbox)
 
-    def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, options: PromptOptions | None = None
-    ) -> Completion:
+    def generate(self, prompt: Prompt, params: Params = None, options: Options = None) -> Completion:
         """The whole answer at once."""
         return fold(self.stream(prompt, params, options))
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        options: PromptOptions | None = None,
-    ) -> Completion:
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: Params = None, options: Options = None) -> Completion:
         """The answer to a conversation: messages with "role" and "content".
 
         An assistant message may carry the "token_ids" it was generated as. The next turn finds them in the cache, and
@@ -135,9 +125,8 @@ class Engine:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of `ids` from the start of a sequence."""
-        whole = Detokenizer(self.model.tokenizer, at_start=True)
         try:
-            return whole.push(ids) + whole.finish()
+            return text_of(self.model.tokenizer, ids)
         except ValueError as error:
             raise EngineError(str(error)) from None
 
@@ -148,7 +137,7 @@ class Engine:
         path: Place,
         *,
         prompt: Prompt | None = None,
-        options: PromptOptions | None = None,
+        options: Options = None,
         note: Any = None,
         progress: Progress | None = None,
     ) -> int:
@@ -158,8 +147,7 @@ class Engine:
         that JSON can say. progress: told bytes written and bytes in all. Raises EngineError with the code "session",
         or "storage" where the place for it is at fault.
         """
-        options = options or PromptOptions()
-        salt, asked = options.cache_salt, None
+        asked, salt = None, (options := options or PromptOptions()).cache_salt
         answers = self._answers.known(prompt, salt) if prompt is not None and is_chat(prompt) else ()
         if prompt is not None:
             found = prompt_ids(prompt, self.model, self._answers, options, context=self.context)
@@ -167,11 +155,7 @@ class Engine:
         with self._exclusive():
             sessions.check_types(self._store.shape)
             ids, salt = (self._work.newest.ids, self._work.newest.salt) if asked is None else (asked, salt)
-            kv = self._prefixes.resume(ids, salt)
-            try:
-                saved = sessions.take_out(self._store, kv)
-            finally:
-                self._prefixes.release(kv, ids)
+            saved = sessions.take_out(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: saved.length]), note, answers)
         sessions.write(path, self._identity, session, saved, progress)
         return saved.length
@@ -189,21 +173,14 @@ class Engine:
         session, saved = sessions.read(path, self._identity, self.model.vocabulary, self.context, progress)
         with self._exclusive():
             kv = sessions.put_back(self._store, saved, path)
-            kv.root = self._prefixes.root(cache_salt)
-            self._work.leave(session.token_ids, kv, cache_salt)
+            self._work.leave(session.token_ids, self._prefixes.salted(kv, cache_salt), cache_salt)
         self._answers.restore(session.answers)
         return session
 
     # -- for servers -------------------------------------------------------------------------------------------
 
     def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        options: PromptOptions | None = None,
-        *,
-        into: Outbox,
-        progress: bool = False,
+        self, prompt: Prompt, params: Params = None, options: Options = None, *, into: Outbox, progress: bool = False
     ) -> Ticket:
         """Queue a request whose chunks are appended to `into` as they come, by whichever thread does the work.
 
@@ -234,25 +211,10 @@ class Engine:
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: PromptOptions | None,
-        outbox: Outbox,
-        progress: bool,
-    ) -> Request:
+    def _request(self, prompt: Prompt, params: Params, options: Options, outbox: Outbox, progress: bool) -> Request:
         self._check_open()
-        return Request.of(
-            prompt,
-            params or SamplingParams(),
-            options or PromptOptions(),
-            self.model,
-            context=self.context,
-            answers=self._answers,
-            outbox=outbox,
-            wants_progress=progress,
-        )
+        chosen, place = (params or SamplingParams(), options or PromptOptions()), (self.model, self.context)
+        return Request.of(prompt, *chosen, *place, answers=self._answers, outbox=outbox, wants_progress=progress)
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -25,6 +25,7 @@ from engine.backends import stored
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.plan import CacheShape
+from engine.kv.prefix import PrefixCache
 from engine.kv.snapshot import Snapshot, export, restore
 from engine.kv.store import KVStore, SequenceKV
 from engine.model import Model
@@ -140,12 +141,15 @@ def read(
     return session, saved
 
 
-def take_out(store: KVStore, sequence: SequenceKV) -> Snapshot:
-    """A copy of all that the store holds of a sequence."""
+def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
+    """A copy of all that the store holds of the first of `ids`."""
+    kv = prefixes.resume(ids, salt)
     try:
-        return export(store, sequence)
+        return export(store, kv)
     except MemoryError:
-        raise _no_memory(f"There is not enough memory to save {sequence.length} tokens: free some") from None
+        raise _no_memory(f"There is not enough memory to save {kv.length} tokens: free some") from None
+    finally:
+        prefixes.release(kv, ids)
 
 
 def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:

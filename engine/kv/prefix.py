@@ -48,7 +48,12 @@ class PrefixCache:
         self._coded: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._exact: dict[bytes, list[_Exact]] = {}  # by the hash before them
 
-    def root(self, salt: str) -> bytes:
+    def salted(self, kv: SequenceKV, salt: str) -> SequenceKV:
+        """A sequence that nobody can find yet, to be found with `salt`."""
+        kv.root = self._salted_root(salt)
+        return kv
+
+    def _salted_root(self, salt: str) -> bytes:
         """What the hashes of a sequence begin with; empty for no salt, which stands for the usual beginning."""
         if not salt:
             return b""
@@ -153,7 +158,7 @@ class PrefixCache:
 
         Costs a hash of `ids` and the copy of a block at most.
         """
-        n, root = self._store.shape.block_size, self.root(salt)
+        n, root = self._store.shape.block_size, self._salted_root(salt)
         hashes, known = self._known(ids, root)
         there = self._there(known)
         for count in range(len(known), -1, -1):
