@@ -19,7 +19,7 @@ from server.driver import Driver
 from server.lines import Lines
 from server.listening import notice_lost_peers
 from server.parameters import Asked, BadRequest, read, read_json, read_prompt
-from server.refused import Refused
+from server.refused import TOO_MANY_CONNECTIONS, Refused, busy
 from server.sessions import read_name
 
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._client = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unix"
         notice_lost_peers(transport.get_extra_info("socket"))
         if len(self._others) >= self._config.max_connections:
-            self._complain(None, Refused("busy", "The server has too many connections: try again a little later", 1))
+            self._complain(None, busy(TOO_MANY_CONNECTIONS, 1))
             self._close()
         self._others.add(self)
         if not self._known:

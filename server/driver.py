@@ -160,7 +160,7 @@ class Driver:
         return job
 
     def _busy(self) -> Refused:
-        return Refused("busy", "The server is busy: try again a little later", self._totals.usual_seconds())
+        return refused.busy("The server is busy", self._totals.usual_seconds())
 
     def _leave(self, job: Job, queue: _Queue) -> None:
         job.close()

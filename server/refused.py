@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 
 class Refused(Exception):
     """A request that the server does not serve, or not to its end. The message is a sentence for the client.
@@ -23,3 +25,14 @@ def unknown_session(name: str) -> Refused:
 
 def closing() -> Refused:
     return Refused("closing", "The server is about to end and takes no more requests")
+
+
+def busy(message: str, seconds: int) -> Refused:
+    """`seconds`: until it is worth to try again, at the earliest.
+
+    Each client is told another time: those who came together would come back together, and one would be served.
+    """
+    return Refused("busy", f"{message}: try again a little later", seconds + random.randrange(max(5, seconds)))
+
+
+TOO_MANY_CONNECTIONS = "The server has too many connections"

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from server.http.errors import CLOSE, ApiError
 from server.listening import notice_lost_peers
+from server.refused import TOO_MANY_CONNECTIONS, busy
 
 # For a request's line and headers to arrive, or for the rest of a body that has its answer already. What else there is
 # to wait for has a limit of its own.
@@ -84,8 +85,9 @@ class WebConnection(H11Protocol):
         """Answer at once: who does not ask is not waited for."""
         at_once = self._others_turned_away() >= _MOST_TURNED_AWAY
         self._turned_away = True
-        sentence = "The server has too many connections: try again a little later"
-        self._send(ApiError(503, sentence, "busy", headers={"Retry-After": "1", **CLOSE}))
+        refusal = busy(TOO_MANY_CONNECTIONS, 1)
+        headers = {"Retry-After": str(refusal.retry_after), **CLOSE}
+        self._send(ApiError(503, refusal.message, refusal.code, headers=headers))
         if at_once:
             self.transport.close()
         else:  # to close a connection on which something comes could take the answer from the client

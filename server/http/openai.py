@@ -16,7 +16,7 @@ from server.http.bodies import read_body
 from server.http.errors import api_error
 from server.http.shapes import Dialect, Writer
 from server.http.streams import Event, EventStream, Pieces, merged, while_there
-from server.parameters import Asked, read
+from server.parameters import Asked, BadRequest, read
 from server.refused import Refused
 
 
@@ -32,6 +32,9 @@ class Generation:
         dialect, model = self._dialect, self._driver.engine.model
         body = await read_body(request, self._driver.config.max_body)
         asked = read(body, (dialect.takes,), switched_logprobs=dialect.switched_logprobs)
+        if asked.n > (room := self._driver.room):
+            sentence = f"n is {asked.n}, and this server has room for {room} answers, those included that wait"
+            raise BadRequest("n", f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
         told = asked.params.logprobs is not None
         logprobs = [dialect.logprobs(model.tokenizer) for _ in range(asked.n if told else 0)]
         writer = Writer(dialect, model.name, asked.include_usage, logprobs)

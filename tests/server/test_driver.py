@@ -239,6 +239,24 @@ def test_a_full_queue(engine: Engine) -> None:
     run(test, engine, max_queue=1)  # behind the two that are computed
 
 
+def test_not_all_come_back_at_the_same_time(engine: Engine) -> None:
+    """Those who were refused together: a client does as it is told, and room for one is room for one."""
+
+    async def test(driver: Driver) -> None:
+        begun = [asyncio.create_task(whole(driver)) for _ in range(2)]
+        await asyncio.sleep(0)
+        told = set()
+        for _ in range(50):
+            with pytest.raises(Refused) as caught:
+                await whole(driver)
+            told.add(caught.value.retry_after)
+        assert len(told) > 2
+        assert min(told) >= 1
+        await asyncio.gather(*begun)
+
+    run(test, engine, max_queue=0)
+
+
 # -- the end ---------------------------------------------------------------------------------------------------
 
 

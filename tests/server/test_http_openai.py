@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from engine import Completion, Engine, SamplingParams
-from tests.server.http_server import KEY, Serving, serving
+from tests.server.http_server import KEY, Serving, eventually, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "then he ran on"}]
 PROMPT = "the rain"  # shorter than a block, so that finding it in the cache changes no answer
@@ -258,8 +258,14 @@ def test_a_wrong_key_is_an_authentication_error(tiny: Engine) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_is_a_rate_limit_error(tiny: Engine, stream: bool) -> None:
     with serving(tiny, max_queue=0) as server:
-        with pytest.raises(openai.RateLimitError) as caught:  # all its answers together find no room
-            chat(server, n=tiny.config.parallel + 1, stream=stream)
+        server.gate.close()
+        others = {"prompt": "the rain", "max_tokens": 1, "n": tiny.config.parallel}
+        with server.send("/v1/completions", others) as connection:
+            eventually(lambda: server.driver.snapshot().active == tiny.config.parallel)
+            with pytest.raises(openai.RateLimitError) as caught:
+                chat(server, stream=stream)
+            server.gate.open()
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert caught.value.code == "busy"
         assert chat(server).choices
@@ -282,3 +288,14 @@ def test_while_the_server_drains_requests_are_refused(server: Serving) -> None:
         chat(server)
     assert caught.value.status_code == 503
     assert caught.value.code == "closing"
+
+
+def test_more_answers_than_there_ever_is_room_for_are_no_reason_to_come_back(tiny: Engine) -> None:
+    with serving(tiny, max_queue=0) as server:
+        room = tiny.config.parallel
+        body = {"prompt": "the rain", "max_tokens": 1, "n": room + 1}
+        refused = server.post("/v1/completions", body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+        assert f"room for {room} answer" in refused.json()["error"]["message"]
+        assert "retry-after" not in refused.headers
+        assert server.post("/v1/completions", body | {"n": room}).status_code == 200
