@@ -12,8 +12,6 @@ from engine.assembly import settle
 from engine.config import EngineConfig, SamplingParams, setting
 from engine.errors import EngineError
 from engine.flags import Check, FlagError, parse
-from engine.sampling import resolve
-from model_loaders.config import GenerationDefaults
 
 
 @dataclass(frozen=True)
@@ -112,11 +110,11 @@ def _that(holds: Callable[[Any], bool], complaint: str) -> Check:
 
 
 def _as_sampling_takes(name: str) -> Check:
-    """The limits of a sampling parameter are those of `sampling.resolve`."""
+    """The limits of a sampling parameter are those of SamplingParams."""
 
     def check(value: Any) -> str | None:
         try:
-            resolve(SamplingParams(**{name: value}), GenerationDefaults())
+            SamplingParams(**{name: value})
         except EngineError as error:
             return str(error)
         return None

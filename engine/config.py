@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
+from engine import limits
+
 DEFAULT_CACHE_TYPE = "balanced"
 
 
@@ -100,7 +102,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, and when generation ends. None takes the model's default, else the one named."""
+    """How the next token is chosen, and when generation ends. None takes the model's default, else the one named.
+
+    Raises EngineError, naming the field, on a value of a wrong type or out of range.
+    """
 
     max_tokens: int = setting(
         -1, "-n", "--predict", metavar="N", help="tokens to generate at most; -1 goes on to the end of the context"
@@ -167,6 +172,9 @@ class SamplingParams:
     )
     stop_token_ids: tuple[int, ...] = setting((), help="end the answer at these tokens, as at the model's own ends")
     min_tokens: int = setting(0, help="no token that ends the answer is drawn before so many others")
+
+    def __post_init__(self) -> None:
+        limits.check(vars(self))
 
 
 @dataclass(frozen=True)

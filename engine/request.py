@@ -19,6 +19,7 @@ from engine.detokenizer import Detokenizer, StopFilter
 from engine.dry import Dry
 from engine.errors import EngineError, shown
 from engine.kv.store import SequenceKV, Span
+from engine.limits import check_roles
 from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from engine.sampling import PENALTY_WINDOW, Draw, Sampled, Sampling, resolve
 from engine.scheduler import Sequence
@@ -52,6 +53,7 @@ def prompt_ids(
         ids = tokenizer.tokenize(prompt, control=options.parse_special)
         return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
     if is_chat(prompt):
+        check_roles(prompt)
         try:
             known = answers.recalled(prompt, options.cache_salt) if answers else prompt
             return chat_ids(known, model.template, tokenizer)

@@ -5,8 +5,7 @@ The order is llama.cpp's: bias, penalties, DRY, top-k, top-p, min-p, temperature
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from engine.outputs import TokenLogprob
 from model_loaders.config import GenerationDefaults
 
 PENALTY_WINDOW = 64  # last tokens, prompt included, that the penalties look at
-MOST_LOGPROBS = 20  # tokens whose log-probabilities may be asked for at each place
 
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
@@ -52,9 +50,8 @@ class Sampling:
 def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int | None = None) -> Sampling:
     """`params` with every None filled in: from the model's generation config, else the usual values.
 
-    Raises EngineError on a value that makes no sense, and on a token that is not below `vocab_size`.
+    Raises EngineError on a token that is not below `vocab_size`.
     """
-    _check(params)
     for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         beyond = next((token for token in tokens if vocab_size is not None and token >= vocab_size), None)
         if beyond is not None:
@@ -66,68 +63,6 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
             of_model = 0.0
         chosen[name] = next(value for value in (given, of_model, usual) if value is not None)
     return Sampling(**{field.name: getattr(params, field.name) for field in fields(Sampling)} | chosen)
-
-
-_MAX_BIAS = 1e6  # far from where float32 logits overflow
-
-
-def _whole(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    """NaN is in no range."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_stop_list(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(text, str) and text for text in value)
-
-
-def _is_bias(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not all(_whole(token, 0) for token in value):
-        return False
-    return all(bias == -math.inf or _number(bias, -_MAX_BIAS, _MAX_BIAS) for bias in value.values())
-
-
-def _is_id_list(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and all(_whole(token, 0) for token in value)
-
-
-_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda value: _number(value, 0, 1e4), "a number from 0 (greedy) up"),
-    "top_p": (lambda value: _number(value, 1e-9, 1), "a number above 0 and at most 1"),
-    "min_p": (lambda value: _number(value, 0, 1), "a number from 0 to 1"),
-    "repeat_penalty": (lambda value: _number(value, 1e-3, 1e3), "a positive number; 1 is off"),
-    "presence_penalty": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
-    "frequency_penalty": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
-    "top_k": (lambda value: _whole(value, 0), "a whole number; 0 keeps all"),
-    "max_tokens": (lambda value: _whole(value, -1), "a whole number; -1 is no limit"),
-    "seed": (lambda value: _whole(value, -1), "a whole number from 0 up; -1 takes a different one each time"),
-    "stop": (_is_stop_list, "a tuple of non-empty strings"),
-    "dry_multiplier": (lambda value: _number(value, 0, 1e3), "a number from 0 (off) to 1000"),
-    "dry_base": (lambda value: _number(value, 1, 1e3), "a number from 1 to 1000"),
-    "dry_allowed_length": (lambda value: _whole(value, 0), "a whole number from 0 up"),
-    "dry_penalty_last_n": (lambda value: _whole(value, -1), "a whole number; 0 is off, -1 is the whole context"),
-    "dry_sequence_breakers": (_is_stop_list, "a tuple of non-empty strings"),
-    "logit_bias": (_is_bias, "a number for each token id, or -inf, which bans the token"),
-    "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
-    "stop_token_ids": (_is_id_list, "a tuple of token ids"),
-    "min_tokens": (lambda value: _whole(value, 0), "a whole number from 0 up"),
-    "logprobs": (
-        lambda value: value is None or _whole(value, 0, MOST_LOGPROBS),
-        f"None, or a whole number from 0 to {MOST_LOGPROBS}",
-    ),
-}
-
-
-def _check(params: SamplingParams) -> None:
-    """Raises EngineError naming the first field with a wrong type or value."""
-    for name, (holds, wanted) in _CHECKS.items():
-        value = getattr(params, name)
-        to_be_filled_in = value is None and name in _USUAL
-        if not to_be_filled_in and not holds(value):
-            raise EngineError(f"{name} is {shown(value)}, but must be {wanted}")
 
 
 class Penalties(NamedTuple):

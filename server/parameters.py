@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import EngineError, SamplingParams
+from engine.limits import MOST_LOGPROBS
 from engine.request import Prompt
-from engine.sampling import MOST_LOGPROBS, resolve
-from model_loaders.config import GenerationDefaults
 from server.unsupported import complaint
 
 MAX_ANSWERS = 16  # n
@@ -191,9 +190,9 @@ def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
 
 
 def _as_sampling_takes(name: str, value: Any) -> None:
-    """The limits of a sampling parameter are those of `sampling.resolve`."""
+    """The limits of a sampling parameter are those of SamplingParams."""
     try:
-        resolve(SamplingParams(**{name: value}), GenerationDefaults())
+        SamplingParams(**{name: value})
     except EngineError as error:
         raise BadRequest(name, str(error)) from None
 

@@ -223,6 +223,7 @@ def test_generation_ends_where_the_store_is_full(tiny: Engine) -> None:
         ([{"role": "user", "content": "x"}, {"role": 3, "content": "x"}], ["messages[1].role"]),
         ([{"role": "user", "content": "x"}, "y"], ["messages[1]"]),
         ([{"role": "assistant", "content": "x", "token_ids": [96]}], ["messages[0].token_ids", "96"]),
+        ([{"role": "user", "content": "x"}, {"role": "bot", "content": "x"}], ["messages[1].role is 'bot'", "user"]),
     ],
 )
 def test_a_prompt_that_is_none_is_refused_in_a_sentence(tiny: Engine, prompt, words) -> None:
@@ -230,17 +231,22 @@ def test_a_prompt_that_is_none_is_refused_in_a_sentence(tiny: Engine, prompt, wo
 
 
 @pytest.mark.parametrize(
-    "params",
+    "values",
     [
-        SamplingParams(temperature=float("nan")),
-        SamplingParams(top_p=0),
-        SamplingParams(seed=-2),
-        SamplingParams(stop="END"),  # type: ignore[arg-type]
-        SamplingParams(logit_bias={96: 1.0}),
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"top_p": 0},
+        {"seed": -2},
+        {"stop": "END"},
+        {"top_k": 1.5},
     ],
 )
-def test_wrong_sampling_values_are_refused_before_anything_runs(tiny: Engine, params: SamplingParams) -> None:
-    refused(lambda: tiny.stream(PROMPT, params))
+def test_wrong_sampling_values_are_refused_when_they_are_made(values) -> None:
+    refused(lambda: SamplingParams(**values), *values)
+
+
+def test_a_bias_for_a_token_that_there_is_not_is_refused_before_anything_runs(tiny: Engine) -> None:
+    refused(lambda: tiny.stream(PROMPT, SamplingParams(logit_bias={96: 1.0})), "logit_bias", "token 96")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ _CUDA_ROOMS = ("shapes", "rotation", "cache", "draws", "heads", "cache_ops")
 CUDA = OPS | LAUNCH | {f"engine.backends.cuda_{name}" for name in _CUDA_ROOMS}
 ROOMS = {
     "engine.errors": set(),
-    "engine.config": set(),
+    "engine.limits": {"engine.errors"},
+    "engine.config": {"engine.errors", "engine.limits"},
     "engine.outputs": set(),
     "engine.codecs": CODECS,
     "engine.conditioning": set(),
@@ -78,7 +79,7 @@ PURE = {
     "engine.config": set(),
     "engine.kv.blocks": set(),
 }
-PURE |= {"engine.kv.tables": set(), "engine.scheduler": set(), "engine.errors": set()}
+PURE |= {"engine.kv.tables": set(), "engine.scheduler": set(), "engine.errors": set(), "engine.limits": set()}
 
 
 def modules(folder: str) -> dict[str, Path]:

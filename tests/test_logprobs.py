@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import Chunk, Completion, Engine, SamplingParams
+from engine.limits import MOST_LOGPROBS
 from engine.outputs import fold
-from engine.sampling import MOST_LOGPROBS, token_logprob
+from engine.sampling import token_logprob
 from tests.bare import log_softmax, spread
 from tests.tiny import VOCABULARY, assert_idle
 

@@ -1,0 +1,81 @@
+"""Which values the fields of SamplingParams may have, and which roles messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from engine.errors import EngineError, shown
+
+MOST_LOGPROBS = 20  # tokens whose log-probabilities may be asked for at each place
+_ROLES = ("system", "user", "assistant", "tool")  # as templates know them
+_MAX_BIAS = 1e6  # far from where float32 logits overflow
+
+
+def _whole(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    """NaN is in no range."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_stop_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(text, str) and text for text in value)
+
+
+def _is_bias(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not all(_whole(token, 0) for token in value):
+        return False
+    return all(bias == -math.inf or _number(bias, -_MAX_BIAS, _MAX_BIAS) for bias in value.values())
+
+
+def _is_id_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(_whole(token, 0) for token in value)
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: value is None or _number(value, 0, 1e4), "a number from 0 (greedy) up"),
+    "top_p": (lambda value: value is None or _number(value, 1e-9, 1), "a number above 0 and at most 1"),
+    "min_p": (lambda value: value is None or _number(value, 0, 1), "a number from 0 to 1"),
+    "repeat_penalty": (lambda value: value is None or _number(value, 1e-3, 1e3), "a positive number; 1 is off"),
+    "presence_penalty": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
+    "frequency_penalty": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
+    "top_k": (lambda value: value is None or _whole(value, 0), "a whole number; 0 keeps all"),
+    "max_tokens": (lambda value: _whole(value, -1), "a whole number; -1 is no limit"),
+    "seed": (lambda value: _whole(value, -1), "a whole number from 0 up; -1 takes a different one each time"),
+    "stop": (_is_stop_list, "a tuple of non-empty strings"),
+    "dry_multiplier": (lambda value: _number(value, 0, 1e3), "a number from 0 (off) to 1000"),
+    "dry_base": (lambda value: _number(value, 1, 1e3), "a number from 1 to 1000"),
+    "dry_allowed_length": (lambda value: _whole(value, 0), "a whole number from 0 up"),
+    "dry_penalty_last_n": (lambda value: _whole(value, -1), "a whole number; 0 is off, -1 is the whole context"),
+    "dry_sequence_breakers": (_is_stop_list, "a tuple of non-empty strings"),
+    "logit_bias": (_is_bias, "a number for each token id, or -inf, which bans the token"),
+    "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
+    "stop_token_ids": (_is_id_list, "a tuple of token ids"),
+    "min_tokens": (lambda value: _whole(value, 0), "a whole number from 0 up"),
+    "logprobs": (
+        lambda value: value is None or _whole(value, 0, MOST_LOGPROBS),
+        f"None, or a whole number from 0 to {MOST_LOGPROBS}",
+    ),
+}
+
+
+def check(params: Mapping[str, Any]) -> None:
+    """Raises EngineError naming the first field with a wrong type or value."""
+    for name, (holds, wanted) in _CHECKS.items():
+        if not holds(params[name]):
+            raise EngineError(f"{name} is {shown(params[name])}, but must be {wanted}")
+
+
+def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:
+    """Raises EngineError for a role that no template knows: some render it, others drop the message without a word.
+
+    A message that is none, or has no role, is for others to refuse.
+    """
+    for index, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if isinstance(role, str) and role not in _ROLES:
+            raise EngineError(f"messages[{index}].role is {shown(role)}, but must be one of {', '.join(_ROLES)}")
