@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine import Engine, SamplingParams
@@ -22,18 +22,24 @@ WORDS = [b"a", b"b", b" c", b".\n", b"d:", b"<", b"s", b"top", b">", b"x<stop>y"
 
 BREAKERS = ("\n", ":", "<stop>")
 
-ids_of_words = st.integers(0, len(WORDS) - 1)
-repetitive = st.one_of(
-    st.lists(ids_of_words, min_size=1, max_size=60),
-    st.lists(st.integers(0, 2), min_size=1, max_size=60),
-    st.builds(lambda unit, times, rest: (unit * times + rest)[-90:], st.lists(ids_of_words, min_size=1, max_size=7),
-              st.integers(1, 12), st.lists(ids_of_words, max_size=5)),
-)  # fmt: skip
+
+def repetitive(seed: int, length: int) -> list[int]:
+    """Ids of words that go on, again and again, with a piece of what has been there."""
+    rng = np.random.default_rng(seed)
+    words = rng.choice(len(WORDS), rng.integers(1, len(WORDS) + 1), replace=False)
+    ids = rng.choice(words, rng.integers(1, 5)).tolist()
+    while len(ids) < length:
+        begin = rng.integers(0, len(ids))
+        ids += ids[begin : begin + rng.integers(1, 12)] if rng.random() < 0.6 else [int(rng.choice(words))]
+    return ids[:length]
+
+
+sequences = st.builds(repetitive, st.integers(0, 2**32 - 1), st.integers(1, 90))
 settings_of_dry = st.fixed_dictionaries(
     {
         "dry_multiplier": st.sampled_from([0.5, 0.8, 3.0]),
         "dry_base": st.sampled_from([1.0, 1.25, 1.75, 4.0, 1000.0]),
-        "dry_allowed_length": st.integers(0, 6),
+        "dry_allowed_length": st.integers(0, 4),
         "dry_penalty_last_n": st.one_of(st.just(-1), st.integers(1, 70)),
         "dry_sequence_breakers": st.sampled_from([(), ("\n",), BREAKERS]),
     }
@@ -70,7 +76,13 @@ def breaker_ends_in(ids: Sequence[int], s: Sampling) -> bool:
     return any(text[:end].endswith(breaker) for breaker in encoded for end in range(before + 1, len(text) + 1))
 
 
-@given(repetitive, st.integers(1, 90), settings_of_dry)
+@given(sequences, st.integers(1, 90), settings_of_dry)
+@settings(max_examples=100)
+@example(
+    [0, 5, 6, 7, 8, 1, 2, 0, 5, 6, 7, 8, 1],
+    3,
+    {"dry_multiplier": 1.0, "dry_allowed_length": 1, "dry_sequence_breakers": ("<stop>",)},
+)  # behind it, "b" alone
 @example([0, 1, 2, 0, 1, 2, 0, 1], 8, {"dry_multiplier": 1.0, "dry_base": 2.0})  # 2 is 2 · 2^(5 - 2), no less
 @example([7] * 90, 1, {"dry_multiplier": 1.0, "dry_base": 1000.0})  # beyond what a float32 holds
 def test_penalties_are_those_of_the_definition(ids: list[int], prompt: int, values: dict[str, float]) -> None:
@@ -94,7 +106,7 @@ def test_the_example_of_a_phrase() -> None:
     assert dict(zip(penalties.ids.tolist(), penalties.amounts.tolist(), strict=True)) == {3: 0.8 * 1.75}
 
 
-@given(repetitive, st.integers(1, 90), st.one_of(st.none(), st.integers(1, 20)))
+@given(sequences, st.integers(1, 90), st.one_of(st.none(), st.integers(1, 20)))
 def test_runs_are_counted_place_by_place(ids: list[int], first: int, furthest: int | None) -> None:
     repeats = Repeats(furthest)
     repeats.extend(ids[:first])
