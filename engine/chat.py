@@ -76,7 +76,8 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
         prompt = _raw_prompt(prompt, chat, console)
     with load(config.weights, config=config, verbose=console.note) as engine:
         console.note(engine.fit_line())
-        session = Session(engine, params, console, chat.system_prompt if chat.conversation else None)
+        system = chat.system_prompt if chat.conversation else None
+        session = Session(engine, params, console, system, loop_check=chat.loop_check)
         conversation = _Conversation(session, console, chat)
         return conversation.run(prompt) if chat.conversation else conversation.complete(prompt or "")
 

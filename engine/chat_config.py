@@ -32,6 +32,11 @@ class ChatConfig:
         help="go on from the prompt as plain text, without a chat template, and exit",
     )
     single_turn: bool = setting(False, "-st", "--single-turn", help="answer one message and exit")
+    loop_check: bool = setting(
+        True,
+        "--no-loop-check",
+        help="let an answer go on whose last 300 tokens or more are the same ones over and over, three times or more",
+    )
     show_timings: bool = setting(
         False, "--show-timings", help="after each answer, print speed, context and size of the cache"
     )

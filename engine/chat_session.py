@@ -15,15 +15,21 @@ from engine.console import PROMPT, Console, ctrl_c_asked, state_folder
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.outputs import Usage
+from engine.repeats import Repeats
 from engine.sessions import Progress
 
 _MIB = 1 << 20
+_LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer that ends in so many, of so many rounds or more, is stopped
 _BRIEF = 200  # characters of a message that reminds of where a conversation was
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What came of one prompt. After Ctrl-C, `finish_reason` is "cancelled" and `usage` None."""
+    """What came of one prompt.
+
+    `finish_reason` is "cancelled" after Ctrl-C, and "loop" for an answer that was stopped because it went round in
+    circles; `usage` is None then.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -38,9 +44,18 @@ class Session:
     otherwise hold two messages of the user in a row.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, console: Console, system: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        console: Console,
+        system: str | None = None,
+        *,
+        loop_check: bool = True,
+    ) -> None:
         self.engine, self.params = engine, params
         self._console = console
+        self._loop_check = loop_check
         self.last: Turn | None = None
         self.set_system(system)
 
@@ -123,9 +138,13 @@ class Session:
         return turn
 
     def _stream(self, prompt: str | list[Mapping[str, Any]]) -> Turn:
-        """Writes the answer as it comes; Ctrl-C ends it after the token, or the piece of the prompt, in progress."""
+        """Writes the answer as it comes; Ctrl-C ends it after the token, or the piece of the prompt, in progress.
+
+        So does an answer that repeats itself over and over, where that is looked for.
+        """
         pieces: list[str] = []
         ids: list[int] = []
+        repeats = Repeats()
         reason, usage = None, None
         as_written = PromptOptions(parse_special=True)  # a raw prompt is whole: it brings its own template along
         answer = self.engine.stream(prompt, self.params, as_written, progress=True)
@@ -140,6 +159,10 @@ class Session:
                     ids.extend(chunk.token_ids)
                     reason, usage = chunk.finish_reason, chunk.usage
                     if asked():
+                        break
+                    repeats.extend(chunk.token_ids)
+                    if self._loop_check and reason is None and repeats.circle(_LOOP_TOKENS, _LOOP_ROUNDS):
+                        reason = "loop"
                         break
         finally:
             self._console.end_progress()
@@ -172,6 +195,11 @@ def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
     """A sentence for an answer that the model did not end itself, else None."""
     if turn.finish_reason == "cancelled":
         return "The answer was stopped." if turn.token_ids else "Stopped before the first token."
+    if turn.finish_reason == "loop":
+        return (
+            f"The answer was stopped: its last {_LOOP_TOKENS} tokens are the same ones over and over. "
+            "--no-loop-check lets such an answer go on."
+        )
     if turn.finish_reason != "length":
         return None
     if 0 <= params.max_tokens <= len(turn.token_ids):

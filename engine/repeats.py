@@ -52,6 +52,12 @@ class Repeats:
         for token in ids:
             self._append(token)
 
+    def circle(self, tokens: int, rounds: int) -> bool:
+        """Whether the last `tokens` ids or more are one piece over and over, `rounds` times or more."""
+        runs = self.runs
+        distances = np.arange(1, len(runs) + 1)
+        return bool((runs + distances >= np.maximum(rounds * distances, tokens)).any())
+
     def _append(self, token: int) -> None:
         n = self.count
         runs = self._runs[: self._reach(n + 1)]

@@ -106,31 +106,6 @@ def test_the_example_of_a_phrase() -> None:
     assert dict(zip(penalties.ids.tolist(), penalties.amounts.tolist(), strict=True)) == {3: 0.8 * 1.75}
 
 
-@given(sequences, st.integers(1, 90), st.one_of(st.none(), st.integers(1, 20)))
-def test_runs_are_counted_place_by_place(ids: list[int], first: int, furthest: int | None) -> None:
-    repeats = Repeats(furthest)
-    repeats.extend(ids[:first])
-    for token in ids[first:]:
-        repeats.extend([token])
-    assert repeats.ids.tolist() == ids
-    start = max(min(first, len(ids)) - (furthest or len(ids)) - 1, 0)  # what came before is not looked at
-    for distance, run in enumerate(repeats.runs.tolist(), 1):
-        expected = 0
-        while expected + distance < len(ids) - start and ids[-1 - expected] == ids[-1 - expected - distance]:
-            expected += 1
-        assert run == expected
-
-
-def test_arrays_grow_with_the_sequence() -> None:
-    ids = ([1, 2, 3] * 400)[:1000]
-    repeats = Repeats()
-    repeats.extend(ids[:3])
-    for token in ids[3:]:
-        repeats.extend([token])
-    assert repeats.runs[2::3].tolist() == list(range(997, 0, -3))
-    assert repeats.runs[[0, 1, 3, 4]].tolist() == [0] * 4
-
-
 def test_a_penalty_lowers_a_logit_behind_the_others_and_leaves_the_row_as_it_was() -> None:
     logits = np.array([3.0, 2.9, 1.0], np.float32)
     draw = Draw(sampling(temperature=0), [], 0.5, 3, dry=Penalties(np.array([0]), np.array([0.2])))

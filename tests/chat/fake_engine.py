@@ -1,7 +1,8 @@
 """An engine without a model for the chat's tests; run as a script, it is the chat over that engine.
 
 It answers by what the last message says: "error" raises, "slow" is an answer and "long" a prompt of half a
-minute, "crash" fails unexpectedly, anything else comes back as "you said: …", a word per chunk.
+minute, "loop" is answered by the same four words 1,000 times, "crash" fails unexpectedly, anything else comes
+back as "you said: …", a word per chunk.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class FakeEngine:
                 time.sleep(0.01)
             yield Chunk("", (), prefilled=unit + 1, prompt_tokens=units)
         words = ("slow " * 3000).split(" ") if said == "slow" else f"you said: {said}".split(" ")
+        if said == "loop":
+            words = ["so", *["round", "and", "round", "again"] * 1000]
         try:
             for number, word in enumerate(words):
                 if said == "slow":
@@ -73,7 +76,8 @@ class FakeEngine:
                 if number == params.max_tokens:
                     yield self._last("length", number)
                     return
-                yield Chunk(word if number == 0 else f" {word}", (100 + number,))
+                token = 100 + number if said != "loop" else len(word)
+                yield Chunk(word if number == 0 else f" {word}", (token,))
             yield self._last("stop", len(words))
         except GeneratorExit:
             self.cancelled += 1

@@ -104,6 +104,23 @@ def test_regen_answers_the_last_message_again(chat, engine):
     assert engine.prompts[0] == engine.prompts[1] == [{"role": "user", "content": "one"}]
 
 
+def test_an_answer_that_goes_round_in_circles_is_stopped(chat, engine):
+    code, out, err = chat(lines="loop\none\n")
+    first, second = out.splitlines()
+    assert (code, second) == (0, "you said: one")
+    assert len(first.split()) == 301  # "so", and then nothing but the same four words
+    assert err.count("its last 300 tokens are the same ones over and over. --no-loop-check") == 1
+    assert engine.cancelled == 1
+    assert engine.prompts[-1][1]["content"] == first
+
+
+def test_or_goes_on_where_that_is_asked_for(chat, engine):
+    code, out, err = chat("-p", "loop", "-st", "--no-loop-check")
+    assert (code, len(out.split())) == (0, 4001)
+    assert "over and over" not in err
+    assert engine.cancelled == 0
+
+
 def test_clear_keeps_only_the_system_prompt(chat, engine):
     chat("-sys", "Be brief.", lines="one\n/clear\ntwo\n/regen\n")
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "two"}

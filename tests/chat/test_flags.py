@@ -62,6 +62,7 @@ SWITCHES = [
     ("--no-conversation", 2, "conversation", False),
     ("-st", 2, "single_turn", True),
     ("--single-turn", 2, "single_turn", True),
+    ("--no-loop-check", 2, "loop_check", False),
     ("--show-timings", 2, "show_timings", True),
     ("--verbose", 2, "verbose", True),
     ("--color", 2, "color", "on"),

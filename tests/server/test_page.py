@@ -195,6 +195,90 @@ def test_a_new_chat_begins_anew_in_the_middle_of_an_answer(page: Browser, server
     assert page.run("return turns.length") == 1
 
 
+def says(page: Browser, pieces: list[str]) -> None:
+    """What every answer from now on is, piece by piece, until the page turns away from it."""
+    script = """
+        const [pieces] = arguments, real = window.fetch, event = (value) => `data: ${JSON.stringify(value)}\\n\\n`;
+        window.fetch = (path, options) => {
+            if (!path.endsWith("completions")) return real(path, options);
+            let sent = 0;
+            window.asked = { get sent() { return sent; }, signal: options.signal };
+            const encoder = new TextEncoder();
+            const body = new ReadableStream({
+                async pull(stream) {
+                    await null;
+                    if (options.signal.aborted) return stream.error(options.signal.reason);
+                    const piece = pieces[sent++];
+                    const choice = { delta: { content: piece }, finish_reason: piece === undefined ? "stop" : null };
+                    stream.enqueue(encoder.encode(event({ choices: [choice] })));
+                    if (piece !== undefined) return;
+                    stream.enqueue(encoder.encode("data: [DONE]\\n\\n"));
+                    stream.close();
+                },
+            });
+            return Promise.resolve(new Response(body, { status: 200 }));
+        };
+    """
+    page.run(script, pieces)
+
+
+ROUND = ["So", *["round", " and", " round,", " again "] * 400]
+
+
+def test_an_answer_that_goes_round_in_circles_is_stopped(page: Browser) -> None:
+    says(page, ROUND)
+    send(page, "the wheel")
+    page.until(lambda: done(page) and figures(page))
+    assert "it repeated itself over and over" in figures(page)
+    assert page.text("#status") == "Stopped."
+    assert page.run("return asked.signal.aborted")
+    assert "".join(ROUND).startswith(page.run("return turns[0].answer"))
+    shown = len(page.run("return turns[0].answer")) / len("".join(ROUND)) * len(ROUND)
+    assert 300 <= shown < 300 + 65
+    assert page.text(".notice") == ""
+    assert page.text(".foot button") == "Regenerate"
+
+
+def test_or_goes_on_where_the_setting_says_so_after_a_reload_too(page: Browser) -> None:
+    page.click("#loop_check")
+    page.reload()
+    assert not page.run("return loop_check.checked")
+    says(page, ROUND)
+    send(page, "the wheel")
+    page.until(lambda: done(page) and figures(page))
+    assert page.run("return turns[0].answer") == "".join(ROUND)
+    assert "repeated itself" not in figures(page)
+    page.click("#fields button[type=reset]")
+    page.until(lambda: page.run("return localStorage.getItem('polarlm.settings')") == "{}")
+    assert page.run("return loop_check.checked")
+
+
+def test_a_list_and_code_that_look_alike_are_let_be(page: Browser) -> None:
+    items = [piece for number in range(150) for piece in (f"{number}", ". one", " more", " line\n")]
+    says(page, [*items, *["-"] * 250, *["Twice", " the", " same", " words "] * 50, *map(str, range(800))] * 2)
+    send(page, "a list")
+    page.until(lambda: done(page) and figures(page))
+    assert "repeated itself" not in figures(page)
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "found"),
+    [
+        ("", 1, False),
+        ("aaa", 3, True),
+        ("aaa", 4, False),
+        ("abab", 1, False),
+        ("xababab", 6, True),
+        ("xababab", 7, False),
+        ("abababc", 1, False),
+        ("abcabcab", 8, False),
+        ("bcabcabcab", 9, True),
+    ],
+)
+def test_what_a_loop_is(page: Browser, text: str, least: int, found: bool) -> None:
+    assert page.run("return loops(arguments[0], arguments[1])", text, least) == found
+
+
 # -- text is text ------------------------------------------------------------------------------------------------
 
 
