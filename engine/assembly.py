@@ -226,8 +226,9 @@ def fit_line(parts: Parts) -> str:
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
     weights = f"{model.dtype} weights as {ops.weight_type(model.dtype)}, {format_bytes(parts.model.weights.bytes)}"
-    return (
+    line = (
         f"{model.name}: {weights} on the {ops.name}; KV store {format_bytes(plan.bytes)}, "
         f"{sum(plan.coded_blocks)} blocks of {shape.block_size} as {types} ({shape.bits_per_value:.2f} bits/value): "
-        f"{plan.tokens:,} tokens fit (f16 cache: {f16_tokens(plan, plan.tokens):,})"
+        f"{plan.tokens:,} tokens fit"
     )
+    return line if types == "f16" else f"{line} (f16 cache: {f16_tokens(plan, plan.tokens):,})"

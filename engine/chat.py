@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from engine.backends.select import NO_DRIVER, driver_version
 from engine.chat_config import ChatConfig, ignored_flags, read_command_line, read_prompt
 from engine.chat_session import Session, Turn, numbers, why_it_ended
 from engine.config import EngineConfig, SamplingParams
@@ -74,6 +75,8 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
         raise FlagError("-p/--prompt and -f/--file need a text that is not empty")
     if not chat.conversation:
         prompt = _raw_prompt(prompt, chat, console)
+    if chat.verbose and config.device == "auto" and driver_version() is None:
+        console.note(f"{NO_DRIVER}: running on the CPU.")
     with load(config.weights, config=config, verbose=console.note) as engine:
         console.note(engine.fit_line())
         system = chat.system_prompt if chat.conversation else None

@@ -47,7 +47,9 @@ class ChatConfig:
         bare="on",
         help="colour the prompt and the notes; auto does so on a terminal, unless NO_COLOR is set",
     )
-    verbose: bool = setting(False, "-v", "--verbose", help="show where an unexpected error came from")
+    verbose: bool = setting(
+        False, "-v", "--verbose", help="say why no GPU is used, and show where an unexpected error came from"
+    )
     gpu_layers: str | None = setting(
         None,
         "-ngl",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -146,3 +147,8 @@ def test_the_line_at_the_start_has_the_numbers_of_the_plan(tiny: Engine) -> None
     values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels
     assert float(bits) == round(plan.shape.coded_bytes(range(layers)) * 8 / values, 2)
     assert int(plain) == f16_tokens(plan, plan.tokens) < int(tokens)
+
+
+def test_the_line_of_an_f16_store_does_not_compare_it_with_itself(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16") as engine:
+        assert engine.fit_line().endswith("tokens fit")

@@ -10,11 +10,14 @@ from engine.backends.numpy_ops import NumpyOps
 from engine.backends.ops import Ops
 from engine.errors import EngineError
 
+NO_DRIVER = "No NVIDIA driver found"
+
 
 def select(device: str, threads: int) -> tuple[Ops, str]:
     """The ops of `device` ("auto", "cpu" or "cuda"), and a sentence about the choice, empty where none is needed.
 
-    Raises EngineError for a device that cannot be had.
+    "auto" has one where there is an NVIDIA driver and its GPU is not used all the same. Raises EngineError for a
+    device that cannot be had.
     """
     if device == "cpu":
         return NumpyOps(threads), ""
@@ -24,7 +27,7 @@ def select(device: str, threads: int) -> tuple[Ops, str]:
         return _cuda(), ""
     except EngineError as error:
         if device == "auto":
-            return NumpyOps(threads), f"{error}: running on the CPU."
+            return NumpyOps(threads), "" if driver_version() is None else f"{error}: running on the CPU."
         sentence = f"device=cuda: {error}; device=cpu needs none of this"
         raise EngineError(sentence, "device_unavailable", ("device",)) from error
 
@@ -33,7 +36,7 @@ def _cuda() -> Ops:
     """The ops of the GPU. EngineError with the reason, a sentence without its end, where it cannot be used."""
     version = driver_version()
     if version is None:
-        raise EngineError("No NVIDIA driver found", "device_unavailable")
+        raise EngineError(NO_DRIVER, "device_unavailable")
     install = f"pip install 'polarlm[cuda{min(13, version // 1000)}]'"
     if version < 12000:
         raise EngineError("The NVIDIA driver is older than CUDA 12: update it", "device_unavailable")

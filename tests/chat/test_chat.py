@@ -80,6 +80,15 @@ def test_what_is_loaded_is_told_on_standard_error(chat):
     assert "fake" not in out
 
 
+@pytest.mark.parametrize(
+    ("argv", "driver", "said"),
+    [([], None, False), (["-v"], None, True), (["-v"], 13000, False), (["-v", "--device", "cpu"], None, False)],
+)
+def test_why_there_is_no_gpu_is_said_with_verbose(chat, monkeypatch, argv, driver, said):
+    monkeypatch.setattr("engine.chat.driver_version", lambda: driver)
+    assert ("No NVIDIA driver found: running on the CPU." in chat(*argv, "-p", "hi", "-st")[2]) == said
+
+
 def test_earlier_turns_and_their_token_ids_go_along(chat, engine):
     chat("-sys", "Be brief.", lines="one\ntwo\n")
     assert engine.prompts[-1] == [
