@@ -11,6 +11,7 @@ from bench.gpu_setup import Gpu, Noise, Sizes
 from engine import EngineConfig, cache_types
 from engine.backends.cuda_ops import CudaOps
 from engine.backends.device import Array
+from engine.backends.ops import Load
 from engine.codecs import Codec
 from engine.conditioning import Conditioning
 from engine.encoding.metric import Metric, key_metric, value_metric
@@ -43,7 +44,9 @@ class RandomModel:
         weights = _weights(self.ops, self.config, Noise(self.device, gpu.clock, sizes.noise))
         shape = cache_shape(self.ops, sizes)
         needed = {cell: _room(shape, sizes, *cell) for cell in cells}
-        room = self.ops.room_beside(0)
+        batch = max((batch for _, batch in cells), default=1)
+        load = Load(self.config, shape.form(0), sizes.prompt, batch)
+        room = self.ops.room_beside(0) - self.ops.work_bytes(load)
         self.fits = {cell: shape.bytes(*of) <= room for cell, of in needed.items()}
         held = [needed[cell] for cell in cells if self.fits[cell]] or [_room(shape, sizes, sizes.prompt, 1)]
         coded, slots = max(of[0][0] for of in held), max(of[1] for of in held)

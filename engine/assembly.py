@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 import model_loaders
 from engine import cache_types
-from engine.backends.ops import Ops
+from engine.backends.ops import Load, Ops
 from engine.backends.select import select
 from engine.calibration import load_or_calibrate
 from engine.conditioning import Conditioning
@@ -112,7 +112,7 @@ def _assemble(config: EngineConfig, verbose: Say | None) -> Parts:
     try:
         shape = _cache_shape(config, ops, source.config)
         count = weight_count(source.weights)
-        plan = _plan(config, source.config, shape, ops.room_beside(count), say)
+        plan = _plan(config, ops, source.config, shape, count, say)
         bar = tqdm(
             total=4 * count,
             desc=f"Loading {source.name}",
@@ -125,6 +125,7 @@ def _assemble(config: EngineConfig, verbose: Say | None) -> Parts:
         )
         with bar:
             weights = load_weights(ops, source.config, source.weights, bar.update)
+        ops.set_aside(Load(source.config, shape.form(0), plan.tokens, config.parallel))
         store = _store(config, ops, source, weights, plan, say)
     except MemoryError:
         source.weights.close()
@@ -201,16 +202,21 @@ def _metrics(
     return k, v
 
 
-def _plan(config: EngineConfig, model: ModelConfig, shape: CacheShape, room: int, say: Say) -> StorePlan:
-    """How large the store is: kv_memory, else what the context needs, as far as there is room."""
-    tokens = config.ctx_size or model.max_context
+def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, weights: int, say: Say) -> StorePlan:
+    """How large the store is: kv_memory, else what the context needs, as far as there is room beside so many weights
+    and the work on a prompt of that length."""
+
+    def beside(tokens: int) -> int:
+        return ops.work_bytes(Load(model, shape.form(0), tokens, config.parallel))
+
+    room, tokens = ops.room_beside(weights), config.ctx_size or model.max_context
     sequences = config.kept_sequences + config.parallel
     if config.kv_memory is not None:
         plan = plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
     else:
         plan = plan_for_tokens(shape, tokens, sequences)
-        if plan.bytes > room:
-            plan = plan_for_memory(shape, room, tokens, sequences)
+        if plan.bytes + beside(tokens) > room:
+            plan = plan_for_memory(shape, room, tokens, sequences, beside)
     if plan.tokens < config.ctx_size:
         say(f"warning: of the {config.ctx_size:,} tokens of context that were asked for, {plan.tokens:,} fit in memory")
     if plan.tokens > model.max_context:

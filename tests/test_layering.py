@@ -18,7 +18,7 @@ ENCODING = CODECS | {"engine.encoding"}
 SAMPLING = {"engine.sampling", "engine.config", "engine.errors", "engine.outputs"}
 OPS = ENCODING | SAMPLING | {"engine.backends.ops"}
 LAUNCH = {f"engine.backends.{name}" for name in ("device", "kernels", "records", "candidates", "cuda_launch")}
-_CUDA_ROOMS = ("shapes", "rotation", "cache", "draws", "heads", "cache_ops")
+_CUDA_ROOMS = ("shapes", "memory", "rotation", "cache", "draws", "heads", "cache_ops")
 CUDA = OPS | LAUNCH | {f"engine.backends.cuda_{name}" for name in _CUDA_ROOMS}
 ROOMS = {
     "engine.errors": set(),
@@ -44,6 +44,7 @@ ROOMS = {
     "engine.backends.cuda_shapes": LAUNCH,
     "engine.backends.cuda_rotation": LAUNCH,
     "engine.backends.cuda_cache": OPS | LAUNCH,
+    "engine.backends.cuda_memory": OPS | LAUNCH | {"engine.backends.cuda_cache", "engine.backends.cuda_shapes"},
     "engine.backends.cuda_draws": OPS | LAUNCH | {"engine.backends.cuda_cache"},
     "engine.backends.cuda_heads": CUDA,
     "engine.backends.cuda_cache_ops": CUDA | {"engine.backends.numpy_attention", "engine.backends.stored"},

@@ -15,7 +15,7 @@ from engine.backends.device import Array, Device
 from engine.backends.ops import CacheFormat, CacheSpan
 from engine.backends.records import Layout
 
-_HEADER = 8  # words of a sequence before the ids of its blocks
+HEADER = 8  # words of a sequence before the ids of its blocks
 _LEAST_IDS = 16
 
 Layouts = tuple[Layout, Layout]  # of keys and of values
@@ -96,19 +96,22 @@ class Spans(Told):
     buffer: Buffer | None
 
 
+def table_width(blocks: int) -> int:
+    """Room for the ids of so many blocks: few different widths, since every one is recorded for itself."""
+    return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
+
+
 def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
     """What the kernels need to know of `spans`."""
-    longest = max(len(span.table) for span in spans)
-    # Few different widths, since every one is recorded for itself.
-    width = max(_LEAST_IDS, 1 << max(0, longest - 1).bit_length())
-    table = np.zeros((len(spans), _HEADER + width), np.int32)
+    width = table_width(max(len(span.table) for span in spans))
+    table = np.zeros((len(spans), HEADER + width), np.int32)
     for row, span in zip(table, spans, strict=True):
         count = span.rows.stop - span.rows.start
         sink = -1 if span.sink is None else span.sink
         first_coded, now = span.table_start // block_size, span.now_start // block_size
-        row[:_HEADER] = (
+        row[:HEADER] = (
             span.rows.start, count, span.position, sink, first_coded, len(span.table), span.now.block, now
         )  # fmt: skip
-        row[_HEADER : _HEADER + len(span.table)] = span.table
+        row[HEADER : HEADER + len(span.table)] = span.table
     rows = sum(span.rows.stop - span.rows.start for span in spans)
     return Spans(table, rows, spans[0].now.buffer)

@@ -18,14 +18,17 @@ from engine.backends.cuda_cache import Told
 from engine.backends.cuda_cache_ops import CacheOps
 from engine.backends.cuda_draws import Draws, describe_draws
 from engine.backends.cuda_launch import MOST_THREADS, Shape, threads_for, type_of
+from engine.backends.cuda_memory import prompt_bytes, step_bytes
 from engine.backends.cuda_shapes import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.backends.device import Array, Device
-from engine.backends.ops import Result
+from engine.backends.ops import Load, Result
 from engine.errors import EngineError
 from engine.sampling import NOT_FINITE, Draw, Sampled, sample_all, token_logprob
 
 _UPLOAD_BYTES = 64 << 20  # of float32, while weights become narrow on the device
-_RESERVE = 0.1  # of the free memory, for activations and the libraries' own
+# Left free for what nobody counts: compiled kernels, graphs, the libraries' own, pieces too small to be of use. That it
+# is enough has not been seen on a GPU.
+_UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # of the free memory at most
 _SAMPLE_THREADS = 512
 
 
@@ -90,7 +93,14 @@ class CudaOps(CacheOps):
                 "out_of_memory",
                 ("device",),
             )
-        return max(0, int((1 - _RESERVE) * free) - 2 * weights)
+        uncounted = min(_UNCOUNTED_BYTES, int(_UNCOUNTED_SHARE * free))
+        return max(0, free - uncounted - 2 * weights)
+
+    def work_bytes(self, load: Load) -> int:
+        return prompt_bytes(load, self.cache_bytes(load.form)[1], self.prefill_rows) + step_bytes(load, self._device)
+
+    def set_aside(self, load: Load) -> None:
+        self._device.set_aside(step_bytes(load, self._device))
 
     def weight_type(self, stored: str) -> str:
         return "bfloat16" if stored == "BF16" else "float16"

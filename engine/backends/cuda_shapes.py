@@ -25,7 +25,7 @@ _OUTPUTS = 4  # rows of weights of a warp in gemv
 _GEMV_WARPS = 16  # of a multiprocessor: fewer have too few bytes on their way
 _GEMV_INPUTS = 256  # that a warp of gemv takes at once
 _LEAST_STAGES = 8  # of a part in gemm_small: beginning and ending cost about five
-_DECODE_HEADS = 8  # query heads that a block of decode_attention serves
+DECODE_HEADS = 8  # query heads that a block of decode_attention serves
 
 
 def gemv(rows: int, out: int, width: int, processors: int) -> tuple[Shape, int]:
@@ -60,7 +60,7 @@ def decode_attention(keys: Layout, values: Layout, group: int) -> tuple[Shape, i
     words = sum(side.record.constants.get("WORDS", 0) for side in (keys, values))  # registers that codes take
     wide = padded > 128 or words > 64 or beside_codes
     warps = 8 if wide else 12
-    chunks = -(-group // _DECODE_HEADS)
+    chunks = -(-group // DECODE_HEADS)
     means = 512 * warps if keys.mean_bits else 0
     shared = max(table_bytes(keys, values) + means, warps * -(-group // chunks) * (padded + 6) * 4)
     return Shape({"GROUP": group, "WARPS": warps}, 32 * warps, shared + _SYSTEM_BYTES), chunks

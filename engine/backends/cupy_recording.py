@@ -10,14 +10,13 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from engine.backends.device import Result
+from engine.backends.device import MOST_RECORDINGS, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY; 3 is cuBLAS's
 _CUBLAS_OUT_OF_MEMORY = 3
 
 _ALIGNMENT = 256  # of what lies side by side in one buffer
-_MOST_RECORDINGS = 24  # each is a graph of some hundred launches, and is recorded again in a few steps' time
 
 
 class Recordings:
@@ -40,7 +39,7 @@ class Recordings:
         with memory_errors():
             recording = self._kept.pop(whole, None)
             if recording is None:
-                while len(self._kept) >= _MOST_RECORDINGS:
+                while len(self._kept) >= MOST_RECORDINGS:
                     self._kept.pop(next(iter(self._kept))).end()
                 recording = _Recording(self._stream, self._memory, inputs)
                 recording.take(inputs)

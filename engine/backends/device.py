@@ -11,6 +11,9 @@ import numpy as np
 Array = Any
 Result = TypeVar("Result")
 
+MOST_RECORDINGS = 24
+"""Those used last that a device keeps: each has its graph, of some hundred launches, and room for its inputs."""
+
 
 class Device(Protocol):
     """One GPU, or what stands in for it. All work happens in the order of the calls."""

@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from engine.backends import stored
 from engine.backends.numpy_attention import Buffer, LayerCache, as_codes, attend, encode_keys, encode_values
 from engine.backends.numpy_steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
-from engine.backends.ops import CacheFormat, CacheSpan, Place, Result, StoredSpace
+from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, StoredSpace
 from engine.sampling import Draw, Sampled, sample_all
 
 # Rows of queries per KV head that attend together.
@@ -76,6 +76,12 @@ class NumpyOps:
 
     def room_beside(self, weights: int) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
+
+    def work_bytes(self, load: Load) -> int:
+        return 0  # the other half of what is free is for it
+
+    def set_aside(self, load: Load) -> None:
+        """Nothing: memory is found when it is needed."""
 
     def weight_type(self, stored: str) -> str:
         return "float32"

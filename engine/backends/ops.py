@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from engine.codecs import Codec
 from engine.encoding.metric import Metric
 from engine.sampling import Draw, Sampled
+from model_loaders.config import ModelConfig
 
 Array = Any
 Cache = Any
@@ -81,6 +82,16 @@ class CacheSpan:
     table_start: int  # position of the first token of table[0]
 
 
+@dataclass(frozen=True)
+class Load:
+    """What ops are asked for at most. tokens: of a prompt; rows: sequences of a step. form: of any layer."""
+
+    model: ModelConfig
+    form: CacheFormat
+    tokens: int
+    rows: int
+
+
 class Ops(Protocol):
     """What a backend can do. Every op is a function of its arguments; none keeps state between calls."""
 
@@ -110,10 +121,16 @@ class Ops(Protocol):
         """Return when the device has done all that it was given."""
 
     def room_beside(self, weights: int) -> int:
-        """Bytes that the KV store may take if so many weights are to be loaded.
+        """Bytes that the KV store, and the work beside it, may take if so many weights are to be loaded.
 
         Raises EngineError where it is certain that the weights alone do not fit.
         """
+
+    def work_bytes(self, load: Load) -> int:
+        """How many of these a prompt and the steps between its parts take, beside the KV store."""
+
+    def set_aside(self, load: Load) -> None:
+        """Take the memory of steps now, before anything else does. Raises MemoryError."""
 
     def weight_type(self, stored: str) -> str:
         """What weights become that a file has as `stored`, for people."""

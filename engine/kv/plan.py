@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -147,18 +147,22 @@ def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int) -> StorePlan
     return StorePlan(shape, tokens, shape.coded_blocks(tokens), _SLOTS_PER_SEQUENCE * sequences + _SPARE_SLOTS)
 
 
-def plan_for_memory(shape: CacheShape, memory: int, max_tokens: int, sequences: int) -> StorePlan:
+def plan_for_memory(
+    shape: CacheShape, memory: int, max_tokens: int, sequences: int, beside: Callable[[int], int] = lambda tokens: 0
+) -> StorePlan:
     """The store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
 
-    Exact slots are large; where they would take more than a quarter of the memory, fewer sequences are kept.
+    beside: bytes of `memory` that other things take if a sequence may have so many tokens, growing with them. Exact
+    slots are large; where they would take more than a quarter of the memory, fewer sequences are kept.
     Raises EngineError where not even two blocks fit.
     """
     while sequences > 1 and plan_for_tokens(shape, 0, sequences).bytes > memory // 4:
         sequences -= 1
     least = plan_for_tokens(shape, min(max_tokens, 2 * shape.block_size), sequences)
-    if least.bytes > memory:
+    left = memory - beside(least.tokens)
+    if least.bytes > left:
         raise EngineError(
-            f"{format_bytes(memory)} for the KV store is too little for this model: the first blocks alone take "
+            f"{format_bytes(max(0, left))} for the KV store is too little for this model: the first blocks alone take "
             f"{format_bytes(least.bytes)}; raise kv_memory, or free some memory",
             "out_of_memory",
             ("kv_memory",),
@@ -166,7 +170,7 @@ def plan_for_memory(shape: CacheShape, memory: int, max_tokens: int, sequences: 
     low, high = least.tokens, max(least.tokens, max_tokens)
     while low < high:
         middle = (low + high + 1) // 2
-        if plan_for_tokens(shape, middle, sequences).bytes <= memory:
+        if plan_for_tokens(shape, middle, sequences).bytes + beside(middle) <= memory:
             low = middle
         else:
             high = middle - 1

@@ -200,7 +200,7 @@ def rows(rng: np.random.Generator, count: int) -> np.ndarray:
 def test_the_recording_that_was_used_least_lately_goes(
     device, machine: Machine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules[RECORDING], "_MOST_RECORDINGS", 3)
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", 3)
     calls: list[int] = []
     work = doubled(device, calls)
 

@@ -1,0 +1,221 @@
+"""What prompts and steps take of a GPU's memory is what the plan of the KV store leaves for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.gpu_setup import LLAMA_8B
+from engine import Engine, EngineConfig, EngineError, assembly, codecs
+from engine.backends.cuda_memory import prompt_bytes, step_bytes
+from engine.backends.cuda_ops import CudaOps
+from engine.backends.ops import Load
+from engine.conditioning import Conditioning
+from engine.kv.plan import CacheShape, LayerShape, plan_for_memory, plan_for_tokens
+from engine.kv.store import KVStore, SequenceKV
+from engine.model import LayerWeights, Model, ModelWeights
+from engine.sampling import Draw, Sampling
+from model_loaders.config import ModelConfig
+from tests.cuda.emulated import EmulatedDevice
+
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+GB = 10**9
+
+
+class Counting(EmulatedDevice):
+    """Counts the bytes of arrays that live, and does nothing with them.
+
+    peak: since the last `begin`. recorded: the peak of recorded work alone.
+    """
+
+    processors = 132
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.recorded = self.aside = 0
+
+    def begin(self) -> int:
+        self.peak = self.live
+        return self.live
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        x = np.empty(shape, dtype)  # memory that nobody touches costs nothing
+        self.live += x.nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(x, self._gone, x.nbytes)
+        return x
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return self.empty(shape, dtype)
+
+    def from_host(self, x: np.ndarray) -> np.ndarray:
+        return self.empty(x.shape, x.dtype)
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return np.zeros(x.shape, x.dtype)
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def gemm(self, *_: Any, add: bool) -> None:
+        pass
+
+    def replay(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
+        before = self.begin()
+        result = super().replay(key, work, inputs)
+        self.recorded = max(self.recorded, self.peak - before)
+        return result
+
+    def set_aside(self, size: int) -> None:
+        self.aside = size
+
+
+class OfSize(Counting):
+    """A card of 24 GB, of which a driver and a desktop have some."""
+
+    def memory(self) -> tuple[int, int]:
+        return int(23.4e9), 24 * GB
+
+
+def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Model:
+    """With weights that nobody has written."""
+    ops, e, f = CudaOps(device), config.hidden_size, config.ffn_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+    def weight(*shape: int) -> np.ndarray:
+        return np.empty(shape, np.float16)
+
+    layers = [
+        LayerWeights(
+            weight(e),
+            *(weight(queries + 2 * keys, e), None, None, None),
+            *(weight(e, queries), None),
+            weight(e),
+            *(weight(2 * f, e), None),
+            *(weight(e, f), None),
+        )
+        for _ in range(config.layers)
+    ]
+    weights = ModelWeights(weight(config.vocab_size, e), layers, weight(e), weight(config.vocab_size, e), 0)
+    k, v = (codecs.get(name) for name in types)
+    shape = CacheShape(64, config.kv_heads, config.head_dim, (LayerShape(k, v, 8),) * config.layers)
+    stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))
+    store = KVStore(ops, plan_for_tokens(shape, tokens, sequences), [stored] * config.layers)
+    return Model(ops, config, weights, store)
+
+
+def prompt(model: Model, count: int) -> SequenceKV:
+    sequence = model.store.new_sequence()
+    span = model.store.open(sequence, count)
+    hidden = list(_returned(model.walk([span], [1] * count, outputs=1)))
+    model.choose(hidden[-1], [Draw(GREEDY, [], 0.5, model.config.vocab_size)])
+    model.store.commit(span)
+    return sequence
+
+
+def _returned(units: Any) -> Any:
+    yield (yield from units)
+
+
+LLAMA = replace(LLAMA_8B, layers=2)
+ODD = replace(LLAMA_8B, layers=2, heads=6, kv_heads=2, head_dim=80, hidden_size=480, ffn_size=1000, vocab_size=32003)
+TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("config", [LLAMA, ODD], ids=["8B", "odd"])
+@pytest.mark.parametrize("tokens", [70, 2048, 9000])
+def test_a_prompt_takes_what_is_counted_for_it(config: ModelConfig, types: tuple[str, str], tokens: int) -> None:
+    """Never more, and at least two thirds of it, since what is counted in vain is missing in the store. Logits of all
+    rows of a block are what scoring asks for."""
+    device = Counting()
+    model = model_of(device, config, types, tokens + 64, 1)
+    load = Load(config, model.store.shape.form(0), tokens, 1)
+    prompt(model, 1)  # rotations are on the device
+    before = device.begin()
+    prompt(model, tokens)
+    model.logits(device.empty((64, config.hidden_size), np.float32))
+    counted = prompt_bytes(load, model.ops.cache_bytes(load.form)[1], model.ops.prefill_rows)
+    assert 2 / 3 * counted <= device.peak - before <= counted
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("config", [LLAMA, ODD], ids=["8B", "odd"])
+def test_steps_take_what_is_set_aside_for_them(config: ModelConfig, types: tuple[str, str]) -> None:
+    """Of every number of sequences that there may be; results and inputs included."""
+    device, most = Counting(), 70
+    model = model_of(device, config, types, 64, most)
+    sequences = [prompt(model, 3) for _ in range(most)]
+    for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 70):
+        load = Load(config, model.store.shape.form(0), 64, rows)
+        device.recorded = 0
+        spans = [model.store.open(sequence, 1) for sequence in sequences[:rows]]
+        model.step(spans, [1] * rows, [Draw(GREEDY, [], 0.5, config.vocab_size)] * rows)
+        for span in spans:
+            model.store.abort(span)
+        counted = step_bytes(load, device)
+        assert counted / 2 <= device.recorded <= counted
+        model.ops.set_aside(load)
+        assert device.aside == counted
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+WEIGHTS = 8_030_261_248  # numbers of Llama 3 8B
+
+
+@pytest.mark.parametrize("parallel", [1, 8, 64])
+@pytest.mark.parametrize("ctx_size", [8192, 65536, 131072])
+def test_a_prompt_of_the_context_fits_beside_the_store(ctx_size: int, parallel: int) -> None:
+    """On 24 GB, by what is known of the model alone: x, a layer's keys and values, cosines and sines of every token,
+    gate and up of a chunk, logits of a step."""
+    config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
+    ops, model = CudaOps(OfSize()), LLAMA_8B
+    shape = assembly._cache_shape(config, ops, model)
+    plan = assembly._plan(config, ops, model, shape, WEIGHTS, lambda sentence: None)
+    kv = 2 * model.kv_heads * model.head_dim * 2
+    token = 4 * model.hidden_size + kv + 4 * model.head_dim
+    chunk = 2048 * (3 * 4 * model.ffn_size + 2 * 4 * model.heads * model.head_dim)
+    work = plan.tokens * token + chunk + parallel * 4 * model.vocab_size
+    free, _ = ops._device.memory()
+    assert 2 * WEIGHTS + plan.bytes + work <= free
+    assert ops.work_bytes(Load(model, shape.form(0), plan.tokens, parallel)) <= 1.25 * work
+    assert plan.tokens == ctx_size or 2 * WEIGHTS + plan.bytes + 1.25 * work + GB > free  # no room is left unused
+    assert plan.tokens >= min(ctx_size, 90_000)
+
+
+def test_a_short_context_leaves_more_to_the_store() -> None:
+    """What a prompt never needs is not kept free."""
+    ops, model = CudaOps(OfSize()), LLAMA_8B
+    shape = assembly._cache_shape(EngineConfig(), ops, model)
+    short, long = (ops.work_bytes(Load(model, shape.form(0), tokens, 8)) for tokens in (8192, 131072))
+    assert short < 1.1 * GB < 3 * GB < long
+
+
+def test_an_engine_sets_the_memory_of_its_steps_aside(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Counting()
+    monkeypatch.setattr(assembly, "select", lambda *_: (CudaOps(device), ""))
+    settings = {"block_size": 16, "ctx_size": 128, "parallel": 5, "calibration": False}
+    with Engine.load(tiny_path, **settings) as engine:
+        shape, config = engine._store.shape, engine.model.config
+        assert device.aside == step_bytes(Load(config, shape.form(0), engine.context, 5), device)
+
+
+def test_room_for_work_comes_before_the_store() -> None:
+    shape = CacheShape(64, 8, 128, (LayerShape(codecs.get("f16"), codecs.get("f16")),) * 4)
+    least = plan_for_tokens(shape, 128, 1).bytes
+    plan = plan_for_memory(shape, 4 * least, 100_000, 1, lambda tokens: least + 1000 * tokens)
+    assert plan.bytes + least + 1000 * plan.tokens <= 4 * least
+    following = plan_for_tokens(shape, plan.tokens + 64, 1)
+    assert following.bytes + least + 1000 * following.tokens > 4 * least
+    with pytest.raises(EngineError, match="0 B for the KV store is too little"):
+        plan_for_memory(shape, 4 * least, 100_000, 1, lambda tokens: 5 * least)
