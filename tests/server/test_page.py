@@ -528,8 +528,8 @@ def test_shift_enter_begins_a_line(page: Browser) -> None:
 
 
 def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
-    fields = ["system", "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "max_tokens", "seed", "reset"]
-    order = ["new", "log", *fields, "message", "send"]
+    numbers = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "max_tokens", "seed"]
+    order = ["new", "log", "system", *numbers, "loop_check", "reset", "message", "send"]
     page.run("document.getElementById('new').focus()")
     reached = []
     for _ in order:
@@ -543,7 +543,7 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(page: Browser) -> Non
     send(page, "the rain")
     page.until(lambda: done(page) and page.text(".foot"))
     nodes = page.protocol("Accessibility.getFullAXTree")["nodes"]
-    roles = {"button", "textbox", "spinbutton", "log", "article", "progressbar", "region"}
+    roles = {"button", "textbox", "spinbutton", "checkbox", "log", "article", "progressbar", "region"}
     named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if "role" in node and "name" in node]
     found = [(role, name) for role, name in named if role in roles]
     assert {role for role, _ in found} == roles
