@@ -6,18 +6,17 @@ import asyncio
 import hmac
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from engine import Chunk, EngineError, TokenLogprob
-from engine.flags import in_flags
+from engine import EngineError
 from server import journal
 from server.driver import Driver
 from server.lines import Lines
 from server.listening import notice_lost_peers
+from server.messages import Id, error_of, last_of, likelihood, read_id
 from server.parameters import Asked, BadRequest, read, read_json, read_prompt
 from server.refused import TOO_MANY_CONNECTIONS, Refused, busy
 from server.sessions import read_name
@@ -25,13 +24,11 @@ from server.sessions import read_name
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
 MOST_PENDING = 1 << 20  # bytes beside a whole message that are kept for a client that does not read them
 KEY_SECONDS = 10.0  # until a client has to have shown the key
+IDLE_SECONDS = 1800.0  # for which a client may have no request under way
 PROBE_SECONDS = 0.25
-_MOST_ID = 200  # characters
 
 _LOG = logging.getLogger(__name__)
-Id = str | int
 Work = Callable[[], Awaitable[dict[str, Any]]]
-_HTTP = re.compile(rb"[A-Z]+ .*HTTP/[0-9]")  # a web page can have a browser send this, with JSON lines behind it
 
 
 class Connection(asyncio.Protocol):
@@ -48,6 +45,7 @@ class Connection(asyncio.Protocol):
         self._lines = Lines(self._config.max_body)
         self._requests: dict[Id, asyncio.Task[None]] = {}
         self._known = self._config.api_key is None
+        self._greeted = False  # by a JSON object
         self._ended = False  # the client's side
         self._full = False  # the transport's buffer
         self._waiting = bytearray()  # for room in there
@@ -66,6 +64,7 @@ class Connection(asyncio.Protocol):
             self._complain(None, busy(TOO_MANY_CONNECTIONS, 1))
             self._close()
         self._others.add(self)
+        self._await_request()
         if not self._known:
             self._after("key", KEY_SECONDS, self._turn_away)
 
@@ -108,22 +107,34 @@ class Connection(asyncio.Protocol):
             return
         request_id: Id | None = None
         try:
-            if line is not None and _HTTP.match(line):
-                self._hang_up("this is no HTTP port")
-                return
-            if line is None:
-                raise BadRequest(None, f"a line may have {self._config.max_body} bytes at most")
-            message = read_json(line)
+            message = self._read(line)
             has_key = self._greet(message)
             if not self._known or (has_key and len(message) == 1):
                 return
-            request_id = _read_id(message)
+            request_id = read_id(message)
             if message.get("cancel") is not None:
                 self._cancel(request_id, message["cancel"])
             else:
                 self._start(request_id, message)
         except BadRequest as error:
-            self._complain(request_id, error)
+            if self._greeted:
+                self._complain(request_id, error)
+            elif not self._known:
+                self._turn_away()
+            else:
+                self._hang_up(f"{error}; this is no port for HTTP or TLS, and the first line has to be a message")
+
+    def _read(self, line: bytes | None) -> dict[str, Any]:
+        """The message on a line.
+
+        A first line that holds none ends the connection: a web page can have a browser send lines behind others of its
+        own, as the body of an HTTP request or within the greeting of TLS.
+        """
+        if line is None:
+            raise BadRequest(None, f"a line may have {self._config.max_body} bytes at most")
+        message = read_json(line)
+        self._greeted = True
+        return message
 
     def _greet(self, message: dict[str, Any]) -> bool:
         """Look at the key of a message, if it has one; a first message without the right key is the last."""
@@ -148,6 +159,8 @@ class Connection(asyncio.Protocol):
         if request_id in self._requests:
             raise BadRequest("id", "id is that of a request under way: choose another")
         work = self._work(request_id, message)
+        if idle := self._timers.pop("idle", None):
+            idle.cancel()
         self._requests[request_id] = self._loop.create_task(self._serve(request_id, work))
 
     def _work(self, request_id: Id, message: dict[str, Any]) -> Work:
@@ -182,42 +195,38 @@ class Connection(asyncio.Protocol):
                 last = await work()
             self._finish(request_id, last)
         except (Refused, EngineError) as error:
-            self._finish(request_id, _error(error))
+            self._finish(request_id, error_of(error))
         except Exception as error:
             _LOG.exception("a request of the socket ended with an unexpected error")
-            self._finish(request_id, _error(Refused("internal", f"unexpected {type(error).__name__}")))
+            self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
 
     async def _answer(self, request_id: Id, asked: Asked) -> dict[str, Any]:
         async with aclosing(self._driver.stream(asked.prompt, asked.params)) as chunks:
             text = ""
             logprobs: list[dict[str, Any]] = []
+            tokenizer = self._driver.engine.model.tokenizer
             async for chunk in chunks:
                 text += chunk.text
-                logprobs += [self._likelihood(token) for token in chunk.logprobs]
+                logprobs += [likelihood(tokenizer, token) for token in chunk.logprobs]
                 if (text or logprobs) and (asked.stream or chunk.finish_reason):
                     told = {"logprobs": logprobs} if logprobs else {}
                     self._send(request_id, {"delta": text} | told)
                     text, logprobs = "", []
-        return _last(chunk)
-
-    def _likelihood(self, token: TokenLogprob) -> dict[str, Any]:
-        """A token's log-probability, and those of the most likely ones in its place."""
-
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            data = self._driver.engine.model.tokenizer.token_bytes(token_id)
-            return {"id": token_id, "token": data.decode("utf-8", "replace"), "logprob": logprob}
-
-        return entry(token.id, token.logprob) | {"top": [entry(*other) for other in token.top]}
+        return last_of(chunk)
 
     def _finish(self, request_id: Id, message: dict[str, Any]) -> None:
         """The last message of a request; from then on its id is free."""
         self._send(request_id, message)
         del self._requests[request_id]
-        if self._ended and not self._requests:
-            self._close()
+        if not self._requests:
+            self._close() if self._ended else self._await_request()
+
+    def _await_request(self) -> None:
+        reason = f"there was no request under way for {IDLE_SECONDS:.0f} seconds"
+        self._after("idle", IDLE_SECONDS, partial(self._hang_up, reason, "timeout"))
 
     def _complain(self, request_id: Id | None, error: Exception) -> None:
-        self._send(request_id, _error(error))
+        self._send(request_id, error_of(error))
 
     def _send(self, request_id: Id | None, message: dict[str, Any]) -> None:
         line = json.dumps({"id": request_id, **message}, ensure_ascii=False)
@@ -265,32 +274,5 @@ class Connection(asyncio.Protocol):
             await self.lost.wait()
 
 
-def _read_id(message: dict[str, Any]) -> Id:
-    value = message.get("id")
-    if isinstance(value, str) and len(value) <= _MOST_ID and value.isprintable():
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
-        return value
-    raise BadRequest("id", f"id must be a whole number or a text of at most {_MOST_ID} printable characters")
-
-
 async def _transferred(session: Awaitable[int]) -> dict[str, Any]:
     return {"done": True, "tokens": await session}
-
-
-def _last(chunk: Chunk) -> dict[str, Any]:
-    usage = chunk.usage
-    assert usage is not None
-    counts = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
-    seconds = {name: round(value, 6) for name, value in asdict(usage).items() if name.endswith("_seconds")}
-    return {"done": True, "finish_reason": chunk.finish_reason, "usage": counts, "timings": seconds}
-
-
-def _error(error: Exception) -> dict[str, Any]:
-    """What a client is told of an error that was meant for it."""
-    message = in_flags(error) if isinstance(error, EngineError) else str(error)
-    told: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": message}
-    for name in ("field", "retry_after"):
-        if (value := getattr(error, name, None)) is not None:
-            told[name] = value
-    return {"error": told}

@@ -225,6 +225,7 @@ def test_garbage_on_the_socket(server: Process) -> None:
     rng = random.Random(1)
     for _ in range(40):
         with server.client() as client:
+            client.send(id="first", prompt="a", max_tokens=1)
             client.send_raw(b"".join(fuzzed(rng) + b"\n" for _ in range(50)))
             client.half_close()
             for message in client.rest():

@@ -239,6 +239,7 @@ def test_garbage(victim: Process) -> None:
     rng = random.Random(0)
     for _ in range(20):
         with victim.client() as client:
+            client.send(id="first", prompt="a", max_tokens=1)
             client.send_raw(b"".join(fuzzed(rng) + b"\n" for _ in range(50)))
 
 

@@ -14,7 +14,9 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,7 @@ def test_a_wrong_message_gets_an_error_and_the_connection_lives(
     server: Running, line: bytes, request_id: Any, field: str | None
 ) -> None:
     with Client(server.address) as client:
+        assert answers(client)
         client.send_raw(line + b"\n")
         message = client.receive()
         assert message.keys() == {"id", "error"}
@@ -186,6 +189,7 @@ def test_too_long_a_prompt(server: Running) -> None:
 def test_over_long_lines(start: Start) -> None:
     server = start(max_body=1000)
     with Client(server.address) as client:
+        assert answers(client)
         client.send_raw(b"x" * 1500)  # told at once: there may never be an end of the line
         assert "1000 bytes" in client.receive()["error"]["message"]
         client.send_raw(b"y" * 100_000 + b"\n")
@@ -238,14 +242,47 @@ def test_too_many_connections(start: Start) -> None:
         eventually(has_room)
 
 
-def test_a_web_page_cannot_talk_to_it(server: Running) -> None:
-    """A browser sends what a page wants as the body of a request, behind lines of its own."""
+HTTP = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+TLS = bytes.fromhex("16030102000100")
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("first", [HTTP, TLS + b"\n", b"\r\n" + TLS + b"\r\n", b"[]\n", b"x" * 2000])
+def test_a_web_page_cannot_talk_to_it(start: Start, first: bytes, key: str | None) -> None:
+    """A browser sends what a page wants behind lines of its own: in a request's body, in the greeting of TLS."""
+    server = start(max_body=1000, api_key=key)
     with Client(server.address) as client:
-        client.send_raw(b'POST / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n{"id": 1, "prompt": "a"}\n')
-        assert "HTTP" in client.receive()["error"]["message"]
+        client.send_raw(first + b'\n{"id": 1, "prompt": "a", "api_key": "secret"}\n')
+        error = client.receive()["error"]
+        assert error["code"] == ("invalid_request" if key is None else "unauthorized")
+        assert key is not None or "HTTP" in error["message"]
         with pytest.raises((EOFError, ConnectionResetError)):
             client.receive()
     assert server.driver.snapshot().requests == {}
+
+
+def test_who_asks_for_nothing_is_hung_up_on(server: Running, monkeypatch) -> None:
+    """However much else it says."""
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.3)
+    with Client(server.address) as client:
+        assert answers(client)
+        client.socket.settimeout(0.02)
+        deadline, received = time.monotonic() + PATIENCE, b""
+        while b"timeout" not in received:
+            assert time.monotonic() < deadline
+            client.send_raw(b'{"id": 1}\n')
+            with suppress(TimeoutError):
+                received += client.socket.recv(4096)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_who_waits_for_an_answer_is_not_idle(server: Running, monkeypatch) -> None:
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.3)
+    with Client(server.address) as client:
+        assert client.ask(id=1, prompt="a", max_tokens=8, **GREEDY)[1]["done"]  # of 0.1 seconds each
+        assert client.receive()["error"]["code"] == "timeout"
+        with pytest.raises(EOFError):
+            client.receive()
 
 
 # -- the key ---------------------------------------------------------------------------------------------------
@@ -424,6 +461,7 @@ def test_after_fuzzed_messages_it_still_answers(start: Start, seed: int) -> None
     server, rng = start(max_body=4096, max_queue=1000), random.Random(seed)
     for _ in range(5):
         with Client(server.address) as client:
+            client.send(id="the first", prompt="a", max_tokens=1)
             for _ in range(100):
                 client.send_raw(fuzzed(rng) + b"\n")
             client.send(id="the last", prompt="a", max_tokens=1)
@@ -526,4 +564,5 @@ def test_the_document_names_every_code_and_limit() -> None:
     for code in [*codes, "timeout", "internal"]:
         assert f"`{code}`" in text
     assert f"{connection.SLOW_SECONDS:.0f} seconds" in text
+    assert f"{connection.IDLE_SECONDS / 60:.0f} minutes" in text
     assert f"{connection.MOST_PENDING >> 20} MiB" in text
