@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tqdm import tqdm
+
 from engine import EngineConfig, EngineError, codecs
 from engine.flags import Check, FlagError, in_flags
 from model_loaders import LoadError
@@ -86,6 +88,7 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
     except LoadError as error:
         print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
+        note("Stopped")
         return _INTERRUPTED
     else:
         return 0
@@ -93,5 +96,5 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
 
 
 def note(sentence: str) -> None:
-    """What happens while a command runs: standard output carries the result alone."""
-    print(sentence, file=sys.stderr)
+    """What happens while a command runs, above a progress bar that may be there: standard output carries the result."""
+    tqdm.write(sentence, file=sys.stderr)

@@ -24,6 +24,7 @@ from bench.gpu_peer import PeerTime, half_attention
 from bench.gpu_setup import Gpu, Noise, Sizes, open_gpu
 from bench.gpu_steps import measure_matrix, measure_prefill, measure_steps
 from bench.gpu_tables import Limits, Results, Row, format_tables
+from bench.report import Output
 from engine import EngineError, codecs
 from engine.config import setting
 from engine.flags import FlagError, parse
@@ -50,9 +51,6 @@ class Options:
     batches: str = setting("1,16", "--batches", metavar="N,N", help="sequences of a step; the first ones matter most")
     layers: int = setting(32, "--layers", metavar="N", help="layers of the model of random weights")
     budget: int = setting(200, "--budget", metavar="SECONDS", help="begin nothing new after so many seconds")
-    output: str | None = setting(
-        None, "--output", metavar="FILE", help="where the JSON goes; else bench/results/kernels-<gpu>-<date>.json"
-    )
 
 
 def main(
@@ -70,9 +68,9 @@ def _measure_and_report(
     argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peers: Peers, step_contexts: Sequence[int]
 ) -> None:
     started = time.monotonic()
-    (options,) = parse(
+    options, destination = parse(
         argv,
-        {"Kernels": Options},
+        {"Kernels": Options, "Output": Output},
         prog="python -m bench.kernels",
         description="What a GPU makes of the kernels, beside its own limits and other libraries' kernels.",
         checks={"layers": at_least(1), "budget": at_least(1)},
@@ -83,7 +81,8 @@ def _measure_and_report(
     contexts = _numbers("--contexts", options.contexts, _LEAST_BLOCKS * sizes.block_size)
     batches = _numbers("--batches", options.batches, 1)
     gpu = gpu or open_gpu()
-    output = report.output_path(options.output, "kernels", gpu.about["name"])
+    output = destination.path("kernels", gpu.about["name"])
+    note(f"Takes {report.duration(options.budget)} at most, and what the last task takes")
     sizes = replace(sizes, config=replace(sizes.config, layers=options.layers))
     plan = Plan(gpu, sizes, peers, types, contexts, batches, step_contexts)
     results = Results()
@@ -93,7 +92,7 @@ def _measure_and_report(
             continue
         note(f"{time.monotonic() - started:6.1f} s  {name}")
         _do(name, partial(_afresh, gpu, work), results)
-        _write(output, argv, results, gpu)
+        _write(output, argv, results, gpu, complete=False)
     _write(output, argv, results, gpu)
     note(f"Written to {output}")
     print(f"{', '.join(f'{name} {value}' for name, value in gpu.about.items()).removeprefix('name ')}\n")
@@ -123,8 +122,8 @@ def _one(measure: Callable[..., Row], *given: Any) -> list[Row]:
     return [measure(*given)]
 
 
-def _write(output: Path, argv: Sequence[str], results: Results, gpu: Gpu) -> None:
-    report.write(output, "kernels", argv, results.as_json(), gpu=gpu.about)
+def _write(output: Path, argv: Sequence[str], results: Results, gpu: Gpu, *, complete: bool = True) -> None:
+    report.write(output, "kernels", argv, results.as_json(), gpu=gpu.about, complete=complete)
 
 
 def _numbers(flag: str, text: str, least: int) -> list[int]:

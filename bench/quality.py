@@ -8,6 +8,7 @@ the current block as codes too. The reference is a plain prefill in float32 that
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 from bench import angles, needle, plots, report
 from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, note, run
 from bench.exact import Exact
-from bench.quality_scores import Quality, format_table, measure, windows
+from bench.quality_scores import SCORINGS, Quality, format_table, measure, one_line, passes, windows
 from bench.quality_types import FULL_PRECISION, all_types, chosen_types
+from bench.report import Output
 from engine.config import setting
 from engine.flags import FlagError, parse
 
@@ -47,12 +49,6 @@ class Options:
     needle_depths: str = setting(
         "0,25,50,75,100", "--needle-depths", metavar="P,P", help="how deep it lies, percent of the text"
     )
-    output: str | None = setting(
-        None,
-        "--output",
-        metavar="FILE",
-        help="where the JSON goes, and pictures beside it; else bench/results/quality-<model>-<date>.json",
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure_and_report(argv: Sequence[str]) -> None:
-    (options,) = parse(
+    options, destination = parse(
         argv,
-        {"Quality": Options},
+        {"Quality": Options, "Output": Output},
         prog="python -m bench.quality",
         description="Perplexity, and divergence from full precision, of each cache type on a text.",
         checks={"windows": at_least(1), "window": at_least(2), "key_bias": _times},
@@ -72,7 +68,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     text = _read(options.text)
     with Exact(options.weights, options.window) as exact:
         name = exact.model.name + (f" with key bias {options.key_bias:g}" if options.key_bias else "")
-        output = report.output_path(options.output, "quality", name)
+        output = destination.path("quality", name)
         _check_context("--window", options.window, exact)
         ids = exact.tokenize(text)
         cut = windows(ids, options.window, exact.model.tokenizer.bos_id)[: options.windows]
@@ -82,19 +78,38 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         prompts = _prompts(options, exact, ids)
         if options.key_bias:
             exact.bias_keys(options.key_bias, cut[0])
+        about = {
+            "model": name,
+            "weights": exact.model.dtype,
+            "text": Path(str(options.text)).name,
+            "threads": report.blas_threads(),
+            "window": options.window,
+            "windows": len(cut),
+        }
+        started = time.perf_counter()
         recording = exact.record(cut[0])
+        seconds = time.perf_counter() - started
+        expected = report.duration(seconds * len(types) * passes(len(cut)))
+        note(
+            f"{len(types)} cache types on {len(cut)} windows of {len(cut[0]):,} tokens, {about['threads']} threads: "
+            f"about {expected}. Figures are kept in {output} as they come"
+        )
         result: dict[str, Any] = {"angles": angles.histograms(recording.keys)}
-        quality = measure(exact, types, cut, recording)
+
+        def keep(quality: Quality) -> None:
+            report.write(output, "quality", argv, {**about, **result, **asdict(quality)}, complete=False)
+            for row in quality.rows[-len(SCORINGS) :]:
+                note(one_line(row, quality.exact_perplexity))
+
+        quality = measure(exact, types, cut, recording, keep)
         result |= asdict(quality)
         del recording
         cells = needle.find(exact, _with_full_precision(types), prompts) if prompts else []
         result["needle"] = [asdict(cell) for cell in cells]
-        about = {"model": name, "weights": exact.model.dtype, "text": Path(str(options.text)).name}
-    size = {"window": options.window, "windows": len(cut)}
-    report.write(output, "quality", argv, {**about, **size, **result})
+    report.write(output, "quality", argv, {**about, **result})
     note(f"Written to {output}")
     note(plots.draw_all(result, name, output))
-    _print(quality, cells, {**about, **size})
+    _print(quality, cells, about)
 
 
 def _prompts(options: Options, exact: Exact, ids: Sequence[int]) -> list[needle.Prompt]:

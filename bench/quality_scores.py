@@ -57,9 +57,15 @@ def windows(ids: Sequence[int], window: int, bos_id: int | None) -> list[list[in
 
 
 def measure(
-    exact: Exact, types: Sequence[CacheType], cut: Sequence[Sequence[int]], recording: Recording | None = None
+    exact: Exact,
+    types: Sequence[CacheType],
+    cut: Sequence[Sequence[int]],
+    recording: Recording | None = None,
+    told: Callable[[Quality], None] = lambda quality: None,
 ) -> Quality:
     """Score the windows `cut` (ids, BOS included) with every type; `recording`, if there is one, is of the first.
+
+    told: called with all that is measured so far after each type.
 
     Each type gets an engine of its own, one after the other, and exact logits are computed again for each: two sets of
     logits (window, V) float32 are held at a time, and two copies of the weights. Raises FlagError or EngineError.
@@ -68,13 +74,25 @@ def measure(
         cache_type.check(exact.model.config.head_dim)
     recording = recording or exact.record(cut[0])
     rows: list[Row] = []
-    passes = len(cut) * (1 + len(SCORINGS)) + len(SCORINGS)
-    with tqdm(total=len(types) * passes, desc="Scoring", unit="window") as bar:
+    with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window") as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
             exact_logprobs, of_type = _measure_type(exact, cache_type, cut, recording, bar.update)
             rows += of_type
-    return Quality(len(exact_logprobs), perplexity(exact_logprobs), rows)
+            quality = Quality(len(exact_logprobs), perplexity(exact_logprobs), list(rows))
+            told(quality)
+    return quality
+
+
+def passes(windows: int) -> int:
+    """Passes over a window for each type: exact and as each scoring sees it, and attention errors over the first."""
+    return windows * (1 + len(SCORINGS)) + len(SCORINGS)
+
+
+def one_line(row: Row, exact_perplexity: float) -> str:
+    """A row as it comes."""
+    change = 100 * (row.perplexity / exact_perplexity - 1)
+    return f"{row.type}, {row.scored_as}: perplexity {change:+.2f} %, KL {_small(row.kl_mean)}"
 
 
 @dataclass(frozen=True)

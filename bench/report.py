@@ -9,6 +9,7 @@ import platform
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,45 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from engine import EngineError
+from engine.config import setting
 from engine.flags import FlagError
 
 _RESULTS = Path(__file__).parent / "results"
+_LOCAL = _RESULTS / "local"  # which git ignores
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a measurement goes."""
+
+    output: str | None = setting(
+        None,
+        "--output",
+        metavar="FILE",
+        help="where the JSON goes, and pictures beside it; else bench/results/local/<benchmark>-<subject>-<date>.json",
+    )
+    publish: bool = setting(
+        False, "--publish", help="write to bench/results, over the published figures of the same name and day"
+    )
+
+    def path(self, kind: str, subject: str) -> Path:
+        """The file of --output, else <kind>-<subject>-<date>.json in the folder for such files.
+
+        Raises FlagError before anything is measured if no file can be made there.
+        """
+        if self.output is not None:
+            if self.publish:
+                raise FlagError("--output and --publish both say where the results go; leave one of them out")
+            path = Path(self.output)
+        else:
+            folder = _RESULTS if self.publish else _LOCAL
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{kind}-{slug(subject)}-{today()}.json"
+        if path.is_dir():
+            raise FlagError(f"--output {path} is a folder; name a file in it")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise FlagError(f"--output {path} cannot be written; name a file in a folder that exists and is yours")
+        return path
 
 
 def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -35,8 +72,25 @@ def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas": ", ".join(dict.fromkeys(blas)) or "unknown",
+        "blas_threads": blas_threads(),
         **({"gpu": dict(gpu)} if gpu else {}),
     }
+
+
+def blas_threads() -> int:
+    """What matrix products use at this moment."""
+    return max((library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"), default=1)
+
+
+def duration(seconds: float) -> str:
+    """For people.
+
+    >>> duration(40), duration(200), duration(5400)
+    ('40 s', '3 min', '1.5 h')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _cpu() -> str:
@@ -60,30 +114,26 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
-def output_path(given: str | None, kind: str, subject: str) -> Path:
-    """Where the JSON goes: the file of --output, else bench/results/<kind>-<subject>-<date>.json.
-
-    Raises FlagError before anything is measured if no file can be made there.
-    """
-    path = Path(given) if given is not None else _RESULTS / f"{kind}-{slug(subject)}-{today()}.json"
-    if given is None:
-        path.parent.mkdir(exist_ok=True)
-    if path.is_dir():
-        raise FlagError(f"--output {path} is a folder; name a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise FlagError(f"--output {path} cannot be written; name a file in a folder that exists and is yours")
-    return path
-
-
 def write(
-    path: Path, kind: str, argv: Sequence[str], result: Mapping[str, Any], gpu: Mapping[str, str] | None = None
+    path: Path,
+    kind: str,
+    argv: Sequence[str],
+    result: Mapping[str, Any],
+    gpu: Mapping[str, str] | None = None,
+    *,
+    complete: bool = True,
 ) -> None:
-    """`result` with the machine, the date and the command line that made it. Raises EngineError."""
+    """`result` with the machine, the date and the command line that made it. Raises EngineError.
+
+    complete: whether the measurement has come to its end; what there is so far is written as it comes, so that a
+    measurement that is stopped leaves what it had.
+    """
     about = {
         "benchmark": kind,
         "date": today(),
         "command": shlex.join(["python", "-m", f"bench.{kind}", *argv]),
         "machine": machine(gpu),
+        "complete": complete,
     }
     try:
         path.write_text(json.dumps({**about, **result}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

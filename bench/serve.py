@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,8 +24,8 @@ from tqdm import tqdm
 
 from bench import report, serve_plot
 from bench.command import WEIGHTS_HELP, at_least, note, run
-from bench.serve_load import Answer, Plan, Seen, poisson, prompts, vocabulary
-from bench.serve_load import run as load
+from bench.report import Output
+from bench.serve_load import Answer, Load, Plan, Seen, poisson, prompts, vocabulary
 from bench.serve_process import own_server
 from engine import EngineError
 from engine.config import setting
@@ -53,9 +54,6 @@ class Options:
     shared_prefix: int = setting(128, "--shared-prefix", metavar="N", help="tokens that all prompts begin with")
     max_tokens: int = setting(64, "--max-tokens", metavar="N", help="tokens of an answer")
     seed: int = setting(0, "--seed", metavar="N", help="of arrivals and prompts")
-    output: str | None = setting(
-        None, "--output", metavar="FILE", help="where the JSON goes; else bench/results/serve-<model>-<date>.json"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure_and_report(argv: Sequence[str]) -> None:
-    (options,) = parse(
+    options, destination = parse(
         argv,
-        {"Load": Options},
+        {"Load": Options, "Output": Output},
         prog="python -m bench.serve",
         description="What clients of a server see under load.",
         checks={
@@ -81,9 +79,24 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         key = os.environ.get(KEY_VARIABLE)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         model = _model(url, headers)
-        output = report.output_path(options.output, "serve", model)
-        result = {"model": model, **summary(options, asyncio.run(_measure(options, url, headers)))}
-    report.write(output, "serve", argv, result)
+        output = destination.path("serve", model)
+        note(f"Requests arrive for {report.duration(options.seconds)}; then the answers under way come to their end")
+        load = Load()
+        try:
+            asyncio.run(_measure(options, url, headers, load))
+        except KeyboardInterrupt:
+            if load.answers:
+                _show(options, argv, model, load, output, complete=False)
+            raise
+    _show(options, argv, model, load, output)
+
+
+def _show(
+    options: Options, argv: Sequence[str], model: str, load: Load, output: Path, *, complete: bool = True
+) -> None:
+    """Write what came of the load, draw it and print it."""
+    result = {"model": model, **summary(options, load.seen())}
+    report.write(output, "serve", argv, result, complete=complete)
     note(f"Written to {output}")
     note(serve_plot.draw(result, output))
     print(format_result(result))
@@ -110,8 +123,8 @@ def _model(url: str, headers: dict[str, str]) -> str:
         raise EngineError(f"--url {url}: no such server answers there ({type(error).__name__})") from None
 
 
-async def _measure(options: Options, url: str, headers: dict[str, str]) -> Seen:
-    """Raises FlagError where nothing arrives, EngineError where the server takes none of it."""
+async def _measure(options: Options, url: str, headers: dict[str, str], load: Load) -> None:
+    """Put `load` on the server. Raises FlagError where nothing arrives, EngineError where no request is answered."""
     rng = np.random.default_rng(options.seed)
     starts = poisson(options.rate, options.seconds, options.requests, rng)
     if not starts:
@@ -124,10 +137,10 @@ async def _measure(options: Options, url: str, headers: dict[str, str]) -> Seen:
         options.max_tokens,
     )
     with tqdm(total=len(starts), desc="Serving", unit="request") as bar:
-        seen = await load(url, headers, plan, bar.update)
-    if all(answer.error for answer in seen.answers):
-        raise EngineError(f"--url {url}: no request was answered ({seen.answers[0].error})")
-    return seen
+        await load.run(url, headers, plan, bar.update)
+    answers = load.seen().answers
+    if all(answer.error for answer in answers):
+        raise EngineError(f"--url {url}: no request was answered ({answers[0].error})")
 
 
 # -- what came of it -----------------------------------------------------------------------------------------------
@@ -145,7 +158,7 @@ def summary(options: Options, seen: Seen) -> dict[str, Any]:
         "request_seconds": [answer.ended - answer.sent for answer in whole],
         "behind_arrival_seconds": [answer.sent - answer.planned for answer in seen.answers],
     }
-    load = {name: value for name, value in asdict(options).items() if name not in ("url", "weights", "output")}
+    load = {name: value for name, value in asdict(options).items() if name not in ("url", "weights")}
     return {
         "load": load,
         "seconds": seen.seconds,

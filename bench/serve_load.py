@@ -83,32 +83,42 @@ def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.rando
     return [prefix + rng.choice(ids, own).tolist() for _ in range(count)]
 
 
-async def run(url: str, headers: dict[str, str], plan: Plan, told: Callable[[], object]) -> Seen:
-    """Ask what `plan` says; a client that is still busy at a start makes it wait. `told` is called for each answer."""
-    waiting: asyncio.Queue[int] = asyncio.Queue()
-    begun = time.perf_counter()
-    answers: dict[int, Answer] = {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_PATIENCE, limits=limits) as http:
-        watch = _Watch(http)
-        watching = asyncio.create_task(watch.go_on())
+class Load:
+    """Clients that ask what a plan says. What they have seen so far is there at any time, when they are stopped too."""
 
-        async def arrive() -> None:
-            for number, start in enumerate(plan.starts):
-                await asyncio.sleep(max(0.0, begun + start - time.perf_counter()))
-                waiting.put_nowait(number)
-            for _ in range(plan.clients):
-                waiting.put_nowait(-1)
+    def __init__(self) -> None:
+        self.answers: dict[int, Answer] = {}
+        self._begun = self._ended = 0.0
+        self._watch = _Watch()
 
-        async def client() -> None:
-            while (number := await waiting.get()) >= 0:
-                answers[number] = await _ask(http, plan, number, begun)
-                told()
+    async def run(self, url: str, headers: dict[str, str], plan: Plan, told: Callable[[], object]) -> None:
+        """A client that is still busy at a start makes it wait. `told` is called for each answer."""
+        waiting: asyncio.Queue[int] = asyncio.Queue()
+        self._begun = begun = time.perf_counter()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_PATIENCE, limits=limits) as http:
+            watching = asyncio.create_task(self._watch.go_on(http))
 
-        await asyncio.gather(arrive(), *(client() for _ in range(plan.clients)))
-        seconds = time.perf_counter() - begun
-        watching.cancel()
-    return Seen(seconds, [answers[number] for number in sorted(answers)], watch.blocks, watch.held, watch.running)
+            async def arrive() -> None:
+                for number, start in enumerate(plan.starts):
+                    await asyncio.sleep(max(0.0, begun + start - time.perf_counter()))
+                    waiting.put_nowait(number)
+                for _ in range(plan.clients):
+                    waiting.put_nowait(-1)
+
+            async def client() -> None:
+                while (number := await waiting.get()) >= 0:
+                    self.answers[number] = await _ask(http, plan, number, begun)
+                    self._ended = time.perf_counter()
+                    told()
+
+            await asyncio.gather(arrive(), *(client() for _ in range(plan.clients)))
+            watching.cancel()
+
+    def seen(self) -> Seen:
+        """Up to the last answer that came to its end."""
+        watch, answers = self._watch, [self.answers[number] for number in sorted(self.answers)]
+        return Seen(self._ended - self._begun, answers, watch.blocks, watch.held, watch.running)
 
 
 async def _ask(http: httpx.AsyncClient, plan: Plan, number: int, begun: float) -> Answer:
@@ -164,16 +174,16 @@ def _kind(error: Exception) -> str:
 class _Watch:
     """Looks at /metrics again and again."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
+    def __init__(self) -> None:
         self.blocks = self.held = self.running = 0
 
-    async def go_on(self) -> None:
+    async def go_on(self, http: httpx.AsyncClient) -> None:
         while True:
             with suppress(httpx.HTTPError):
-                found = dict(re.findall(r"(?m)^polarlm_(\w+) (\S+)$", (await self._http.get("/metrics")).text))
+                found = dict(re.findall(r"(?m)^polarlm_(\w+) (\S+)$", (await http.get("/metrics")).text))
                 if "kv_blocks" in found:
                     self.blocks = int(float(found["kv_blocks"]))
-                    self.held = max(self.held, int(float(found["kv_blocks_used"])))
+                    held = sum(int(float(found[f"kv_blocks_{kind}"])) for kind in ("used", "kept"))
+                    self.held = max(self.held, held)
                     self.running = max(self.running, int(float(found["requests_running"])))
             await asyncio.sleep(_SAMPLE_SECONDS)

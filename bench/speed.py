@@ -23,6 +23,7 @@ from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, cache_t
 from bench.gpu_setup import about_gpu
 from bench.peer import NAME as PEER_NAME
 from bench.peer import NoPeer, Peer
+from bench.report import Output
 from bench.speed_figures import Figure, Speed, format_table
 from bench.timing import Rates, Streams, generation_rate, prompt_rate, weights_rate
 from engine import Engine, EngineConfig
@@ -61,9 +62,6 @@ class Options:
     prompt: int = setting(256, "--prompt", metavar="N", help="tokens in the prompt whose prefill is measured")
     depth: int = setting(2048, "--depth", metavar="N", help="tokens of context behind which each type generates")
     repeat: int = setting(3, "--repeat", metavar="N", help="runs of each kind; their median counts")
-    output: str | None = setting(
-        None, "--output", metavar="FILE", help="where the JSON goes; else bench/results/speed-<machine>-<date>.json"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure_and_report(argv: Sequence[str]) -> None:
-    (options,) = parse(
+    options, destination = parse(
         argv,
-        {"Speed": Options},
+        {"Speed": Options, "Output": Output},
         prog="python -m bench.speed",
         description="Tokens a second, beside what the weights alone allow and beside llama-cpp-python.",
         checks={"prompt": at_least(1), "depth": at_least(1), "repeat": at_least(1)},
@@ -84,8 +82,12 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     gpu = about_gpu() if options.device == "cuda" else None
     about = report.machine(gpu)
     subject = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
-    output = report.output_path(options.output, "speed", subject)
-    speed = measure(options, types, threads[:1] if gpu else threads)
+    output = destination.path("speed", subject)
+
+    def keep(speed: Speed) -> None:
+        report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=False)
+
+    speed = measure(options, types, threads[:1] if gpu else threads, keep)
     report.write(output, "speed", argv, speed.as_json(), gpu=gpu)
     note(f"Written to {output}")
     place = (
@@ -117,36 +119,48 @@ def _thread_counts(text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def measure(options: Options, types: Sequence[CacheType], threads: Sequence[int]) -> Speed:
-    """Everything, one engine at a time. Raises FlagError, LoadError or EngineError."""
+def measure(
+    options: Options, types: Sequence[CacheType], threads: Sequence[int], told: Callable[[Speed], None]
+) -> Speed:
+    """Everything, one engine at a time. Raises FlagError, LoadError or EngineError.
+
+    told: called with all that is measured so far after each line, the ones of a batch together.
+    """
     referee = _Referee(threads, options.repeat)
     referee.expect(3 + len(_BATCHES) + 2 * len(types))
     with referee.bar:
-        speed = _measure_short(options, types, referee)
-        speed.figures += _measure_batches(options, referee)
+        speed = _measure_short(options, types, referee, told)
+        _add(speed, _measure_batches(options, referee), told)
         for cache_type in types:
-            speed.figures.append(_measure_deep(options, cache_type, referee))
+            _add(speed, [_measure_deep(options, cache_type, referee)], told)
     return speed
+
+
+def _add(speed: Speed, figures: Sequence[Figure], told: Callable[[Speed], None]) -> None:
+    speed.figures += figures
+    for figure in figures:
+        note(f"{figure.name}, {figure.cache_type}: {figure.ours.median:,.1f} tokens/s")
+    told(speed)
 
 
 class _Referee:
     """Lets contestants take turns: one unmeasured run each, then `repeat` runs with every number of threads."""
 
     def __init__(self, threads: Sequence[int], repeat: int) -> None:
-        self._threads, self._repeat = threads, repeat
+        self.threads, self.repeat = threads, repeat
         self.bar = tqdm(total=0, desc="Measuring", unit="run")
 
     def expect(self, contestants: int) -> None:
         """Make room for them on the progress bar."""
-        self.bar.total += contestants * (1 + self._repeat * len(self._threads))
+        self.bar.total += contestants * (1 + self.repeat * len(self.threads))
         self.bar.refresh()
 
     def runs(self, name: str, contestants: Sequence[Contestant]) -> None:
         self.bar.set_postfix_str(name)
         for _, run_once in contestants:
-            self._run(run_once, self._threads[0])
-        for _ in range(self._repeat):
-            for threads in self._threads:
+            self._run(run_once, self.threads[0])
+        for _ in range(self.repeat):
+            for threads in self.threads:
                 for rates, run_once in contestants:
                     rates.add(threads, self._run(run_once, threads))
 
@@ -172,7 +186,9 @@ def _loaded(options: Options, context: int, **settings: Any) -> Iterator[tuple[E
         yield engine, parts.model
 
 
-def _measure_short(options: Options, types: Sequence[CacheType], referee: _Referee) -> Speed:
+def _measure_short(
+    options: Options, types: Sequence[CacheType], referee: _Referee, told: Callable[[Speed], None]
+) -> Speed:
     """Prompt and short generation, with an f16 cache, beside the peer."""
     f16, context = CacheType.read("f16"), max(options.prompt, _SHORT_PROMPT + _SHORT_STEPS) + 1
     prompt = Figure(f"prompt of {options.prompt}", f16.label)
@@ -199,9 +215,28 @@ def _measure_short(options: Options, types: Sequence[CacheType], referee: _Refer
             steps.append((short.peer, lambda threads: peer.generation_rate(new_ids(_SHORT_PROMPT), following, threads)))
             referee.expect(2)
         steps.append(_weights_alone(short, model, _SHORT_STEPS))
+        note(f"Takes about {report.duration(_expected_seconds(options, types, referee, prompts, steps))}")
+        speed = Speed(engine.model.name, engine.model.dtype, about_peer, [])
         referee.runs(prompt.name, prompts)
+        _add(speed, [prompt], told)
         referee.runs(short.name, steps)
-        return Speed(engine.model.name, engine.model.dtype, about_peer, [prompt, short])
+        _add(speed, [short], told)
+        return speed
+
+
+def _expected_seconds(
+    options: Options,
+    types: Sequence[CacheType],
+    referee: _Referee,
+    prompts: Sequence[Contestant],
+    steps: Sequence[Contestant],
+) -> float:
+    """Of the whole measurement, from one run of a prompt and one of steps. Only for people: machines differ."""
+    token, step = (1 / run_once(referee.threads[0]) for _, run_once in (prompts[0], steps[0]))
+    short = len(prompts) * options.prompt * token + len(steps) * _SHORT_STEPS * step
+    batches = 3 * len(_BATCHES) * _BATCH_STEPS * step  # a step of many takes longer than one alone
+    deep = len(types) * (1.5 * options.depth * token + 2 * _DEEP_STEPS * step)
+    return (1 + referee.repeat * len(referee.threads)) * (short + batches + deep)
 
 
 def _measure_batches(options: Options, referee: _Referee) -> list[Figure]:

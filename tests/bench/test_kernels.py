@@ -132,7 +132,7 @@ def test_everything_is_measured_in_the_order_of_its_importance(
     assert run(tmp_path / "out.json", "--types", types, "--batches", "1,2", "--budget", "100000") == 0
     printed = capsys.readouterr()
     assert "Not measured" not in printed.out
-    parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[:-1]]
+    parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[1:-1]]
     attention = ["fp16 kernels of others", "attention", "attention"]
     products = ["qkv", "out", "gate_up", "down"]
     model = ["steps", "steps", *products, "head", *products, *products, "prefill of 48 tokens"]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from bench import command, needle, plots, quality, report
+from bench import command, needle, plots, quality, quality_scores, report
 from bench.command import CacheType, cache_types
 from bench.divergence import compare, perplexity
 from bench.exact import Exact
@@ -194,6 +194,8 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
     assert {"machine", "date", "command"} <= found.keys()
     assert found["command"].startswith("python -m bench.quality --weights ")
     assert found["machine"]["cores"] >= 1
+    assert found["threads"] == found["machine"]["blas_threads"] == report.blas_threads()
+    assert found["complete"] is True
     assert (found["windows"], found["scored_tokens"]) == (2, 2 * 127)
     assert [row["type"] for row in found["rows"]] == ["f16", "f16", "polarquant", "polarquant"]
 
@@ -265,7 +267,23 @@ def test_examples_in_the_documentation_hold(module: object) -> None:
     assert tried.failed == 0
 
 
-def test_results_lie_under_a_name_that_says_what_they_are() -> None:
-    path = report.output_path(None, "quality", "SmolLM2-135M Instruct")
-    assert path.name == f"quality-smollm2-135m-instruct-{report.today()}.json"
-    assert path.parent.parts[-2:] == ("bench", "results")
+def test_what_was_measured_is_kept_when_the_command_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, output, of_type = tmp_path / "story.txt", tmp_path / "out.json", quality_scores._measure_type
+    text.write_text(STORY, encoding="utf-8")
+
+    def stopped_at_the_second(exact, cache_type, *rest):
+        if cache_type.label != "f16":
+            raise KeyboardInterrupt
+        return of_type(exact, cache_type, *rest)
+
+    monkeypatch.setattr(quality_scores, "_measure_type", stopped_at_the_second)
+    assert run(text, output, "--windows", "1", "--types", "f16,ring4,polarquant") == 130
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert [row["type"] for row in found["rows"]] == ["f16", "f16"]
+    assert found["complete"] is False
+    told = capsys.readouterr().err
+    assert "3 cache types on 1 windows of 128 tokens" in told
+    assert "f16, every token coded: perplexity " in told
+    assert told.endswith("Stopped\n")

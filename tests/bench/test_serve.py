@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from bench import serve
+from bench import serve, serve_load
 from bench.serve_load import Answer, Plan, Seen, _ask, poisson, prompts
 
 OPTIONS = serve.Options()
@@ -139,6 +139,30 @@ def test_a_server_of_its_own_is_measured(
         "whole answer",
         "until a client was free",
     ]
+
+
+def test_what_was_seen_is_kept_when_the_command_is_stopped(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, monkeypatched = [], serve_load._ask
+
+    async def stopped_at_the_third(http, plan, number, begun):
+        if len(answers) == 2:
+            raise KeyboardInterrupt
+        answers.append(await monkeypatched(http, plan, number, begun))
+        return answers[-1]
+
+    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(serve_load, "_ask", stopped_at_the_third)
+    monkeypatch.setattr(serve.serve_plot, "draw", lambda *given: "No picture")
+    flags = ["--clients", "1", "--rate", "40", "--seconds", "30", "--requests", "5", "--max-tokens", "3"]
+    flags += ["--prompt-tokens", "10", "--shared-prefix", "10", "--output", str(tmp_path / "out.json")]
+    assert serve.main(["--weights", str(tiny_path), *flags]) == 130
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert (found["requests"], found["complete"]) == (2, False)
+    printed = capsys.readouterr()
+    assert "| first token " in printed.out
+    assert "Requests arrive for 30 s" in printed.err
 
 
 def closed_port() -> int:

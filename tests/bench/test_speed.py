@@ -144,6 +144,23 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
         assert all(rate > 0 for rates in figure["ours"]["runs"].values() for rate in rates)
 
 
+def test_what_was_measured_is_kept_when_the_command_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr(speed, "_measure_deep", stopped)
+    assert run(tmp_path / "out.json", "--types", "f16") == 130
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert [figure["name"] for figure in found["figures"]][:2] == ["prompt of 40", "generation, depth ≤ 64"]
+    assert found["complete"] is False
+    told = capsys.readouterr().err
+    assert "Takes about " in told
+    assert "steps of 16 at 128, f16: " in told
+
+
 class FakePeer:
     """Keeps a list of who ran with how many threads, and is faster at generation with more of them."""
 
@@ -191,8 +208,9 @@ def test_the_peer_takes_turns_and_is_compared(
     assert run(tmp_path / "out.json", "--types", "f16") == 0
     warm_up = [("ours", 1), ("peer", 1)]
     turns = [("ours", 1), ("peer", 1), ("ours", 2), ("peer", 2)]
-    assert FakePeer.calls == 2 * (warm_up + 2 * turns) + [("closed", 0)]
-    assert len(prompts) == 3 * 5, "each run has a prompt of its own"
+    first_look = [("ours", 1), ("ours", 1)]  # how long it will all take
+    assert FakePeer.calls == first_look + 2 * (warm_up + 2 * turns) + [("closed", 0)]
+    assert len(prompts) == 2 + 3 * 5, "each run has a prompt of its own"
     prompt, short, *batches, deep = [cells(line) for line in capsys.readouterr().out.splitlines()[-6:]]
     assert prompt[2:] == ["2,000.0", "2", "2,000.0", "—", "—", "—", "—", "500.0", "4.00"]
     assert short[2:] == ["80.0", "2", "80.0", "160.0", "50 %", "—", "—", "100.0", "0.80"]
