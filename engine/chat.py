@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from engine.backends.select import NO_DRIVER, driver_version
 from engine.chat_config import ChatConfig, ignored_flags, read_command_line, read_prompt
-from engine.chat_session import Session, Turn, numbers, why_it_ended
+from engine.chat_session import Session, Turn, numbers, why_it_ended, why_larger
 from engine.config import EngineConfig, SamplingParams
 from engine.console import Console, discard_output, use_utf8
 from engine.engine import Engine
@@ -189,6 +189,13 @@ class _Conversation:
                 raise
             self._console.note("Stopped; the conversation and the file are as they were.")
 
+    def _stats(self) -> str:
+        session = self._session
+        if session.last is None:
+            return "There is no answer yet."
+        lines = [numbers(session.last, session.engine), why_larger(session.engine)]
+        return "\n".join(line for line in lines if line)
+
     def _command(self, text: str) -> None:
         name, argument = [*text.split(maxsplit=1), ""][:2]
         session, tell = self._session, self._console.note
@@ -210,7 +217,7 @@ class _Conversation:
             case "/load":
                 self._transfer(lambda: session.load(argument.strip()))
             case "/stats":
-                tell(numbers(session.last, session.engine) if session.last else "There is no answer yet.")
+                tell(self._stats())
             case "/exit":
                 self._over = True
             case _:

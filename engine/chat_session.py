@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Turn:
     token_ids: tuple[int, ...]
     finish_reason: str
     usage: Usage | None
+    seconds: float = 0.0  # from its first token to its last
 
 
 class Session:
@@ -146,6 +148,7 @@ class Session:
         ids: list[int] = []
         repeats = Repeats()
         reason, usage = None, None
+        times: list[float] = []
         as_written = PromptOptions(parse_special=True)  # a raw prompt is whole: it brings its own template along
         answer = self.engine.stream(prompt, self.params, as_written, progress=True)
         try:
@@ -157,6 +160,8 @@ class Session:
                         self._console.write(chunk.text)
                     pieces.append(chunk.text)
                     ids.extend(chunk.token_ids)
+                    if chunk.token_ids:
+                        times = [*times[:1], time.monotonic()]
                     reason, usage = chunk.finish_reason, chunk.usage
                     if asked():
                         break
@@ -167,7 +172,8 @@ class Session:
         finally:
             self._console.end_progress()
             self._console.end_answer()
-        self.last = Turn("".join(pieces), tuple(ids), reason or "cancelled", usage)
+        seconds = times[-1] - times[0] if times else 0.0
+        self.last = Turn("".join(pieces), tuple(ids), reason or "cancelled", usage, seconds)
         return self.last
 
 
@@ -209,7 +215,8 @@ def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
 
 def numbers(turn: Turn, engine: Engine) -> str:
     """Two lines: the speed of a turn, and the context and the cache of its sequence."""
-    speed = f"answer: {len(turn.token_ids)} tokens, stopped"
+    rate = f"{(len(turn.token_ids) - 1) / turn.seconds:.1f} tokens/s, " if turn.seconds else ""
+    speed = f"answer: {len(turn.token_ids)} tokens, {rate}stopped"
     if (usage := turn.usage) is not None:
         speed = (
             f"prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached, "
@@ -221,4 +228,15 @@ def numbers(turn: Turn, engine: Engine) -> str:
         f"{speed}\ncontext: {cache.tokens} of {cache.context} tokens | "
         f"cache: {cache.bytes / _MIB:.1f} MiB, {cache.bits_per_value:.2f} bits per value "
         f"(f16: {cache.f16_bytes / _MIB:.1f} MiB, 16 bits)"
+    )
+
+
+def why_larger(engine: Engine) -> str | None:
+    """A sentence for a cache that takes more than half precision would, as it does in a short conversation."""
+    cache = engine.cache_stats()
+    if cache.bytes <= cache.f16_bytes:
+        return None
+    return (
+        f"The first {engine.config.block_size} tokens and the block of so many that is being filled are kept in full "
+        "precision: in a short conversation these take more than f16 would."
     )

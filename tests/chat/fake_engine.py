@@ -32,6 +32,7 @@ class FakeEngine:
     options: list[PromptOptions] = field(default_factory=list)
     cancelled: int = 0
     closed: bool = False
+    cache_bytes: int = 3 << 20
 
     def load(self, path: str | None = None, *, config: EngineConfig, verbose: Any = None) -> FakeEngine:
         self.config = config
@@ -48,7 +49,7 @@ class FakeEngine:
         return "fake: a context of 128 tokens fits"
 
     def cache_stats(self) -> CacheStats:
-        return CacheStats(tokens=12, bytes=3 << 20, bits_per_value=4.25, f16_bytes=12 << 20, context=128)
+        return CacheStats(tokens=12, bytes=self.cache_bytes, bits_per_value=4.25, f16_bytes=12 << 20, context=128)
 
     def stream(
         self, prompt: Any, params: SamplingParams, options: PromptOptions, *, progress: bool = False

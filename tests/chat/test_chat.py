@@ -270,6 +270,13 @@ def test_the_numbers_of_a_turn(chat, argv, lines):
     assert "cache: 3.0 MiB, 4.25 bits per value (f16: 12.0 MiB, 16 bits)" in err
 
 
+def test_stats_explain_a_cache_that_is_larger_than_f16_would_be(chat, engine):
+    explained = "The first 64 tokens and the block of so many that is being filled are kept in full precision"
+    assert explained not in chat(lines="hi\n/stats\n")[2]
+    engine.cache_bytes = 13 << 20
+    assert chat("--show-timings", lines="hi\n/stats\n")[2].count(explained) == 1
+
+
 def test_there_are_no_numbers_unless_asked_for(chat):
     assert "tokens/s" not in chat(lines="hi\n")[2]
     assert "There is no answer yet." in chat(lines="/stats\n")[2]

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -104,6 +105,12 @@ def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     chat.until("slow slow slow")  # the whole answer takes half a minute
     chat.type(CTRL_C)
     chat.until("The answer was stopped.")
+    chat.until("> ")
+    chat.type("/stats" + ENTER)
+    told = chat.until("stopped\r\n")
+    tokens, rate = re.search(r"answer: (\d+) tokens, ([0-9.]+) tokens/s, stopped", told).groups()
+    assert int(tokens) >= 3
+    assert 0 < float(rate) <= 100  # a hundredth of a second is waited for each token
     chat.until("> ")
     chat.type("still there?" + ENTER)
     chat.until("you said: still there?")
