@@ -19,6 +19,7 @@ from typing import Any
 
 from engine.detokenizer import text_of
 from model_loaders import Model
+from model_loaders.forks import renew_in_children
 
 KEY_BYTES = 32  # of a digest
 
@@ -38,6 +39,11 @@ class Answers:
         self._capacity = _CAPACITY if enabled else 0
         self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
         self._size = 0
+        self._lock = Lock()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """The thread that holds the lock may be the parent's."""
         self._lock = Lock()
 
     def recalled(self, messages: Sequence[Message], salt: str = "") -> Sequence[Message]:

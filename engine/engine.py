@@ -39,15 +39,14 @@ class Engine:
         self.cache_shape = parts.plan.shape
         self._parts = parts
         self._fit_line = assembly.fit_line(parts)
-        self._model = parts.model
-        self._store = parts.model.store
+        self._model, self._store = parts.model, parts.model.store
         self._identity = sessions.settings(parts.model, parts.source.name)
-        identity = json.dumps(self._identity).encode()
-        self._prefixes = PrefixCache(self._store, identity, enabled=parts.config.kept_sequences > 0)
+        identity, keeps = json.dumps(self._identity).encode(), parts.config.kept_sequences > 0
+        self._prefixes = PrefixCache(self._store, identity, enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share)
         self._work = Work(parts.model, self._prefixes, self._scheduler, parts.plan.tokens)
-        self._turns = Turns()
-        self._answers = Answers(parts.source, enabled=parts.config.kept_sequences > 0)
+        self._turns = Turns(forkable=parts.model.ops.forkable)
+        self._answers = Answers(parts.source, enabled=keeps)
         self._closed = False
 
     @classmethod
@@ -256,12 +255,13 @@ class Engine:
 
     def _sweep(self) -> None:
         """Take out what was cancelled while a step was under way."""
-        if not self._closed:
+        if not self._closed and not self._turns.lost:
             self._work.sweep()
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("The engine is closed", "closed")
+        self._turns.check()
 
     # -- what it takes -----------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Engine:
     def close(self) -> None:
         """Let go of weights and store; requests under way and later calls raise EngineError. Closing twice is fine."""
         with self._exclusive(even_closed=True):
-            if self._closed:
+            if self._closed or self._turns.lost:
                 return
             self._closed = True
             for request in self._work.requests.values():

@@ -11,9 +11,10 @@ class EngineError(Exception):
     """Something the user asked for cannot be done. The message says what, where, and what to do.
 
     `code` is stable: "context_length_exceeded", "invalid_request", "device_unavailable", "out_of_memory", "closed",
-    "model_unavailable" (its files are missing or cannot be used), "model_damaged", "session" (of a session file),
-    "storage" (of the place for one). `numbers` are what the sentence counts, for programs: with
-    "context_length_exceeded" the context, "n_ctx", and the prompt's tokens, "n_prompt_tokens", or the least of them.
+    "forked" (of an engine of the parent process), "model_unavailable" (its files are missing or cannot be used),
+    "model_damaged", "session" (of a session file), "storage" (of the place for one). `numbers` are what the sentence
+    counts, for programs: with "context_length_exceeded" the context, "n_ctx", and the prompt's tokens,
+    "n_prompt_tokens", or the least of them.
     """
 
     def __init__(

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from engine.errors import EngineError
+from model_loaders.forks import renew_in_children
+
 
 class Turns:
     """A lock that is handed on in order.
@@ -16,10 +19,33 @@ class Turns:
     of a long answer would keep out all others until it is done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, forkable: bool = True) -> None:
+        """forkable: whether what is worked on in turns can be used in a forked child."""
+        self._forkable = forkable
         self._changed = threading.Condition()
         self._line: deque[object] = deque()
         self.taken = False
+        self._whose = 0  # the thread whose turn it is, while it is taken
+        self.lost = ""  # why nothing can be done in this process any more; empty where it can
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """In a child that was forked, where of the threads only one is left."""
+        self._changed = threading.Condition()
+        self._line.clear()
+        if not self._forkable:
+            self.lost = "An engine on a GPU cannot be used in a forked process: load one in each process"
+        elif self.taken and self._whose != threading.get_ident():
+            self.taken = False
+            self.lost = (
+                "This process was forked in the middle of the engine's work, of which it has no more than a part: fork "
+                "while no request is under way, or load an engine in each process"
+            )
+
+    def check(self) -> None:
+        """Raises EngineError where `lost` says why."""
+        if self.lost:
+            raise EngineError(self.lost, "forked")
 
     @contextmanager
     def take(self, unless: Any = ()) -> Iterator[bool]:
@@ -34,7 +60,8 @@ class Turns:
                     self._line.remove(place)
                     self._changed.notify_all()
                 mine = not unless
-                self.taken = self.taken or mine
+                if mine:
+                    self.taken, self._whose = True, threading.get_ident()
             yield mine
         finally:
             if mine:
@@ -45,5 +72,5 @@ class Turns:
     def if_free(self, work: Callable[[], None]) -> None:
         """Do `work` in nobody's turn, or not at all. Never waits for a turn to end, and may be called inside one."""
         with self._changed:
-            if not self.taken:
+            if not self.taken and not self.lost:
                 work()

@@ -31,6 +31,7 @@ _COMBINE_THREADS = 256  # COMBINE_WARPS in cuda/combine.cu
 class CacheOps(HeadOps):
     """The ops of `engine.backends.ops.Ops` that concern the KV store."""
 
+    forkable = False
     stored_as = stored.RECORDS
 
     def __init__(self, device: Device):

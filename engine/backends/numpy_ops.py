@@ -10,13 +10,12 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from engine.backends import stored
+from engine.backends.cores import cores
 from engine.backends.numpy_attention import Buffer, LayerCache, as_codes, attend, encode_keys, encode_values
 from engine.backends.numpy_steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, StoredSpace
@@ -33,40 +32,27 @@ class NumpyOps:
     """See `engine.backends.ops.Ops`."""
 
     name = "cpu"
+    forkable = True
     stored_as = stored.FIELDS
     prefill_rows = 512  # the feed-forward activations stay near the cache
 
     def __init__(self, threads: int = 0):
         """`threads` for BLAS and for the parts of a prompt; 0 leaves BLAS as it is (it follows OMP_NUM_THREADS)."""
-        self._blas = ThreadpoolController().select(user_api="blas")
+        self._cores = cores()
         if threads:
-            self._blas.limit(limits=threads)
-        kernels = {of.info().get("architecture", "") for of in self._blas.lib_controllers}
+            self._cores.use(threads)
+        kernels = self._cores.kernels
         self._in_place = kernels != set() and all(map(multiplies_in_place, kernels))
-        self._pool = ThreadPoolExecutor(thread_name_prefix="part")
-
-    def _threads(self) -> int:
-        """What BLAS may use at this moment."""
-        return max((library.num_threads for library in self._blas.lib_controllers), default=1)
 
     def parts(self, rows: slice) -> list[slice]:
-        threads = self._threads()
+        threads = self._cores.number
         if threads == 1 or rows.stop - rows.start < _PARALLEL_ROWS:
             return [rows]
         edges = np.linspace(rows.start, rows.stop, threads + 1).astype(int).tolist()
         return list(itertools.starmap(slice, itertools.pairwise(edges)))
 
     def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        if count == 1 or self._threads() == 1:
-            return [work(i) for i in range(count)]
-        # BLAS uses all cores for one product, but everything between two products would run on one: so each core
-        # gets a part of the rows and a BLAS of its own.
-        with self._blas.limit(limits=1):
-            later = [self._pool.submit(work, i) for i in range(1, count)]
-            try:
-                return [work(0), *(task.result() for task in later)]
-            finally:
-                wait(later)  # nothing may go on writing once an error is out
+        return self._cores.each(work, count)
 
     def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)

@@ -97,6 +97,9 @@ class Ops(Protocol):
 
     name: str
 
+    forkable: bool
+    """Whether what is on the device can be used in a child that was forked."""
+
     stored_as: str
     """What `read_blocks` gives: `FIELDS` or `RECORDS` of `engine.backends.stored`."""
 
