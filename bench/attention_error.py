@@ -92,7 +92,8 @@ class _Watch:
         if not self.active:
             return self.ops.place_kv(qkv, turns, space, cache, spans, norms)
         q, k, v = self.ops.condition(qkv, turns, space, norms)
-        self.on_keys(self.layer, self.ops.to_host(k))
+        keys = self.ops.to_host(k)
+        self.on_keys(self.layer, keys if space.scale is None else keys / space.scale[q.shape[1] : -space.kv_heads])
         self.ops.append_kv(cache, spans, k, v)
         return q
 
@@ -100,7 +101,7 @@ class _Watch:
         """Rows (T, E) that `layer` is about to work on; may be changed in place."""
 
     def on_keys(self, layer: int, k: np.ndarray) -> None:
-        """Keys (T, K, D) of those rows, as the store takes them."""
+        """Keys (T, K, D) of those rows, not scaled; as RoPE leaves them where the cache has no rotation."""
 
     def on_output(self, layer: int, x: np.ndarray) -> None:
         """Attention output (T, H·D) of those rows."""

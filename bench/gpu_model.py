@@ -13,7 +13,7 @@ from engine.backends.cuda_ops import CudaOps
 from engine.backends.device import Array
 from engine.backends.ops import Load
 from engine.codecs import Codec
-from engine.conditioning import Conditioning
+from engine.conditioning import Conditioning, Scale
 from engine.encoding.metric import Metric, key_metric, value_metric
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, StorePlan
@@ -53,8 +53,8 @@ class RandomModel:
         plan = StorePlan(shape, coded * sizes.block_size, (coded,), slots)
         codec_k, codec_v = shape.layers[0].codec_k, shape.layers[0].codec_v
         dim, heads = self.config.head_dim, self.config.kv_heads
-        balance = np.ones((heads, dim), np.float32)
-        conditioning = Conditioning(codec_k.rotation(dim), codec_v.rotation(dim), balance)
+        scale = Scale(np.ones((heads, dim), np.float32), np.ones(heads, np.float32))
+        conditioning = Conditioning(codec_k.rotation(dim), codec_v.rotation(dim), scale)
         metrics = random_metrics(sizes, codec_k, codec_v)
         store = KVStore(self.ops, plan, [conditioning] * self.config.layers, [metrics] * self.config.layers)
         for layer in range(self.config.layers):

@@ -2,6 +2,7 @@
 //
 // part_acc (B, H, splits, DP): Σ 2^(score − max) v of each split, DP = D rounded up to 16. part_ml (B, H, splits, 2):
 // max and Σ 2^(score − max); −inf and 0 where a split saw nothing. A head that saw nothing gives 0.
+// factors (H), or null: what the result of each head is multiplied with.
 // The rotation back is diag(before) · H/√ORDER · diag(behind), as in rotate.cu; signs (D) are unread where ORDER is 1,
 // which is no rotation.
 // DEFINES: D, ORDER. PRECOND: part_acc aligned to 16 bytes; ORDER divides D, and is at most 32 or D % 32 == 0.
@@ -11,8 +12,8 @@
 constexpr int DP = (D + 15) / 16 * 16, COMBINE_WARPS = 8, QUADS = (DP + 127) / 128;  // QUADS of channels of a lane
 
 extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * 32)
-combine_kernel(float *out, const float *part_acc, const float *part_ml, const float *before, const float *behind,
-               int splits) {
+combine_kernel(float *out, const float *part_acc, const float *part_ml, const float *factors, const float *before,
+               const float *behind, int heads, int splits) {
     __shared__ float4 held[COMBINE_WARPS][QUADS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long head = blockIdx.x;
@@ -26,7 +27,7 @@ combine_kernel(float *out, const float *part_acc, const float *part_ml, const fl
     const bool seen = top > __int_as_float(0xff800000);
     for (int s = lane; s < splits; s += 32)
         if (seen) sum += exp2_fast(part_ml[2 * s] - top) * part_ml[2 * s + 1];
-    const float share = seen ? 1.0f / warp_sum(sum) : 0.0f;
+    const float factor = factors ? factors[head % heads] : 1.0f, share = seen ? factor / warp_sum(sum) : 0.0f;
 
     float4 total[QUADS] = {};
 #pragma unroll 4

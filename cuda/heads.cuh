@@ -1,10 +1,10 @@
-// The vector of one head as the store takes it: RMS norm, RoPE, balance, rotation. Of condition.cu and place_kv.cu.
+// The vector of one head as the store takes it: RMS norm, RoPE, scale, rotation. Of condition.cu and place_kv.cu.
 //
 // qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): channel j turns with channel j + D/2.
-// With HEAD_NORMS, queries and keys are x / rms(x) · norm before, q_norm and k_norm (D). scale (H + K, D), or null for
-// none: what they are multiplied with after RoPE. Then queries and keys, and values, go through a rotation of their
-// own: diag(before) · H/√ORDER · diag(behind), with Hadamard's matrix of that order on the diagonal; signs (D) are ±1,
-// and unread where the order is 1, which is no rotation.
+// With HEAD_NORMS, queries and keys are x / rms(x) · norm before, q_norm and k_norm (D). scale (H + 2K, D), or null
+// for none: what queries and keys are multiplied with after RoPE, and values as they come. Then queries and keys, and
+// values, go through a rotation of their own: diag(before) · H/√ORDER · diag(behind), with Hadamard's matrix of that
+// order on the diagonal; signs (D) are ±1, and unread where the order is 1, which is no rotation.
 // A warp holds one vector, lane l its channels l, l + 32, ….
 constexpr int D = HEAD_DIM, HALF = D / 2, OWN = (D + 31) / 32;  // OWN channels of a lane
 
@@ -26,7 +26,14 @@ __device__ __forceinline__ void rotate(float (&v)[OWN], const float *before, con
 struct Turns {
     const float *cos, *sin, *scale, *key_before, *key_behind, *value_before, *value_behind;
 
-    __device__ __forceinline__ void value(float (&v)[OWN]) const { rotate<VALUE_ORDER>(v, value_before, value_behind); }
+    // v: the vector of a head of values.
+    __device__ __forceinline__ void value(float (&v)[OWN], int head) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i)
+            if (scale && lane + 32 * i < D) v[i] *= scale[head * D + lane + 32 * i];
+        rotate<VALUE_ORDER>(v, value_before, value_behind);
+    }
 
     // v: the vector of a head of queries or keys, at x in memory as well. norm: its weights.
     __device__ __forceinline__ void query_or_key(float (&v)[OWN], const float *x, const WEIGHT *norm, int row, int head,
@@ -64,7 +71,7 @@ __device__ __forceinline__ void conditioned(float (&v)[OWN], const Turns &turns,
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) v[i] = lane + 32 * i < D ? x[lane + 32 * i] : 0.0f;
-    if (head >= heads + kv_heads) turns.value(v);
+    if (head >= heads + kv_heads) turns.value(v, head);
     else turns.query_or_key(v, x, head < heads ? q_norm : k_norm, row, head, eps);
 }
 

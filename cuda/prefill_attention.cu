@@ -1,9 +1,10 @@
 // Exact causal attention of the new rows of one sequence over [sink | coded blocks | now], all of them records.
 //
-// out float (T, H, D): Σ softmax(scale · q·k) v for every row and head, v as stored. q float: H vectors of D at
-// q + r · q_stride for row r, turned as the keys are. keys, values (blocks, K, bytes): coded records; exact_k, exact_v
-// (slots, K, bytes): the sink's; now_k, now_v (records, K, bytes): those that have the new rows. spans: one row, as for
-// decode_attention.cu. A row at position p sees tokens p − window + 1 … p; from the first on if window is 0.
+// out float (T, H, D): Σ softmax(scale · q·k) v for every row and head, v as stored, times the head's factor: factors
+// (H), alike for the heads that read one KV head, or null for ones. q float: H vectors of D at q + r · q_stride for row
+// r, turned as the keys are. keys, values (blocks, K, bytes): coded records; exact_k, exact_v (slots, K, bytes): the
+// sink's; now_k, now_v (records, K, bytes): those that have the new rows. spans: one row, as for decode_attention.cu.
+// A row at position p sees tokens p − window + 1 … p; from the first on if window is 0.
 //
 // A CTA has WARPS · WARP_ROWS rows of scores: row r is token r / GROUP, query head r % GROUP of the KV head. It walks
 // over the parts of blocks (PART tokens) that any of its rows sees. A part's keys lie in shared memory as in an exact
@@ -43,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, const unsigned char *values,
                          const unsigned char *exact_k, const unsigned char *exact_v, const unsigned char *now_k,
                          const unsigned char *now_v, const int *span, const unsigned char *key_tables,
-                         const unsigned char *value_tables, int span_stride, int kv_heads, int heads,
-                         long long q_stride, int window, float scale) {
+                         const unsigned char *value_tables, const float *factors, int span_stride, int kv_heads,
+                         int heads, long long q_stride, int window, float scale) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
     const int position = span[2], newest = position + span[1] - 1;
@@ -88,5 +89,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
         });
         __syncthreads();
     }
-    if (rows.any()) state.write(out + ((long long)span[0] * heads + head * GROUP) * D, heads, rows, lane);
+    if (!rows.any()) return;
+    const float factor = factors ? factors[head * GROUP] : 1.0f;
+    state.write(out + ((long long)span[0] * heads + head * GROUP) * D, heads, rows, factor, lane);
 }

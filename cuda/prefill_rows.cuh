@@ -190,8 +190,8 @@ struct State {
         }
     }
 
-    // out: this KV head of token 0.
-    __device__ __forceinline__ void write(float *out, int heads, const Rows &rows, int lane) const {
+    // out: this KV head of token 0. scale: what everything is multiplied with.
+    __device__ __forceinline__ void write(float *out, int heads, const Rows &rows, float scale, int lane) const {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -201,7 +201,7 @@ struct State {
                 sum += __shfl_xor_sync(ALL_LANES, sum, 2);
                 const int row = rows.first + 16 * m + 8 * h + lane / 4;
                 float *const to = out + ((long long)(row / GROUP) * heads + row % GROUP) * D + lane % 4 * 4;
-                const float factor = 1.0f / sum;
+                const float factor = scale / sum;
 #pragma unroll
                 for (int j = 0; j < STEPS; ++j)
                     if (row <= rows.last && 16 * j + lane % 4 * 4 < D)

@@ -30,6 +30,7 @@ from engine.kv.plan import (
     plan_for_tokens,
 )
 from engine.kv.store import KVStore, Metrics
+from engine.magnitudes import scale, variances
 from engine.model import Model, ModelWeights
 from engine.statistics import LayerStatistics, balance
 from engine.weights import load_weights, weight_count
@@ -159,7 +160,7 @@ def _cache_shape(config: EngineConfig, ops: Ops, model: ModelConfig) -> CacheSha
 def _store(
     config: EngineConfig, ops: Ops, source: model_loaders.Model, weights: ModelWeights, plan: StorePlan, say: Say
 ) -> KVStore:
-    """The store, with keys conditioned and errors weighed as the calibration says, where there is one."""
+    """The store, scaled as the weights say, with keys balanced and errors weighed as the calibration says, if any."""
     shape, d = plan.shape, plan.shape.head_dim
     coded = any(codec.name != "f16" for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
     statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
@@ -169,7 +170,8 @@ def _store(
     metrics: list[Metrics] = []
     for layer, of, measured in zip(weights.layers, shape.layers, statistics, strict=True):
         s = balance(measured) if measured and of.mean_bits and config.encoding.balance else None
-        stored = Conditioning(of.codec_k.rotation(d), of.codec_v.rotation(d), s)
+        size = variances(ops, source.config, layer, shape.block_size if of.mean_bits else None)
+        stored = Conditioning(of.codec_k.rotation(d), of.codec_v.rotation(d), scale(size, s))
         conditioning.append(stored)
         if measured is None:
             metrics.append((None, None))
@@ -189,8 +191,9 @@ def _metrics(
     """What errors of one layer's keys and values cost; None for a codec that is no table."""
     k = v = None
     if of.codec_k.rounding is not None:
-        s = np.ones((shape.kv_heads, shape.head_dim)) if stored.balance is None else stored.balance
-        k = key_metric(measured.query_second, measured.query_mean, s, stored.key_rotation, of.codec_k.rounding)
+        assert stored.scale is not None
+        s, rotation = stored.scale.keys, stored.key_rotation
+        k = key_metric(measured.query_second, measured.query_mean, s, rotation, of.codec_k.rounding)
     if of.codec_v.rounding is not None:
         tokens = measured.token_correlation if choice.token_feedback else None
         rounding = of.codec_v.rounding

@@ -19,6 +19,7 @@ from engine.backends.ops import Array, Cache, CacheSpan, Ops, Spans, StoredSpace
 from engine.conditioning import Conditioning
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
+from engine.magnitudes import scale, variances
 from engine.model import Model, ModelWeights
 from engine.statistics import LayerStatistics, balance, measure, neutral
 from engine.weights import fingerprint
@@ -111,7 +112,10 @@ def calibrate(
 
 
 class _WatchedOps:
-    """Ops that keep queries (T, H, D) and keys (T, K, D) of the layer in work, in whatever parts they come."""
+    """Ops that keep queries (T, H, D) and keys (T, K, D) of the layer in work, in whatever parts they come.
+
+    As RoPE leaves them: what the store scales them by is taken back, and it is powers of two.
+    """
 
     def __init__(self, ops: Ops, config: ModelConfig, tokens: int):
         self._ops = ops
@@ -139,7 +143,9 @@ class _WatchedOps:
         position, of = spans
         rows = slice(position, position + len(qkv))
         q, k, v = self._ops.condition(qkv, turns, space, norms)
-        self.queries[rows], self.keys[rows] = self._ops.to_host(q), self._ops.to_host(k)
+        assert space.scale is not None
+        of_queries, of_keys = space.scale[: q.shape[1]], space.scale[q.shape[1] : -space.kv_heads]
+        self.queries[rows], self.keys[rows] = self._ops.to_host(q) / of_queries, self._ops.to_host(k) / of_keys
         self._ops.append_kv(cache, of, k, v)
         return q
 
@@ -151,10 +157,11 @@ class _WatchedOps:
         scale: float,
         window: int | None,
         back: Array | None = None,
+        scale_back: Array | None = None,
     ) -> Array:
         _, of = spans
         self.scale, self.window = scale, window
-        return self._ops.attention(q, cache, of, scale, window, back)
+        return self._ops.attention(q, cache, of, scale, window, back, scale_back)
 
 
 def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int) -> Model:
@@ -162,7 +169,8 @@ def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: i
     f16 = codecs.get("f16")
     shape = CacheShape(block_size, config.kv_heads, config.head_dim, (LayerShape(f16, f16),) * config.layers)
     plan = plan_for_tokens(shape, tokens, 1)
-    return Model(ops, config, weights, KVStore(ops, plan, [Conditioning()] * config.layers))
+    conditioning = [Conditioning(scale=scale(variances(ops, config, layer))) for layer in weights.layers]
+    return Model(ops, config, weights, KVStore(ops, plan, conditioning))
 
 
 def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int], block_size: int) -> str:

@@ -1,4 +1,4 @@
-"""What happens to keys before any codec, and the matching transform of queries.
+"""What happens to keys and values before any codec, and the matching transforms of queries and of the output.
 
 Attention does not change under any of these when nothing is quantized, but what the codec sees does:
 
@@ -7,6 +7,8 @@ Attention does not change under any of these when nothing is quantized, but what
   channels, costs the codec nothing then.
 * Balancing. For any positive s, q·k = (s∘q)·(k/s): channels whose keys vary much and whose queries ask little are made
   smaller before the codec spends its precision on them.
+* Scaling. Codes have a range, so keys and values of each KV head are divided by a power of two near their size: queries
+  are multiplied by that of their keys, the attention output by that of its values. Only exponents change.
 * Rotation. For orthogonal W, (qW)·(kW) = q·k. The codec declares its W; queries turn with the keys, values turn with
   a W of their own and the attention output is turned back once.
 """
@@ -15,8 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+
+class Scale(NamedTuple):
+    """s of the keys and of the values of one layer, float32, positive."""
+
+    keys: np.ndarray  # (K, D): balance times a power of two; equal on both channels of a RoPE pair
+    values: np.ndarray  # (K,): powers of two
 
 
 @dataclass(frozen=True)
@@ -24,22 +34,27 @@ class Conditioning:
     """How the vectors of one layer enter the stored space.
 
     key_rotation, value_rotation: (D, D) float32 orthogonal, applied as x @ W; None leaves x alone.
-    balance: s (K, D) float32, equal on both channels of a RoPE pair; None for all ones.
+    scale: what keys and values are divided by before; None leaves them alone.
     """
 
     key_rotation: np.ndarray | None = None
     value_rotation: np.ndarray | None = None
-    balance: np.ndarray | None = None
+    scale: Scale | None = None
 
     def scales(self, heads: int) -> np.ndarray | None:
-        """What [queries | keys] (T, H + K, D) are multiplied with before they are rotated, (H + K, D).
+        """What [queries | keys | values] (T, H + 2K, D) are multiplied with before they are rotated, (H + 2K, D).
 
-        A query takes the s of the KV head that it reads, a key 1/s.
+        A query takes the s of the KV head that it reads, a key and a value 1/s.
         """
-        if self.balance is None:
+        if self.scale is None:
             return None
-        queries = np.repeat(self.balance, heads // len(self.balance), axis=0)
-        return np.concatenate([queries, 1 / self.balance])
+        keys, values = self.scale
+        queries = np.repeat(keys, heads // len(keys), axis=0)
+        return np.concatenate([queries, 1 / keys, np.broadcast_to(1 / values[:, None], keys.shape)])
+
+    def scales_back(self, heads: int) -> np.ndarray | None:
+        """What the attention output of each query head is multiplied with, (H,) float32."""
+        return None if self.scale is None else np.repeat(self.scale.values, heads // len(self.scale.values))
 
 
 # The stored mean of one block of one KV head, by format: field name → shape for head dim D, dtype.

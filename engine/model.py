@@ -70,7 +70,10 @@ class Model:
             StoredSpace(config.kv_heads, stored.scales(config.heads), stored.key_rotation, stored.value_rotation)
             for stored in store.conditioning
         ]
-        self._back = [None if c.value_rotation is None else c.value_rotation.T for c in store.conditioning]
+        self._back = [
+            (None if stored.value_rotation is None else stored.value_rotation.T, stored.scales_back(config.heads))
+            for stored in store.conditioning
+        ]
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
@@ -216,7 +219,7 @@ class Model:
         """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place."""
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
         cache, window = self.store.cache(layer), config.window(layer)
-        mixed = ops.attention(q, cache, spans, self._scale, window, self._back[layer])
+        mixed = ops.attention(q, cache, spans, self._scale, window, *self._back[layer])
         ops.linear(mixed.reshape(len(x), config.heads * config.head_dim), w.out, w.out_bias, onto=x)
         activated = ops.linear(x, w.gate_up, w.gate_up_bias, norm=(w.ffn_norm, config.norm_eps), gated=True)
         ops.linear(activated, w.down, w.down_bias, onto=x)

@@ -43,8 +43,9 @@ _DIFFERENCES = {
     "block_size": "was saved with blocks of {there} tokens, and this engine's have {here}: set block_size to {there}",
     "cache_types": "was saved with the cache types {there} (keys/values), and this engine has {here}: "
     "choose them with cache_type_k and cache_type_v",
-    "conditioning": "has keys that were conditioned in another way: give key_conditioning=False and calibration=False "
-    "as when it was saved; if they are, the model has been calibrated anew since",
+    "conditioning": "has keys and values that were conditioned in another way: give key_conditioning=False and "
+    "calibration=False as when it was saved; if they are, the model has been calibrated anew since, or another version "
+    "of this program saved it",
 }
 
 Place = str | PathLike[str]
@@ -67,13 +68,18 @@ def settings(model: Model, name: str) -> dict[str, str]:
     """
     shape = model.store.shape
     means = {"mean_bits": " ".join(str(layer.mean_bits) for layer in shape.layers)}
-    balances = [(str(i), of.balance) for i, of in enumerate(model.store.conditioning) if of.balance is not None]
+    scales = [
+        (f"{layer}.{side}", array)
+        for layer, of in enumerate(model.store.conditioning)
+        if of.scale is not None
+        for side, array in zip(of.scale._fields, of.scale, strict=True)
+    ]
     return {
         "name": name,
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
         "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.layers),
-        "conditioning": sealed_file.seal(means, balances),
+        "conditioning": sealed_file.seal(means, scales),
     }
 
 

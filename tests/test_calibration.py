@@ -37,9 +37,9 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
     model = bare_model(config, weights, block_size=len(ids) + 3)
     attention, calls = model.ops.attention, []
 
-    def attend_and_capture(q, cache, spans, scale, window, back):
+    def attend_and_capture(q, cache, spans, scale, window, *back):
         calls.append((q.copy(), cache.exact(spans[0].now)[0][:, : len(ids)].copy(), scale, window))
-        return attention(q, cache, spans, scale, window, back)
+        return attention(q, cache, spans, scale, window, *back)
 
     model.ops.attention, model.ops.parts = attend_and_capture, lambda rows: [rows]
     feed(model, model.store.new_sequence(), ids)

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from engine.backends.numpy_ops import rotate
 from engine.codecs import get
-from engine.conditioning import Conditioning, centre, mean_fields, read_mean
+from engine.conditioning import Conditioning, Scale, centre, mean_fields, read_mean
 from tests.kv.reference import attention
 
 KV_HEADS, HEADS, D, N = 2, 6, 16, 8
@@ -20,21 +20,24 @@ KV_HEADS, HEADS, D, N = 2, 6, 16, 8
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("rotation", ["none", "hadamard", "dense"])
 def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, balanced: bool, bits: int) -> None:
-    """Keys k/s·W − μ with queries s∘q·W and q·μ added back, values v·W turned back: the outputs of plain attention."""
+    """Keys k/s·W − μ with queries s∘q·W and q·μ added back, values v/s·W turned back, times s: plain attention."""
     q = rng.standard_normal((5, HEADS, D)).astype(np.float32)
     k = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32) + 5  # a mean worth taking out
     v = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32)
     half = rng.uniform(0.2, 5, (KV_HEADS, D // 2)).astype(np.float32)
     w = get(f"polarquant+{rotation}").rotation(D)
-    stored = Conditioning(w, w, np.concatenate([half, half], 1) if balanced else None)
+    factors = np.array([0.25, 8], np.float32)
+    stored = Conditioning(w, w, Scale(np.concatenate([half, half], 1), factors) if balanced else None)
 
     scales = stored.scales(HEADS)
-    turned = rotate(np.concatenate([q, k[:5]], axis=1), w, scales)[:, :HEADS]
-    keys = rotate(k, w, None if scales is None else scales[HEADS:])
+    parts = [None] * 3 if scales is None else np.split(scales, [HEADS, HEADS + KV_HEADS])
+    turned, keys, values = (rotate(x, w, part) for x, part in zip((q, k, v), parts, strict=True))
     residual, fields = centre(keys.reshape(4, N, KV_HEADS, D).swapaxes(1, 2), bits)
     back = residual + read_mean(fields)[..., None, :]  # the products with q are what counts: (k − μ) + μ
-    mixed = attention(turned, back.swapaxes(1, 2).reshape(k.shape), rotate(v, w), 4 * N - 5, 0.25, None)
+    mixed = attention(turned, back.swapaxes(1, 2).reshape(k.shape), values, 4 * N - 5, 0.25, None)
     mixed = mixed if w is None else mixed @ w.T.astype(np.float64)
+    if scales is not None:
+        mixed = mixed * stored.scales_back(HEADS)[:, None]
     np.testing.assert_allclose(mixed, attention(q, k, v, 4 * N - 5, 0.25, None), atol=1e-5)
 
 
@@ -57,9 +60,13 @@ def test_little_of_the_mean_is_left(keys: np.ndarray, bits: int) -> None:
     assert (np.abs(residual.mean(axis=1)) <= 0.51 * step + 2e-3 * largest / 127 + 1e-4).all()
 
 
-def test_queries_take_the_balance_of_the_head_they_read() -> None:
+def test_queries_and_outputs_take_the_scale_of_the_head_they_read() -> None:
     s = np.arange(1, KV_HEADS * D + 1, dtype=np.float32).reshape(KV_HEADS, D)
-    scales = Conditioning(balance=s).scales(HEADS)
+    of_values = np.array([0.5, 4], np.float32)
+    stored = Conditioning(scale=Scale(s, of_values))
+    scales, back = stored.scales(HEADS), stored.scales_back(HEADS)
     for head in range(HEADS):
         np.testing.assert_array_equal(scales[head], s[head // (HEADS // KV_HEADS)])
-    np.testing.assert_array_equal(scales[HEADS:] * s, np.ones_like(s))
+        assert back[head] == of_values[head // (HEADS // KV_HEADS)]
+    np.testing.assert_array_equal(scales[HEADS:-KV_HEADS] * s, np.ones_like(s))
+    np.testing.assert_array_equal(scales[-KV_HEADS:], np.repeat([[2], [0.25]], D, axis=1))

@@ -64,8 +64,10 @@ ROOMS = {
     "engine.repeats": set(),
     "engine.dry": SAMPLING | {"engine.repeats"},
     "engine.sealed_file": set(),
+    "engine.magnitudes": OPS | {"engine.conditioning", "engine.model"},
     "engine.calibration": OPS
-    | {f"engine.{name}" for name in ("conditioning", "kv", "model", "sealed_file", "statistics", "weights")},
+    | {f"engine.{name}" for name in ("conditioning", "kv", "magnitudes", "model")}
+    | {f"engine.{name}" for name in ("sealed_file", "statistics", "weights")},
     "engine.detokenizer": set(),
     "engine.answers": {"engine.detokenizer", "engine.outputs"},
     "engine.sessions": {f"engine.{name}" for name in ("answers", "backends.stored", "errors", "kv", "model")}

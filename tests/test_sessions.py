@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, SamplingParams, sealed_file
+from engine import Engine, EngineError, SamplingParams, assembly, sealed_file
 from engine.backends import stored
+from engine.conditioning import Scale
 from engine.config import Encoding
 from tests.bare import feed
 from tests.small_disk import small_disk
@@ -384,6 +385,26 @@ def test_a_session_of_other_settings_is_refused(tiny_path: Path, saved: Path, ot
     settings, words = OTHERS[other]
     with load(tiny_path, **settings) as engine:
         assert_refused(engine, saved, *words)
+
+
+def test_a_session_without_scales_or_with_others_is_refused(
+    tiny_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As versions before they were stored have written it; or with values divided by twice as much."""
+    made = assembly.scale
+
+    def doubled(*of):
+        keys, values = made(*of)
+        return Scale(keys, 2 * values)
+
+    for other in (lambda *of: None, doubled):
+        monkeypatch.setattr(assembly, "scale", other)
+        with load(tiny_path) as engine:
+            talk(engine)
+            engine.save_session(file)
+        monkeypatch.setattr(assembly, "scale", made)
+        with load(tiny_path) as engine:
+            assert_refused(engine, file, "conditioned in another way", "another version")
 
 
 def test_a_session_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,14 @@ from engine.errors import EngineError
 # Threads of a block.
 _COPY_THREADS = 256
 _COMBINE_THREADS = 256  # COMBINE_WARPS in cuda/combine.cu
+
+
+class _Call(NamedTuple):
+    """The arguments of `attention` for a launch; a window of 0 hides nothing, factors (H,) are of the results."""
+
+    scale: float
+    window: int
+    factors: Array | None
 
 
 class CacheOps(HeadOps):
@@ -231,15 +240,17 @@ class CacheOps(HeadOps):
         scale: float,
         window: int | None,
         back: np.ndarray | None = None,
+        scale_back: np.ndarray | None = None,
     ) -> Array:
-        turn = self._turn(back)
+        turn, factors = self._turn(back), None if scale_back is None else self._scales(scale_back)
+        call = _Call(float(scale), window or 0, factors)
         if spans.buffer is not None:
-            out = self._attend_rows(q, cache, spans, spans.buffer, float(scale), window or 0)
+            out = self._attend_rows(q, cache, spans, spans.buffer, call)
             return self._rotate(out, turn)
         by_signs = turn if turn.matrix is None else NO_TURN
-        return self._dense(self._attend_steps(q, cache, spans, float(scale), window or 0, by_signs), turn)
+        return self._dense(self._attend_steps(q, cache, spans, call, by_signs), turn)
 
-    def _attend_rows(self, q: Array, cache: LayerCache, spans: Spans, now: Buffer, scale: float, window: int) -> Array:
+    def _attend_rows(self, q: Array, cache: LayerCache, spans: Spans, now: Buffer, call: _Call) -> Array:
         """Of the new rows of one sequence, which are in a buffer."""
         (rows, heads, _), kv_heads = q.shape, cache.form.kv_heads
         group = heads // kv_heads
@@ -252,15 +263,13 @@ class CacheOps(HeadOps):
             (-(-rows * group // tile), kv_heads),
             shape,
             *(out, q, cache.keys.coded, cache.values.coded, *cache.exact, *now, spans.on(self._device)),
-            *(cache.keys.tables, cache.values.tables, spans.table.shape[1], kv_heads, heads, row_stride(q)),
-            *(window, scale),
+            *(cache.keys.tables, cache.values.tables, call.factors, spans.table.shape[1], kv_heads, heads),
+            *(row_stride(q), call.window, call.scale),
             layouts=layouts,
         )
         return out
 
-    def _attend_steps(
-        self, q: Array, cache: LayerCache, spans: Spans, scale: float, window: int, turn: OnDevice
-    ) -> Array:
+    def _attend_steps(self, q: Array, cache: LayerCache, spans: Spans, call: _Call, turn: OnDevice) -> Array:
         """Of one row of each sequence, which is in its exact slot; `turn`ed, which is by signs."""
         (count, heads, dim), kv_heads = q.shape, cache.form.kv_heads
         group = heads // kv_heads
@@ -274,10 +283,11 @@ class CacheOps(HeadOps):
             shape,
             *(parts, sums, q, cache.keys.coded, cache.values.coded, *cache.exact),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables, spans.table.shape[1], kv_heads),
-            *(window, scale),
+            *(call.window, call.scale),
             layouts=cache.layouts,
         )
         out = self._device.empty(q.shape, np.float32)
         shape = Shape({"D": dim, "ORDER": turn.order}, _COMBINE_THREADS)
-        self._launch("combine", (count * heads,), shape, out, parts, sums, turn.before, turn.behind, splits)
+        args = out, parts, sums, call.factors, turn.before, turn.behind, heads, splits
+        self._launch("combine", (count * heads,), shape, *args)
         return out

@@ -38,7 +38,8 @@ class HeadOps:
         of_queries = rows * heads - 2 * of_values
         # Keys lie behind queries, so that both are turned in one go where a launch of its own does it.
         qk = self._device.empty((of_queries + of_values, dim), np.float32)
-        v = None if space.value_rotation is None else self._device.empty((of_values, dim), np.float32)
+        changed = space.value_rotation is not None or space.scale is not None
+        v = self._device.empty((of_values, dim), np.float32) if changed else None
         outputs = qk[:of_queries], qk[of_queries:], v
         vectors = len(qk) if v is None else len(qk) + of_values
         self._of_heads("condition", outputs, qkv, turns, space, norms, vectors)

@@ -13,6 +13,9 @@ from engine.backends.ops import CacheFormat, CacheSpan, Place
 from engine.conditioning import centre, read_mean
 from engine.encoding import encode_well
 
+# Rows of queries per KV head that attend together.
+_QUERY_TILE = 768
+
 # Keys, and coded blocks that are decoded at once.
 _KEY_TILE = 1024
 _BLOCK_TILE = 64
@@ -49,6 +52,17 @@ class LayerCache:
             return self.exact_k[place.block], self.exact_v[place.block]
         first = place.block * self.form.block_size
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
+
+
+def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: CacheSpan, window: int | None) -> None:
+    """Attention of q (T, K, G, D), scaled, all rows of one sequence, tile by tile, into out (T, H, D)."""
+    tile = max(1, _QUERY_TILE // q.shape[2])
+    for first in range(0, len(q), tile):
+        # (T, K, G, D) → (K, G, T, D): the query group of a KV head shares one pass over its keys.
+        grouped = q[first : first + tile].transpose(1, 2, 0, 3)
+        tile_out = attend(grouped, span.position + first, cache, span, window)
+        into = out[first : first + tile]
+        into[...] = tile_out.transpose(2, 0, 1, 3).reshape(into.shape)
 
 
 def attend(q: np.ndarray, position: int, cache: LayerCache, span: CacheSpan, window: int | None) -> np.ndarray:

@@ -16,13 +16,10 @@ import numpy as np
 
 from engine.backends import stored
 from engine.backends.cores import cores
-from engine.backends.numpy_attention import Buffer, LayerCache, as_codes, attend, encode_keys, encode_values
+from engine.backends.numpy_attention import Buffer, LayerCache, as_codes, attend_alone, encode_keys, encode_values
 from engine.backends.numpy_steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, StoredSpace
 from engine.sampling import Draw, Sampled, sample_all
-
-# Rows of queries per KV head that attend together.
-_QUERY_TILE = 768
 
 # Fewer rows than this are memory-bound on the weights: BLAS reads them once for all cores.
 _PARALLEL_ROWS = 32
@@ -114,14 +111,15 @@ class NumpyOps:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         keys = qkv.shape[1] - space.kv_heads
         queries = keys - space.kv_heads
+        scale_qk, scale_v = (None, None) if space.scale is None else (space.scale[:keys], space.scale[keys:])
         qk, v = qkv[:, :keys], qkv[:, keys:]
         if norms is not None:
             q_norm, k_norm, eps = norms
             qk[:, :queries] = rms_norm(qk[:, :queries], q_norm, eps)
             qk[:, queries:] = rms_norm(qk[:, queries:], k_norm, eps)
         rope(qk, *turns)
-        qk = rotate(qk, space.key_rotation, space.scale)
-        return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation)
+        qk = rotate(qk, space.key_rotation, scale_qk)
+        return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation, scale_v)
 
     def draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
         return draws
@@ -182,6 +180,7 @@ class NumpyOps:
         scale: float,
         window: int | None,
         back: np.ndarray | None = None,
+        scale_back: np.ndarray | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.form.kv_heads
@@ -194,8 +193,8 @@ class NumpyOps:
                 layout = spans.layout(number, cache.form.block_size)
                 out[rows] = attend_together(q[rows], cache, layout, window).reshape(out[rows].shape)
             else:
-                _attend_alone(q[rows], out[rows], cache, part[0], window)
-        return rotate(out, back)
+                attend_alone(q[rows], out[rows], cache, part[0], window)
+        return rotate(out, back, None if scale_back is None else scale_back[:, None])
 
     def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], source: Place) -> None:
         form, count = cache.form, len(blocks)
@@ -237,17 +236,6 @@ class NumpyOps:
             to[:, :tokens] = given
 
 
-def _attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: CacheSpan, window: int | None) -> None:
-    """Attention of q (T, K, G, D), scaled, all rows of one sequence, tile by tile, into out (T, H, D)."""
-    tile = max(1, _QUERY_TILE // q.shape[2])
-    for first in range(0, len(q), tile):
-        # (T, K, G, D) → (K, G, T, D): the query group of a KV head shares one pass over its keys.
-        grouped = q[first : first + tile].transpose(1, 2, 0, 3)
-        tile_out = attend(grouped, span.position + first, cache, span, window)
-        into = out[first : first + tile]
-        into[...] = tile_out.transpose(2, 0, 1, 3).reshape(into.shape)
-
-
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x (..., n) / rms(x) * weight (n,)."""
     mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
@@ -268,7 +256,7 @@ def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 
 def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:
-    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D), rotation (D, D); None leaves a factor out."""
+    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None leaves a factor out."""
     x = x if scale is None else x * scale
     return x if rotation is None else x @ rotation
 

@@ -54,9 +54,9 @@ class Place(NamedTuple):
 class StoredSpace:
     """How the heads of one layer become what its cache holds.
 
-    kv_heads: K. scale (H + K, D): what queries and keys are multiplied with after RoPE. key_rotation, value_rotation
-    (D, D): of queries and keys, and of values, as x @ rotation. None leaves a factor out. All of them come from the
-    host, the same objects each time.
+    kv_heads: K. scale (H + 2K, D): what queries and keys, after RoPE, and values are multiplied with. key_rotation,
+    value_rotation (D, D): of queries and keys, and of values, as x @ rotation. None leaves a factor out. All of them
+    come from the host, the same objects each time.
     """
 
     kv_heads: int
@@ -220,12 +220,20 @@ class Ops(Protocol):
         """`condition`, then `append_kv` of keys and values → the queries (T, H, D)."""
 
     def attention(
-        self, q: Array, cache: Cache, spans: Spans, scale: float, window: int | None, back: Array | None = None
+        self,
+        q: Array,
+        cache: Cache,
+        spans: Spans,
+        scale: float,
+        window: int | None,
+        back: Array | None = None,
+        scale_back: Array | None = None,
     ) -> Array:
         """Causal attention of conditioned q (T, H, D), contiguous, over each span's whole sequence → (T, H, D).
 
         Query head h reads KV head h // (H // K). With a window, position p sees positions > p − window only.
-        back (D, D): rotation of the result, from the host, the same object each time.
+        scale_back (H,): what the result of each head is multiplied with; back (D, D): its rotation. Both come from the
+        host, the same objects each time; None leaves a factor out.
         """
 
     def encode_blocks(self, cache: Cache, blocks: Sequence[int], source: Place) -> None:

@@ -18,7 +18,7 @@ _PATH_TURNS = 4  # in so many turns the tokens of a block are rounded, where the
 
 @dataclass(frozen=True)
 class Metric:
-    """What an error costs, for each KV head, in the space that is stored (balanced and rotated). All float32."""
+    """What an error costs, for each KV head, in the space that is stored (scaled and rotated). All float32."""
 
     matrix: np.ndarray  # (K, D, D) M: the error e of a vector costs e·M·eᵀ
     feedback: np.ndarray  # (K, D, D) strictly block-lower: row block j holds F_j
@@ -34,17 +34,17 @@ class Metric:
 def key_metric(
     query_second: np.ndarray,
     query_mean: np.ndarray,
-    balance: np.ndarray,
+    scale: np.ndarray,
     rotation: np.ndarray | None,
     rounding: Rounding | PathRounding,
 ) -> Metric:
-    """Of keys stored as (k / balance) @ rotation, whose errors cost what they change in the products with queries.
+    """Of keys stored as (k / scale) @ rotation, whose errors cost what they change in the products with queries.
 
-    query_second (K, D, D), query_mean (K, D): E[qᵀq] and E[q], weighted by attention, before balance and rotation;
-    balance (K, D); rotation (D, D), None for none; rounding: the codec's.
+    query_second (K, D, D), query_mean (K, D): E[qᵀq] and E[q], weighted by attention, before scale and rotation;
+    scale (K, D); rotation (D, D), None for none; rounding: the codec's.
     """
-    turn = np.eye(balance.shape[1]) if rotation is None else rotation.astype(np.float64)
-    into = balance[:, :, None] * turn  # a query is stored as q @ into
+    turn = np.eye(scale.shape[1]) if rotation is None else rotation.astype(np.float64)
+    into = scale[:, :, None] * turn  # a query is stored as q @ into
     second = into.swapaxes(1, 2) @ query_second.astype(np.float64) @ into
     mean = (query_mean.astype(np.float64)[:, None] @ into)[:, 0]
     matrix = _ridged(second)

@@ -59,13 +59,18 @@ def parts(
 
 
 def combined(
-    acc: np.ndarray, ml: np.ndarray, dim: int, seed: int = 0, rotation: tuple[Any, ...] = (1, None, None)
+    acc: np.ndarray,
+    ml: np.ndarray,
+    dim: int,
+    seed: int = 0,
+    rotation: tuple[Any, ...] = (1, None, None),
+    factors: np.ndarray | None = None,
 ) -> np.ndarray:
-    """What `parts` gives → (B, H, D). rotation: order of Hadamard's matrix, signs (D) before and behind it."""
+    """What `parts` gives, times factors (H,) → (B, H, D). rotation: order of Hadamard's matrix, signs (D) around it."""
     sequences, heads, splits, _ = acc.shape
     out = np.full((sequences, heads, dim), np.nan, np.float32)
     order, before, behind = rotation
-    args = out, acc, ml, before, behind, i32(splits)
+    args = out, acc, ml, factors, before, behind, i32(heads), i32(splits)
     program = compiled(source("combine", D=dim, ORDER=order))
     program.launch("combine_kernel", (sequences * heads,), (COMBINE_THREADS,), *args, seed=seed)
     return out
@@ -197,11 +202,12 @@ def test_a_wrong_span_is_noticed(rng: np.random.Generator, column: int, window: 
 @pytest.mark.parametrize("dim", [8, 80, 128, 256])
 @pytest.mark.parametrize("splits", [1, 5, 40])
 def test_combine(rng: np.random.Generator, dim: int, splits: int) -> None:
-    heads, padded = 3, -(-dim // 16) * 16
-    acc = rng.standard_normal((1, heads, splits, padded)).astype(np.float32)
+    sequences, heads, padded = 2, 3, -(-dim // 16) * 16
+    of_split = sequences, heads, splits
+    acc = rng.standard_normal((*of_split, padded)).astype(np.float32)
     acc[..., dim:] = np.nan
-    ml = np.stack([20 * rng.standard_normal((1, heads, splits)), rng.uniform(1, 9, (1, heads, splits))], -1)
-    empty = rng.random((1, heads, splits)) < 0.3
+    ml = np.stack([20 * rng.standard_normal(of_split), rng.uniform(1, 9, of_split)], -1)
+    empty = rng.random(of_split) < 0.3
     empty[:, 0], empty[:, 1], empty[:, :, 0] = True, False, [True, False, False]
     acc[empty], ml[empty] = 0, (-np.inf, 0)
     ml = ml.astype(np.float32)
@@ -219,3 +225,6 @@ def test_combine(rng: np.random.Generator, dim: int, splits: int) -> None:
         order, *signs = hadamard_signs(matrix)
         turned = combined(acc, ml, dim, seed, (order, *signs))
         assert np.abs(turned[:, 1:] - exact @ matrix).max() <= 2 * np.sqrt(order) * allowed
+        factors = np.array([0.125, 4, 1024], np.float32)
+        scaled = combined(acc, ml, dim, seed, (order, *signs), factors)
+        np.testing.assert_array_equal(scaled, turned * factors[:, None])

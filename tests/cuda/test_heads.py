@@ -49,7 +49,7 @@ class Case:
         """kind: of the norms' weights, if there are any. turned: of "keys" and "values", those that are rotated."""
         qkv = 3 * rng.standard_normal((rows, QUERIES + 2 * KV_HEADS, dim), np.float32)
         angles = rng.uniform(0, 100, (rows, dim // 2))
-        scale = rng.uniform(0.5, 2, (QUERIES + KV_HEADS, dim)).astype(np.float32) if balanced else None
+        scale = rng.uniform(0.5, 2, (QUERIES + 2 * KV_HEADS, dim)).astype(np.float32) if balanced else None
         keys = twice_signed_hadamard(dim) if "keys" in turned else None
         values = signed_hadamard(dim) if "values" in turned else None
         norms = (store(rng.standard_normal(dim), kind), store(rng.standard_normal(dim), kind)) if kind else None

@@ -13,7 +13,7 @@ from engine.backends.cuda_ops import CudaOps
 from engine.backends.cuda_shapes import GEMV_ROWS
 from engine.backends.numpy_ops import NumpyOps, rms_norm
 from engine.backends.ops import Ops
-from engine.conditioning import Conditioning
+from engine.conditioning import Conditioning, Scale
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
 from engine.model import Model
@@ -23,6 +23,8 @@ from model_loaders import load_weights as open_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import read, store
+from tests.rescaled import rescale
+from tests.tiny import make_model
 
 N = 16  # tokens of a block
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -48,8 +50,8 @@ class Rounded(SameWeights):
     def append_kv(self, cache, spans, k, v) -> None:
         super().append_kv(cache, spans, _half(k), _half(v))
 
-    def attention(self, q, cache, spans, scale, window, back=None) -> np.ndarray:
-        return super().attention(_half(q), cache, spans, scale, window, back)
+    def attention(self, q, cache, spans, scale, window, back=None, scale_back=None) -> np.ndarray:
+        return super().attention(_half(q), cache, spans, scale, window, back, scale_back)
 
     def linear(self, x, weight, bias=None, *, norm=None, onto=None, gated=False) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
@@ -72,8 +74,9 @@ def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Model:
     shape = CacheShape(N, config.kv_heads, d, layers)
     balance = np.repeat(np.linspace(0.5, 2, config.kv_heads * d // 2, dtype=np.float32).reshape(config.kv_heads, -1), 1)
     halves = balance.reshape(config.kv_heads, d // 2)
-    balances = np.concatenate([halves, halves], axis=1) if mean_bits else None
-    stored = Conditioning(k.rotation(d), v.rotation(d), balances)
+    factors = np.exp2(np.arange(config.kv_heads, dtype=np.float32) - 2)
+    scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
+    stored = Conditioning(k.rotation(d), v.rotation(d), scale)
     return Model(ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4), [stored] * config.layers))
 
 
@@ -178,3 +181,21 @@ def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch
         # Codes flip where a vector is near the edge of one: single tokens change, and hardly the sum.
         np.testing.assert_allclose(scores[index].mean(), scores[index + 2].mean(), rtol=0.02)
         np.testing.assert_allclose(scores[index][: N - 1], scores[index + 2][: N - 1], atol=0.05)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("types", ["balanced", "polarquant", "f16"])
+def test_the_size_of_keys_and_values_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str, types: str
+) -> None:
+    """As served and with every token coded. bfloat16 holds weights of any size alike; half precision does not."""
+    path, scores = make_model(tmp_path, "llama_gqa_llama3_tied"), []
+    ops = CudaOps(open_device(checked=False))
+    monkeypatch.setattr(assembly, "select", lambda device, threads: (ops, ""))
+    for factor in (1.0, 2.0**-12, 2.0**12):
+        with pytest.MonkeyPatch.context() as patch:
+            rescale(patch, side, factor)
+            with Engine.load(path, block_size=N, ctx_size=64, cache_type=types, calibration=False) as engine:
+                scores.append([engine.score(range(5, 55), every_token_coded=coded).logits for coded in (False, True)])
+    np.testing.assert_array_equal(scores[1], scores[0])
+    np.testing.assert_array_equal(scores[2], scores[0])

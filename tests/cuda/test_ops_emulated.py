@@ -221,7 +221,7 @@ def test_condition(
     ops: CudaOps, rng: np.random.Generator, dim: int, scaled: bool, stored: str | None, keys: str, values: str
 ) -> None:
     qkv, turns = heads_of(rng, 3, dim)
-    scale = rng.uniform(0.5, 2, (HEADS + KV_HEADS, dim)).astype(np.float32) if scaled else None
+    scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, dim)).astype(np.float32) if scaled else None
     space = StoredSpace(KV_HEADS, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim))
     norms, host_norms = None, None
     if stored:
@@ -398,7 +398,8 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
     as of three ops, one after the other."""
     rotations = ROTATIONS[keys](D), ROTATIONS[values](D)
     back = None if rotations[1] is None else rotations[1].T
-    scale = rng.uniform(0.5, 2, (HEADS + KV_HEADS, D)).astype(np.float32)
+    scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, D)).astype(np.float32)
+    scale_back = np.repeat(rng.uniform(0.5, 2, KV_HEADS).astype(np.float32), HEADS // KV_HEADS)
     space, outputs = StoredSpace(KV_HEADS, scale, *rotations), []
     for ops in (CudaOps(open_device(checked=False)), HOST):
         store, made = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1)
@@ -412,7 +413,8 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
             views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
             described, on_device = ops.spans(views), tuple(map(ops.to_device, turns))
             q = ops.place_kv(ops.to_device(qkv), on_device, space, store.cache(0), described)
-            seen.append(np.array(ops.to_host(ops.attention(q, store.cache(0), described, D**-0.5, None, back))))
+            mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, back, scale_back)
+            seen.append(np.array(ops.to_host(mixed)))
             for span in spans:
                 store.seal(0, span)
                 store.commit(span)

@@ -39,10 +39,12 @@ def attend(
     seed: int = 0,
     warps: tuple[int, int] | None = (2, 16),
     layouts: tuple[Layout, Layout] | None = None,
+    factors: np.ndarray | None = None,
 ) -> np.ndarray:
     """q (T, H + 1, D), of which the last head is someone else's → (T, H, D).
 
     warps: how many, and the rows of each; None for what is launched. layouts: others than the cache's own.
+    factors (H,): what the heads of the output are multiplied with.
     """
     keys, values = layouts or (paged.key_layout, paged.value_layout)
     rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
@@ -57,7 +59,7 @@ def attend(
         "prefill_attention_kernel",
         (-(-rows * group // of_block), paged.kv_heads),
         (shape.threads,),
-        *(out, q, *pools, paged.spans, *tables, *counts, np.int32(window), np.float32(dim**-0.5)),
+        *(out, q, *pools, paged.spans, *tables, factors, *counts, np.int32(window), np.float32(dim**-0.5)),
         shared=shape.shared,
         seed=seed,
     )
@@ -197,3 +199,11 @@ def test_new_blocks_in_another_order_are_noticed(rng: np.random.Generator) -> No
     turned = dataclasses.replace(paged, now_values=paged.now_values[::-1].copy())
     with pytest.raises(AssertionError, match="off by"):
         paged.assert_attention(attend(turned, q), q[:, :-1])
+
+
+def test_heads_are_multiplied_by_their_factors(rng: np.random.Generator) -> None:
+    """Powers of two, to the bit."""
+    paged = random_cache(rng, "ring4", "ring3.5", [100], rows=30, block_size=32, head_dim=32, kv_heads=2)
+    q = rng.standard_normal((30, 5, 32), np.float32)
+    factors = np.array([8, 8, 0.25, 0.25], np.float32)
+    np.testing.assert_array_equal(attend(paged, q, factors=factors), attend(paged, q) * factors[:, None])

@@ -1,0 +1,41 @@
+"""Models that compute the same function with keys or values of another size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import assembly
+
+
+class _Rescaled:
+    """A source of weights, some of them times a factor: name of a projection or norm → factor."""
+
+    def __init__(self, source: Any, factors: dict[str, float]):
+        self._source, self._factors = source, factors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read_into(self, name: str, out: np.ndarray) -> None:
+        self._source.read_into(name, out)
+        for part, factor in self._factors.items():
+            if f".{part}." in name:
+                out *= np.float32(factor)
+
+
+def rescale(patch: pytest.MonkeyPatch, side: str, factor: float) -> None:
+    """Engines that are loaded from now on have `factor` times their "keys" or "values", and answer as before.
+
+    Queries take it out again, or the output projection. Where heads are normalised, their norms make the size of keys.
+    """
+    load = assembly.load_weights
+
+    def load_rescaled(ops, config, source, *rest):
+        into = ("k_norm", "q_norm") if config.qk_norm else ("k_proj", "q_proj")
+        by, inverse = into if side == "keys" else ("v_proj", "o_proj")
+        return load(ops, config, _Rescaled(source, {by: factor, inverse: 1 / factor}), *rest)
+
+    patch.setattr(assembly, "load_weights", load_rescaled)
