@@ -58,12 +58,22 @@ quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=F
 # On a machine whose own Python has all that is needed: make gpu-test PY=python3
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-dev)
 
-gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there
-	@POLARLM_TEST_GPU=1 $(PY) -m pytest tests/cuda --ignore-glob='*emulator*' $(ARGS)
+# What only a GPU can show comes first, then all ops. Left out: the emulator's tests, and the compiler's, which are of
+# other architectures.
+GPU_FIRST := tests/cuda/test_gpu.py tests/cuda/test_ops_emulated.py
+GPU_NEVER := tests/cuda/test_compile.py $(wildcard tests/cuda/test_emulator_*.py)
+GPU_TESTS := $(GPU_FIRST) $(filter-out $(GPU_FIRST) $(GPU_NEVER),$(wildcard tests/cuda/test_*.py))
+
+gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there (ARGS="-n 12 --maxschedchunk 2": in 12 processes)
+	@POLARLM_TEST_GPU=1 $(PY) -m pytest $(GPU_TESTS) $(ARGS)
 
 gpu-bench: $(READY)  ## kernels and steps on the GPU that is there, beside PyTorch, and a model's speed (WEIGHTS=…, ARGS="…")
 	@$(PY) -m bench.kernels $(ARGS)
-	@$(PY) -m bench.speed --device cuda $(if $(WEIGHTS),--weights "$(WEIGHTS)")
+	@if [ -n "$(WEIGHTS)" ] || $(PY) -m scripts.fetch_demo; then \
+	    $(PY) -m bench.speed --device cuda $(if $(WEIGHTS),--weights "$(WEIGHTS)"); \
+	else \
+	    echo "The speed of a whole model was not measured: pass one as WEIGHTS=PATH." >&2; \
+	fi
 
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all

@@ -1,4 +1,4 @@
-"""The Makefile chooses the CUDA extra by what `nvidia-smi` says of the driver."""
+"""The Makefile: the CUDA extra that it chooses by what `nvidia-smi` says of the driver, and the GPU's commands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,16 @@ Fri Nov 20 12:00:00 2026
 NEW = OLD.replace("Driver Version:", "KMD Version:").replace("CUDA Version:", "CUDA UMD Version:")  # from 610 on
 
 
-def extra(folder: Path, output: str | None) -> str:
-    """The extra that make installs where `nvidia-smi` prints `output`, or cannot be found."""
+def make_command() -> str:
     make = shutil.which("make")
     if make is None or os.name == "nt":
         pytest.skip("there is no make here")
+    return make
+
+
+def extra(folder: Path, output: str | None) -> str:
+    """The extra that make installs where `nvidia-smi` prints `output`, or cannot be found."""
+    make = make_command()
     for name in ("sh", "sed", "echo"):
         os.symlink(str(shutil.which(name)), folder / name)
     if output is not None:
@@ -51,3 +57,44 @@ def test_the_version_of_the_driver_chooses_the_extra(tmp_path: Path, form: str, 
 @pytest.mark.parametrize("output", [None, "NVIDIA-SMI has failed because it couldn't communicate with the driver.\n"])
 def test_without_a_driver_there_is_none(tmp_path: Path, output: str | None) -> None:
     assert extra(tmp_path, output) == ""
+
+
+def test_the_gpu_s_tests_begin_with_what_only_a_gpu_can_show() -> None:
+    command = [make_command(), "--dry-run", "-C", str(ROOT), "gpu-test", "PY=python3", "ARGS=-n 12"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if "pytest" in line)
+    files = re.findall(r"tests/cuda/(test_\w+)\.py", line)
+    assert files[:2] == ["test_gpu", "test_ops_emulated"]
+    left_out = {"test_compile", "test_emulator_catches", "test_emulator_primitives"}
+    assert {*files} == {file.stem for file in (ROOT / "tests" / "cuda").glob("test_*.py")} - left_out
+    assert len({*files}) == len(files)
+    assert line.startswith("POLARLM_TEST_GPU=1 python3 -m pytest")
+    assert line.endswith(" -n 12")
+
+
+def gpu_bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`make gpu-bench` with a Python that only says what it would measure, an empty cache and no package index."""
+    python = folder / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$2" in bench.*) shift; echo "$@";; '
+        f"*) PIP_NO_INDEX=1 POLARLM_CACHE='{folder / 'cache'}' exec '{sys.executable}' \"$@\";; esac\n"
+    )
+    python.chmod(0o755)
+    command = [make_command(), "--no-print-directory", "-C", str(ROOT), "gpu-bench", f"PY={python}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_without_the_demonstration_model_the_kernels_are_measured(tmp_path: Path) -> None:
+    done = gpu_bench(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["bench.kernels"]
+    assert "The demonstration model could not be downloaded" in done.stderr
+    assert "speed of a whole model was not measured: pass one as WEIGHTS=PATH" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_given_is_measured(tmp_path: Path) -> None:
+    done = gpu_bench(tmp_path, "WEIGHTS=/a folder/model.gguf", "ARGS=--layers 2")
+    assert done.returncode == 0, done.stderr
+    measured = "bench.speed --device cuda --weights /a folder/model.gguf"
+    assert done.stdout.splitlines() == ["bench.kernels --layers 2", measured]

@@ -1,0 +1,24 @@
+"""`python -m scripts.fetch_demo`: the demonstration model into the cache folder, where it is not there yet.
+
+Exit code 1, with a sentence, where it cannot be had.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from model_loaders import LoadError
+from model_loaders.demo import demo_model
+
+
+def main() -> int:
+    try:
+        demo_model(lambda sentence: print(sentence, file=sys.stderr))
+    except LoadError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
