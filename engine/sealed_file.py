@@ -10,17 +10,24 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+try:
+    import fcntl
+except ImportError:  # Windows, which removes no file that somebody writes
+    fcntl = None  # type: ignore[assignment]
+
 Header = Mapping[str, str]
 Arrays = Mapping[str, np.ndarray]
 Progress = Callable[[int], None]  # told the bytes done since its last call
 
 _SEAL = "seal"
+_UNFINISHED = ".unfinished-"  # how names begin until a file is whole
 _PIECE = 16 << 20  # bytes that are on the disk, and not only on their way, before the next ones are written
 
 
@@ -33,7 +40,7 @@ def write(path: Path, header: Header, arrays: Arrays, progress: Progress = lambd
 
     The header has no entry "seal". Raises OSError, and then, as after any other exception, everything is as it was.
     """
-    number, name = tempfile.mkstemp(prefix=".unfinished-", dir=path.parent)
+    number, name = _new_file(path.parent)
     try:
         with os.fdopen(number, "wb") as file:
             order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # so that each of them is aligned
@@ -46,6 +53,35 @@ def write(path: Path, header: Header, arrays: Arrays, progress: Progress = lambd
     except BaseException:
         os.unlink(name)
         raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what was being written to `folder` when its process was killed; what is being written stays.
+
+    What cannot be looked at or removed stays as well.
+    """
+    with suppress(OSError):
+        for file in sorted(folder.glob(_UNFINISHED + "*")):
+            with suppress(OSError), file.open("r+b") as opened:
+                if fcntl is not None:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody writes
+                    file.unlink()
+            if fcntl is None:
+                with suppress(OSError):
+                    file.unlink()
+
+
+def _new_file(folder: Path) -> tuple[int, str]:
+    """A new file that is locked for as long as it is open: a descriptor and its name."""
+    while True:
+        number, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=folder)
+        if fcntl is None:
+            return number, name
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        if os.fstat(number).st_nlink:
+            return number, name
+        os.close(number)  # `remove_unfinished` was there before the lock
 
 
 def read_header(path: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 from engine import Engine, EngineError
 from engine.console import use_utf8
 from engine.flags import FlagError, in_flags
+from engine.kv.plan import parse_size
 from server import journal
 from server.config import KEY_VARIABLE, ServerConfig, read_command_line
 from server.driver import Driver
@@ -78,7 +79,9 @@ def _run(argv: Sequence[str]) -> None:
         listeners = 1 if lines is None else 2
         if warning := allow_open_files(listeners * (config.max_connections + BACKLOG)):
             _note(warning)
-        sessions = None if config.sessions is None else SessionFolder(config.sessions)
+        sessions = None
+        if config.sessions is not None:
+            sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
         with Engine.load(model.weights, config=model, verbose=_note) as engine:
             _note(engine.fit_line())
             journal.set_up()

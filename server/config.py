@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine import EngineError
 from engine.assembly import settle
 from engine.config import EngineConfig, setting
 from engine.flags import Check, FlagError, parse
+from engine.kv.plan import parse_size
 
 KEY_VARIABLE = "POLARLM_API_KEY"
 
@@ -67,6 +69,9 @@ class ServerConfig:
     sessions: str | None = setting(
         None, "--sessions", metavar="FOLDER", help="let clients save and load sessions, by name, in this folder"
     )
+    max_sessions_size: str = setting(
+        "10G", "--max-sessions-size", metavar="SIZE", help="what all sessions together may take on the disk"
+    )
     log_prompts: bool = setting(False, "--log-prompts", help="write prompts and answers into the log")
 
 
@@ -115,6 +120,13 @@ def _is_origin(text: str) -> bool:
     return text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", text) is not None
 
 
+def _is_size(text: str) -> bool:
+    try:
+        return parse_size(text) > 0
+    except EngineError:
+        return False
+
+
 _PORT = _that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
 _POSITIVE = _that(lambda count: count >= 1, "this has to be 1 or more")
 _PATH = _that(lambda text: text != "" and "\0" not in text, "this needs a path")
@@ -125,6 +137,7 @@ _CHECKS: Mapping[str, Check] = {
     "socket_port": _PORT,
     "unix": _PATH,
     "sessions": _PATH,
+    "max_sessions_size": _that(_is_size, "this is not a size; write 512M, 2G or a number of bytes"),
     "api_key": _that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
     "allowed_host": _that(_is_name, "this needs a host name alone, as in chat.example.com"),
     "cors_origin": _that(_is_origin, "an origin is * or a scheme and a host, as in https://chat.example.com:8443"),

@@ -192,8 +192,12 @@ class Driver:
 
     async def save_session(self, name: str, prompt: Prompt) -> int:
         """Save as much of `prompt` as is in the store; returns its tokens. Raises Refused or EngineError."""
-        file = self._folder.file(name)
-        return await self._on_disk("saved", lambda: self.engine.save_session(file, prompt=prompt))
+        folder = self._folder
+
+        def save() -> int:
+            return self.engine.save_session(folder.file(name), prompt=prompt, progress=folder.limit(name))
+
+        return await self._on_disk("saved", save)
 
     async def load_session(self, name: str) -> int:
         """Put a session back into the store; returns its tokens. Raises Refused or EngineError."""

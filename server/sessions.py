@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import EngineError
+from engine import EngineError, sealed_file
+from engine.kv.plan import format_bytes
 from server.parameters import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -41,8 +43,12 @@ class SessionFile(os.PathLike[str]):
 class SessionFolder:
     """The sessions of a server. Its methods wait for the disk."""
 
-    def __init__(self, folder: str) -> None:
-        """Makes the folder, for its owner alone, if there is none. Raises EngineError where that cannot be."""
+    def __init__(self, folder: str, most: int) -> None:
+        """Makes the folder, for its owner alone, if there is none. Raises EngineError where that cannot be.
+
+        most: bytes of all sessions together.
+        """
+        self._most = most
         try:
             self._folder = Path(folder).expanduser()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,6 +57,8 @@ class SessionFolder:
             raise EngineError(
                 f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
             ) from None
+
+        sealed_file.remove_unfinished(self._folder)
 
     def file(self, name: str) -> SessionFile:
         return SessionFile(self._folder, name)
@@ -67,6 +75,23 @@ class SessionFolder:
             if _NAME.fullmatch(name) and path.is_file():
                 found.append(Saved(name, status.st_size, int(status.st_mtime)))
         return found
+
+    def limit(self, name: str) -> Callable[[int, int], None]:
+        """What has to be told the progress of saving a session: it raises EngineError where that takes too much room.
+
+        The session that has this name counts as gone.
+        """
+        others = sum(saved.bytes for saved in self.all() if saved.name != name)
+
+        def check(_done: int, size: int) -> None:
+            if others + size > self._most:
+                raise EngineError(
+                    f"The session {name} needs {format_bytes(size)}, and the others take {format_bytes(others)} of the "
+                    f"{format_bytes(self._most)} that --max-sessions-size allows: remove some",
+                    "storage",
+                )
+
+        return check
 
     def remove(self, name: str) -> bool:
         """Whether there was one. Raises EngineError where it cannot be removed."""

@@ -46,6 +46,7 @@ from tests.server.test_socket import GREEDY, LONG, fuzzed
         (["--max-queue", "0"], "max_queue", 0),
         (["--max-tokens", "64"], "max_tokens", 64),
         (["--request-seconds", "5"], "request_seconds", 5),
+        (["--max-sessions-size", "2G"], "max_sessions_size", "2G"),
         (["--log-prompts"], "log_prompts", True),
     ],
 )
@@ -84,6 +85,7 @@ def test_the_key_may_come_from_the_environment() -> None:
         ["--max-tokens", "0"],
         ["--request-seconds", "0"],
         ["--kv-memory", "much"],
+        ["--max-sessions-size", "much"],
         ["--ctx-size", "-1"],
         ["--no-such-flag"],
         ["--socket-port", "1", "--unix", "/tmp/s"],

@@ -11,6 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def waiting(*arguments):
         time.sleep(0.01)
     write(*arguments)
 sealed_file.write = waiting
+"""
+
+# A session is written half, and no further.
+STUCK = """
+import os, time
+from engine import sealed_file
+def stuck(*arguments):
+    open(os.environ["GO"] + ".asked", "w").close()
+    time.sleep(600)
+sealed_file._put = stuck
 """
 
 
@@ -105,7 +116,12 @@ def saved(process: Process, name: str = "talk") -> Path:
 def save_that_waits(process: Process, go: Path) -> tuple[threading.Thread, list[Any]]:
     """A save under way that does not get to write before there is a file at `go`; its answer will be in the list."""
     told: list[Any] = []
-    asking = threading.Thread(target=lambda: told.append(ask(process, "/sessions/save", name="talk", messages=[USER])))
+
+    def save() -> None:
+        with suppress(OSError):  # the server may be killed meanwhile
+            told.append(ask(process, "/sessions/save", name="talk", messages=[USER]))
+
+    asking = threading.Thread(target=save)
     asking.start()
     eventually(lambda: Path(f"{go}.asked").exists())
     return asking, told
@@ -189,7 +205,7 @@ def test_no_name_leads_out_of_the_folder(server: Process, name: Any) -> None:
 def test_a_name_is_refused_or_a_file_in_the_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "names"
     try:
-        file = Path(SessionFolder(str(folder)).file(read_name("name", name)))
+        file = Path(SessionFolder(str(folder), 1 << 30).file(read_name("name", name)))
     except BadRequest:
         return
     assert file.parent == folder.resolve()
@@ -234,17 +250,17 @@ def test_the_folder_has_to_be_one(tiny_path: Path, tmp_path: Path) -> None:
 
 def test_the_home_of_nobody_is_no_folder() -> None:
     with pytest.raises(EngineError, match="--sessions ~nobody-of-that-name/x: "):
-        SessionFolder("~nobody-of-that-name/x")
+        SessionFolder("~nobody-of-that-name/x", 1 << 30)
 
 
 def test_a_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
-    SessionFolder(str(tmp_path / "a" / "b"))
+    SessionFolder(str(tmp_path / "a" / "b"), 1 << 30)
     assert (tmp_path / "a" / "b").stat().st_mode & 0o077 == 0
 
 
 def test_a_session_that_cannot_be_removed(tmp_path: Path) -> None:
     (tmp_path / "talk.safetensors").mkdir()
-    folder = SessionFolder(str(tmp_path))
+    folder = SessionFolder(str(tmp_path), 1 << 30)
     assert folder.all() == []
     with pytest.raises(EngineError, match="talk cannot be removed") as raised:
         folder.remove("talk")
@@ -270,6 +286,45 @@ def test_a_full_disk_leaves_the_old_session_and_the_server(server: Process) -> N
             client.send(id=1, save="other", messages=[USER, AGAIN])
             assert client.rest_of(1)[1]["error"]["code"] == "storage"
         assert ask(server, "/sessions/load", name="talk")[0] == 200
+
+
+def test_sessions_take_no_more_of_the_disk_than_the_limit(tiny_path: Path, tmp_path: Path) -> None:
+    with start(tiny_path, tmp_path) as process:
+        process.sessions = tmp_path / "sessions"
+        size = saved(process).stat().st_size
+    with start(tiny_path, tmp_path, "--max-sessions-size", str(size * 9 // 4)) as process:
+        process.sessions = tmp_path / "sessions"
+        file = saved(process, "other")
+        before = file.read_bytes()
+        assert file == saved(process, "other")  # what has the name is replaced, and does not count
+        refused = message(ask(process, "/sessions/save", name="third", messages=[USER]), 507, "storage")
+        assert "--max-sessions-size" in refused
+        long = [{"role": "user", "content": "the end " * 20}]
+        turn(process, long)
+        longer = ask(process, "/sessions/save", name="other", messages=long)
+        assert "--max-sessions-size" in message(longer, 507, "storage")
+        assert sorted(os.listdir(process.sessions)) == ["other.safetensors", "talk.safetensors"]
+        assert file.read_bytes() == before
+        assert ask(process, "/sessions/talk", "DELETE")[0] == 204
+        assert ask(process, "/sessions/save", name="third", messages=[USER])[0] == 200
+
+
+def test_what_a_killed_save_left_is_gone_after_the_next_start(tiny_path: Path, tmp_path: Path) -> None:
+    """And what another server is saving is not."""
+    go, folder = tmp_path / "go", tmp_path / "sessions"
+    (tmp_path / "second").mkdir()
+    with start(tiny_path, tmp_path, prelude=STUCK, GO=str(go)) as killed:
+        turn(killed, [USER])
+        save_that_waits(killed, go)
+        (unfinished,) = folder.iterdir()
+        again = ("--sessions", str(folder))
+        with start(tiny_path, tmp_path / "second", *again) as second:
+            assert ask(second, "/sessions", "GET") == (200, {"sessions": []})
+        assert list(folder.iterdir()) == [unfinished]
+    (folder / "mine.txt").write_text("precious")
+    with start(tiny_path, tmp_path / "second", *again) as second:
+        assert ask(second, "/sessions", "GET") == (200, {"sessions": []})
+        assert [file.name for file in folder.iterdir()] == ["mine.txt"]
 
 
 def test_a_corrupted_session_is_refused_and_the_server_lives_on(server: Process) -> None:
