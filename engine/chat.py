@@ -113,12 +113,15 @@ class _Conversation:
         if prompt is not None:
             self._console.show_message(prompt)
             self._send(prompt)
-        while not self._over:
-            text = self._read()
-            if text.startswith("/") and not text.startswith("//"):
-                self._command(text)
-            elif text.strip():
-                self._send(text[1:] if text.startswith("//") else text)
+        try:
+            while not self._over:
+                text = self._read()
+                if text.startswith("/") and not text.startswith("//"):
+                    self._command(text)
+                elif text.strip():
+                    self._send(text[1:] if text.startswith("//") else text)
+        finally:
+            self._console.keep_message()
         return self._code
 
     def complete(self, prompt: str) -> int:
@@ -156,6 +159,7 @@ class _Conversation:
         except EngineError as error:
             self._failed(error)
             if error.code == "context_length_exceeded" and watched:
+                self._console.drop_message()
                 self._console.note("/clear forgets the conversation so far.")
             return
         if turn is None:

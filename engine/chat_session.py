@@ -12,9 +12,10 @@ from textwrap import shorten
 from typing import Any
 
 from engine.config import PromptOptions, SamplingParams
-from engine.console import PROMPT, Console, ctrl_c_asked, state_folder
+from engine.console import Console, ctrl_c_asked
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.line_editor import PROMPT, state_folder
 from engine.outputs import Usage
 from engine.repeats import Repeats
 from engine.sessions import Progress

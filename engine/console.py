@@ -1,4 +1,4 @@
-"""The chat's terminal: line editing, the model's text, notes and progress.
+"""The chat's terminal: messages, the model's text, notes and progress.
 
 Standard output carries the model's text and nothing else; notes, errors and progress go to standard error. The input
 prompt is only drawn when a person is there: standard input and one of the two outputs are terminals.
@@ -12,19 +12,17 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import platformdirs
-from prompt_toolkit import PromptSession
-from prompt_toolkit.formatted_text import ANSI
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.output import ColorDepth, create_output
 from tqdm import tqdm
 
 from engine.errors import EngineError
+from engine.line_editor import PROMPT, LineEditor
 
-PROMPT = "> "
+try:
+    import termios
+except ModuleNotFoundError:  # Windows, whose console does not write ^C
+    termios = None  # type: ignore[assignment]
+
 _DIM, _RED, _GREEN, _PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 # A model's text must not move the cursor or retitle the window: control characters but \t and \n show as symbols.
 _VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
@@ -42,7 +40,7 @@ class Console:
         self._colored = color == "on" or (color == "auto" and self._err.isatty() and _colors_wanted())
         self._line_open = False
         self._bar: tqdm[None] | None = None
-        self._editor = self._line_editor() if self.interactive else None
+        self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored) if self.interactive else None
 
     def read(self) -> str:
         """The next message; piped input gives a line, or several where each but the last ends in a backslash.
@@ -51,7 +49,7 @@ class Console:
         piped input that is not UTF-8.
         """
         if self._editor is not None:
-            return str(self._editor.prompt())
+            return self._editor.read()
         lines: list[str] = []
         while line := self._piped(self._in.readline):
             lines.append(line.removesuffix("\n"))
@@ -65,6 +63,16 @@ class Console:
     def read_all(self) -> str:
         """What is left of piped input, without its last line end. Raises EngineError where it is not UTF-8."""
         return self._piped(self._in.read).removesuffix("\n")
+
+    def keep_message(self) -> None:
+        """Puts the last message into the history, if it was not dropped; `read` does so before the next one."""
+        if self._editor is not None:
+            self._editor.history.keep()
+
+    def drop_message(self) -> None:
+        """Leaves the last message out of the history if it is long, as a paste is that was refused."""
+        if self._editor is not None:
+            self._editor.history.drop()
 
     def show_message(self, text: str) -> None:
         """Shows a message that came from the command line as if it had been typed."""
@@ -134,17 +142,6 @@ class Console:
     def _paint(self, code: str, text: str) -> str:
         return f"{code}{text}{_PLAIN}" if self._colored else text
 
-    def _line_editor(self) -> PromptSession[str]:
-        return PromptSession(
-            ANSI("\n" + self._paint(_GREEN, PROMPT)),
-            prompt_continuation=" " * len(PROMPT),
-            multiline=True,
-            history=_history(),
-            key_bindings=_keys(),
-            color_depth=None if self._colored else ColorDepth.DEPTH_1_BIT,
-            output=create_output(always_prefer_tty=True),
-        )
-
 
 @contextmanager
 def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
@@ -162,9 +159,38 @@ def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:
-        yield lambda: asked
+        with _ctrl_c_unseen():
+            yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _ctrl_c_unseen() -> Iterator[None]:
+    """Keeps the terminal from writing ^C into the model's text."""
+    terminal = _own_terminal()
+    if terminal is None:
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    flags = before[3] & ~termios.ECHOCTL
+    termios.tcsetattr(terminal, termios.TCSANOW, [*before[:3], flags, *before[4:]])
+    try:
+        yield
+    finally:
+        if _own_terminal() is not None:
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def _own_terminal() -> int | None:
+    """Standard input, if it is a terminal that this process may set: one in the background would be stopped for it."""
+    if termios is None or sys.stdin is None or not sys.stdin.isatty():
+        return None
+    try:
+        number = sys.stdin.fileno()
+        return number if os.tcgetpgrp(number) == os.getpgrp() else None
+    except OSError:  # a terminal, but not the one that controls this process
+        return None
 
 
 def use_utf8() -> None:
@@ -183,53 +209,5 @@ def discard_output() -> None:
         os.dup2(nothing, stream.fileno())
 
 
-def state_folder() -> Path:
-    """Where the chat keeps what its user alone may read; it need not exist yet."""
-    return platformdirs.user_state_path("polarlm")
-
-
 def _colors_wanted() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def _history() -> History:
-    """Messages of earlier chats, readable by their owner alone; kept in memory where the folder is read-only."""
-    path = state_folder() / "chat_history"
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        if not os.access(path, os.R_OK | os.W_OK):
-            return InMemoryHistory()
-    except OSError:
-        return InMemoryHistory()
-    return FileHistory(path)
-
-
-def _keys() -> KeyBindings:
-    """Enter sends; after a backslash, Enter starts a new line, as Alt-Enter always does; Ctrl-C clears the line."""
-    keys = KeyBindings()
-
-    @keys.add("enter")
-    def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.text.endswith("\\"):
-            buffer.cursor_position = len(buffer.text)
-            buffer.delete_before_cursor()
-            buffer.insert_text("\n")
-        else:
-            # Bytes that are not UTF-8 come as lone surrogates, which neither the history nor a tokenizer takes.
-            buffer.text = buffer.text.encode("utf-8", "replace").decode()
-            buffer.validate_and_handle()
-
-    @keys.add("escape", "enter")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    @keys.add("c-c")
-    def _(event: KeyPressEvent) -> None:
-        if event.current_buffer.text:
-            event.current_buffer.reset()
-        else:
-            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
-
-    return keys

@@ -1,6 +1,6 @@
 """An engine without a model for the chat's tests; run as a script, it is the chat over that engine.
 
-It answers by what the last message says: "error" raises, "slow" is an answer and "long" a prompt of half a
+It answers by what the last message says: "error…" raises, "slow" is an answer and "long" a prompt of half a
 minute, "loop" is answered by the same four words 1,000 times, "crash" fails unexpectedly, anything else comes
 back as "you said: …", a word per chunk.
 """
@@ -58,7 +58,7 @@ class FakeEngine:
         self.options.append(options)
         self.params.append(params)
         said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        if said == "error":
+        if said.startswith("error"):
             raise EngineError("the prompt has 200 tokens and the context 128; shorten it", "context_length_exceeded")
         if said == "crash":
             raise ZeroDivisionError("division by zero")

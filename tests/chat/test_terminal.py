@@ -65,6 +65,10 @@ class Terminal:
         self.shown += data.decode(errors="replace")
         return data != b""
 
+    def flags(self) -> int:
+        """The local modes of the terminal."""
+        return int(termios.tcgetattr(self._own)[3])
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
@@ -104,7 +108,7 @@ def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     chat.type("slow" + ENTER)
     chat.until("slow slow slow")  # the whole answer takes half a minute
     chat.type(CTRL_C)
-    chat.until("The answer was stopped.")
+    assert "^C" not in chat.until("The answer was stopped.")
     chat.until("> ")
     chat.type("/stats" + ENTER)
     told = chat.until("stopped\r\n")
@@ -190,6 +194,35 @@ def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
     second.until("you said: remember me")
     (history,) = tmp_path.rglob("chat_history")
     assert history.stat().st_mode & 0o077 == 0
+
+
+def test_the_terminal_is_left_as_it_was(open_chat):
+    chat = open_chat("-p", "slow")
+    chat.until("slow slow")
+    assert not chat.flags() & termios.ECHOCTL
+    chat.type(CTRL_C)
+    chat.until("The answer was stopped.")
+    chat.until("> ")
+    chat.type(CTRL_D)
+    assert chat.end() == 0
+    assert chat.flags() & termios.ECHOCTL
+
+
+def test_a_paste_that_was_refused_does_not_come_back(open_chat, tmp_path):
+    first = open_chat()
+    for message in ("error", "\x1b[200~error" + " paste" * 400 + "\x1b[201~"):
+        first.until("> ")
+        first.type(message + ENTER)
+        first.until("the prompt has 200 tokens")
+    first.until("> ")
+    first.type(UP + "s?" + ENTER)  # "errors?", which is an error, too
+    first.until("errors?")
+    first.until("the prompt has 200 tokens")
+    first.until("> ")
+    first.type(CTRL_D)
+    first.end()
+    (history,) = tmp_path.rglob("chat_history")
+    assert [line for line in history.read_text().splitlines() if line.startswith("+")] == ["+error", "+errors?"]
 
 
 def test_commands_answer_at_the_terminal(open_chat):
