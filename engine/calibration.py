@@ -17,10 +17,12 @@ import numpy as np
 from engine import codecs, sealed_file
 from engine.backends.ops import Array, Cache, CacheSpan, Ops, Spans, StoredSpace
 from engine.conditioning import Conditioning
+from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
 from engine.magnitudes import scale, variances
 from engine.model import Model, ModelWeights
+from engine.sampling import NOT_FINITE
 from engine.statistics import LayerStatistics, balance, measure, neutral
 from engine.weights import fingerprint
 from model_loaders.cache import cache_folder
@@ -93,7 +95,8 @@ def calibrate(
 ) -> list[LayerStatistics]:
     """Run the model over `ids` in full precision and measure every layer's queries and keys, on the host.
 
-    `progress` is told the layers done since its last call. Raises ValueError on fewer ids than two blocks have.
+    `progress` is told the layers done since its last call. Raises ValueError on fewer ids than two blocks have,
+    EngineError ("model_damaged") where queries or keys are not finite.
     """
     watched = _WatchedOps(ops, config, len(ids))
     model = _exact_model(cast(Ops, watched), config, weights, len(ids), block_size)
@@ -103,6 +106,8 @@ def calibrate(
     for unit in model.walk([span], ids, by_layer=True):
         rows += unit
         if rows % len(ids) == 0:  # all rows are through a layer
+            if not (np.isfinite(watched.queries).all() and np.isfinite(watched.keys).all()):
+                raise EngineError(NOT_FINITE, "model_damaged")
             keys = np.ascontiguousarray(watched.keys.swapaxes(0, 1))
             layer = measure(watched.queries, keys, watched.scale, watched.window, block_size, ops.each)
             statistics.append(layer)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.ops import Array, Draws, Ops, Spans, StoredSpace
+from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
-from engine.sampling import Draw, Sampled
+from engine.sampling import NOT_FINITE, Draw, Sampled
 from model_loaders.config import ModelConfig
 from model_loaders.rope import rope_frequencies
 
@@ -120,8 +121,11 @@ class Model:
                 return end.value
 
     def logits(self, hidden: Array) -> np.ndarray:
-        """Hidden states (T, E) → logits (T, V) float32 on the host."""
-        return self.ops.to_host(self._head(hidden))
+        """Hidden states (T, E) → logits (T, V) float32 on the host. Raises EngineError where they are not finite."""
+        logits = self.ops.to_host(self._head(hidden))
+        if not np.isfinite(logits.max(axis=1)).all():  # NaN is the maximum of whatever holds it
+            raise EngineError(NOT_FINITE, "model_damaged")
+        return logits
 
     def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[Sampled]:
         """The token that follows each of hidden (B, E), or why none can be chosen."""
@@ -141,11 +145,15 @@ class Model:
         ]
         inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.draws(draws), *seen]
         chosen, logits = self.ops.replay("step", self._step, inputs)
-        for span in spans:
+        damaged: dict[int, Sampled] = {}
+        for i, span in enumerate(spans):
             if any(growth.coded for growth in span.growth):
-                for layer in range(self.config.layers):
-                    self.store.seal(layer, span)
-        return self.ops.sampled(chosen, logits, draws)
+                try:
+                    for layer in range(self.config.layers):
+                        self.store.seal(layer, span)
+                except EngineError as error:  # of this sequence alone
+                    damaged[i] = error
+        return [damaged.get(i, token) for i, token in enumerate(self.ops.sampled(chosen, logits, draws))]
 
     def _step(self, ids: Array, cos: Array, sin: Array, draws: Draws, *spans: Spans) -> tuple[Array, Array]:
         """ids (B,) int32, cos and sin (B, D/2), spans of each group of layers → tokens (B,), logits (B, V)."""

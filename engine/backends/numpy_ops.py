@@ -25,6 +25,10 @@ from engine.sampling import Draw, Sampled, sample_all
 _PARALLEL_ROWS = 32
 
 
+# Damaged weights make NaN of infinities; logits and codecs are looked at, and NumPy's warnings would only add to that.
+_quiet = np.errstate(invalid="ignore")
+
+
 class NumpyOps:
     """See `engine.backends.ops.Ops`."""
 
@@ -81,6 +85,7 @@ class NumpyOps:
     def embed(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
         return table[ids]
 
+    @_quiet
     def linear(
         self,
         x: np.ndarray,
@@ -102,6 +107,7 @@ class NumpyOps:
         onto += y
         return onto
 
+    @_quiet
     def condition(
         self,
         qkv: np.ndarray,
@@ -172,6 +178,7 @@ class NumpyOps:
         self.append_kv(cache, spans, k, v)
         return q
 
+    @_quiet
     def attention(
         self,
         q: np.ndarray,

@@ -19,13 +19,17 @@ _TO_HALF_EXPONENT = np.float32(2.0**112)  # float32 and float16 differ by 127 âˆ
 _SIGN_AND_HALF = np.int32(np.uint32(0x8FFFE000).view(np.int32))
 
 
+class NotFinite(ValueError):
+    """A block holds NaN or infinity, for which there are no codes."""
+
+
 def checked(x: np.ndarray, name: str) -> np.ndarray:
-    """x (..., N, D) as a float32 array. Raises ValueError if it has no block shape or holds NaN or infinity."""
+    """x (..., N, D) as a float32 array. Raises ValueError if it has no block shape, NotFinite for NaN or infinity."""
     x = np.asarray(x, np.float32)
     if x.ndim < 2:
         raise ValueError(f"{name} encodes blocks of shape (..., tokens, head dim), and this has shape {x.shape}.")
     if not np.isfinite(x).all():
-        raise ValueError(f"{name} cannot encode NaN or infinity: the keys or values of this block are not finite.")
+        raise NotFinite(f"{name} cannot encode NaN or infinity: the keys or values of this block are not finite.")
     return x
 
 

@@ -15,15 +15,19 @@ see are given back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.backends.ops import Buffer, Cache, CacheSpan, Ops, Place
+from engine.codecs import NotFinite
 from engine.conditioning import Conditioning
 from engine.encoding.metric import Metric
+from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.plan import StorePlan
 from engine.kv.tables import BlockTable, Growth, TableGroup
+from engine.sampling import NOT_FINITE
 
 # What an error of a layer's keys and of its values costs; None where the nearest code is taken.
 Metrics = tuple[Metric | None, Metric | None]
@@ -138,13 +142,17 @@ class KVStore:
         self.ops.copy_exact(self.cache(layer), Place(span.buffer, 0), Place(None, tail), filled)
 
     def seal(self, layer: int, span: Span) -> None:
-        """All K/V of the span are appended: encode its complete blocks, keep the rest in full precision."""
+        """All K/V of the span are appended: encode its complete blocks, keep the rest in full precision.
+
+        Raises EngineError ("model_damaged") where a complete block holds NaN or infinity and the device looks for it.
+        """
         n = self.shape.block_size
         cache, grown = self.cache(layer), span.growth[self._group_of[layer]]
         buffer, first = self._now(layer, span)
         base = span.start // n  # number of the block that `now` begins with
         if grown.coded:
-            self.ops.encode_blocks(cache, grown.coded, Place(buffer, first + grown.first_coded - base))
+            with _sentence():
+                self.ops.encode_blocks(cache, grown.coded, Place(buffer, first + grown.first_coded - base))
         if buffer is None:
             return
         complete, rest = divmod(span.start + span.count, n)
@@ -156,12 +164,13 @@ class KVStore:
     def round_trip(self, layer: int, span: Span) -> None:
         """Replace the K/V in the buffer of a sealed span by what its block reads back as once it is encoded.
 
-        The first block of a sequence is never encoded, and stays as it is.
+        The first block of a sequence is never encoded, and stays as it is. Raises EngineError as `seal` does.
         """
         n = self.shape.block_size
         if span.start >= n:
             tokens = span.start % n + span.count
-            self.ops.round_trip(self.cache(layer), Place(span.buffer, 0), tokens)
+            with _sentence():
+                self.ops.round_trip(self.cache(layer), Place(span.buffer, 0), tokens)
 
     def commit(self, span: Span) -> None:
         """Every layer is sealed: the sequence has grown, and blocks that left the window are given back."""
@@ -193,3 +202,12 @@ class KVStore:
             exact = (table.sink is not None) + (table.tail is not None)
             total += len(table.coded) * shape.coded_bytes(layers) + len(layers) * exact * shape.exact_bytes
         return total
+
+
+@contextmanager
+def _sentence() -> Iterator[None]:
+    """K/V that no codec can encode come from weights that are damaged."""
+    try:
+        yield
+    except NotFinite:
+        raise EngineError(NOT_FINITE, "model_damaged") from None

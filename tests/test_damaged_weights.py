@@ -1,0 +1,119 @@
+"""Weights that hold NaN or infinity: a sentence for whoever asked, and the engine goes on for everybody else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine import Engine, EngineError, SamplingParams
+from tests.tiny import assert_idle, make_model
+
+BLOCK = 8
+BAD = 40  # the token whose row of the embedding is damaged
+PLACES = {
+    "embedding": ("model.embed_tokens.weight", (BAD, 5)),
+    "queries": ("model.layers.0.self_attn.q_proj.weight", (3, 7)),
+    "layer 0": ("model.layers.0.mlp.down_proj.weight", (3, 7)),
+    "last layer": ("model.layers.1.mlp.down_proj.weight", (3, 7)),
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+GOOD = [5 + i % 30 for i in range(44)]  # several blocks
+
+Damage = Callable[..., Path]
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Damage:
+    """damaged(place, value): the tiny model with one of its numbers replaced."""
+
+    def write(place: str, value: float) -> Path:
+        make_model(tmp_path)
+        name, index = PLACES[place]
+        (file,) = tmp_path.glob("*.safetensors")
+        tensors = load_file(file)
+        tensors[name] = tensors[name].copy()
+        tensors[name][index] = value
+        save_file(tensors, file)
+        return tmp_path
+
+    return write
+
+
+def load(path: Path, **settings) -> Engine:
+    settings = {"cache_type": "polarquant", "calibration": False, **settings}
+    return Engine.load(path, device="cpu", block_size=BLOCK, **settings)
+
+
+def with_bad(position: int) -> list[int]:
+    return [*GOOD[:position], BAD, *GOOD[position:]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", ["embedding", "queries", "layer 0"])
+def test_load(damaged: Damage, place: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.calibration.text_ids", lambda tokenizer, count: with_bad(30))
+    with pytest.raises(EngineError, match="model's output is not finite: its weights are damaged") as caught:
+        load(damaged(place, value), calibration=True)
+    assert caught.value.code == "model_damaged"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cache_type", ["polarquant", "f16"])
+def test_generate(damaged: Damage, place: str, value: float, cache_type: str) -> None:
+    with load(damaged(place, value), cache_type=cache_type) as engine:
+        for position in (2, 12, len(GOOD)):  # in the sink, in a block that is coded, in the tail
+            for _ in range(2):  # what the first left behind is not found by the second
+                with pytest.raises(EngineError, match="not finite") as caught:
+                    engine.generate(with_bad(position), GREEDY)
+                assert caught.value.code == "model_damaged"
+                assert_idle(engine)
+        assert engine._prefixes.resume(with_bad(20)).length == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("every_token_coded", [False, True])
+def test_score(damaged: Damage, place: str, value: float, every_token_coded: bool) -> None:
+    with load(damaged(place, value)) as engine:
+        for position in (2, 12, len(GOOD)):
+            with pytest.raises(EngineError, match="not finite") as caught:
+                engine.score(with_bad(position), every_token_coded=every_token_coded)
+            assert caught.value.code == "model_damaged"
+            assert_idle(engine)
+
+
+def test_who_does_not_meet_the_damage_is_served_as_before(damaged: Damage, tiny_path: Path) -> None:
+    with load(tiny_path) as whole:
+        expected = whole.generate(GOOD, GREEDY).token_ids
+        score = whole.score(GOOD).logprobs
+    with load(damaged("embedding", math.nan)) as engine:
+        for position in (2, 12, len(GOOD)):
+            with pytest.raises(EngineError, match="not finite"):
+                engine.generate(with_bad(position), GREEDY)
+            assert engine.generate(GOOD, GREEDY).token_ids == expected
+            np.testing.assert_array_equal(engine.score(GOOD).logprobs, score)
+
+
+@pytest.mark.parametrize("length", [13, 15])
+def test_a_step_that_meets_it_ends_its_own_request_alone(damaged: Damage, tiny_path: Path, length: int) -> None:
+    """Also where that step fills a block, which no codec can encode then."""
+    with load(tiny_path) as whole:
+        expected = whole.generate(GOOD, GREEDY).token_ids
+    draw_bad = SamplingParams(temperature=0, max_tokens=12, logit_bias={BAD: 1000.0})
+    with load(damaged("embedding", math.nan), parallel=2) as engine:
+        good, bad = [], []
+        engine.submit(GOOD, GREEDY, into=good)
+        engine.submit(GOOD[:length], draw_bad, into=bad)
+        while engine.work():
+            pass
+        assert isinstance(bad[-1], EngineError)
+        assert "not finite" in str(bad[-1])
+        assert [token for chunk in good for token in chunk.token_ids] == list(expected)
+        assert_idle(engine)
+        assert engine.generate(GOOD[:length], GREEDY).token_ids
