@@ -278,8 +278,10 @@ class Driver:
 
 
 def _hand_over(work: Callable[[], Any], job: Job) -> None:
+    """Do the work that a job waits for; not what begins when nobody waits any more."""
     try:
-        job.append(work())
+        if not job.closed:
+            job.append(work())
     except Exception as error:
         job.append(error)
 

@@ -49,6 +49,12 @@ class Job:
         if ticket is not None:
             ticket.cancel()
 
+    @property
+    def closed(self) -> bool:
+        """Whether nobody waits for it any more."""
+        with self._lock:
+            return self._closed
+
     def end(self, reason: Exception) -> None:
         """End the request with an error for its reader; in the event loop."""
         self.close()

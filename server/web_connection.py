@@ -128,7 +128,8 @@ class _Addressed(logging.LoggerAdapter):
 
     def __init__(self, logger: logging.Logger, client: tuple[str, int] | None) -> None:
         super().__init__(logger)
-        self._client = "unknown" if client is None else f"{client[0]}:{client[1]}"
+        # Without the name of an interface, as in fe80::1%eth0: messages are templates.
+        self._client = "unknown" if client is None else f"{client[0].partition('%')[0]}:{client[1]}"
         self.level = logger.level  # which uvicorn looks at
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:

@@ -376,12 +376,14 @@ def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Pa
             other.start()
         assert turn(process, [AGAIN])[1]["completion_tokens"] == 3
         assert ask(process, "/stats", "GET")[0] == 200
+        message(ask(process, "/sessions/save", name="late", messages=[USER]), 504, "timeout")
         for thread in (asking, *others):
             thread.join(PATIENCE)
         message(told[0], 504, "timeout")
         go.touch()
         eventually(process.is_idle)
         assert ask(process, "/sessions/load", name="talk")[0] == 200  # what had begun went on to its end
+        message(ask(process, "/sessions/load", name="late"), 404, "unknown_session")  # and nothing else began
 
 
 def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path, tmp_path: Path) -> None:
