@@ -220,8 +220,9 @@ def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape,
         plan = plan_for_tokens(shape, tokens, sequences)
         if plan.bytes + beside(tokens) > room:
             plan = plan_for_memory(shape, room, tokens, sequences, beside)
-    if plan.tokens < config.ctx_size:
-        say(f"warning: of the {config.ctx_size:,} tokens of context that were asked for, {plan.tokens:,} fit in memory")
+    if plan.tokens < (config.ctx_size if config.kv_memory is not None else tokens):
+        whose = "that were asked for" if config.ctx_size else "that the model has"
+        say(f"warning: of the {tokens:,} tokens of context {whose}, {plan.tokens:,} fit in memory")
     if plan.tokens > model.max_context:
         say(
             f"warning: the context of {plan.tokens:,} tokens goes beyond the {model.max_context:,} that this model was "

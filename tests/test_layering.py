@@ -35,8 +35,9 @@ ROOMS = {
     "engine.backends.numpy_steps": OPS | {"engine.backends.numpy_attention"},
     "engine.backends.stored": OPS | {"engine.conditioning", "engine.backends.records"},
     "engine.backends.numpy_ops": OPS
-    | {f"engine.backends.{name}" for name in ("cores", "numpy_attention", "numpy_steps", "stored")},
+    | {f"engine.backends.{name}" for name in ("cores", "host_memory", "numpy_attention", "numpy_steps", "stored")},
     "engine.backends.cores": OPS,
+    "engine.backends.host_memory": set(),
     "engine.backends.records": CODECS,
     "engine.backends.candidates": set(),
     "engine.backends.kernels": {"engine.backends.records"},

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from engine.backends import stored
+from engine.backends import host_memory, stored
 from engine.backends.cores import cores
 from engine.backends.numpy_attention import Buffer, LayerCache, as_codes, attend_alone, encode_keys, encode_values
 from engine.backends.numpy_steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, StoredSpace
+from engine.errors import EngineError
 from engine.sampling import Draw, Sampled, sample_all
+
+_GIB = 1 << 30
 
 # Fewer rows than this are memory-bound on the weights: BLAS reads them once for all cores.
 _PARALLEL_ROWS = 32
@@ -62,10 +64,17 @@ class NumpyOps:
         """Every op is done when it returns."""
 
     def room_beside(self, weights: int) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 2
+        needed = 4 * weights
+        if needed > (most := host_memory.most()):
+            raise EngineError(
+                f"The model's weights take {needed / _GIB:.1f} GiB as float32, and {most / _GIB:.1f} GiB of memory can "
+                "be had here: choose a smaller model, end other programs, or raise the limit of this container",
+                "out_of_memory",
+            )
+        return max(0, host_memory.available() - needed) // 2
 
     def work_bytes(self, load: Load) -> int:
-        return 0  # the other half of what is free is for it
+        return 0  # half of what is available beside the weights is for it
 
     def set_aside(self, load: Load) -> None:
         """Nothing: memory is found when it is needed."""
