@@ -59,7 +59,7 @@ class Exact:
         return self._engine.detokenize(ids)
 
     def score(self, ids: Sequence[int]) -> Score:
-        return self._engine.score(ids)
+        return self._engine.score(ids, logits=True)
 
     def record(self, ids: Sequence[int]) -> Recording:
         """What goes through each layer for `ids` (T,)."""

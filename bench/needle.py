@@ -116,7 +116,7 @@ def find(exact: Exact, types: Sequence[CacheType], prompts: Sequence[Prompt]) ->
 
 def _answered(engine: Engine, label: str, scoring: str, prompt: Prompt) -> Cell:
     count = len(prompt.answer)
-    score = engine.score([*prompt.ids, *prompt.answer], every_token_coded=SCORINGS[scoring])
+    score = engine.score([*prompt.ids, *prompt.answer], every_token_coded=SCORINGS[scoring], logits=True)
     likeliest = score.logits[-count - 1 : -1].argmax(axis=-1)
     return Cell(
         type=label,

@@ -135,7 +135,7 @@ def _measure_type(
 
 def _score(engine: Engine, ids: Sequence[int], scoring: str, exact_logits: np.ndarray) -> _Scored:
     """The logits behind the last id predict nothing of the text and are left out."""
-    score = engine.score(ids, every_token_coded=SCORINGS[scoring])
+    score = engine.score(ids, every_token_coded=SCORINGS[scoring], logits=True)
     return _Scored(score.logprobs, compare(exact_logits[:-1], score.logits[:-1]))
 
 

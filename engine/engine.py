@@ -44,7 +44,7 @@ class Engine:
         identity, keeps = json.dumps(self._identity).encode(), parts.config.kept_sequences > 0
         self._prefixes = PrefixCache(self._store, identity, enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share)
-        self._work = Work(parts.model, self._prefixes, self._scheduler, parts.plan.tokens)
+        self._work = Work(parts.model, self._prefixes, self._scheduler)
         self._turns = Turns(forkable=parts.model.ops.forkable)
         self._answers = Answers(parts.source, enabled=keeps)
         self._closed = False
@@ -92,11 +92,12 @@ class Engine:
         """
         return fold(self.stream(messages, params, options))
 
-    def score(self, ids: Sequence[int], every_token_coded: bool = False) -> Score:
+    def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2) through the cache as steps see it; waits for its turn.
 
         With `every_token_coded`, all tokens behind the first block are read as codes, the current block's too: the
-        figure to compare with engines that have no full-precision tail.
+        figure to compare with engines that have no full-precision tail. With `logits`, all of them are given, too:
+        4·T·V bytes, where everything else takes what a prompt of T tokens does.
         """
         ids = checked_ids(ids, self.model, self.context, room=0)
         if len(ids) < 2:
@@ -106,13 +107,18 @@ class Engine:
         while True:
             with self._exclusive():
                 if before.isdisjoint(self._work.requests):
-                    return self._score(ids, every_token_coded)
+                    return self._score(ids, every_token_coded, logits)
                 self.step()
 
-    def _score(self, ids: list[int], every_token_coded: bool) -> Score:
+    def _score(self, ids: list[int], every_token_coded: bool, logits: bool) -> Score:
         kv = self._store.new_sequence()
         try:
-            return score.score(self._model, kv, ids, every_token_coded=every_token_coded)
+            return score.score(self._model, kv, ids, every_token_coded=every_token_coded, logits=logits)
+        except MemoryError:
+            advice = "score fewer tokens" + (", or without their logits" if logits else "")
+            raise EngineError(
+                f"There is not enough memory to score {len(ids)} tokens: {advice}", "out_of_memory"
+            ) from None
         except OutOfBlocks:
             raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
         finally:

@@ -90,7 +90,7 @@ class Score:
     """Teacher-forced results for ids (T,)."""
 
     logprobs: np.ndarray  # (T − 1,) float32: log p(ids[t + 1] | ids[: t + 1])
-    logits: np.ndarray  # (T, V) float32
+    logits: np.ndarray  # (T, V) float32 where they were asked for, else (0, V)
 
 
 @dataclass(frozen=True)

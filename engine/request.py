@@ -188,7 +188,9 @@ class Request:
             params = replace(params, stop=(*params.stop, *model.template.stops))
             question = answers.question(prompt, options.cache_salt)
             keep = None if question is None else partial(answers.keep, question)
-        tokens, detokenizer = Sequence(tuple(ids), params.max_tokens), Detokenizer(tokenizer, at_start=chat)
+        room = context - len(ids)
+        most = room if params.max_tokens < 0 else min(params.max_tokens, room)
+        tokens, detokenizer = Sequence(tuple(ids), most), Detokenizer(tokenizer, at_start=chat)
         return cls(
             tokens, params, sampling, tokenizer, detokenizer, model.vocabulary, outbox, options, wants_progress, keep
         )

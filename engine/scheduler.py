@@ -21,7 +21,7 @@ class Sequence:
     """A prompt and what has been generated behind it."""
 
     prompt: tuple[int, ...]
-    max_tokens: int  # to generate; −1: no limit
+    max_tokens: int  # to generate
     ids: list[int] = field(default_factory=list)  # prompt and generated
     finish_reason: str | None = None
     arrival: int = -1  # its number, in the order of submission

@@ -11,16 +11,22 @@ from engine.model import Model
 from engine.outputs import Score
 from engine.sampling import log_softmax
 
+# Rows of logits at once: a vocabulary of 128 K takes 128 MiB.
+_ROWS = 256
 
-def score(model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False) -> Score:
+
+def score(
+    model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False, logits: bool = False
+) -> Score:
     """Feed `ids` (T,) to the empty sequence `kv` in chunks of one block each, and score every next id.
 
     A step sees complete blocks as codes, the first and the current block exact; a chunk of one block sees the same.
     With `every_token_coded` a chunk is seen as its whole block reads back after encoding, by all of its tokens: the
-    block's codes may depend on tokens behind them. Raises OutOfBlocks.
+    block's codes may depend on tokens behind them. Logits are kept where `logits` asks for them. Raises OutOfBlocks.
     """
     size = model.store.shape.block_size
-    logits = np.empty((len(ids), model.config.vocab_size), np.float32)
+    logprobs = np.empty(len(ids) - 1, np.float32)
+    kept = np.empty((len(ids) if logits else 0, model.config.vocab_size), np.float32)
     for start in range(0, len(ids), size):
         chunk = ids[start : start + size]
         span = model.store.open(kv, len(chunk), round_trip=every_token_coded)
@@ -30,8 +36,14 @@ def score(model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded
             model.store.abort(span)
             raise
         model.store.commit(span)
-        logits[start : start + len(chunk)] = model.logits(hidden)
-    return Score(logprobs_of(logits[:-1], ids[1:]), logits)
+        for first in range(0, len(chunk), _ROWS):
+            rows = model.logits(hidden[first : first + _ROWS])
+            at = start + first
+            if logits:
+                kept[at : at + len(rows)] = rows
+            following = ids[at + 1 : at + 1 + len(rows)]
+            logprobs[at : at + len(following)] = logprobs_of(rows[: len(following)], following)
+    return Score(logprobs, kept)
 
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:

@@ -27,10 +27,9 @@ class Held:
 class Work:
     """All requests that wait or are being computed. One thread at a time."""
 
-    def __init__(self, model: Model, prefixes: PrefixCache, scheduler: Scheduler, context: int):
+    def __init__(self, model: Model, prefixes: PrefixCache, scheduler: Scheduler):
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler = scheduler
-        self._context = context
         self.requests: dict[Sequence, Request] = {}
         self.newest = Held()
 
@@ -197,11 +196,8 @@ class Work:
             request.take(token)
 
     def _open_step(self, request: Request) -> Span | None:
-        """Room for one more token; None where the context ends, or where the request has to give way."""
+        """Room for one more token; None where there is none, or where the request is preempted."""
         while request.kv is not None:
-            if request.kv.length >= self._context:
-                request.finish("length")
-                return None
             try:
                 return self._store.open(request.kv, 1)
             except OutOfBlocks:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Chunk, Engine, EngineError, SamplingParams
+from engine import Chunk, Engine, EngineError, SamplingParams, score
 from engine.backends.numpy_ops import NumpyOps
 from engine.outputs import fold
 from tests.shared_data import shared
@@ -70,7 +70,7 @@ def test_text_begins_with_bos_where_the_model_wants_one(tiny: Engine, monkeypatc
 def test_steps_continue_the_prefill(tiny: Engine) -> None:
     """Greedy tokens are those of teacher forcing."""
     answer = tiny.generate(PROMPT, with_max(60))
-    logits = tiny.score([*PROMPT, *answer.token_ids]).logits[len(PROMPT) - 1 : -1]
+    logits = tiny.score([*PROMPT, *answer.token_ids], logits=True).logits[len(PROMPT) - 1 : -1]
     top = np.sort(logits)[:, -2:]
     sure = top[:, 1] - top[:, 0] > 0.02
     prompt_is_exact = np.arange(len(sure)) < 8  # behind the first blocks, a prompt saw itself without codes
@@ -185,8 +185,7 @@ def test_a_prompt_must_leave_room_for_a_token(tiny: Engine) -> None:
 def test_generation_ends_where_the_context_is_full(tiny: Engine, length: int) -> None:
     answer = tiny.generate([7] * length, with_max(-1))
     assert answer.finish_reason == "length"
-    # Every token of a full context has been fed but the last, which came out of it.
-    assert length + len(answer.token_ids) == CONTEXT + 1
+    assert length + len(answer.token_ids) == CONTEXT
     assert tiny.generate([8] * length, with_max(2)).finish_reason == "length"
 
 
@@ -258,10 +257,36 @@ def test_score_refuses_what_it_cannot_score(tiny: Engine, ids, words) -> None:
 
 def test_score_takes_a_whole_context_and_no_more(tiny: Engine) -> None:
     tiny.generate(PROMPT, GREEDY)  # kept, and given up for it
-    result = tiny.score([7] * CONTEXT)
+    result = tiny.score([7] * CONTEXT, logits=True)
     assert result.logprobs.shape == (CONTEXT - 1,)
     assert result.logits.shape == (CONTEXT, 96)
     refused(lambda: tiny.score([7] * (CONTEXT + 1)), "257", "256", code="context_length_exceeded")
+
+
+def test_score_holds_few_rows_of_logits_at_a_time(tiny: Engine, monkeypatch) -> None:
+    whole, logits, rows = tiny.score([*range(5, 90)], logits=True), tiny._model.logits, []
+
+    def counted(hidden):
+        rows.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(score, "_ROWS", 3)
+    monkeypatch.setattr(tiny._model, "logits", counted)
+    result = tiny.score([*range(5, 90)])
+    assert max(rows) == 3
+    assert sum(rows) == 85
+    assert result.logits.shape == (0, 96)
+    np.testing.assert_allclose(result.logprobs, whole.logprobs, atol=1e-5)
+
+
+def test_score_says_when_there_is_not_enough_memory(tiny: Engine, monkeypatch) -> None:
+    def none_left(hidden):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny._model, "logits", none_left)
+        refused(lambda: tiny.score([7] * 20), "not enough memory", "20 tokens", code="out_of_memory")
+    assert len(tiny.score([7] * 20).logprobs) == 19
 
 
 def test_score_says_when_others_hold_the_store(tiny: Engine) -> None:
@@ -423,5 +448,5 @@ def test_a_stream_may_be_closed_by_the_garbage_collector_in_the_middle_of_a_step
 def test_other_families_generate_to_the_end_of_their_context(tmp_path: Path, fixture: str) -> None:
     with Engine.load(make_model(tmp_path, fixture), device="cpu", block_size=8, ctx_size=120) as other:
         answer = other.generate(PROMPT, with_max(-1))
-        assert len(PROMPT) + len(answer.token_ids) == 121
+        assert len(PROMPT) + len(answer.token_ids) == 120
         assert_idle(other)

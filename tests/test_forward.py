@@ -28,7 +28,7 @@ def fixture(request: pytest.FixtureRequest):
 
 def scored(model, ids, **options):
     kv = model.store.new_sequence()
-    result = score(model, kv, ids, **options)
+    result = score(model, kv, ids, logits=True, **options)
     model.store.release(kv)
     return result
 

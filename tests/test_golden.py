@@ -47,7 +47,7 @@ def test_teacher_forced_logits_are_those_of_the_reference(model: str) -> None:
     with Engine.load(shared("models", model), cache_type_k="f16", cache_type_v="f16", block_size=16) as engine:
         for case in reference(model):
             prompt, generated = case["prompt_ids"], case["generated_ids"]
-            logits = engine.score([*prompt, *generated]).logits[len(prompt) - 1 : -1]
+            logits = engine.score([*prompt, *generated], logits=True).logits[len(prompt) - 1 : -1]
             for row, top in zip(logits, case["top5_per_step"], strict=True):
                 ids, values = zip(*top, strict=True)
                 np.testing.assert_allclose(row[list(ids)], values, atol=2e-3 * (row.max() - row.min()))

@@ -36,7 +36,7 @@ def asking(count: int | None, **more: Any) -> SamplingParams:
 
 def rows_of(engine: Engine, prompt: list[int], answer: Completion) -> np.ndarray:
     """Logits (T, V) that teacher forcing gives for the answer's tokens."""
-    return engine.score([*prompt, *answer.token_ids]).logits[len(prompt) - 1 : -1]
+    return engine.score([*prompt, *answer.token_ids], logits=True).logits[len(prompt) - 1 : -1]
 
 
 def tolerance(logits: np.ndarray) -> float:

@@ -49,7 +49,7 @@ def assert_agrees(answer: Sequence[int], alone: Sequence[int], prompt: Sequence[
     assert len(answer) == len(alone)
     for at, (a, b) in enumerate(zip(answer, alone, strict=True)):
         if a != b:
-            best = np.sort(fresh.score([*prompt, *alone[:at]]).logits[-1])
+            best = np.sort(fresh.score([*prompt, *alone[:at]], logits=True).logits[-1])
             assert best[-1] - best[-2] < 0.02
             return
 

@@ -55,7 +55,7 @@ def divergence(reference: np.ndarray, logits: np.ndarray) -> float:
 def test_divergence(demo_path, window, reference, types, conditioned, every_token_coded, low, high) -> None:
     settings = {"cache_type_k": types, "cache_type_v": types, "key_conditioning": conditioned}
     with Engine.load(demo_path, ctx_size=WINDOW, **settings) as engine:
-        logits = engine.score(window, every_token_coded=every_token_coded).logits
+        logits = engine.score(window, every_token_coded=every_token_coded, logits=True).logits
     value = divergence(reference, logits)
     print(types, conditioned, every_token_coded, value)
     assert low <= value <= high

@@ -103,9 +103,9 @@ def test_streams_that_are_closed_do_not_disturb_the_others(shared_engine: Engine
 
 def test_score_beside_streams(shared_engine: Engine) -> None:
     alone, ids = answers_alone(shared_engine), job(5)[0]
-    scored = shared_engine.score(ids)
+    scored = shared_engine.score(ids, logits=True)
     calls = [lambda number=number: shared_engine.generate(*job(number)) for number in range(3)]
-    *answers, result = in_threads(*calls, lambda: [shared_engine.score(ids) for _ in range(4)])
+    *answers, result = in_threads(*calls, lambda: [shared_engine.score(ids, logits=True) for _ in range(4)])
     assert all(same(answer, expected) for answer, expected in zip(answers, alone, strict=False))
     assert all((one.logits == scored.logits).all() for one in result)
 
@@ -178,10 +178,10 @@ def test_ctrl_c_in_the_prefill_of_another_stream(shared_engine: Engine, monkeypa
 
 def test_score_waits_for_the_streams_before_it(shared_engine: Engine) -> None:
     ids = job(5)[0] * 4
-    scored = shared_engine.score(ids)
+    scored = shared_engine.score(ids, logits=True)
     stream = shared_engine.stream(*job(5))
     chunks = [next(stream)]  # holds blocks that the score needs
-    assert (shared_engine.score(ids).logits == scored.logits).all()
+    assert (shared_engine.score(ids, logits=True).logits == scored.logits).all()
     chunks += stream
     assert same(fold(chunks), shared_engine.generate(*job(5)))
 

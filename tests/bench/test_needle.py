@@ -61,7 +61,7 @@ def test_cells_have_needles_of_their_own_and_always_the_same(exact: Exact, hayst
 def engine_that_expects(tokens: list[int]) -> SimpleNamespace:
     """Its most likely tokens behind any prompt end in `tokens`; each token of a text gets −0.5."""
 
-    def score(ids: list[int], every_token_coded: bool) -> SimpleNamespace:
+    def score(ids: list[int], every_token_coded: bool, logits: bool) -> SimpleNamespace:
         logits = np.zeros((len(ids), 10), np.float32)
         for place, token in enumerate(tokens, len(ids) - len(tokens) - 1):
             logits[place, token] = 1

@@ -226,9 +226,9 @@ def test_the_text_is_that_of_the_cpu(find: Callable[[], Path], prompt: str) -> N
         given = engine.generate(prompt, params).token_ids
         bos = engine.model.tokenizer.bos_id
         ids = [*([] if bos is None else [bos]), *engine.tokenize(prompt), *given]
-        on_gpu = engine.score(ids).logits
+        on_gpu = engine.score(ids, logits=True).logits
     with Engine.load(path, device="cpu", cache_type="f16", ctx_size=CONTEXT) as engine:
-        on_cpu = engine.score(ids).logits
+        on_cpu = engine.score(ids, logits=True).logits
     assert len(given) == ANSWER
     assert (on_gpu.argmax(-1) == on_cpu.argmax(-1)).mean() >= 0.99
     # Steps chose the answer; scoring takes whole blocks at once.
