@@ -19,11 +19,21 @@ class ChatConfig:
     """What the terminal chat is asked to do."""
 
     prompt: str | None = setting(
-        None, "-p", "--prompt", metavar="TEXT", help="the first message; with -no-cnv, the text to go on from"
+        None,
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        text=True,
+        help="the first message; with -no-cnv, the text to go on from",
     )
     file: str | None = setting(None, "-f", "--file", metavar="FILE", help="read the prompt from FILE (UTF-8)")
     system_prompt: str | None = setting(
-        None, "-sys", "--system-prompt", metavar="TEXT", help="what the model is told before the conversation"
+        None,
+        "-sys",
+        "--system-prompt",
+        metavar="TEXT",
+        text=True,
+        help="what the model is told before the conversation",
     )
     conversation: bool = setting(
         True,
@@ -129,13 +139,7 @@ def _as_sampling_takes(name: str) -> Check:
     return check
 
 
-def _is_text(text: str) -> bool:
-    """Bytes of the command line that are no UTF-8 arrive as lone surrogates, which no tokenizer takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-_UTF8 = _that(_is_text, "this is not UTF-8 text")
-_SOME_TEXT = _that(lambda text: text != "" and _is_text(text), "this needs UTF-8 text that is not empty")
+_SOME_TEXT = _that(lambda text: text != "", "this needs text that is not empty")
 
 _CHECKS: Mapping[str, Check] = {
     **{field.name: _as_sampling_takes(field.name) for field in fields(SamplingParams)},
@@ -143,6 +147,4 @@ _CHECKS: Mapping[str, Check] = {
     "seed": _that(lambda seed: seed >= -1, "a seed is 0 or more, and -1 takes a different one each time"),
     "stop": _SOME_TEXT,
     "dry_sequence_breakers": _SOME_TEXT,
-    "prompt": _UTF8,
-    "system_prompt": _UTF8,
 }

@@ -179,10 +179,12 @@ class Session:
 
 
 def _session_file(path: str) -> Path:
-    """The file that a person named, else the one that is used without a name."""
+    """The file that a person named, else the one that is used without a name. Raises EngineError without a home."""
     if path:
         return Path(os.path.expanduser(path))
     folder = state_folder()
+    if folder is None:
+        raise EngineError("There is no home folder for a file without a name: give a path", "storage")
     with suppress(OSError):  # whoever opens the file finds a better sentence
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / "chat_session.safetensors"

@@ -13,7 +13,7 @@ DEFAULT_CACHE_TYPE = "balanced"
 def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
     """A dataclass field with its command-line names and the sentence that explains it.
 
-    `more` may hold `metavar` and `choices`; a field without flags is not on the command line.
+    `more` may hold what `engine.flags` says; a field without flags is not on the command line.
     """
     metadata = {"flags": flags, "help": help, **more}
     if default is dict:
@@ -153,6 +153,7 @@ class SamplingParams:
         ("\n", ":", '"', "*"),
         "--dry-sequence-breaker",
         metavar="TEXT",
+        text=True,
         help='where DRY takes a repetition to begin anew; may be repeated [line end, ":", quotation mark, "*"]',
     )
     logit_bias: dict[int, float] = setting(
@@ -163,7 +164,12 @@ class SamplingParams:
     )
     seed: int = setting(-1, "-s", "--seed", metavar="N", help="-1 takes a different seed each time")
     stop: tuple[str, ...] = setting(
-        (), "-r", "--reverse-prompt", metavar="TEXT", help="end the answer where TEXT appears; may be repeated"
+        (),
+        "-r",
+        "--reverse-prompt",
+        metavar="TEXT",
+        text=True,
+        help="end the answer where TEXT appears; may be repeated",
     )
     ignore_eos: bool = setting(False, "--ignore-eos", help="go on after an end-of-sequence token")
     logprobs: int | None = setting(

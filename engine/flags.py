@@ -1,13 +1,15 @@
 """A command line out of frozen dataclasses: flags, defaults and `--help` come from the fields' metadata.
 
-Metadata is what `config.setting` stores: `flags`, `help`, and where they apply `metavar`, `choices` and `bare`
-(the value of a flag that is given without one). A field without flags is not on the command line.
+Metadata is what `config.setting` stores: `flags`, `help`, and where they apply `metavar`, `choices`, `bare` (the value
+of a flag that is given without one) and `text` (the value is for the model, and has to be UTF-8). A field without flags
+is not on the command line.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -176,6 +178,7 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
     if "bare" in field.metadata:
         options |= {"nargs": "?", "const": field.metadata["bare"]}
     container, read = _reader(annotation)
+    read = _read_text if field.metadata.get("text") else read
     if container is not None:
         options["action"] = _collect(container)
     group.add_argument(*field.metadata["flags"], type=_checked(read, check), **options)
@@ -229,6 +232,19 @@ def _read_float(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"takes a number, not {text!r}") from None
+
+
+def _read_text(text: str) -> str:
+    """A word in UTF-8, also where the locale's encoding cannot say it and its bytes have come as lone surrogates."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        raise argparse.ArgumentTypeError("this is not UTF-8 text") from None
 
 
 def _read_bias(text: str) -> tuple[int, float]:

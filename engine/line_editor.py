@@ -60,14 +60,21 @@ class History(FileHistory):
             self._last = None
 
 
-def state_folder() -> Path:
-    """Where the chat keeps what its user alone may read; it need not exist yet."""
-    return platformdirs.user_state_path("polarlm")
+def state_folder() -> Path | None:
+    """Where the chat keeps what its user alone may read; it need not exist yet. None for a user without a home."""
+    try:
+        folder = platformdirs.user_state_path("polarlm")
+    except RuntimeError:
+        return None
+    return folder if folder.is_absolute() else None  # "~/…", from earlier versions of platformdirs
 
 
 def _history_file() -> str:
-    """A file that its owner alone can read; the null device where the folder is read-only."""
-    path = state_folder() / "chat_history"
+    """A file that its owner alone can read; the null device where there is no folder to write to."""
+    folder = state_folder()
+    if folder is None:
+        return os.devnull
+    path = folder / "chat_history"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)

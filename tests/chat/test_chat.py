@@ -357,6 +357,36 @@ def test_input_is_utf8_whatever_the_locale_says():
     assert done.stdout == b"you said: gr??e\n"
 
 
+def test_a_prompt_is_utf8_whatever_the_locale_says():
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"}
+    words = ["-p", "größe", "-sys", "für", "-r", "ß?", "-st"]
+    done = run_fake(*(word.encode() for word in words), env=plain)
+    assert (done.returncode, done.stdout.decode()) == (0, "you said: größe\n")
+    done = run_fake("-p", b"gr\xfc\xdfe", "-st", env=plain)
+    assert done.returncode == 2
+    assert b"-p/--prompt: this is not UTF-8 text" in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a user of Windows has a folder that no variable names")
+def test_a_user_without_a_home_folder_can_chat(tmp_path):
+    program = tmp_path / "homeless.py"
+    program.write_text(
+        "import os, pwd, runpy, sys\n"
+        "for name in [name for name in os.environ if name == 'HOME' or name.startswith('XDG_')]: del os.environ[name]\n"
+        "def none(number): raise KeyError(number)\n"
+        "pwd.getpwuid = none\n"
+        f"runpy.run_path({str(FAKE_CHAT)!r}, run_name='__main__')\n"
+    )
+    work = tmp_path / "work"
+    work.mkdir()
+    done = subprocess.run(
+        [sys.executable, program], input=b"one\n/save\n/save talk\n", capture_output=True, timeout=60, cwd=work
+    )
+    assert done.stdout == b"you said: one\n"
+    assert b"error: There is no home folder for a file without a name: give a path" in done.stderr
+    assert [file.name for file in work.iterdir()] == ["talk"]  # and no folder called ~
+
+
 def test_color_is_forced_on_notes_but_never_on_the_answer(chat):
     _, out, err = chat("--color", "on", "-p", "hi", "-st")
     assert "\x1b[" in err

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine.console import ctrl_c_asked
+from engine.line_editor import _history_file, state_folder
 
 FAKE_CHAT = Path(__file__).with_name("fake_engine.py")
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[A"
@@ -223,6 +224,14 @@ def test_a_paste_that_was_refused_does_not_come_back(open_chat, tmp_path):
     first.end()
     (history,) = tmp_path.rglob("chat_history")
     assert [line for line in history.read_text().splitlines() if line.startswith("+")] == ["+error", "+errors?"]
+
+
+def test_without_a_home_folder_messages_come_back_in_the_same_chat(tmp_path, monkeypatch):
+    monkeypatch.setattr("platformdirs.user_state_path", lambda name: Path("~/.local/state") / name)
+    monkeypatch.chdir(tmp_path)
+    assert state_folder() is None
+    assert _history_file() == os.devnull
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_commands_answer_at_the_terminal(open_chat):

