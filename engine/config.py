@@ -135,6 +135,7 @@ class SamplingParams:
     frequency_penalty: float = setting(
         0.0, "--frequency-penalty", metavar="X", help="subtract X for each time a token is among the last 64"
     )
+    repeat_last_n: int = setting(64, help="how many of the last tokens these three look at, 64 at most")
     dry_multiplier: float = setting(
         0.0,
         "--dry-multiplier",
@@ -185,8 +186,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How a prompt is read, and which stored tokens may stand for its own."""
+    """How a prompt is read, and which stored tokens may stand for its own.
+
+    Raises EngineError, naming the field, on a value of a wrong type.
+    """
 
     parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
     cache_prompt: bool = True  # False: all of it is computed, whatever the store has
     cache_salt: str = ""  # what one request has stored is found by those alone that have the same salt
+
+    def __post_init__(self) -> None:
+        limits.check_options(vars(self))

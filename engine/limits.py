@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.errors import EngineError, shown
 
+PENALTY_WINDOW = 64  # last tokens, prompt included, that the penalties look at, at most
 MOST_LOGPROBS = 20  # tokens whose log-probabilities may be asked for at each place
 _ROLES = ("system", "user", "assistant", "tool")  # as templates know them
 _MAX_BIAS = 1e6  # far from where float32 logits overflow
@@ -43,6 +44,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "repeat_penalty": (lambda value: value is None or _number(value, 1e-3, 1e3), "a positive number; 1 is off"),
     "presence_penalty": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
     "frequency_penalty": (lambda value: _number(value, -1e3, 1e3), "a number from -1000 to 1000"),
+    "repeat_last_n": (lambda value: _whole(value, 0, PENALTY_WINDOW), f"a whole number from 0 to {PENALTY_WINDOW}"),
     "top_k": (lambda value: value is None or _whole(value, 0), "a whole number; 0 keeps all"),
     "max_tokens": (lambda value: _whole(value, -1), "a whole number; -1 is no limit"),
     "seed": (lambda value: _whole(value, -1), "a whole number from 0 up; -1 takes a different one each time"),
@@ -68,6 +70,20 @@ def check(params: Mapping[str, Any]) -> None:
     for name, (holds, wanted) in _CHECKS.items():
         if not holds(params[name]):
             raise EngineError(f"{name} is {shown(params[name])}, but must be {wanted}")
+
+
+_OPTIONS = {
+    "parse_special": (bool, "True or False"),
+    "cache_prompt": (bool, "True or False"),
+    "cache_salt": (str, "a text"),
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises EngineError naming the first field of PromptOptions with a wrong type."""
+    for name, (kind, wanted) in _OPTIONS.items():
+        if not isinstance(options[name], kind):
+            raise EngineError(f"{name} is {shown(options[name])}, but must be {wanted}")
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:

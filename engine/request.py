@@ -21,7 +21,7 @@ from engine.errors import EngineError, shown
 from engine.kv.store import SequenceKV, Span
 from engine.limits import check_roles
 from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
-from engine.sampling import PENALTY_WINDOW, Draw, Sampled, Sampling, resolve
+from engine.sampling import Draw, Sampled, Sampling, resolve
 from engine.scheduler import Sequence
 from model_loaders.prompt import chat_ids
 from model_loaders.tokenizers import Tokenizer
@@ -70,7 +70,7 @@ def _must_be_able_to_fit(text: str, model: model_loaders.Model, context: int) ->
         return
     least = model.tokenizer.least_tokens(text)
     if least > context:
-        told = f"The prompt has {len(text)} characters, which are {least} tokens or more, but the context is {context}"
+        told = f"The prompt, of {least} tokens or more, exceeds the available context size of {context}"
         raise _too_long(told, least, model, context)
 
 
@@ -98,20 +98,10 @@ def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: 
     for i in ids:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
             raise EngineError(f"The prompt holds {shown(i)}, which is no token id below {known.stop}")
-    if len(ids) + room > context:
-        told = f"The prompt has {len(ids)} tokens, but the context of {context} takes {context - room}"
+    if len(ids) > (most := context - room):
+        told = f"The prompt of {len(ids)} tokens exceeds the available context size: of {context}, it may take {most}"
         raise _too_long(told, len(ids), model, context)
     return [int(i) for i in ids]
-
-
-def _check_options(options: PromptOptions) -> None:
-    for name, kind, wanted in (
-        ("parse_special", bool, "True or False"),
-        ("cache_prompt", bool, "True or False"),
-        ("cache_salt", str, "a text"),
-    ):
-        if not isinstance(value := getattr(options, name), kind):
-            raise EngineError(f"{name} is {shown(value)}, but must be {wanted}")
 
 
 @dataclass(frozen=True)
@@ -181,7 +171,6 @@ class Request:
         """A request for what follows `prompt`. Raises EngineError where that cannot be served."""
         tokenizer, chat = model.tokenizer, is_chat(prompt)
         sampling = resolve(params, model.generation, model.vocabulary.stop)
-        _check_options(options)
         ids = checked_ids(prompt_ids(prompt, model, answers, options, context=context), model, context, room=1)
         keep = None
         if is_chat(prompt):
@@ -230,7 +219,7 @@ class Request:
 
     def draw(self) -> Draw:
         """How the next token is to be drawn."""
-        recent = self.sequence.ids[-PENALTY_WINDOW:]
+        recent = self.sequence.ids[max(0, len(self.sequence.ids) - self.params.repeat_last_n) :]
         dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
         may_end = self.sequence.generated >= self.params.min_tokens
         sampling = self.sampling if may_end else self._going_on

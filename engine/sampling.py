@@ -16,8 +16,6 @@ from engine.errors import EngineError, shown
 from engine.outputs import TokenLogprob
 from model_loaders.config import GenerationDefaults
 
-PENALTY_WINDOW = 64  # last tokens, prompt included, that the penalties look at
-
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
 _USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
@@ -77,7 +75,7 @@ class Draw:
     """What one token is drawn with."""
 
     sampling: Sampling
-    recent: Sequence[int]  # the last PENALTY_WINDOW ids, oldest first
+    recent: Sequence[int]  # the last ids, PENALTY_WINDOW at most, oldest first
     uniform: float  # random, from [0, 1)
     vocabulary: int  # ids that there are; logits may have more
     logprobs: int | None = None  # most likely tokens to tell the log-probabilities of, beside the drawn one's

@@ -72,6 +72,15 @@ class ServerConfig:
     max_sessions_size: str = setting(
         "10G", "--max-sessions-size", metavar="SIZE", help="what all sessions together may take on the disk"
     )
+    parse_special: bool = setting(
+        True,
+        "--no-parse-special",
+        help="names of control tokens in a raw prompt are text, where a request does not ask for them; in messages "
+        "they always are",
+    )
+    hide_cached_tokens: bool = setting(
+        False, "--hide-cached-tokens", help="do not tell clients how much of a prompt was in the cache"
+    )
     log_prompts: bool = setting(False, "--log-prompts", help="write prompts and answers into the log")
 
 

@@ -17,9 +17,11 @@ from server.driver import Driver
 from server.lines import Lines
 from server.listening import notice_lost_peers
 from server.messages import Id, error_of, last_of, likelihood, read_id
-from server.parameters import Asked, BadRequest, read, read_json, read_prompt
+from server.parameters import Asked, read
+from server.prompts import read_options, read_prompt, read_salt
 from server.refused import TOO_MANY_CONNECTIONS, Refused, busy
 from server.sessions import read_name
+from server.values import BadRequest, read_json
 
 SLOW_SECONDS = 10.0  # for which a client may leave more unread than the system and the transport hold for it
 MOST_PENDING = 1 << 20  # bytes beside a whole message that are kept for a client that does not read them
@@ -169,11 +171,14 @@ class Connection(asyncio.Protocol):
             raise BadRequest("load", "give either save or load, not both")
         if message.get("save") is not None:
             saved, prompt = read_name("save", message["save"]), read_prompt(message)
-            return lambda: _transferred(self._driver.save_session(saved, prompt))
+            options = read_options(message, parse_special=self._config.parse_special)
+            told = not self._config.hide_cached_tokens
+            return lambda: _transferred(self._driver.save_session(saved, prompt, options), told)
         if message.get("load") is not None:
-            loaded = read_name("load", message["load"])
-            return lambda: _transferred(self._driver.load_session(loaded))
-        asked = read({**message, "stream": True} if message.get("stream") is None else message)
+            loaded, salt = read_name("load", message["load"]), read_salt(message.get("cache_salt"))
+            return lambda: _transferred(self._driver.load_session(loaded, salt))
+        body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
+        asked = read(body, self._driver.engine.tokenize, parse_special=self._config.parse_special)
         if asked.n != 1:
             raise BadRequest("n", "n must be 1 here: send a request for each answer")
         return lambda: self._answer(request_id, asked)
@@ -201,7 +206,7 @@ class Connection(asyncio.Protocol):
             self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
 
     async def _answer(self, request_id: Id, asked: Asked) -> dict[str, Any]:
-        async with aclosing(self._driver.stream(asked.prompt, asked.params)) as chunks:
+        async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options)) as chunks:
             text = ""
             logprobs: list[dict[str, Any]] = []
             tokenizer = self._driver.engine.model.tokenizer
@@ -212,7 +217,7 @@ class Connection(asyncio.Protocol):
                     told = {"logprobs": logprobs} if logprobs else {}
                     self._send(request_id, {"delta": text} | told)
                     text, logprobs = "", []
-        return last_of(chunk)
+        return last_of(chunk, self._config.hide_cached_tokens)
 
     def _finish(self, request_id: Id, message: dict[str, Any]) -> None:
         """The last message of a request; from then on its id is free."""
@@ -274,5 +279,7 @@ class Connection(asyncio.Protocol):
             await self.lost.wait()
 
 
-async def _transferred(session: Awaitable[int]) -> dict[str, Any]:
-    return {"done": True, "tokens": await session}
+async def _transferred(session: Awaitable[int], told: bool = True) -> dict[str, Any]:
+    """A session has been saved or loaded; `told`: how many tokens it has."""
+    tokens = await session
+    return {"done": True} | ({"tokens": tokens} if told else {})

@@ -7,14 +7,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from engine import Chunk, Engine, EngineError, SamplingParams
+from engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from engine.outputs import Status
 from engine.request import Prompt, Ticket
 from server import journal, refused
@@ -52,6 +52,8 @@ class Driver:
         self._totals = Totals()
         self._answers = _Queue(engine.config.parallel + config.max_queue)
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs holds up sessions alone
+        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: nothing of theirs is generated
+        self._queues = (self._answers, self._transfers, self._texts)
         self._closing = False
         self._stopping = False
         self._wake = threading.Event()
@@ -99,13 +101,15 @@ class Driver:
         return self._answers.room
 
     def _end_all(self, reason: Exception) -> None:
-        for job in (*self._answers.jobs, *self._transfers.jobs):
+        for job in [job for queue in self._queues for job in queue.jobs]:
             job.end(reason)
         self._wake.set()
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams, options: PromptOptions | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """The answer to `prompt`, chunk by chunk; the last one has a finish_reason and the usage.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
@@ -113,7 +117,7 @@ class Driver:
         """
         with self._job(self._answers) as (entry, job):
             entry.prompt = prompt if self.config.log_prompts else None
-            ticket = await self._aside(self._submit, job, prompt, self._limited(params))
+            ticket = await self._aside(self._submit, job, prompt, self._limited(params), options)
             self._totals.prompt_tokens += ticket.prompt_tokens
             entry.prompt_tokens += ticket.prompt_tokens
             last = False
@@ -168,7 +172,7 @@ class Driver:
         queue.jobs.discard(job)
         self._totals.requests[job.outcome] += 1
         self._totals.seconds += time.monotonic() - job.started
-        if not self._answers.jobs and not self._transfers.jobs:
+        if not any(queue.jobs for queue in self._queues):
             self._idle.set()
 
     def _expire(self, job: Job) -> None:
@@ -181,32 +185,33 @@ class Driver:
             return params
         return replace(params, max_tokens=limit)
 
-    def _submit(self, job: Job, prompt: Prompt, params: SamplingParams) -> Ticket:
+    def _submit(self, job: Job, prompt: Prompt, params: SamplingParams, options: PromptOptions | None) -> Ticket:
         """In a thread of the pool: the engine takes a request between two units of its work."""
-        ticket = self.engine.submit(prompt, params, into=job)
+        ticket = self.engine.submit(prompt, params, options, into=job)
         job.queued(ticket)
         self._wake.set()
         return ticket
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
-    async def save_session(self, name: str, prompt: Prompt) -> int:
+    async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
         """Save as much of `prompt` as is in the store; returns its tokens. Raises Refused or EngineError."""
         folder = self._folder
 
         def save() -> int:
-            return self.engine.save_session(folder.file(name), prompt=prompt, progress=folder.limit(name))
+            file, limit = folder.file(name), folder.limit(name)
+            return self.engine.save_session(file, prompt=prompt, options=options, progress=limit)
 
         return await self._on_disk("saved", save)
 
-    async def load_session(self, name: str) -> int:
+    async def load_session(self, name: str, cache_salt: str = "") -> int:
         """Put a session back into the store; returns its tokens. Raises Refused or EngineError."""
         file = self._folder.file(name)
 
         def load() -> int:
             if not os.path.lexists(file):
                 raise refused.unknown_session(name)
-            return len(self.engine.load_session(file).token_ids)
+            return len(self.engine.load_session(file, cache_salt=cache_salt).token_ids)
 
         return await self._on_disk("loaded", load)
 
@@ -237,19 +242,19 @@ class Driver:
 
     def snapshot(self) -> Snapshot:
         """The counters as they are now."""
-        return self._totals.snapshot(active=len(self._answers.jobs) + len(self._transfers.jobs))
+        return self._totals.snapshot(active=sum(len(queue.jobs) for queue in self._queues))
 
     async def status(self) -> Status:
         """How busy the engine is; waits for the unit of work at hand."""
         return await self._aside(self.engine.status)
 
-    async def tokenize(self, text: str) -> list[int]:
-        """Ids of `text`, nothing added."""
-        return await self._aside(self.engine.tokenize, text)
-
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of `ids`. Raises EngineError for ids that are none."""
-        return await self._aside(self.engine.detokenize, ids)
+    async def counted(self, outcome: str, work: Callable[[], T]) -> T:
+        """What `work` returns, in a thread of the pool; as many may wait as may for answers. Raises what it raises."""
+        with self._job(self._texts) as (_, job):
+            self._pool.submit(_hand_over, work, job)
+            result: T = await self._next(job)
+            job.outcome = outcome
+            return result
 
     async def _aside(self, function: Callable[..., T], *arguments: Any) -> T:
         """The engine's answer, without keeping the event loop waiting for it."""

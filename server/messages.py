@@ -8,7 +8,7 @@ from typing import Any
 from engine import Chunk, EngineError, TokenLogprob
 from engine.flags import in_flags
 from model_loaders.tokenizers import Tokenizer
-from server.parameters import BadRequest
+from server.values import BadRequest
 
 _MOST_ID = 200  # characters
 Id = str | int
@@ -34,11 +34,13 @@ def likelihood(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
     return entry(token.id, token.logprob) | {"top": [entry(*other) for other in token.top]}
 
 
-def last_of(chunk: Chunk) -> dict[str, Any]:
+def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
     """The last message of an answer, made of its last chunk."""
     usage = chunk.usage
     assert usage is not None
     counts = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
+    if hide_cached:
+        del counts["cached_tokens"]
     seconds = {name: round(value, 6) for name, value in asdict(usage).items() if name.endswith("_seconds")}
     return {"done": True, "finish_reason": chunk.finish_reason, "usage": counts, "timings": seconds}
 
@@ -50,4 +52,4 @@ def error_of(error: Exception) -> dict[str, Any]:
     for name in ("field", "retry_after"):
         if (value := getattr(error, name, None)) is not None:
             told[name] = value
-    return {"error": told}
+    return {"error": told | getattr(error, "numbers", {})}

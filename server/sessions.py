@@ -11,7 +11,7 @@ from typing import Any
 
 from engine import EngineError, sealed_file
 from engine.kv.plan import format_bytes
-from server.parameters import BadRequest
+from server.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".safetensors"

@@ -15,7 +15,7 @@ FLOORS = ["model_loaders", "engine", "server"]
 # Rooms of `engine`, and what of `engine` each may import. A name stands for the module and everything inside it.
 CODECS = {"engine.codecs"}
 ENCODING = CODECS | {"engine.encoding"}
-SAMPLING = {"engine.sampling", "engine.config", "engine.errors", "engine.outputs"}
+SAMPLING = {"engine.sampling", "engine.limits", "engine.config", "engine.errors", "engine.outputs"}
 OPS = ENCODING | SAMPLING | {"engine.backends.ops"}
 LAUNCH = {f"engine.backends.{name}" for name in ("device", "kernels", "records", "candidates", "cuda_launch")}
 _CUDA_ROOMS = ("shapes", "memory", "rotation", "cache", "draws", "heads", "cache_ops")

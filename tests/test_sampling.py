@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from engine.config import SamplingParams
 from engine.errors import EngineError
-from engine.sampling import PENALTY_WINDOW, Draw, Sampling, resolve, sample
+from engine.limits import PENALTY_WINDOW
+from engine.sampling import Draw, Sampling, resolve, sample
 from model_loaders.config import GenerationDefaults
 
 V = 12

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.cuda_cache import Told
-from engine.sampling import PENALTY_WINDOW, Draw
+from engine.limits import PENALTY_WINDOW
+from engine.sampling import Draw
 
 _PARAMS = 8  # float32 words of a row, before the recent ids
 

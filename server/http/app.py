@@ -17,7 +17,6 @@ from starlette.routing import Route
 from engine import EngineError
 from server.config import ServerConfig
 from server.driver import Driver
-from server.http.bodies import read_body
 from server.http.errors import ApiError, handle
 from server.http.guard import Guard
 from server.http.metrics import exposition
@@ -26,8 +25,9 @@ from server.http.page import page
 from server.http.sessions import Sessions
 from server.http.shapes import Chat, Text
 from server.http.stats import asked_tokens, stats
-from server.parameters import BadRequest
+from server.http.tokens import Tokens
 from server.refused import Refused
+from server.values import BadRequest
 
 
 def create_app(driver: Driver, config: ServerConfig) -> Starlette:
@@ -38,8 +38,7 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         Route("/v1/completions", Generation(driver, Text()).serve, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
+        *Tokens(driver).routes(),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),
@@ -97,32 +96,14 @@ class _Api:
             "context_length": engine.context,
         }
 
-    async def tokenize(self, request: Request) -> Response:
-        """{"content": text} → {"tokens": [ids]}, nothing added."""
-        content = (await read_body(request, self._config.max_body)).get("content")
-        if not isinstance(content, str):
-            raise BadRequest("content", "content must be a text")
-        if any("\ud800" <= character <= "\udfff" for character in content):
-            raise BadRequest("content", "content holds half of a surrogate pair, which is no character")
-        return JSONResponse({"tokens": await self._driver.tokenize(content)})
-
-    async def detokenize(self, request: Request) -> Response:
-        """{"tokens": [ids]} → {"content": text}"""
-        tokens = (await read_body(request, self._config.max_body)).get("tokens")
-        if not isinstance(tokens, list):
-            raise BadRequest("tokens", "tokens must be a list of token ids")
-        for index, token in enumerate(tokens):
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise BadRequest(f"tokens[{index}]", f"tokens[{index}] is no token id")
-        return JSONResponse({"content": await self._driver.detokenize(tokens)})
-
     async def health(self, _request: Request) -> Response:
         """200 while requests are taken, 503 when the server is about to end."""
         closing = self._driver.closing
         return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
 
     async def metrics(self, _request: Request) -> Response:
-        page = exposition(self._driver.snapshot(), await self._driver.status())
+        hidden = self._config.hide_cached_tokens
+        page = exposition(self._driver.snapshot(), await self._driver.status(), without_cached=hidden)
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def stats(self, request: Request) -> Response:

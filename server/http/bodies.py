@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from server.http.errors import CLOSE, ApiError
-from server.parameters import read_json
+from server.values import read_json
 
 _BODY_SECONDS = 30  # for all of a request's body to arrive
 

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from engine import EngineError
 from engine.flags import in_flags
-from server.parameters import BadRequest
 from server.refused import Refused
+from server.values import BadRequest
 
 CLOSE = {"Connection": "close"}  # for answers behind which the connection cannot go on
 _RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # OpenAI's clients look at it
@@ -46,9 +46,11 @@ class ApiError(Exception):
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}}
+        named = {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}
+        return {"error": {**named, **self.numbers}}
 
     def response(self) -> Response:
         return JSONResponse(self.body(), self.status, self.headers)
@@ -68,7 +70,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, BadRequest):
         return ApiError(400, error.message, "invalid_request", error.field)
     if isinstance(error, EngineError):
-        return ApiError(_ENGINE_STATUS.get(error.code, 400), in_flags(error), error.code)
+        return ApiError(_ENGINE_STATUS.get(error.code, 400), in_flags(error), error.code, numbers=error.numbers)
     if isinstance(error, Refused):
         headers = dict(_RETRYING_IS_NO_USE) if error.code == "timeout" else {}
         if error.retry_after is not None:

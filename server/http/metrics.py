@@ -13,8 +13,9 @@ from server.driver import Snapshot
 
 
 class _Numbers(Collector):
-    def __init__(self, done: Snapshot, now: Status) -> None:
+    def __init__(self, done: Snapshot, now: Status, without_cached: bool) -> None:
         self._done, self._now = done, now
+        self._left_out = {"cached_tokens"} if without_cached else set()
 
     def collect(self) -> Iterator[Metric]:
         done, now = self._done, self._now
@@ -30,7 +31,8 @@ class _Numbers(Collector):
             ("generation_seconds", "Time spent on computing answers, summed over requests", done.generation_seconds),
             ("request_seconds", "Time from arrival to the end, summed over requests", done.seconds),
         ):
-            yield CounterMetricFamily(f"polarlm_{name}", meaning, value=total)
+            if name not in self._left_out:
+                yield CounterMetricFamily(f"polarlm_{name}", meaning, value=total)
         for name, meaning, value in (
             ("requests_active", "Requests under way: waiting, computed, or being sent", done.active),
             ("requests_running", "Requests that take part in steps", now.running),
@@ -43,8 +45,11 @@ class _Numbers(Collector):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
 
 
-def exposition(done: Snapshot, now: Status) -> bytes:
-    """The page that Prometheus reads; its type is prometheus_client.CONTENT_TYPE_LATEST."""
+def exposition(done: Snapshot, now: Status, *, without_cached: bool) -> bytes:
+    """The page that Prometheus reads; its type is prometheus_client.CONTENT_TYPE_LATEST.
+
+    without_cached: whether to be silent about what was found in the cache.
+    """
     registry = CollectorRegistry()
-    registry.register(_Numbers(done, now))
+    registry.register(_Numbers(done, now, without_cached))
     return generate_latest(registry)

@@ -16,8 +16,9 @@ from server.http.bodies import read_body
 from server.http.errors import api_error
 from server.http.shapes import Dialect, Writer
 from server.http.streams import Event, EventStream, Pieces, merged, while_there
-from server.parameters import Asked, BadRequest, read
+from server.parameters import Asked, read
 from server.refused import Refused
+from server.values import BadRequest
 
 
 class Generation:
@@ -31,20 +32,29 @@ class Generation:
         """Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect where nobody waits any more."""
         dialect, model = self._dialect, self._driver.engine.model
         body = await read_body(request, self._driver.config.max_body)
-        asked = read(body, (dialect.takes,), switched_logprobs=dialect.switched_logprobs)
+        asked = read(
+            body,
+            self._driver.engine.tokenize,
+            (dialect.takes,),
+            switched_logprobs=dialect.switched_logprobs,
+            parse_special=self._driver.config.parse_special,
+        )
         if asked.n > (room := self._driver.room):
             sentence = f"n is {asked.n}, and this server has room for {room} answers, those included that wait"
             raise BadRequest("n", f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
         told = asked.params.logprobs is not None
         logprobs = [dialect.logprobs(model.tokenizer) for _ in range(asked.n if told else 0)]
-        writer = Writer(dialect, model.name, asked.include_usage, logprobs)
+        hidden = self._driver.config.hide_cached_tokens
+        writer = Writer(dialect, model.name, asked.include_usage, logprobs, tells_cached=not hidden)
         if asked.stream:
             events = self._events(asked, writer)
             return EventStream(await while_there(request.receive, anext(events)), events)
         return JSONResponse(await while_there(request.receive, self._whole(asked, writer)))
 
     def _pieces(self, asked: Asked) -> Pieces:
-        return merged([self._driver.stream(asked.prompt, _params(asked.params, index)) for index in range(asked.n)])
+        return merged(
+            [self._driver.stream(asked.prompt, _params(asked.params, index), asked.options) for index in range(asked.n)]
+        )
 
     async def _whole(self, asked: Asked, writer: Writer) -> dict[str, object]:
         chunks: list[list[Chunk]] = [[] for _ in range(asked.n)]

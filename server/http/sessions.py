@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from server.driver import Driver
 from server.http.bodies import read_body
-from server.parameters import read_prompt
+from server.prompts import read_options, read_prompt, read_salt
 from server.sessions import read_name
 
 
@@ -33,15 +33,22 @@ class Sessions:
         return JSONResponse({"sessions": [asdict(saved) for saved in await self._driver.list_sessions()]})
 
     async def save(self, request: Request) -> Response:
-        """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many of the prompt's were in the store."""
-        body = await read_body(request, self._driver.config.max_body)
+        """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many of the prompt's were in the store.
+
+        The prompt is read as for an answer, with "parse_special" and "cache_salt".
+        """
+        config = self._driver.config
+        body = await read_body(request, config.max_body)
         name = read_name("name", body.get("name"))
-        return JSONResponse({"name": name, "tokens": await self._driver.save_session(name, read_prompt(body))})
+        options = read_options(body, parse_special=config.parse_special)
+        tokens = await self._driver.save_session(name, read_prompt(body), options)
+        return JSONResponse({"name": name} if config.hide_cached_tokens else {"name": name, "tokens": tokens})
 
     async def load(self, request: Request) -> Response:
-        """{"name"} → {"name", "tokens"}"""
-        name = read_name("name", (await read_body(request, self._driver.config.max_body)).get("name"))
-        return JSONResponse({"name": name, "tokens": await self._driver.load_session(name)})
+        """{"name"} → {"name", "tokens"}; "cache_salt" says which prompts are to find it."""
+        body = await read_body(request, self._driver.config.max_body)
+        name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
+        return JSONResponse({"name": name, "tokens": await self._driver.load_session(name, salt)})
 
     async def remove(self, request: Request) -> Response:
         await self._driver.remove_session(read_name("name", request.path_params["name"]))

@@ -81,6 +81,7 @@ class Writer:
     model: str
     with_usage: bool  # a streamed response: ends with the usage, and all before it says null
     logprobs: Sequence[Logprobs] = ()  # for each answer, where they are asked for
+    tells_cached: bool = True  # how much of the prompt was in the cache
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -90,7 +91,7 @@ class Writer:
             self._choice(index, self.dialect.answer(answer.text), answer.finish_reason, answer.logprobs)
             for index, answer in enumerate(answers)
         ]
-        return self._object(self.dialect.whole, choices) | {"usage": usage([answer.usage for answer in answers])}
+        return self._object(self.dialect.whole, choices) | {"usage": self._usage([answer.usage for answer in answers])}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         opening = self.dialect.opening()
@@ -105,7 +106,11 @@ class Writer:
 
     def usage(self, of_answers: Sequence[Usage]) -> dict[str, Any]:
         """The event behind the last answer's end."""
-        return self._part([]) | {"usage": usage(of_answers)}
+        return self._part([]) | {"usage": self._usage(of_answers)}
+
+    def _usage(self, of_answers: Sequence[Usage]) -> dict[str, Any]:
+        told = usage(of_answers)
+        return told if self.tells_cached else told | {"prompt_tokens_details": None}
 
     def _part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         part = self._object(self.dialect.part, choices)

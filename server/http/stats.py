@@ -9,7 +9,7 @@ from typing import Any
 from engine import Engine
 from engine.cache_types import chosen
 from engine.outputs import Status
-from server.parameters import BadRequest
+from server.values import BadRequest
 
 
 def asked_tokens(query: Mapping[str, str]) -> int | None:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.kernels import source
-from engine.sampling import PENALTY_WINDOW, Draw, Sampling, _adjust, sample
+from engine.limits import PENALTY_WINDOW
+from engine.sampling import Draw, Sampling, _adjust, sample
 from tests.cuda.programs import Program
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})

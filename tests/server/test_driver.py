@@ -126,11 +126,11 @@ def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
 
 def test_text_and_ids(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
-        ids = await driver.tokenize("once more")
-        assert ids == engine.tokenize("once more")
-        assert await driver.detokenize(ids) == "once more"
+        ids = await driver.counted("tokenized", lambda: engine.tokenize("once more"))
+        assert await driver.counted("detokenized", lambda: engine.detokenize(ids)) == "once more"
         with pytest.raises(EngineError):
-            await driver.detokenize([10**9])
+            await driver.counted("detokenized", lambda: engine.detokenize([10**9]))
+        assert driver.snapshot().requests == {"tokenized": 1, "detokenized": 1, "error": 1}
 
     run(test, engine)
 

@@ -88,7 +88,8 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
         where = f"message {number} to {path}: {data!r} → {response.text}"
         assert response.status_code in (200, 400, 413), where
         if response.status_code != 200:
-            assert set(response.json()["error"]) == {"message", "type", "param", "code"}, where
+            said = set(response.json()["error"]) - {"n_prompt_tokens", "n_ctx"}
+            assert said == {"message", "type", "param", "code"}, where
     assert seen[200] > 60  # some is harmless
     assert seen[400] > 300
     for path, body in VALID.items():

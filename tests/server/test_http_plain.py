@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Engine
+from server.http import tokens as tokens_of_texts
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import CHARACTERS, VOCABULARY
 
@@ -33,7 +36,7 @@ def server(tiny: Engine) -> Iterator[Serving]:
 @given(text=st.text(CHARACTERS))
 def test_tokens_of_a_text_are_that_text(shared: Serving, text: str) -> None:
     tokens = shared.post("/tokenize", {"content": text}).json()["tokens"]
-    assert tokens == shared.engine.tokenize(text)
+    assert tokens == shared.engine.tokenize(text, control=True)
     assert shared.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
 
 
@@ -43,8 +46,88 @@ def test_any_tokens_have_a_text(shared: Serving, tokens: list[int]) -> None:
     assert text == shared.engine.detokenize(tokens)
 
 
-def test_control_strings_are_text(shared: Serving) -> None:
-    assert 2 not in shared.post("/tokenize", {"content": "<|im_end|>"}).json()["tokens"]
+def test_control_strings_are_tokens_where_they_are_in_prompts(shared: Serving) -> None:
+    def tokens(**more: Any) -> list[int]:
+        return shared.post("/tokenize", {"content": "the<|im_end|>", **more}).json()["tokens"]
+
+    assert tokens() == tokens(parse_special=True) == [*shared.engine.tokenize("the"), 2]
+    assert 2 not in tokens(parse_special=False)
+
+
+def test_the_token_that_begins_every_text_is_added(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens(**more: Any) -> list[int]:
+        return shared.post("/tokenize", {"content": "the", **more}).json()["tokens"]
+
+    plain = tokens()
+    assert tokens(add_special=True) == plain  # this model wants none
+    monkeypatch.setattr(shared.engine.model.tokenizer, "bos_id", 1)
+    assert tokens(add_special=True) == [1, *plain]
+    assert tokens(add_special=False) == tokens(add_special=None) == plain
+
+
+def test_tokens_are_told_with_their_pieces(shared: Serving) -> None:
+    euro = "€".encode()
+    tokens = shared.post("/tokenize", {"content": "the<|im_end|>€", "with_pieces": True}).json()["tokens"]
+    assert [token["id"] for token in tokens] == shared.engine.tokenize("the<|im_end|>€", control=True)
+    assert tokens[-4]["piece"] == "<|im_end|>"
+    assert "".join(token["piece"] for token in tokens[:-4]) == "the"
+    assert [token["piece"] for token in tokens[-3:]] == [[byte] for byte in euro]
+
+
+@pytest.mark.parametrize("name", ["add_special", "parse_special", "with_pieces"])
+def test_an_option_that_is_no_truth_value_is_named(shared: Serving, name: str) -> None:
+    response = shared.post("/tokenize", {"content": "the", name: 1})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+def test_what_is_told_of_a_text_is_bounded(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_of_texts, "MOST_TOKENS", 9)
+    monkeypatch.setattr(tokens_of_texts, "MOST_PIECES", 3)
+    assert len(shared.post("/tokenize", {"content": "1" * 9}).json()["tokens"]) == 9
+    assert shared.post("/tokenize", {"content": "1" * 10}).status_code == 400
+    assert len(shared.post("/tokenize", {"content": "1" * 3, "with_pieces": True}).json()["tokens"]) == 3
+    assert shared.post("/tokenize", {"content": "1" * 4, "with_pieces": True}).status_code == 400
+
+
+def test_so_is_the_text_of_tokens(tiny: Engine) -> None:
+    (the,) = tiny.tokenize("th")
+    with serving(tiny, max_body=1000) as server:
+        assert server.post("/detokenize", {"tokens": [the] * 200}).json()["content"] == "th" * 200
+        monkey = server.engine.model.tokenizer
+        token_bytes, monkey.token_bytes = monkey.token_bytes, lambda token: b"x" * 10  # type: ignore[method-assign]
+        try:
+            assert server.post("/detokenize", {"tokens": [the] * 100}).status_code == 200
+            response = server.post("/detokenize", {"tokens": [the] * 101})
+        finally:
+            monkey.token_bytes = token_bytes  # type: ignore[method-assign]
+        assert response.status_code == 400
+        assert "1000 bytes" in response.json()["error"]["message"]
+
+
+def test_texts_wait_in_a_queue_of_their_own_that_is_bounded(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = threading.Event(), threading.Semaphore(0)
+    tokenize = tiny.model.tokenizer.tokenize
+
+    def slow(*arguments: Any, **more: Any) -> list[int]:
+        begun.release()
+        assert go_on.wait(60)
+        return tokenize(*arguments, **more)
+
+    with serving(tiny, max_queue=1) as server:
+        monkeypatch.setattr(tiny.model.tokenizer, "tokenize", slow)
+        with ExitStack() as connections:
+            for _ in range(5):  # four threads, and one that waits
+                connections.enter_context(server.send("/tokenize", {"content": "the"}))
+            eventually(lambda: server.driver.snapshot().active == 5)
+            for _ in range(4):
+                assert begun.acquire(timeout=60)
+            response = server.post("/detokenize", {"tokens": [5]})
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "busy")
+            go_on.set()
+            eventually(lambda: server.driver.snapshot().active == 0)
+        assert server.outcomes() == {"busy": 1, "tokenized": 5}
+        assert server.post("/detokenize", {"tokens": [5]}).status_code == 200
+        assert server.outcomes()["detokenized"] == 1
 
 
 @pytest.mark.parametrize("content", [None, 5, ["the"], {"text": "the"}, True])

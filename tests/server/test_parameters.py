@@ -10,12 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import SamplingParams
+from engine import PromptOptions, SamplingParams
 from engine.sampling import resolve
 from model_loaders.config import GenerationDefaults
-from server.parameters import MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS, BadRequest, read, read_json
+from server import parameters
+from server.fields import FIELDS
+from server.prompts import MOST_SALT
+from server.sampling import MAX_BIAS_TEXT, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
+from server.values import BadRequest, read_json
 
 USER = {"role": "user", "content": "Hi"}
+
+
+def read(body: dict[str, Any], **how: Any) -> parameters.Asked:
+    """A letter is a token."""
+    return parameters.read(body, lambda text: [ord(letter) for letter in text], **how)
 
 
 def params(**fields: Any) -> SamplingParams:
@@ -64,7 +73,54 @@ def test_parameters_that_json_spells_differently() -> None:
     assert params(dry_sequence_breakers=["\n", "!"]) == SamplingParams(dry_sequence_breakers=("\n", "!"))
     assert params(dry_sequence_breakers=[]) == SamplingParams(dry_sequence_breakers=())
     assert params(logit_bias={"42": -100}) == SamplingParams(logit_bias={42: -100})
-    assert params(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert params(max_tokens=5, max_completion_tokens=7, n_predict=9).max_tokens == 7
+    assert params(max_tokens=5, n_predict=9).max_tokens == 5
+    assert params(n_predict=9).max_tokens == 9
+    assert params(repetition_penalty=1.5) == params(repeat_penalty=1.5, repetition_penalty=1.1)
+    assert params(stop_token_ids=[5, 7]) == SamplingParams(stop_token_ids=(5, 7))
+    assert params(n_probs=3) == params(logprobs=3)
+    assert params(n_probs=0) == SamplingParams()
+    assert read({"prompt": "a", "n_probs": 3}, switched_logprobs=True).params == SamplingParams(logprobs=3)
+    assert read({"prompt": "a", "n_cmpl": 3}).n == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("top_k", -1, 0),
+        ("top_p", 0, 1e-9),
+        ("max_tokens", 5.0, 5),
+        ("n_predict", -1.0, -1),
+        ("seed", 7.0, 7),
+        ("top_k", 40.0, 40),
+    ],
+)
+def test_what_other_servers_take_is_taken(name: str, value: Any, meant: Any) -> None:
+    assert params(**{name: value}) == params(**{name: meant})
+    assert isinstance(params(max_tokens=5.0).max_tokens, int)
+
+
+@pytest.mark.parametrize(
+    ("bias", "meant"),
+    [
+        ([[42, 1.5], [43, False]], {42: 1.5, 43: -math.inf}),
+        ({"42": False}, {42: -math.inf}),
+        ({"ab": -2}, {ord("a"): -2, ord("b"): -2}),
+        ([["ab", False], [ord("a"), 1]], {ord("a"): 1, ord("b"): -math.inf}),
+        ([["42", 1]], {ord("4"): 1, ord("2"): 1}),
+        ([], {}),
+        ({"": 1}, {}),
+    ],
+)
+def test_a_bias_is_for_ids_or_texts(bias: Any, meant: dict[int, float]) -> None:
+    assert params(logit_bias=bias) == SamplingParams(logit_bias=meant)
+
+
+def test_how_a_prompt_is_read() -> None:
+    assert read({"prompt": "a"}).options == PromptOptions(parse_special=True)
+    assert read({"prompt": "a"}, parse_special=False).options == PromptOptions()
+    given = {"parse_special": False, "cache_prompt": False, "cache_salt": "x"}
+    assert read({"prompt": "a", **given}).options == PromptOptions(**given)
 
 
 @pytest.mark.parametrize("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])
@@ -159,11 +215,23 @@ def test_messages() -> None:
     [
         *((name, bad) for name in ("temperature", "top_p", "min_p") for bad in (math.nan, math.inf, True, "1", [], -1)),
         *((name, bad) for name in ("presence_penalty", "frequency_penalty") for bad in (math.nan, False, {}, 1e9)),
-        *((name, bad) for name in ("max_tokens", "top_k", "seed") for bad in (1.0, True, "1", -2, 10**30)),
+        *((name, bad) for name in ("max_tokens", "top_k", "seed") for bad in (1.5, True, "1", -2, 10**30)),
         ("max_completion_tokens", 0.5),
+        ("n_predict", -2),
+        ("repetition_penalty", 0),
+        ("min_tokens", -1),
+        ("repeat_last_n", 65),
+        ("n_probs", 21),
+        ("n_probs", True),
+        ("n_cmpl", 0),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [5] * (MAX_BIASES + 1)),
+        ("parse_special", 1),
+        ("cache_prompt", "no"),
+        *(("cache_salt", bad) for bad in (5, "", "x" * (MOST_SALT + 1), "\ud800")),
         ("max_completion_tokens", -2),
         ("temperature", 10**4000),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("repeat_penalty", 0),
         ("n", 0),
@@ -182,10 +250,14 @@ def test_messages() -> None:
         ("stop", ["a"] * (MAX_STOPS + 1)),
         ("stop", "x" * (MAX_STOP_LENGTH + 1)),
         ("stop", "\ud800"),
-        ("logit_bias", []),
-        ("logit_bias", {"x": 1}),
+        ("logit_bias", 5),
         ("logit_bias", {"-1": 1}),
-        ("logit_bias", {"٣": 1}),
+        ("logit_bias", {"9" * 19: 1}),
+        ("logit_bias", {"x\ud800": 1}),
+        ("logit_bias", {"x" * (MAX_BIAS_TEXT + 1): 1}),
+        ("logit_bias", [["x" * MAX_BIAS_TEXT, 1], ["x", 1]]),
+        ("logit_bias", {"".join(map(chr, range(256, 256 + MAX_BIASES + 1))): 1}),
+        ("logit_bias", {str(i): 1 for i in range(1000)} | {"7": 1e7}),
         ("logit_bias", {str(i): 1 for i in range(MAX_BIASES + 1)}),
         ("model", 3),
         ("stream_options", []),
@@ -242,6 +314,10 @@ def test_a_wrong_field_is_named(name: str, value: Any) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls"),
         ({"prompt": "a", "logit_bias": {"7": math.nan}}, "logit_bias.7"),
+        ({"prompt": "a", "logit_bias": {"7": True}}, "logit_bias.7"),
+        ({"prompt": "a", "logit_bias": [5]}, "logit_bias[0]"),
+        ({"prompt": "a", "logit_bias": [[7, 1], [-1, 1]]}, "logit_bias[1][0]"),
+        ({"prompt": "a", "stop_token_ids": [7, -1]}, "stop_token_ids[1]"),
         ({"prompt": "a", "stop": ["a", 3]}, "stop[1]"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
@@ -279,7 +355,19 @@ def test_what_is_no_json_object(data: bytes) -> None:
     assert len(caught.value.message) < 200
 
 
-NAMES = [*SamplingParams.__dataclass_fields__, "messages", "prompt", "stream", "n", "tools", "stream_options", "role"]
+NAMES = [
+    *FIELDS,
+    "role",
+    "content",
+    *SamplingParams.__dataclass_fields__,
+    "messages",
+    "prompt",
+    "stream",
+    "n",
+    "tools",
+    "stream_options",
+    "role",
+]
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=4),

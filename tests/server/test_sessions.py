@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import EngineError
-from server.parameters import BadRequest
 from server.sessions import SessionFolder, read_name
+from server.values import BadRequest
 from tests.server.lines import PATIENCE, eventually
 from tests.server.process import ROOT, SMALL_BLOCKS, Process
 from tests.small_disk import small_disk

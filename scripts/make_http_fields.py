@@ -1,0 +1,52 @@
+"""Writes docs/http-fields.md, the table of a request's fields, from `server.fields`."""
+
+from pathlib import Path
+
+from server.fields import FIELDS, Field
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "http-fields.md"
+_APIS = {"O": "OpenAI", "L": "llama-server", "V": "vLLM", "P": "here alone"}
+_BEGINNING = """\
+# Fields of a request
+
+What becomes of every field that OpenAI, llama-server and vLLM know in a request to `/v1/chat/completions` or
+`/v1/completions`, or on the [socket](socket-protocol.md). `python -m scripts.make_http_fields` writes this file.
+
+- *Honoured*: it does what its name says.
+- *Harmless*: the answer is the same with it and without it, and it is passed over.
+- *Refused*: a 400 names it, unless its value asks for nothing.
+
+Fields that none of the three knows are passed over: clients send names of their own. `null` stands for the default
+everywhere. Whole numbers may be written as 5.0.
+"""
+
+
+def document() -> str:
+    """The whole file."""
+    return "\n".join(
+        [
+            _BEGINNING,
+            "## Honoured\n\n| Field | Known to | What it does, and its default |\n|---|---|---|",
+            *(f"| {_name(field)} | {field.says} |" for field in _of("honoured")),
+            "\n## Harmless\n\n| Field | Known to | Why it changes nothing |\n|---|---|---|",
+            *(f"| {_name(field)} | {field.says} |" for field in _of("harmless")),
+            "\n## Refused\n\n| Field | Known to | Values that ask for nothing | Why it is refused |\n|---|---|---|---|",
+            *(
+                f"| {_name(field)} | {field.neutral.told if field.neutral else ''} | {field.says} |"
+                for field in _of("refused")
+            ),
+            "",
+        ]
+    )
+
+
+def _of(standing: str) -> list[Field]:
+    return [field for field in FIELDS.values() if field.standing == standing]
+
+
+def _name(field: Field) -> str:
+    return f"`{field.name}` | {', '.join(_APIS[api] for api in field.apis)}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(), encoding="utf-8")

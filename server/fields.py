@@ -1,0 +1,287 @@
+"""What becomes of every field that OpenAI, llama-server and vLLM know in a request for a completion.
+
+A field is *honoured*, *harmless* (the answer is the same with it and without it), or *refused* by name, unless its
+value asks for nothing. Fields that none of the three knows are passed over: clients send names of their own, and what
+nobody knows can be expected to do nothing. docs/http-fields.md is generated from this table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """Values of a refused field that ask for nothing, and how the documentation names them."""
+
+    told: str
+    holds: Callable[[Any, Body], bool]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field, the APIs that have it, and what it does here, or why it does nothing."""
+
+    name: str
+    apis: str  # O: OpenAI, L: llama-server, V: vLLM, P: this server alone
+    standing: Literal["honoured", "harmless", "refused"]
+    says: str
+    neutral: Neutral | None = None
+
+
+def complaint(body: Body) -> tuple[str, str] | None:
+    """The first field of a request that asks for what is not there, and a sentence that names it; None if none does."""
+    for name, value in body.items():
+        field = FIELDS.get(name)
+        if field is None or field.standing != "refused" or value is None:
+            continue
+        if field.neutral is None or not field.neutral.holds(value, body):
+            return name, f"{name}: {field.says}"
+    return None
+
+
+# -- values that ask for nothing ---------------------------------------------------------------------------------
+
+
+def _is(*values: Any) -> Neutral:
+    """One of `values`; true and false are no numbers."""
+    told = " or ".join(f"`{json.dumps(value)}`" for value in values)
+    return Neutral(
+        told, lambda given, _: any(given == value and _is_flag(given) == _is_flag(value) for value in values)
+    )
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _no_more_than_zero(value: Any, _: Body) -> bool:
+    return isinstance(value, (int, float)) and not _is_flag(value) and value <= 0
+
+
+def _below_zero(value: Any, body: Body) -> bool:
+    return value != 0 and _no_more_than_zero(value, body)
+
+
+def _is_text_format(value: Any, _: Body) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+def _is_where_bos_belongs(value: Any, body: Body) -> bool:
+    return value is ("prompt" in body)
+
+
+_SAMPLERS = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")
+_ALIASES = {"temp": "temperature", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "nucleus": "top_p"}
+_OFF = ("top_n_sigma", "top-n-sigma", "typ_p", "typ-p", "typical", "typical_p", "xtc", "infill", "adaptive_p")
+
+
+def _is_usual_order(value: Any, _: Body) -> bool:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return False
+    return tuple(_ALIASES.get(name, name) for name in value if name not in _OFF) == _SAMPLERS
+
+
+# -- the table ---------------------------------------------------------------------------------------------------
+
+
+def _honoured() -> Iterator[tuple[str, str, str]]:
+    yield "messages", "OLV", "the conversation: texts and text parts of system, developer, user and assistant"
+    yield "prompt", "OLV", "a text, or a list of token ids; one to a request"
+    yield "parse_special", "P", "whether names of control tokens in a raw prompt become these tokens [true]"
+    yield "max_tokens", "OLV", "tokens of the answer at most; -1 is what the context holds [-1]"
+    yield "max_completion_tokens", "OLV", "`max_tokens`, before which it counts"
+    yield "n_predict", "L", "`max_tokens`, if that is not given"
+    yield "min_tokens", "V", "no token that ends the answer comes before so many others [0]"
+    yield "temperature", "OLV", "0 is greedy [the model's]"
+    yield "top_p", "OLV", "0 takes the best token alone [the model's]"
+    yield "top_k", "LV", "0 and -1 keep all [the model's]"
+    yield "min_p", "LV", "[the model's]"
+    yield "repeat_penalty", "L", "1 is off [the model's]"
+    yield "repetition_penalty", "V", "`repeat_penalty`, if that is not given"
+    yield "repeat_last_n", "L", "how many of the last tokens the penalties look at, 0 to 64 [64]"
+    yield "presence_penalty", "OLV", "[0]"
+    yield "frequency_penalty", "OLV", "[0]"
+    yield "dry_multiplier", "L", "0 is off [0]"
+    yield "dry_base", "L", "[1.75]"
+    yield "dry_allowed_length", "L", "[2]"
+    yield "dry_penalty_last_n", "L", "-1 is all of the context [-1]"
+    yield "dry_sequence_breakers", "L", "a text or a list of at most 16"
+    yield (
+        "logit_bias",
+        "OLV",
+        (
+            "an object or a list of pairs: token ids, or texts that stand for all of their tokens, and numbers, or "
+            "false, which bans a token"
+        ),
+    )
+    yield "seed", "OLV", "-1 takes a different one each time [-1]"
+    yield "stop", "OLV", "a text, or a list of at most 16"
+    yield "stop_token_ids", "V", "tokens that end the answer as the model's own ends do"
+    yield "ignore_eos", "LV", "goes on after the model's own ends"
+    yield "logprobs", "OLV", "in chat true, else a number from 0 to 20"
+    yield "top_logprobs", "OLV", "in chat, 0 to 20 beside `logprobs`"
+    yield "n_probs", "L", "`logprobs` with so many tokens in the place of each, before which it counts; 0 is none [0]"
+    yield "n", "OLV", "answers, 1 to 16 [1]"
+    yield "n_cmpl", "L", "`n`, if that is not given"
+    yield "stream", "OLV", "[false]"
+    yield "stream_options", "OLV", "`include_usage`; what else is in there is passed over"
+    yield "cache_prompt", "L", "false computes all of the prompt, whatever is in the cache [true]"
+    yield "cache_salt", "V", "what one request leaves in the cache is found by those with the same salt alone"
+
+
+_NO_TOOLS = "this server calls no tools"
+_NO_REASONING = "reasoning is text like any other here"
+_NO_GRAMMAR = "nothing constrains the answer that it would apply to"
+_ONLY_SPEED = "it is about speed alone"
+_NO_SHIFT = "the answer ends where the context is full, and nothing is left out of it"
+_NO_MEDIA = "this server takes text alone, and refuses other parts in messages"
+_ABOUT = "it says whose request it is, or what for"
+
+
+def _harmless() -> Iterator[tuple[str, str, str]]:
+    yield "model", "OLV", "there is one model, and any name is taken"
+    for name, apis in (
+        ("user", "OV"),
+        ("metadata", "O"),
+        ("safety_identifier", "O"),
+        ("request_id", "V"),
+        ("session_id", "V"),
+    ):
+        yield name, apis, _ABOUT
+    yield "store", "O", "nothing is stored for later retrieval"
+    yield "service_tier", "O", "there is one tier"
+    yield "priority", "V", "requests are served in the order in which they come"
+    yield "prediction", "O", _ONLY_SPEED
+    for name in ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"):
+        yield name, "O", "the cache finds what prompts have in common by itself"
+    for name in ("id_slot", "n_cache_reuse", "backend_sampling", "sse_ping_interval"):
+        yield name, "L", _ONLY_SPEED
+    yield "stream_interval", "V", "each piece is sent as it comes"
+    for name in ("n_keep", "n_discard"):
+        yield name, "L", _NO_SHIFT
+    yield "parallel_tool_calls", "OLV", _NO_TOOLS
+    yield "parse_tool_calls", "L", _NO_TOOLS
+    for name in ("mirostat_tau", "mirostat_eta"):
+        yield name, "L", "it counts with `mirostat` alone"
+    yield "xtc_threshold", "L", "it counts with `xtc_probability` alone"
+    yield "dynatemp_exponent", "L", "it counts with `dynatemp_range` alone"
+    yield "adaptive_decay", "L", "it counts with `adaptive_target` alone"
+    yield "length_penalty", "V", "it counts with `use_beam_search` alone"
+    yield "truncation_side", "V", "it counts with `truncate_prompt_tokens` alone"
+    for name in ("grammar_lazy", "grammar_triggers", "grammar_type", "preserved_tokens"):
+        yield name, "L", _NO_GRAMMAR
+    for name in ("guided_decoding_backend", "guided_whitespace_pattern"):
+        yield name, "V", _NO_GRAMMAR
+    for name in (
+        "reasoning_control",
+        "reasoning_budget_start_tag",
+        "reasoning_budget_end_tag",
+        "reasoning_budget_end_tags",
+        "reasoning_budget_message",
+    ):
+        yield name, "L", "it counts with `reasoning_budget_tokens` alone"
+    for name in ("media_io_kwargs", "mm_processor_kwargs", "return_mm_kwargs"):
+        yield name, "V", _NO_MEDIA
+    for name in ("kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start"):
+        yield name, "V", "it is about how vLLM's parts work together"
+    yield "spaces_between_special_tokens", "V", "control tokens are not in the text of answers"
+    yield "return_token_offsets", "V", "it counts at other endpoints alone"
+    for name in ("verbose", "timings_per_token", "return_progress"):
+        yield name, "L", "what it would add beside the answer is not sent"
+    yield "t_max_prompt_ms", "L", "llama-server passes over it as well"
+
+
+def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
+    yield "tools", "OLV", _is([]), f"{_NO_TOOLS}; leave it out"
+    yield "functions", "O", _is([]), f"{_NO_TOOLS}; leave it out"
+    yield "tool_choice", "OLV", _is("none"), f"{_NO_TOOLS}; leave it out"
+    yield "function_call", "O", _is("none"), f"{_NO_TOOLS}; leave it out"
+    plain = Neutral('`{"type": "text"}`', _is_text_format)
+    yield "response_format", "OLV", plain, "this server writes plain text alone; leave it out"
+    yield "modalities", "O", _is(["text"]), "this server writes text alone; leave it out"
+    yield "audio", "O", None, "this server writes text alone; leave it out"
+    yield "moderation", "O", None, "this server moderates nothing; leave it out"
+    yield "web_search_options", "O", None, "this server searches nothing; leave it out"
+    yield "verbosity", "O", _is("medium"), "this server cannot tell a model how much to write; say it in a message"
+    yield "suffix", "OV", _is(""), "this server does not write into the middle of a text"
+    yield "echo", "OLV", _is(False), "this server does not repeat the prompt; leave it out"
+    yield "best_of", "OV", _is(1), "this server does not rank answers"
+    constrained = "this server cannot constrain an answer; leave it out"
+    yield "grammar", "L", _is(""), constrained
+    for name, apis in (("json_schema", "L"), ("guided_json", "V"), ("structural_tag", "V")):
+        yield name, apis, None, constrained
+    yield "guided_regex", "V", _is(""), constrained
+    yield "guided_grammar", "V", _is(""), constrained
+    yield "guided_choice", "V", _is([]), constrained
+    yield "structured_outputs", "V", _is({}), constrained
+    sampler = "this server has no such sampler; leave it out"
+    yield "mirostat", "L", _is(0), sampler
+    for name in ("typical_p", "typ_p"):
+        yield name, "L", _is(1), sampler
+    yield "tfs_z", "L", _is(1), sampler
+    yield "top_n_sigma", "L", Neutral("0 or less", _no_more_than_zero), sampler
+    yield "xtc_probability", "L", _is(0), sampler
+    yield "dynatemp_range", "L", _is(0), sampler
+    yield "adaptive_target", "L", Neutral("below 0", _below_zero), sampler
+    yield "min_keep", "L", _is(0, 1), sampler
+    yield "use_beam_search", "V", _is(False), sampler
+    yield "logits_processors", "V", _is([]), sampler
+    yield "penalize_nl", "L", _is(False), "the penalties make no exception of line ends"
+    usual = Neutral("llama-server's own order", _is_usual_order)
+    order = f"the order of samplers is {', '.join(_SAMPLERS)} here; leave it out"
+    yield "samplers", "L", usual, order
+    yield "n_indent", "L", _is(0), "this server keeps no indentation"
+    yield "t_max_predict_ms", "L", _is(0, -1), "an answer has no limit of time of its own; hang up to end it"
+    yield "watermarking", "V", _is(False), "this server marks nothing"
+    yield "repetition_detection", "V", None, "this server ends no answer because it repeats itself"
+    yield "allowed_token_ids", "V", None, "this server bans tokens by logit_bias alone"
+    yield "bad_words", "V", _is([]), "this server bans tokens by logit_bias alone, not words"
+    yield "include_stop_str_in_output", "V", _is(False), "a stop text is no part of an answer here"
+    yield "skip_special_tokens", "V", _is(True), "control tokens are never in the text of an answer"
+    yield "truncate_prompt_tokens", "V", None, "this server cuts no prompt; a shorter one has to be sent"
+    bos = Neutral("`true` for a prompt, `false` for messages", _is_where_bos_belongs)
+    yield "add_special_tokens", "V", bos, "the first token is added where the model wants it; send ids to leave it out"
+    template = "this server uses the model's own chat template as it is; send a prompt to use another"
+    yield "chat_template", "LV", None, template
+    yield "chat_template_kwargs", "LV", _is({}), template
+    yield "add_generation_prompt", "LV", _is(True), template
+    yield (
+        "continue_final_message",
+        "LV",
+        _is(False),
+        "a last message of the assistant's is not continued; send a prompt",
+    )
+    yield "generation_prompt", "L", _is(""), template
+    yield "documents", "V", _is([]), template
+    for name in ("chat_format", "chat_parser"):
+        yield name, "L", None, "answers are not parsed here; leave it out"
+    yield "reasoning_effort", "OLV", None, f"{_NO_REASONING}, and its effort cannot be set; leave it out"
+    yield "reasoning_format", "L", _is("none", "auto"), f"{_NO_REASONING}; leave it out"
+    yield "reasoning_budget_tokens", "L", _is(-1), f"{_NO_REASONING}, and has no budget; leave it out"
+    yield "thinking_token_budget", "V", None, f"{_NO_REASONING}, and has no budget; leave it out"
+    yield "include_reasoning", "V", _is(True), f"{_NO_REASONING}; leave it out"
+    yield "post_sampling_probs", "L", _is(False), "log-probabilities are the model's own, before sampling"
+    yield "prompt_logprobs", "V", None, "there are log-probabilities of answers alone"
+    yield "logprob_token_ids", "V", _is([]), "log-probabilities are of the most likely tokens"
+    told = "the answer does not tell it; leave it out"
+    for name in ("return_token_ids", "return_tokens_as_token_ids", "return_prompt_text"):
+        yield name, "V", _is(False), told
+    yield "return_tokens", "L", _is(False), told
+    yield "response_fields", "L", _is([]), "answers have all of their fields"
+    yield "lora", "L", _is([]), "this server has no adapters"
+    yield "image_data", "L", _is([]), "this server takes text alone"
+    yield "prompt_embeds", "V", None, "this server takes texts and token ids"
+    yield "vllm_xargs", "V", _is({}), "this server has no such extensions"
+
+
+FIELDS: Mapping[str, Field] = {
+    **{name: Field(name, apis, "honoured", says) for name, apis, says in _honoured()},
+    **{name: Field(name, apis, "harmless", says) for name, apis, says in _harmless()},
+    **{name: Field(name, apis, "refused", says, neutral) for name, apis, neutral, says in _refused()},
+}

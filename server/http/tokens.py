@@ -1,0 +1,83 @@
+"""/tokenize and /detokenize: texts to ids and back, without an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine import EngineError
+from model_loaders.tokenizers import Tokenizer
+from server.driver import Driver
+from server.http.bodies import read_body
+from server.values import LARGEST, count, flag, text, wrong
+
+MOST_TOKENS = 1 << 18  # of a text; each takes several times its bytes on the way to the client
+MOST_PIECES = 1 << 15
+
+
+class Tokens:
+    """Two endpoints, which are counted and wait as answers do."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._tokenizer = driver.engine.model.tokenizer
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """{"content": text} → {"tokens": [ids]}
+
+        With "add_special", the token that begins every text, where the model wants one; with "parse_special", names of
+        control tokens become these tokens, as in raw prompts; with "with_pieces", {"id", "piece"} in place of ids.
+        """
+        body = await read_body(request, self._driver.config.max_body)
+        content = text("content", body.get("content"))
+        usual = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
+        asked = {name: flag(name, usual[name] if (given := body.get(name)) is None else given) for name in usual}
+        return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **asked))})
+
+    def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
+        ids = self._tokenizer.tokenize(content, control=parse_special)
+        if add_special and self._tokenizer.bos_id is not None:
+            ids.insert(0, self._tokenizer.bos_id)
+        most = MOST_PIECES if with_pieces else MOST_TOKENS
+        if len(ids) > most:
+            raise EngineError(f"content has {len(ids)} tokens, but at most {most} are told: send it in parts")
+        return [{"id": i, "piece": _piece(self._tokenizer, i)} for i in ids] if with_pieces else ids
+
+    async def detokenize(self, request: Request) -> Response:
+        """{"tokens": [ids]} → {"content": text}"""
+        tokens = (await read_body(request, self._driver.config.max_body)).get("tokens")
+        if not isinstance(tokens, list):
+            raise wrong("tokens", "a list of token ids", tokens)
+        for index, token in enumerate(tokens):
+            count(f"tokens[{index}]", token, 0, LARGEST)
+        return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(tokens))})
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """A token may have many bytes: what is to be sent may be no longer than what may be received."""
+        most = room = self._driver.config.max_body
+        for token in tokens:
+            if token >= self._tokenizer.vocab_size:
+                break
+            room -= len(self._tokenizer.token_bytes(token))
+            if room < 0:
+                raise EngineError(f"tokens are the ids of more than {most} bytes of text: send fewer at a time")
+        return self._driver.engine.detokenize(tokens)
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """What a token stands for, or is called; its bytes where these are no whole characters."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode() or tokenizer.token_name(token)
+    except UnicodeDecodeError:
+        return list(data)

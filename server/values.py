@@ -1,0 +1,106 @@
+"""Values of a client's JSON, looked at one by one: what is wrong with them is a sentence that names the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+LARGEST = 2**63 - 1
+
+
+class BadRequest(Exception):
+    """A request that cannot be understood, or asks for what is not there. The message is a sentence for the client.
+
+    `field` is the path of the field that is wrong, such as "messages[2].content"; None for the request as a whole.
+    """
+
+    def __init__(self, field: str | None, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """The JSON object in `data`. Raises BadRequest where it is none."""
+    try:
+        value = json.loads(data.decode("utf-8"))  # NaN and Infinity, too: whoever reads a field refuses them by name
+    except UnicodeDecodeError:
+        raise BadRequest(None, "the request is not UTF-8 text") from None
+    except RecursionError:
+        raise BadRequest(None, "the request is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise BadRequest(None, f"the request is not JSON: {error.msg}, at character {error.pos}") from None
+    except ValueError:  # Python's limit to the digits of a whole number
+        raise BadRequest(None, "the request holds a number with too many digits") from None
+    if not isinstance(value, dict):
+        raise BadRequest(None, f"the request must be a JSON object, not {_kind(value)}")
+    return value
+
+
+def flag(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(field, "true or false", value)
+    return value
+
+
+def count(field: str, value: Any, low: int, high: int, *, or_float: bool = False) -> int:
+    """A whole number; with `or_float`, also one that is written with a point and nothing behind it, such as 5.0."""
+    if or_float and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise wrong(field, "a whole number", value)
+    if not low <= value <= high:
+        raise BadRequest(field, f"{field} must be from {low} to {high}, not {shown(value)}")
+    return value
+
+
+def number(field: str, value: Any) -> float:
+    """A finite number: JSON has 1e999, too, which no float can hold."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise wrong(field, "a number", value)
+    if not (-LARGEST <= value <= LARGEST and math.isfinite(value)):
+        raise BadRequest(field, f"{field} is {shown(value)}, which is out of range")
+    return value
+
+
+def text(field: str, value: Any) -> str:
+    """Text that has a UTF-8 form: JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    if not isinstance(value, str):
+        raise wrong(field, "a text", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(field, f"{field} holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def texts(field: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
+    """A text, or a list of them: at most so many, each with 1 to so many characters."""
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list):
+        raise wrong(field, "a text or a list of texts", value)
+    if len(given) > most:
+        raise BadRequest(field, f"{field} has {len(given)} texts, but at most {most} are taken")
+    for index, one in enumerate(given):
+        place = field if given is not value else f"{field}[{index}]"
+        if not 1 <= len(text(place, one)) <= longest:
+            raise BadRequest(place, f"{place} must have 1 to {longest} characters, not {len(one)}")
+    return tuple(given)
+
+
+def wrong(field: str, wanted: str, value: Any) -> BadRequest:
+    return BadRequest(field, f"{field} must be {wanted}, not {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence: as it is where that is short, otherwise only its kind."""
+    if isinstance(value, (list, dict)) or value is None:
+        return _kind(value)
+    written = ascii(value) if isinstance(value, str) else json.dumps(value)
+    return written if len(written) <= 40 else f"a {_kind(value).removeprefix('a ')} of {len(written)} characters"
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "nothing"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,214 @@
+"""Every field that other servers know is honoured, or changes nothing, or is refused by its name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as of_text
+from openai.types.chat import completion_create_params as of_chat
+
+from engine import PromptOptions, SamplingParams
+from scripts.make_http_fields import DOCUMENT, document
+from server import fields, parameters
+from server.fields import FIELDS
+from server.values import BadRequest
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+ASKING: dict[str, list[Any]] = {  # values of refused fields that ask for something
+    "tools": [[{"type": "function"}], 0],
+    "functions": [[{}]],
+    "tool_choice": ["auto", {"type": "function"}],
+    "function_call": [{"name": "f"}],
+    "response_format": [{"type": "json_object"}, "text"],
+    "modalities": [["text", "audio"]],
+    "audio": [{}],
+    "moderation": [{"model": "x"}],
+    "web_search_options": [{}],
+    "verbosity": ["low"],
+    "suffix": ["x"],
+    "echo": [True],
+    "best_of": [2, True],
+    "grammar": ['root ::= "a"'],
+    "json_schema": [{}, {"type": "object"}],
+    "guided_json": [{}],
+    "guided_regex": ["a"],
+    "guided_choice": [["a"]],
+    "guided_grammar": ["root"],
+    "structural_tag": ["x"],
+    "structured_outputs": [{"regex": "a"}],
+    "mirostat": [1, 2, False],
+    "typical_p": [0.5],
+    "typ_p": [0.5],
+    "tfs_z": [0.5],
+    "top_n_sigma": [1.5, False, "0"],
+    "xtc_probability": [0.1],
+    "dynatemp_range": [0.5],
+    "adaptive_target": [0, 0.5],
+    "min_keep": [2],
+    "use_beam_search": [True, 0],
+    "logits_processors": [["x"]],
+    "penalize_nl": [True],
+    "samplers": [["temperature", "top_k", "top_p", "min_p", "penalties", "dry"], ["top_k"], "kt", [1], []],
+    "n_indent": [4],
+    "t_max_predict_ms": [100],
+    "watermarking": [True],
+    "repetition_detection": [{}],
+    "allowed_token_ids": [[5]],
+    "bad_words": [["x"]],
+    "include_stop_str_in_output": [True],
+    "skip_special_tokens": [False],
+    "truncate_prompt_tokens": [5],
+    "add_special_tokens": [False],
+    "chat_template": ["{{ x }}"],
+    "chat_template_kwargs": [{"enable_thinking": False}],
+    "add_generation_prompt": [False],
+    "continue_final_message": [True],
+    "generation_prompt": ["x"],
+    "documents": [[{"title": "x"}]],
+    "chat_format": [1],
+    "chat_parser": ["x"],
+    "reasoning_effort": ["low", "none"],
+    "reasoning_format": ["deepseek"],
+    "reasoning_budget_tokens": [0],
+    "thinking_token_budget": [5],
+    "include_reasoning": [False],
+    "post_sampling_probs": [True],
+    "prompt_logprobs": [0],
+    "logprob_token_ids": [[5]],
+    "return_token_ids": [True],
+    "return_tokens_as_token_ids": [True],
+    "return_prompt_text": [True],
+    "return_tokens": [True],
+    "response_fields": [["content"]],
+    "lora": [[{"id": 0, "scale": 1}]],
+    "image_data": [[{}]],
+    "prompt_embeds": ["x"],
+    "vllm_xargs": [{"x": 1}],
+}
+NOTHING: dict[str, list[Any]] = {  # and values that ask for nothing
+    "tools": [[]],
+    "tool_choice": ["none"],
+    "response_format": [{"type": "text"}],
+    "best_of": [1],
+    "echo": [False],
+    "suffix": [""],
+    "modalities": [["text"]],
+    "mirostat": [0, 0.0],
+    "typical_p": [1, 1.0],
+    "top_n_sigma": [-1, 0],
+    "adaptive_target": [-1.0],
+    "xtc_probability": [0],
+    "grammar": [""],
+    "samplers": [
+        ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        ["penalties", "dry", "top_k", "top_p", "min_p", "temperature"],
+    ],
+    "add_special_tokens": [True],
+    "reasoning_format": ["none", "auto"],
+    "return_tokens": [False],
+}
+HONOURED: dict[str, tuple[Any, Any]] = {  # a value, and what it becomes
+    "parse_special": (False, PromptOptions(parse_special=False)),
+    "cache_prompt": (False, PromptOptions(parse_special=True, cache_prompt=False)),
+    "cache_salt": ("x", PromptOptions(parse_special=True, cache_salt="x")),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), (5, SamplingParams(max_tokens=5))),
+    "min_tokens": (5, SamplingParams(min_tokens=5)),
+    "temperature": (0.5, SamplingParams(temperature=0.5)),
+    "top_p": (0.5, SamplingParams(top_p=0.5)),
+    "top_k": (5, SamplingParams(top_k=5)),
+    "min_p": (0.5, SamplingParams(min_p=0.5)),
+    **dict.fromkeys(("repeat_penalty", "repetition_penalty"), (1.5, SamplingParams(repeat_penalty=1.5))),
+    "repeat_last_n": (5, SamplingParams(repeat_last_n=5)),
+    "presence_penalty": (0.5, SamplingParams(presence_penalty=0.5)),
+    "frequency_penalty": (0.5, SamplingParams(frequency_penalty=0.5)),
+    "dry_multiplier": (0.5, SamplingParams(dry_multiplier=0.5)),
+    "dry_base": (1.5, SamplingParams(dry_base=1.5)),
+    "dry_allowed_length": (5, SamplingParams(dry_allowed_length=5)),
+    "dry_penalty_last_n": (5, SamplingParams(dry_penalty_last_n=5)),
+    "dry_sequence_breakers": (["x"], SamplingParams(dry_sequence_breakers=("x",))),
+    "logit_bias": ({"5": 1}, SamplingParams(logit_bias={5: 1})),
+    "seed": (5, SamplingParams(seed=5)),
+    "stop": ("x", SamplingParams(stop=("x",))),
+    "stop_token_ids": ([5], SamplingParams(stop_token_ids=(5,))),
+    "ignore_eos": (True, SamplingParams(ignore_eos=True)),
+    **dict.fromkeys(("logprobs", "n_probs"), (5, SamplingParams(logprobs=5))),
+}
+ELSEWHERE = {"messages", "prompt", "top_logprobs", "n", "n_cmpl", "stream", "stream_options"}  # in test_parameters
+
+
+def read(**body: Any) -> parameters.Asked:
+    return parameters.read({"prompt": "a", **body}, lambda text: [])
+
+
+def of(standing: str) -> list[str]:
+    return [name for name, field in FIELDS.items() if field.standing == standing]
+
+
+def each(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, some in values.items() for value in some]
+
+
+# -- the table is whole ----------------------------------------------------------------------------------------------
+
+
+def test_a_field_stands_in_the_table_once() -> None:
+    names = [row[0] for rows in (fields._honoured(), fields._harmless(), fields._refused()) for row in rows]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def test_every_field_of_openais_client_is_known() -> None:
+    chat, text = (of.CompletionCreateParamsBase.__annotations__ for of in (of_chat, of_text))
+    assert {*chat, *text, "stream"} - set(FIELDS) == set()
+    assert all("O" in FIELDS[name].apis for name in {*chat, *text})
+
+
+def test_every_field_has_its_example_here() -> None:
+    assert set(ASKING) == set(of("refused"))
+    assert set(HONOURED) | ELSEWHERE == set(of("honoured"))
+
+
+def test_the_document_is_current() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == document(), "run python -m scripts.make_http_fields"
+
+
+# -- and says what is so ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "value"), each(ASKING))
+def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(**{name: value})
+    assert caught.value.field == name
+    assert caught.value.message.startswith(name)
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(("name", "value"), [*each(NOTHING), *((name, None) for name in ASKING)])
+def test_asking_for_nothing_is_fine(name: str, value: Any) -> None:
+    assert read(**{name: value}) == read()
+
+
+def test_where_the_first_token_belongs_depends_on_the_prompt() -> None:
+    chat = {"messages": MESSAGES, "add_special_tokens": False}
+    assert parameters.read(chat, lambda text: []).params == SamplingParams()
+    with pytest.raises(BadRequest, match="add_special_tokens"):
+        parameters.read({**chat, "add_special_tokens": True}, lambda text: [])
+
+
+@pytest.mark.parametrize("name", of("harmless"))
+@pytest.mark.parametrize("value", [None, True, 5, "x", ["x"], {"x": 1}])
+def test_what_changes_nothing_is_passed_over(name: str, value: Any) -> None:
+    value = "x" if name == "model" and value is not None else value
+    asked, plain = read(**{name: value}), read()
+    assert (asked.prompt, asked.options, asked.params, asked.n) == (plain.prompt, plain.options, plain.params, plain.n)
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_what_is_honoured_reaches_the_engine(name: str) -> None:
+    value, meant = HONOURED[name]
+    asked = read(**{name: value})
+    assert meant in (asked.params, asked.options)
+    assert asked != read()
