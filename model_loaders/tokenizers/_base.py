@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+# Unicode's white space; Python counts U+001C to U+001F as well.
+_SPACE = "\t\n\v\f\r \u0085\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_SPACES = re.compile(f"[{_SPACE}]*")
+
 
 @dataclass(frozen=True)
 class SpecialIds:
@@ -24,6 +28,14 @@ class LeadingSpace:
 
     at_start: bool = False
     after_control: bool = False
+
+
+@dataclass(frozen=True)
+class Takes:
+    """Whether a control token takes the white space around it away."""
+
+    before: bool = False
+    behind: bool = False
 
 
 class BaseTokenizer(ABC):
@@ -42,10 +54,11 @@ class BaseTokenizer(ABC):
         *,
         shrinks: int | None,
         lacks: bytes = b"",
+        takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
         """shrinks: bytes of text of which normalization makes one at most; None where it may drop text.
 
-        lacks: bytes that the vocabulary has no id for.
+        lacks: bytes that the vocabulary has no id for. takes: of the control tokens that take white space.
         """
         self.vocab_size = vocab_size
         self.bos_id = special.bos_id
@@ -53,6 +66,7 @@ class BaseTokenizer(ABC):
         self.strips_leading_space = space.at_start
         self._space = space
         self._shrinks, self._lacks = shrinks, lacks
+        self._takes = takes
         self._control = {string: token_id for string, token_id in control.items() if string}
         self._control_names = {token_id: string for string, token_id in self._control.items()}
         longest_first = sorted(self._control, key=len, reverse=True)
@@ -106,9 +120,11 @@ class BaseTokenizer(ABC):
     def _split(self, text: str) -> Iterator[str | int]:
         end = 0
         for match in self._control_pattern.finditer(text):
-            yield text[end : match.start()]
+            plain, takes = text[end : match.start()], self._takes.get(match.group(), Takes())
+            yield plain.rstrip(_SPACE) if takes.before else plain
             yield self._control[match.group()]
-            end = match.end()
+            behind = _SPACES.match(text, match.end()) if takes.behind else None
+            end = behind.end() if behind else match.end()
         yield text[end:]
 
     def _check(self, token_id: int) -> None:

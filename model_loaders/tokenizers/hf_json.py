@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 
 from model_loaders.errors import LoadError
-from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds
+from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialIds, Takes
 from model_loaders.tokenizers._byte_level import spelling, spelt_bytes
 from model_loaders.tokenizers._pieces import byte_of, text_of
 from model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
@@ -31,8 +31,10 @@ class LibraryTokenizer(BaseTokenizer):
     ) -> None:
         size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         lacks = bytes(byte for byte in range(256) if library.token_to_id(_spelling(byte, byte_level)) is None)
+        added = library.get_added_tokens_decoder().values()
+        takes = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
         shrinks = None if lacks and not byte_level else _shrinks(library, byte_level)
-        super().__init__(vocab_size or size, control, special, space, shrinks=shrinks, lacks=lacks)
+        super().__init__(vocab_size or size, control, special, space, shrinks=shrinks, lacks=lacks, takes=takes)
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone
@@ -104,8 +106,7 @@ def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
 
     None where text may be dropped: by a normalizer, or by added tokens that take the white space at their sides.
     """
-    added = library.get_added_tokens_decoder().values()
-    if any(not token.special and (token.lstrip or token.rstrip) for token in added):
+    if any(token.lstrip or token.rstrip for token in library.get_added_tokens_decoder().values()):
         return None
     if library.normalizer is None:
         return 1 if byte_level else 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 import unicodedata
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
@@ -17,6 +19,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
+from tokenizers import pre_tokenizers
+from tokenizers.models import BPE
 
 from model_loaders.errors import LoadError
 from model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf, patterns
@@ -100,6 +104,37 @@ def test_every_control_string_becomes_its_id_on_demand(name: str, data: st.DataO
 def test_control_agrees_with_the_library_reading_the_whole_text(name: str, text: str) -> None:
     library = vocab.library(name)
     assert vocab.real(name).tokenize(text, control=True) == library.encode(text, add_special_tokens=False).ids
+
+
+TAKES = {"<before>": {"lstrip": True}, "<behind>": {"rstrip": True}, "<both>": {"lstrip": True, "rstrip": True}}
+SPACED = st.lists(
+    st.one_of(st.sampled_from([*TAKES, "<neither>", " ", "  ", "\n", "a", "he", "\u3000", "\x1c"]), st.text(max_size=3))
+).map("".join)
+
+
+@cache
+def spaced(kind: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """A tokenizer.json, of bytes or of pieces, whose control tokens take white space, and the library's reading."""
+    if kind == "bytes":
+        spelling = vocab.byte_spelling()
+        library = tokenizers.Tokenizer(BPE({token: i for i, token in enumerate([*spelling, "he"])}, [("h", "e")]))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        library = tokenizers.Tokenizer.from_file(str(shared("tokenizers", "llama2", "tokenizer.json")))
+    library.add_special_tokens([tokenizers.AddedToken(name, special=True, **flags) for name, flags in TAKES.items()])
+    library.add_special_tokens(["<neither>"])
+    with tempfile.TemporaryDirectory() as folder:
+        library.save(str(Path(folder, "tokenizer.json")))
+        return load_for_folder(Path(folder), {}, {}), library
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@given(text=SPACED)
+def test_control_tokens_take_white_space_as_the_library_has_it(kind: str, text: str) -> None:
+    tokenizer, library = spaced(kind)
+    ids = library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.tokenize(text, control=True) == ids
+    assert tokenizer.least_tokens(text) <= len(ids)
 
 
 @pytest.mark.parametrize("names", [("llama3-json", "llama3-tiktoken", "llama3-gguf"), ("llama2-gguf", "llama2-model")])
