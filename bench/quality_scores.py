@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from bench.attention_error import Recording, Replay
 from bench.command import CacheType
 from bench.divergence import Divergence, compare, perplexity
 from bench.exact import Exact
-from engine import Engine
+from engine import Engine, Score
+
+_KEPT_LOGITS = 2 << 30  # bytes
 
 # The name of a way of scoring → `every_token_coded` of Engine.score.
 SCORINGS = {"as served": False, "every token coded": True}
@@ -67,17 +70,25 @@ def measure(
 
     told: called with all that is measured so far after each type.
 
-    Each type gets an engine of its own, one after the other, and exact logits are computed again for each: two sets of
-    logits (window, V) float32 are held at a time, and two copies of the weights. Raises FlagError or EngineError.
+    Each type gets an engine of its own, one after the other, so that two copies of the weights are held at a time.
+    Exact logits, (window, V) float32 for each window, are kept for all types where they are no more than 2 GiB, and
+    computed again for each where they are more. Raises FlagError or EngineError.
     """
     for cache_type in types:
         cache_type.check(exact.model.config.head_dim)
     recording = recording or exact.record(cut[0])
     rows: list[Row] = []
+
+    def exact_score(window: int) -> Score:
+        return exact.score(cut[window])
+
+    if 4 * exact.model.config.vocab_size * sum(map(len, cut)) <= _KEPT_LOGITS:
+        exact_score = functools.cache(exact_score)  # type: ignore[assignment]
+
     with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window") as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
-            exact_logprobs, of_type = _measure_type(exact, cache_type, cut, recording, bar.update)
+            exact_logprobs, of_type = _measure_type(exact, exact_score, cache_type, cut, recording, bar.update)
             rows += of_type
             quality = Quality(len(exact_logprobs), perplexity(exact_logprobs), list(rows))
             told(quality)
@@ -105,6 +116,7 @@ class _Scored:
 
 def _measure_type(
     exact: Exact,
+    exact_score: Callable[[int], Score],
     cache_type: CacheType,
     cut: Sequence[Sequence[int]],
     recording: Recording,
@@ -117,8 +129,8 @@ def _measure_type(
     replay = Replay()
     longest = max(map(len, cut))
     with exact.open(replay.install, ctx_size=longest, kept_sequences=0, **cache_type.settings()) as engine:
-        for ids in cut:
-            reference = exact.score(ids)
+        for window, ids in enumerate(cut):
+            reference = exact_score(window)
             exact_logprobs.append(reference.logprobs)
             progress()
             for name in SCORINGS:

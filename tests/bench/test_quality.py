@@ -273,10 +273,10 @@ def test_what_was_measured_is_kept_when_the_command_is_stopped(
     text, output, of_type = tmp_path / "story.txt", tmp_path / "out.json", quality_scores._measure_type
     text.write_text(STORY, encoding="utf-8")
 
-    def stopped_at_the_second(exact, cache_type, *rest):
+    def stopped_at_the_second(exact, exact_score, cache_type, *rest):
         if cache_type.label != "f16":
             raise KeyboardInterrupt
-        return of_type(exact, cache_type, *rest)
+        return of_type(exact, exact_score, cache_type, *rest)
 
     monkeypatch.setattr(quality_scores, "_measure_type", stopped_at_the_second)
     assert run(text, output, "--windows", "1", "--types", "f16,ring4,polarquant") == 130
