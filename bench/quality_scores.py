@@ -83,7 +83,7 @@ def measure(
         return exact.score(cut[window])
 
     if 4 * exact.model.config.vocab_size * sum(map(len, cut)) <= _KEPT_LOGITS:
-        exact_score = functools.cache(exact_score)  # type: ignore[assignment]
+        exact_score = functools.cache(exact_score)
 
     with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window") as bar:
         for cache_type in types:
