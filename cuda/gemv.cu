@@ -11,7 +11,7 @@
 // three, ADD and GATED 0 and SPLIT 1.
 // Cost: bytes of the weights, 2 KB · DEPTH a warp on their way at any time (OUTPUTS 4); 1 FMA per weight and row, and x
 // comes from the L1 cache 1 / OUTPUTS times as often.
-// PRECOND: 1 <= rows <= ROWS; in % 8 == 0; x, weight, norm aligned to 16 bytes; OUTPUTS % 2 == 0 if GATED.
+// PRECOND: 1 <= rows <= ROWS <= 4; in % 8 == 0; x, weight, norm aligned to 16 bytes; OUTPUTS % 2 == 0 if GATED.
 #ifndef ADD
 #define ADD 0
 #endif
@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUT
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, ROWS > 4 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(256, 2)
 gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bias, const WEIGHT *norm, int rows, int in,
             int out, float eps) {
     __shared__ float joined[WARPS][ROWS][OUTPUTS], squares[WARPS][ROWS];

@@ -10,12 +10,14 @@ from engine.backends.records import Layout, table_bytes
 # Bytes of shared memory that a block may have on every GPU that we serve: those of 8.6, 8.9 and 12.0 have the least.
 SHARED_BYTES = 99 << 10
 
-# Rows that the kernels for few rows take at most.
-GEMV_ROWS = 8
+# Rows that the kernels for few rows take at most. Each row costs gemv as many instructions as the first: by their count
+# more than these take longer than the bytes of the weights, where gemm_small has eight rows for the price of one.
+GEMV_ROWS = 4
 SMALL_ROWS = 64
 
-# More rows are rounded to the weights' type before they are multiplied: else each block does that again.
-UNROUNDED_ROWS = 16
+# More rows are rounded to the weights' type before they are multiplied: else each block does that again, and 16 rows of
+# float32 are as many bytes to it as its weights.
+UNROUNDED_ROWS = 8
 
 _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # of a block's shared memory, at its beginning: decode_attention counts on them
@@ -40,8 +42,8 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[Shape, int]:
 def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: int) -> tuple[Shape, int, int]:
     """For rows ≤ SMALL_ROWS of `width` numbers and `out` rows of weights; blocks, and parts of `width` that would keep
     the machine busy. shared_memory: bytes of a multiprocessor."""
-    most = -(-rows // 16) * 16
-    deep = 8 if most == 16 else 4 if most == 32 else 2  # warps that share a tile's outputs
+    most = 8 if rows <= 8 else -(-rows // 16) * 16
+    deep = 8 if most <= 16 else 4 if most == 32 else 2  # warps that share a tile's outputs
     tile = 32 * 8 // deep
     shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
     blocks = -(-out // tile)

@@ -276,7 +276,7 @@ def test_numbers_between_the_tables_are_those_of_the_code() -> None:
     llama = f"{LLAMA_8B.layers} layers, {LLAMA_8B.heads} query heads, {LLAMA_8B.kv_heads} KV heads"
     for phrase in (
         f"({llama}, D = {LLAMA_8B.head_dim}, hidden size {LLAMA_8B.hidden_size:,})",
-        f"from {few + 1} sequences on, up to {more} at a time",
+        f"from {few + 1} sequences on, up to {more} at a time; from {cuda_shapes.UNROUNDED_ROWS + 1} on `narrow`",
         f"products of more than {more} rows are cuBLAS's",
         f"products of up to {few} rows",
         f"products of up to {more} rows",

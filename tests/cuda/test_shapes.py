@@ -78,3 +78,9 @@ def test_all_parts_of_a_product_run_at_the_same_time(
         each = 1 if rows == 64 else blocks_each
         assert blocks * chosen <= max(blocks, each * machine[0])
         assert each * (shape.shared + 1024) <= machine[1]
+
+
+def test_few_rows_are_not_multiplied_as_sixteen() -> None:
+    shapes = [cuda_shapes.gemm_small(rows, 4096, 4096, *H100)[0].defines["ROWS"] for rows in (1, 8, 9, 16, 17, 64)]
+    assert shapes == [8, 8, 16, 16, 32, 64]
+    assert cuda_shapes.gemv(GEMV_ROWS, 4096, 4096, 132)[0].defines["ROWS"] == GEMV_ROWS

@@ -143,7 +143,7 @@ def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
 def _gemm_small() -> list[Variant]:
     """Above a number of rows, x comes normalised and in the type of the weights."""
     variants = []
-    for rows, weight in itertools.product((16, 32, 48, 64), _SHORT):
+    for rows, weight in itertools.product((8, 16, 32, 48, 64), _SHORT):
         shape, _, _ = cuda_shapes.gemm_small(rows, 4096, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in shape.defines.items()}
         rounded = rows > cuda_shapes.UNROUNDED_ROWS
@@ -157,7 +157,7 @@ def _gemm_small() -> list[Variant]:
 
 
 def _gemv() -> list[Variant]:
-    return _linear("gemv", ACT=("float",), WEIGHT=_SHORT, OUTPUTS=(4,), ROWS=(1, 2, 4, 8), SPLIT=(1, 2, 4, 8))
+    return _linear("gemv", ACT=("float",), WEIGHT=_SHORT, OUTPUTS=(4,), ROWS=(1, 2, 4), SPLIT=(1, 2, 4, 8))
 
 
 # File name in cuda/ → every variant.
