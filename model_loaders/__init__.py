@@ -161,8 +161,8 @@ def _existing(path: str | Path) -> Path:
     if not os.path.exists(where):  # never raises, unlike Path.exists
         if _looks_like_a_hub_name(path):
             raise LoadError(
-                f"{path} is no folder here but looks like a model's name on a hub; download its config.json, "
-                "tokenizer files and safetensors files into a folder and give that."
+                f"{path} is no folder here but looks like a model's name on a hub; download its files into a folder "
+                f"(hf download {path} --local-dir {where.name}) and give that."
             )
         raise LoadError(
             f"{shown} does not exist; give a folder with config.json and safetensors files, or a .gguf file."

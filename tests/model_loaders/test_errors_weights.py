@@ -73,7 +73,7 @@ def test_a_name_on_a_hub(name: str) -> None:
     message = refused(name)
     assert name in message
     assert "hub" in message
-    assert "into a folder" in message
+    assert f"into a folder (hf download {name} --local-dir {name.split('/')[1]})" in message
 
 
 @pytest.mark.parametrize(
