@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -91,7 +92,8 @@ class WebConnection(H11Protocol):
         if at_once:
             self.transport.close()
         else:  # to close a connection on which something comes could take the answer from the client
-            self.transport.write_eof()
+            with suppress(OSError):  # it may be gone already
+                self.transport.write_eof()
             self._waiting = self.loop.call_later(LAST_SECONDS, self.transport.close)
 
     def _send(self, error: ApiError) -> None:

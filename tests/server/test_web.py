@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from server import web, web_connection
 from server.config import ServerConfig
 from server.listening import tcp_socket
 from server.web import Web
+from server.web_connection import WebConnection
 from tests.server.lines import PATIENCE, eventually
 
 MOST = 3
@@ -178,6 +180,30 @@ def test_who_comes_too_late_is_told_so_before_asking(server: Serving) -> None:
         silent = [ends.enter_context(server.connect()) for _ in range(100)]
         assert [error_in(until_closed(client))["code"] for client in silent] == ["busy"] * len(silent)
         assert [client.get("/").status_code for client in clients] == [200] * MOST
+
+
+def test_who_comes_too_late_and_is_gone_is_no_traceback(
+    server: Serving, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that resets the connection as soon as it has its answer, before the server goes on."""
+    send, gone = WebConnection._send, threading.Event()
+
+    def send_and_wait(self: WebConnection, error: Any) -> None:
+        send(self, error)
+        assert gone.wait(PATIENCE)
+
+    monkeypatch.setattr(WebConnection, "_send", send_and_wait)
+    with ExitStack() as ends:
+        for _ in range(MOST):
+            ends.enter_context(server.connect())
+        eventually(lambda: len(server.connections) == MOST)
+        with server.connect() as client:
+            assert client.recv(4096).startswith(b"HTTP/1.1 503")
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.set()
+        eventually(lambda: len(server.connections) == MOST)
+        assert error_in(until_closed(ends.enter_context(server.connect())))["code"] == "busy"
+    assert_no_traceback(log)
 
 
 @pytest.mark.parametrize("body", [b"Content-Length: 100000", b"Transfer-Encoding: chunked"])
