@@ -175,7 +175,8 @@ class _Referee:
 @contextmanager
 def _loaded(options: Options, context: int, **settings: Any) -> Iterator[tuple[Engine, Model]]:
     """An engine that keeps no finished prompt, and its model. Raises FlagError where the model's context is shorter."""
-    settings = {"device": options.device, "ctx_size": context, "kept_sequences": 0, **settings}
+    threads = _thread_counts(options.threads)[0]  # an engine leaves a number that is set as it is
+    settings = {"device": options.device, "ctx_size": context, "kept_sequences": 0, "threads": threads, **settings}
     parts = assemble(settle(options.weights, None, settings), None)
     with Engine(parts) as engine:
         if context > parts.source.config.max_context:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from engine.backends.select import NO_DRIVER, driver_version
 from engine.chat_config import ChatConfig, ignored_flags, read_command_line, read_prompt
-from engine.chat_session import Session, Turn, numbers, why_it_ended, why_larger
+from engine.chat_session import Session, Turn, cpu, numbers, why_it_ended, why_larger
 from engine.config import EngineConfig, SamplingParams
 from engine.console import Console, discard_output, use_utf8
 from engine.engine import Engine
@@ -197,7 +197,7 @@ class _Conversation:
         session = self._session
         if session.last is None:
             return "There is no answer yet."
-        lines = [numbers(session.last, session.engine), why_larger(session.engine)]
+        lines = [numbers(session.last, session.engine), why_larger(session.engine), cpu(session.engine)]
         return "\n".join(line for line in lines if line)
 
     def _command(self, text: str) -> None:

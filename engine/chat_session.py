@@ -243,3 +243,9 @@ def why_larger(engine: Engine) -> str | None:
         f"The first {engine.config.block_size} tokens and the block of so many that is being filled are kept in full "
         "precision: in a short conversation these take more than f16 would."
     )
+
+
+def cpu(engine: Engine) -> str | None:
+    """How many threads of the CPU compute a step, and why; None on a GPU."""
+    threads = engine.status().threads
+    return None if threads is None else f"CPU threads of a step: {threads.number} ({threads.why})"

@@ -82,7 +82,13 @@ class EngineConfig:
         "--no-calibration",
         help="do not run the model over a short text first to learn which errors matter; takes the nearest codes",
     )
-    threads: int = setting(0, "-t", "--threads", metavar="N", help="CPU threads; 0 follows OMP_NUM_THREADS")
+    threads: int = setting(
+        0,
+        "-t",
+        "--threads",
+        metavar="N",
+        help="CPU threads; 0 follows OMP_NUM_THREADS, or else takes one or all for a step, as is faster",
+    )
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
     parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")

@@ -94,6 +94,14 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Threads:
+    """How many CPU threads a step takes, and why so many, in a few words."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Status:
     """How busy an engine is. Blocks are coded blocks of the groups of layers, together; each is used, kept or free."""
 
@@ -103,6 +111,7 @@ class Status:
     blocks_used: int  # held by requests
     blocks_kept: int  # held by none: a next turn can find what is in them, until they are needed for something else
     blocks_free: int  # with nothing in them that anybody could find
+    threads: Threads | None  # None on a GPU
 
 
 @dataclass(frozen=True)

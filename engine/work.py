@@ -83,6 +83,7 @@ class Work:
             blocks_used=size - free,
             blocks_kept=kept,
             blocks_free=free - kept,
+            threads=self._model.ops.threads(),
         )
 
     def sweep(self) -> None:

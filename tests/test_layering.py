@@ -35,8 +35,12 @@ ROOMS = {
     "engine.backends.numpy_steps": OPS | {"engine.backends.numpy_attention"},
     "engine.backends.stored": OPS | {"engine.conditioning", "engine.backends.records"},
     "engine.backends.numpy_ops": OPS
-    | {f"engine.backends.{name}" for name in ("cores", "host_memory", "numpy_attention", "numpy_steps", "stored")},
+    | {
+        f"engine.backends.{name}"
+        for name in ("cores", "host_memory", "thread_choice", "numpy_attention", "numpy_steps", "stored")
+    },
     "engine.backends.cores": OPS,
+    "engine.backends.thread_choice": OPS | {"engine.backends.cores"},
     "engine.backends.host_memory": set(),
     "engine.backends.records": CODECS,
     "engine.backends.candidates": set(),

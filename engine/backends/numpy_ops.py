@@ -18,7 +18,9 @@ from engine.backends.cores import cores
 from engine.backends.numpy_attention import Buffer, LayerCache, as_codes, attend_alone, encode_keys, encode_values
 from engine.backends.numpy_steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, StoredSpace
+from engine.backends.thread_choice import StepThreads
 from engine.errors import EngineError
+from engine.outputs import Threads
 from engine.sampling import Draw, Sampled, sample_all
 
 _GIB = 1 << 30
@@ -40,10 +42,12 @@ class NumpyOps:
     prefill_rows = 512  # the feed-forward activations stay near the cache
 
     def __init__(self, threads: int = 0):
-        """`threads` for BLAS and for the parts of a prompt; 0 leaves BLAS as it is (it follows OMP_NUM_THREADS)."""
+        """`threads` for BLAS and for the parts of a prompt; 0 leaves BLAS as it is, and measures whether
+        steps are faster with one."""
         self._cores = cores()
         if threads:
             self._cores.use(threads)
+        self._steps = StepThreads(self._cores, is_set=threads > 0)
         kernels = self._cores.kernels
         self._in_place = kernels != set() and all(map(multiplies_in_place, kernels))
 
@@ -58,7 +62,10 @@ class NumpyOps:
         return self._cores.each(work, count)
 
     def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        return work(*inputs)
+        return self._steps.run(len(inputs[0]), lambda: work(*inputs))
+
+    def threads(self) -> Threads:
+        return self._steps.now()
 
     def wait(self) -> None:
         """Every op is done when it returns."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.codecs import Codec
 from engine.encoding.metric import Metric
+from engine.outputs import Threads
 from engine.sampling import Draw, Sampled
 from model_loaders.config import ModelConfig
 
@@ -116,9 +117,12 @@ class Ops(Protocol):
         """work(*inputs), each an array of the host (or what `spans` or `draws` made) that `work` finds on the device.
 
         With a `key` and shapes of inputs that it has seen before, a backend may launch again what it recorded then
-        instead of calling `work`: everything that differs from call to call is in the inputs. The result is good until
-        the next call.
+        instead of calling `work`: everything that differs from call to call is in the inputs, the first of which has a
+        row for each sequence. The result is good until the next call.
         """
+
+    def threads(self) -> Threads | None:
+        """How many threads of the CPU the last step took; None where steps run elsewhere."""
 
     def wait(self) -> None:
         """Return when the device has done all that it was given."""

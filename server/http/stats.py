@@ -40,6 +40,7 @@ def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
         "blocks_free": now.blocks_free,
         "running": now.running,
         "waiting": now.waiting,
+        "threads": None if now.threads is None else {"number": now.threads.number, "why": now.threads.why},
     }
     if tokens is not None:
         f16 = tokens * cache.f16_bytes_per_token

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engine.chat import main
 from engine.config import EngineConfig, PromptOptions, SamplingParams
 from engine.errors import EngineError
-from engine.outputs import CacheStats, Chunk, Usage
+from engine.outputs import CacheStats, Chunk, Status, Threads, Usage
 from engine.sessions import Session
 
 
@@ -47,6 +47,10 @@ class FakeEngine:
 
     def fit_line(self) -> str:
         return "fake: a context of 128 tokens fits"
+
+    def status(self) -> Status:
+        threads = Threads(1, "a step took 20.0 ms with 1, 80.0 ms with 2")
+        return Status(running=0, waiting=0, blocks=2, blocks_used=0, blocks_kept=0, blocks_free=2, threads=threads)
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(tokens=12, bytes=self.cache_bytes, bits_per_value=4.25, f16_bytes=12 << 20, context=128)

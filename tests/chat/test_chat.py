@@ -277,6 +277,12 @@ def test_stats_explain_a_cache_that_is_larger_than_f16_would_be(chat, engine):
     assert chat("--show-timings", lines="hi\n/stats\n")[2].count(explained) == 1
 
 
+def test_stats_say_how_many_threads_a_step_takes_and_why(chat):
+    said = "CPU threads of a step: 1 (a step took 20.0 ms with 1, 80.0 ms with 2)"
+    assert said in chat(lines="hi\n/stats\n")[2]
+    assert said not in chat("--show-timings", lines="hi\n")[2]
+
+
 def test_there_are_no_numbers_unless_asked_for(chat):
     assert "tokens/s" not in chat(lines="hi\n")[2]
     assert "There is no answer yet." in chat(lines="/stats\n")[2]
