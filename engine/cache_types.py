@@ -97,18 +97,19 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
 
 
 def _unknown(setting: str, name: str) -> EngineError:
-    """For a name that is neither a type nor, where one could stand, a preset."""
+    """For a name that is no type, or a preset where none can stand."""
     types = ", ".join(codecs.available())
-    if setting != "cache_type":
-        advice = f"choose one of {types}"
-        if name in PRESETS or "/" in name:
-            advice += "; presets and KEYS/VALUES are for cache_type"
-    else:
-        advice = (
-            f"choose {', '.join(PRESETS)}, one of {types}, or two as KEYS/VALUES; cache_type_k and cache_type_v set "
-            "keys and values by themselves"
+    if name in PRESETS:
+        problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
+    elif setting == "cache_type":
+        problem = (
+            f"there is no such type; choose {', '.join(PRESETS)}, one of {types}, or two as KEYS/VALUES; cache_type_k "
+            "and cache_type_v set keys and values by themselves"
         )
-    return _refusal(setting, name, f"there is no such type; {advice}")
+    else:
+        pair = "; KEYS/VALUES is for cache_type" if "/" in name else ""
+        problem = f"there is no such type; choose one of {types}{pair}"
+    return _refusal(setting, name, problem)
 
 
 def _one_sided(setting: str, name: str, stored: str) -> str:

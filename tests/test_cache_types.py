@@ -60,9 +60,14 @@ def test_a_type_that_there_is_not_is_answered_with_what_there_is() -> None:
     sentence = refusal(cache_type="rign4")
     assert sentence.startswith("cache_type=rign4: there is no such type")
     assert all(word in sentence for word in (*PRESETS, *codecs.available(), "KEYS/VALUES", "cache_type_k"))
-    apart = refusal(cache_type_k="balanced")
-    assert "choose balanced" not in apart
-    assert "presets and KEYS/VALUES are for cache_type" in apart
+    assert "KEYS/VALUES is for cache_type" in refusal(cache_type_k="ring5/ring4")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cache_type_k": "balanced"}, {"cache_type": "f16/balanced"}, {"cache_type": "balanced@0,f16"}]
+)
+def test_a_preset_stands_alone(settings: dict[str, str]) -> None:
+    assert "a preset stands alone, as cache_type=balanced; choose one of f16" in refusal(**settings)
 
 
 def test_layers_may_differ() -> None:

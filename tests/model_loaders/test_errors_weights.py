@@ -77,9 +77,11 @@ def test_a_name_on_a_hub(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["./llama3", "./nope", "../x", "~/x", "C:\\x", "C:/x", "models/llama3.gguf", "tests/x"]
+    "path", ["./llama3", "./nope", "../x", "~/x", "C:\\x", "C:/x", "models/llama3.gguf", "models/x"]
 )
-def test_a_path_is_no_name_on_a_hub(path: str) -> None:
+def test_a_path_is_no_name_on_a_hub(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
     message = refused(path)
     assert message.startswith(f"{os.path.expanduser(path)} does not exist")
     assert "hub" not in message
