@@ -121,11 +121,13 @@ def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, o
     if "factor" not in rope and prefix + "rope.scale_linear" in metadata:  # how older files put it
         rope["factor"] = metadata[prefix + "rope.scale_linear"]
     # As in llama.cpp, what does not say its type is linear, and without a factor, or with that of zero, not scaled.
-    if rope.setdefault("rope_type", "linear") == "none" or (rope["rope_type"] == "linear" and not rope.get("factor")):
+    kind, factor = rope.setdefault("rope_type", "linear"), rope.get("factor") or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1):
         return {}
+    if kind == "yarn":
+        rope["factor"] = factor
     magnitude = metadata.get(prefix + "rope.scaling.attn_factor")
-    factor = rope.get("factor")
-    if rope["rope_type"] == "yarn" and isinstance(magnitude, float) and isinstance(factor, float) and factor >= 1:
+    if kind == "yarn" and isinstance(magnitude, float) and isinstance(factor, float) and factor >= 1:
         # Here it multiplies yarn's own factor, in Hugging Face's files it replaces it.
         rope["attention_factor"] = magnitude * (1 + 0.1 * float(np.log(factor)))
     return rope

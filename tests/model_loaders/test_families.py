@@ -231,6 +231,16 @@ def test_a_gguf_files_yarn_magnitude_multiplies_yarns_own(tmp_path: Path) -> Non
     assert got.rope.attention_factor == pytest.approx(0.5 * (1 + 0.1 * np.log(4)), rel=1e-12)
 
 
+@pytest.mark.parametrize("given", [{}, {"rope__scaling__factor": 0.0}])
+def test_a_gguf_files_yarn_without_a_factor_scales_nothing(given: dict[str, object], tmp_path: Path) -> None:
+    config, weights, _ = load_weights(MODELS / "llama_mqa_yarn")
+    scaling = {"rope__scaling__type": "yarn", "rope__scaling__original_context_length": 32, **given}
+    got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
+    assert (got.rope.kind, got.rope.factor) == ("yarn", 1.0)
+    plain, _ = rope_frequencies(RopeConfig(theta=got.rope.theta), got.head_dim)
+    np.testing.assert_array_equal(rope_frequencies(got.rope, got.head_dim)[0], plain)
+
+
 @pytest.mark.parametrize(
     ("scaling", "factor"),
     [
