@@ -274,8 +274,12 @@ def test_what_is_uploaded_while_work_is_done_for_the_first_time_lasts(device, rn
     np.testing.assert_array_equal(device.to_host(kept[0]), np.arange(96))
 
 
-def test_a_whole_model_says_the_same_recorded_or_not(device, machine: Machine) -> None:
+@pytest.mark.parametrize("kept", [24, 1])
+def test_a_whole_model_says_the_same_recorded_or_not(
+    device, machine: Machine, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps over the end of a block: a graph launched again must find all that has changed in its inputs."""
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", kept)
     recorded = talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5"))
     device.replay = lambda key, work, inputs: work(*map(device.from_host, inputs))
     for given, wanted in zip(recorded, talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")), strict=True):

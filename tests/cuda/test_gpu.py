@@ -20,7 +20,7 @@ from bench.gpu_attention import layer_form
 from bench.gpu_cache import ALLOWED_ERROR, Content, Laid, attention_error, fill, read_tokens
 from bench.gpu_setup import CupyClock, Sizes
 from engine import Engine, EngineError, SamplingParams, codecs
-from engine.backends.cuda_cache import Spans
+from engine.backends.cuda_cache import Told
 from engine.backends.cuda_ops import CudaOps
 from engine.backends.ops import CacheSpan, Place
 from engine.conditioning import Conditioning
@@ -55,7 +55,7 @@ class Unrecorded(CudaOps):
 
     def replay(self, key: Any, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         def there(host: Any) -> Any:
-            if isinstance(host, Spans):
+            if isinstance(host, Told):
                 return replace(host, device=self._device.from_host(host.table))
             return self._device.from_host(np.ascontiguousarray(host))
 
@@ -116,8 +116,10 @@ def test_recorded_steps_are_the_steps_that_they_stand_for(types: tuple[str, str]
     assert np.isfinite(logits).all()
 
 
-def test_sequences_may_join_and_leave() -> None:
-    """Every number of sequences has a recording of its own, and they take turns."""
+@pytest.mark.parametrize("kept", [24, 2])
+def test_sequences_may_join_and_leave(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of sequences has a recording of its own, and they take turns; some are let go and made again."""
+    monkeypatch.setattr("engine.backends.cupy_recording.MOST_RECORDINGS", kept)
     tokens = []
     for ops in (CudaOps(open_device()), Unrecorded(open_device())):
         model = small_model(ops, ("ring4", "ring3.5"))
