@@ -33,10 +33,11 @@ class Turns:
         """In a child that was forked, where of the threads only one is left."""
         self._changed = threading.Condition()
         self._line.clear()
+        left_off = self.taken and self._whose != threading.get_ident()
+        self.taken = self.taken and not left_off
         if not self._forkable:
             self.lost = "An engine on a GPU cannot be used in a forked process: load one in each process"
-        elif self.taken and self._whose != threading.get_ident():
-            self.taken = False
+        elif left_off:
             self.lost = (
                 "This process was forked in the middle of the engine's work, of which it has no more than a part: fork "
                 "while no request is under way, or load an engine in each process"

@@ -57,9 +57,9 @@ class TemplateProcess:
         worker.returncode = 0  # nobody waits for it here
         nothing = os.open(os.devnull, os.O_RDWR)
         for pipe in (worker.stdin, worker.stdout):
-            assert pipe is not None
             # Not closed: that would send what another thread of the parent was about to write a second time.
-            os.dup2(nothing, pipe.fileno())
+            if pipe is not None and not pipe.closed:
+                os.dup2(nothing, pipe.fileno(), inheritable=False)
         os.close(nothing)
 
     def _start(self) -> None:

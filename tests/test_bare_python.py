@@ -69,3 +69,31 @@ for path in (sys.argv[1], None):
 
 def test_everything_else_imports_without_them() -> None:
     run_without(["gguf", "platformdirs"], "import bench.kernels, bench.speed, tests.conftest, engine.backends.cuda_ops")
+
+
+def test_an_engine_needs_nothing_that_windows_lacks(tiny_path: Path, tmp_path: Path) -> None:
+    """As far as Linux can show it: modules and functions are taken away, and all else stays Linux's own."""
+    program = """
+import os, resource, signal, socket
+import psutil  # whose part for Linux may need them
+sys.modules["resource"] = None
+for module, names in (
+    (os, ("sysconf", "fork", "register_at_fork", "getuid", "getpgid", "killpg")),
+    (signal, ("SIGALRM", "SIGPROF", "setitimer", "SIGHUP", "SIGPIPE")),
+    (socket, ("AF_UNIX",)),
+):
+    for name in names:
+        delattr(module, name)
+from engine import Engine, SamplingParams
+params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+with Engine.load(sys.argv[1], device="cpu", block_size=8) as engine:
+    answer = engine.chat([{"role": "user", "content": "Hi"}], params)
+    engine.save_session(sys.argv[2])
+    print(len(answer.token_ids), len(engine.load_session(sys.argv[2]).token_ids))
+import server.driver, server.listening, server.socket_server
+"""
+    missing, file = ["fcntl", "termios", "pwd", "grp"], tmp_path / "session.safetensors"
+    printed = run_without(missing, program, tiny_path, file, POLARLM_CACHE=str(tmp_path))
+    counted, held = map(int, printed.split())
+    assert counted == 5
+    assert held > 5

@@ -179,12 +179,27 @@ def test_an_engine_on_a_gpu_says_that_a_child_needs_its_own(tiny_path: Path, mon
     def complaint() -> str:
         with pytest.raises(EngineError) as raised:
             engine.generate(PROMPT, GREEDY)
+        engine.close()
         return str(raised.value)
 
     monkeypatch.setattr(NumpyOps, "forkable", False)  # as it is of the ops on a GPU
     with load(tiny_path) as engine:
         assert "GPU" in in_child(complaint)
         assert engine.generate(PROMPT, GREEDY).token_ids
+        inside, forked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with engine._exclusive():
+                inside.set()
+                assert forked.wait(PATIENCE)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert inside.wait(PATIENCE)
+        child = begun_in_child(complaint)
+        forked.set()
+        thread.join(PATIENCE)
+        assert "GPU" in child()
 
 
 # -- the number of BLAS threads ------------------------------------------------------------------------------------
