@@ -33,7 +33,7 @@ from model_loaders.config import ModelConfig
 # A sequence has a sink, coded blocks, a tail, and begins a block and a bit before.
 _LEAST_BLOCKS = 4
 _STEP_CONTEXTS = (2048, 32768, 131072)
-_SMALL_ROWS = (16, 64)
+_SMALL_ROWS = (8, 16, 64)
 _MATRICES = ("qkv", "out", "gate_up", "down", "head")
 
 Peers = Callable[[ModelConfig, int, int, int, int], "list[PeerTime]"]

@@ -135,7 +135,7 @@ def test_everything_is_measured_in_the_order_of_its_importance(
     parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[1:-1]]
     attention = ["fp16 kernels of others", "attention", "attention"]
     products = ["qkv", "out", "gate_up", "down"]
-    model = ["steps", "steps", *products, "head", *products, *products, "prefill of 48 tokens"]
+    model = ["steps", "steps", *products, "head", *products, *products, *products, "prefill of 48 tokens"]
     assert parts == ["limits of the device", *attention, *model, *attention, "encoding"]
 
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def test_everything_is_measured_in_the_order_of_its_importance(
     ]
     assert all(0 < row["error"] < 4e-3 for row in found["attention"])
     assert [row["batch"] for row in found["steps"]] == [1, 2]
-    assert [row["rows"] for row in found["matrices"]] == 5 * [1] + 4 * [16] + 4 * [64]
+    assert [row["rows"] for row in found["matrices"]] == 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
     assert [row["blocks"] for row in found["encoding"]] == [3, 1]
     assert len(found["limits"]) == len(found["prefill"]) == 1
     assert not found["not_measured"]
