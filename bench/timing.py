@@ -18,7 +18,7 @@ from engine.sampling import Draw, resolve
 from model_loaders.config import GenerationDefaults
 
 _UNTIL_RECORDED = 2  # calls of `replay` after which a device launches what it recorded
-_GREEDY = SamplingParams(temperature=0, repeat_penalty=1, ignore_eos=True)
+_GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=True)
 
 
 def prompt_rate(engine: Engine, ids: Sequence[int]) -> float:

@@ -142,26 +142,31 @@ class SamplingParams:
         0.0, "--frequency-penalty", metavar="X", help="subtract X for each time a token is among the last 64"
     )
     repeat_last_n: int = setting(64, help="how many of the last tokens these three look at, 64 at most")
-    dry_multiplier: float = setting(
-        0.0,
+    dry_multiplier: float | None = setting(
+        None,
         "--dry-multiplier",
         metavar="X",
         help="DRY: subtract X times the base to the power of how much longer than allowed a repetition would get; "
-        "0 is off",
+        "0 is off [the model's, else 0]",
     )
     dry_base: float = setting(1.75, "--dry-base", metavar="B", help="the base of DRY")
     dry_allowed_length: int = setting(
         2, "--dry-allowed-length", metavar="N", help="tokens that may be repeated before DRY looks at what follows"
     )
-    dry_penalty_last_n: int = setting(
-        -1, "--dry-penalty-last-n", metavar="N", help="last tokens that DRY looks at; 0 is off, -1 all of the context"
+    dry_penalty_last_n: int | None = setting(
+        None,
+        "--dry-penalty-last-n",
+        metavar="N",
+        help="last tokens that DRY looks at; 0 is off, -1 all of the context, -2 the answer alone "
+        "[the model's, else -1]",
     )
-    dry_sequence_breakers: tuple[str, ...] = setting(
-        ("\n", ":", '"', "*"),
+    dry_sequence_breakers: tuple[str, ...] | None = setting(
+        None,
         "--dry-sequence-breaker",
         metavar="TEXT",
         text=True,
-        help='where DRY takes a repetition to begin anew; may be repeated [line end, ":", quotation mark, "*"]',
+        help="where DRY takes a repetition to begin anew; may be repeated "
+        "[the model's, else line end, colon, quotation mark, asterisk]",
     )
     logit_bias: dict[int, float] = setting(
         dict,

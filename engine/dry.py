@@ -14,6 +14,7 @@ import numpy as np
 from engine.repeats import Repeats
 from engine.sampling import Penalties, Sampling
 
+ANSWER_ALONE = -2  # of `dry_penalty_last_n`
 _MOST = 1e37  # to be subtracted: logits stay finite in float32
 
 
@@ -24,9 +25,10 @@ class Dry:
     at 8,192 tokens 15 ms and 0.05 ms, at 131,072 tokens 400 ms and 0.4 ms (2026-11-20, one of two busy cores).
     """
 
-    def __init__(self, sampling: Sampling, text_of: Callable[[int], bytes]) -> None:
-        """`text_of`: the bytes of a token."""
+    def __init__(self, sampling: Sampling, text_of: Callable[[int], bytes], prompt: int = 0) -> None:
+        """`text_of`: the bytes of a token. `prompt`: how many of the tokens are the prompt."""
         last_n = sampling.dry_penalty_last_n
+        self._begin = prompt if last_n == ANSWER_ALONE else 0  # the first token that is looked at
         self._multiplier, self._base = sampling.dry_multiplier, sampling.dry_base
         self._allowed = sampling.dry_allowed_length
         self._repeats = Repeats(None if last_n < 0 else max(last_n - 1, 0))
@@ -39,7 +41,7 @@ class Dry:
 
     def penalties(self, ids: Sequence[int]) -> Penalties | None:
         """What the token behind `ids` is drawn with, None for no penalty; `ids` begin with those of earlier calls."""
-        new = ids[self._repeats.count :]
+        new = ids[self._begin + self._repeats.count :]
         self._repeats.extend(new)
         for token in new:
             self._look_for_breaker(token)
@@ -49,7 +51,7 @@ class Dry:
         at = np.flatnonzero(lengths >= self._allowed)
         if len(at) == 0:
             return None
-        tokens, which = np.unique(self._repeats.ids[len(ids) - 1 - at], return_inverse=True)
+        tokens, which = np.unique(self._repeats.ids[self._repeats.count - 1 - at], return_inverse=True)
         longest = np.zeros(len(tokens), np.int64)
         np.maximum.at(longest, which, lengths[at])
         kept = np.array([not self._is_breaker(token) for token in tokens.tolist()])

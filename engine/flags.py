@@ -211,13 +211,15 @@ def _checked(read: Callable[[str], Any], check: Check | None) -> Callable[[str],
 
 def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
     """How the words of a flag become a field's value: the container of a repeated flag, and one word's reader."""
-    of = [a for a in typing.get_args(annotation) if a not in (type(None), ...)]
-    container = typing.get_origin(annotation)
+    of, container = typing.get_args(annotation), typing.get_origin(annotation)
+    if type(None) in of:
+        (given,) = (kind for kind in of if kind is not type(None))
+        return _reader(given)
     if container is dict:
         return dict, _read_bias
     if container is tuple:
         return tuple, _READERS[of[0]]
-    return None, _READERS[of[0] if of else annotation]
+    return None, _READERS[annotation]
 
 
 def _read_int(text: str) -> int:

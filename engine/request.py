@@ -192,7 +192,7 @@ class Request:
             self._ends |= self.tokenizer.eos_ids
         bans = {token: -math.inf for token in self._ends if token in self.vocabulary}
         self._going_on = replace(self.sampling, logit_bias={**self.sampling.logit_bias, **bans})
-        self._dry = Dry(self.sampling, self._text_of) if self.sampling.is_dry else None
+        self._dry = Dry(self.sampling, self._text_of, len(self.sequence.prompt)) if self.sampling.is_dry else None
 
     def found(self, length: int) -> None:
         """So many tokens were in the store when the request came to be computed; its first token settles it."""

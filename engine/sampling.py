@@ -18,7 +18,16 @@ from model_loaders.config import GenerationDefaults
 
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
-_USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
+_USUAL = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "repeat_penalty": 1.0,
+    "dry_multiplier": 0.0,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ("\n", ":", '"', "*"),
+}
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,17 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a model's own generation_config asks for; None where it says nothing."""
+    """What a model's own generation_config asks for; None where it says nothing.
+
+    Those files know no DRY: it is for the demonstration model.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: tuple[str, ...] | None = None
     greedy: bool = False  # do_sample: false was written down

@@ -107,10 +107,10 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "repeat_last_n", "L", "how many of the last tokens the penalties look at, 0 to 64 [64]"
     yield "presence_penalty", "OLV", "[0]"
     yield "frequency_penalty", "OLV", "[0]"
-    yield "dry_multiplier", "L", "0 is off [0]"
+    yield "dry_multiplier", "L", "0 is off [the model's, or else 0]"
     yield "dry_base", "L", "[1.75]"
     yield "dry_allowed_length", "L", "[2]"
-    yield "dry_penalty_last_n", "L", "-1 is all of the context [-1]"
+    yield "dry_penalty_last_n", "L", "-1 is all of the context, -2 the answer alone [the model's, or else -1]"
     yield "dry_sequence_breakers", "L", "a text or a list of at most 16"
     yield (
         "logit_bias",

@@ -140,6 +140,18 @@ def longest_repetition(ids: Sequence[int]) -> int:
     return longest
 
 
+def test_the_answer_alone() -> None:
+    """What the prompt says may be said again, by `-2`."""
+    alone = Dry(sampling(dry_multiplier=1.0, dry_penalty_last_n=-2), WORDS.__getitem__, prompt=8)
+    ids = [0, 1, 2, 5, 0, 1, 2, 5]
+    for token in [0, 1, 2, 5, 0, 1]:
+        assert alone.penalties(ids) is None
+        ids.append(token)
+    penalties = alone.penalties(ids)
+    assert penalties is not None
+    assert (penalties.ids.tolist(), penalties.amounts.tolist()) == ([2], [1.0])
+
+
 @pytest.mark.parametrize("off", [{}, {"dry_multiplier": 0}, {"dry_multiplier": 5.0, "dry_penalty_last_n": 0}])
 def test_off_computes_nothing(tiny: Engine, off: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.request.Dry", None)

@@ -152,7 +152,7 @@ def test_a_bias_of_minus_infinity_bans_a_token():
         (["--frequency-penalty", "nan"], "--frequency-penalty"),
         (["--dry-multiplier", "-1"], "--dry-multiplier"),
         (["--dry-base", "0.5"], "--dry-base"),
-        (["--dry-penalty-last-n", "-2"], "--dry-penalty-last-n"),
+        (["--dry-penalty-last-n", "-3"], "--dry-penalty-last-n"),
         (["--dry-sequence-breaker", ""], "--dry-sequence-breaker"),
         (["--logit-bias", "42"], "--logit-bias"),
         (["--logit-bias", "word-1"], "--logit-bias"),

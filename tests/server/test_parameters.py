@@ -54,7 +54,7 @@ def complaint(body: dict[str, Any]) -> BadRequest:
         ("dry_multiplier", 0.8),
         ("dry_base", 2),
         ("dry_allowed_length", 3),
-        ("dry_penalty_last_n", -1),
+        ("dry_penalty_last_n", -2),
         ("seed", 0),
         ("seed", 2**63 - 1),
         ("seed", -1),
