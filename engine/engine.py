@@ -73,9 +73,10 @@ class Engine:
     ) -> Chunks:
         """Generate behind `prompt`, chunk by chunk; the last chunk has a finish_reason and the usage.
 
-        prompt: text for raw completion, messages for the chat template, or token ids as they are. With `progress`,
-        chunks without text report how far a prompt is. Closing the iterator cancels the request. Raises EngineError
-        for a prompt that cannot be served ("context_length_exceeded", "invalid_request").
+        prompt: text for raw completion, messages for the chat template, or token ids as they are; `options` say how it
+        is read, and which stored tokens may stand for its own. With `progress`, chunks without text report how far a
+        prompt is. Closing the iterator cancels the request. Raises EngineError for a prompt that cannot be served
+        ("context_length_exceeded", "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
         return self._drain(self._request(prompt, params, options, outbox, progress), outbox)
@@ -152,7 +153,8 @@ class Engine:
         that JSON can say. progress: told bytes written and bytes in all. Raises EngineError with the code "session",
         or "storage" where the place for it is at fault.
         """
-        asked, salt = None, (options := options or PromptOptions()).cache_salt
+        options = options or PromptOptions()
+        salt, asked = options.cache_salt, None
         answers = self._answers.known(prompt, salt) if prompt is not None and is_chat(prompt) else ()
         if prompt is not None:
             found = prompt_ids(prompt, self.model, self._answers, options, context=self.context)

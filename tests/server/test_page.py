@@ -451,6 +451,18 @@ def test_the_servers_sentence_is_shown(page: Browser) -> None:
     assert page.run("return document.querySelectorAll('.notice').length") == 1
 
 
+def test_a_server_that_is_silent_about_its_cache_is_no_trouble(
+    visit: Callable[[Process], Browser], tiny_path: Path, tmp_path: Path
+) -> None:
+    with Process(tiny_path, tmp_path, "--hide-cached-tokens", troubled=True) as server:
+        page = visit(server)
+        choose(page, temperature=0, max_tokens=3)
+        send(page, "the rain")
+        page.until(lambda: done(page) and answer(page))
+        assert re.match(r"\d+ prompt tokens · 3 tokens", figures(page))
+        assert page.run("return document.querySelectorAll('.notice').length") == 0
+
+
 def test_a_busy_server_says_when_to_come_back_and_retry_does(
     visit: Callable[[Process], Browser], tiny_path: Path, tmp_path: Path
 ) -> None:
