@@ -110,6 +110,7 @@ class Ticket:
 
     prompt_tokens: int
     cancel: Callable[[], None]  # may be called at any time, from any thread, more than once
+    cached_tokens: Callable[[], int] = lambda: 0  # of the prompt, as far as is known: found in the store
 
 
 @dataclass

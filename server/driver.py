@@ -121,13 +121,17 @@ class Driver:
             self._totals.prompt_tokens += ticket.prompt_tokens
             entry.prompt_tokens += ticket.prompt_tokens
             last = False
-            while not last:
-                item = await self._next(job)
-                self._totals.count(item)
-                entry.count(item)
-                last = item.finish_reason is not None
-                job.outcome = item.finish_reason or job.outcome
-                yield item
+            try:
+                while not last:
+                    item = await self._next(job)
+                    self._totals.count(item)
+                    entry.count(item)
+                    last = item.finish_reason is not None
+                    job.outcome = item.finish_reason or job.outcome
+                    yield item
+            finally:
+                if not last:  # no usage has come
+                    entry.cached_tokens += ticket.cached_tokens()
 
     async def _next(self, job: Job) -> Any:
         """What the thread that works on a job hands over next; raises an exception in its place."""

@@ -115,6 +115,17 @@ def test_counters_and_the_journal(engine: Engine) -> None:
     run(test, engine)
 
 
+def test_the_journal_says_what_a_cancelled_request_found_in_the_cache(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        await whole(driver)
+        with journal.entry("client", "route") as entry:
+            async with aclosing(driver.stream(PROMPT, SamplingParams(max_tokens=8))) as chunks:
+                await anext(chunks)
+        assert (entry.line()["outcome"], entry.line()["cached_tokens"]) == ("cancelled", len(PROMPT) - 1)
+
+    run(test, engine)
+
+
 def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
         with journal.entry("client", "route") as entry:
