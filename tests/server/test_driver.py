@@ -115,15 +115,16 @@ def test_counters_and_the_journal(engine: Engine) -> None:
     run(test, engine)
 
 
-def test_the_journal_says_what_a_cancelled_request_found_in_the_cache(engine: Engine) -> None:
+def test_the_journal_says_what_a_cancelled_request_found_in_the_cache(tiny: Engine) -> None:
     async def test(driver: Driver) -> None:
-        await whole(driver)
+        prompt = [*range(5, 40)]
+        await whole(driver, prompt)
         with journal.entry("client", "route") as entry:
-            async with aclosing(driver.stream(PROMPT, SamplingParams(max_tokens=8))) as chunks:
+            async with aclosing(driver.stream(prompt, LONG)) as chunks:
                 await anext(chunks)
-        assert (entry.line()["outcome"], entry.line()["cached_tokens"]) == ("cancelled", len(PROMPT) - 1)
+        assert (entry.line()["outcome"], entry.line()["cached_tokens"]) == ("cancelled", len(prompt) - 1)
 
-    run(test, engine)
+    run(test, tiny)
 
 
 def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
