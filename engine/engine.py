@@ -197,8 +197,8 @@ class Engine:
         request = self._request(prompt, params, options, into, progress)
         with self._exclusive():
             self._work.submit(request)
-        prompt = len(request.sequence.prompt)
-        return Ticket(prompt, lambda: self._cancel(request.sequence), lambda: request.cached or 0)
+        tokens = len(request.sequence.prompt)
+        return Ticket(tokens, lambda: self._cancel(request.sequence), lambda: request.cached or 0)
 
     def work(self) -> bool:
         """Do one unit of the work at hand; False when there is none."""
