@@ -46,17 +46,16 @@ def prompt_ids(
 
     Raises EngineError for anything else, and for text that cannot fit into `context`, before it is tokenized.
     """
-    tokenizer = model.tokenizer
+    tokenizer, look = model.tokenizer, partial(_must_be_able_to_fit, model, context)
     if isinstance(prompt, str):
-        if context is not None:
-            _must_be_able_to_fit(prompt, model, context)
+        look(prompt)
         ids = tokenizer.tokenize(prompt, control=options.parse_special)
         return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
     if is_chat(prompt):
         check_roles(prompt)
         try:
             known = answers.recalled(prompt, options.cache_salt) if answers else prompt
-            return chat_ids(known, model.template, tokenizer)
+            return chat_ids(known, model.template, tokenizer, look)
         except ValueError as error:
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Many, np.ndarray)) or isinstance(prompt, bytes):
@@ -64,9 +63,9 @@ def prompt_ids(
     return list(cast(Many[int], prompt))
 
 
-def _must_be_able_to_fit(text: str, model: model_loaders.Model, context: int) -> None:
+def _must_be_able_to_fit(model: model_loaders.Model, context: int | None, text: str) -> None:
     """Raises EngineError for text of which no cut into tokens has as few as the context takes."""
-    if len(text) <= _MOST_CHARACTERS * context:
+    if context is None or len(text) <= _MOST_CHARACTERS * context:
         return
     least = model.tokenizer.least_tokens(text)
     if least > context:

@@ -91,7 +91,11 @@ def _is_usual_order(value: Any, _: Body) -> bool:
 
 
 def _honoured() -> Iterator[tuple[str, str, str]]:
-    yield "messages", "OLV", "the conversation: texts and text parts of system, developer, user and assistant"
+    yield (
+        "messages",
+        "OLV",
+        "texts and text parts of system, developer, user and assistant; what else is in a message is passed over",
+    )
     yield "prompt", "OLV", "a text, or a list of token ids; one to a request"
     yield "parse_special", "P", "whether names of control tokens in a raw prompt become these tokens [true]"
     yield "max_tokens", "OLV", "tokens of the answer at most; -1 is what the context holds [-1]"

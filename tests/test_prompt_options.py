@@ -57,12 +57,15 @@ def test_a_prompt_that_is_too_long_is_told_in_numbers(tiny: Engine) -> None:
     assert error.numbers == {"n_prompt_tokens": 300, "n_ctx": CONTEXT}
 
 
-def test_a_text_that_cannot_fit_is_not_tokenized(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "the rain " * 10_000
+RAIN = "the rain " * 10_000
+
+
+@pytest.mark.parametrize("prompt", [RAIN, [{"role": "user", "content": RAIN}], MESSAGES * 4000])
+def test_a_text_that_cannot_fit_is_not_tokenized(tiny: Engine, monkeypatch: pytest.MonkeyPatch, prompt: Any) -> None:
     monkeypatch.setattr(tiny.model.tokenizer, "tokenize", lambda *_, **__: pytest.fail("it was tokenized"))
-    error = refused(tiny, text, SPECIAL, str(CONTEXT), "or more")
+    error = refused(tiny, prompt, SPECIAL, str(CONTEXT), "or more")
     assert error.code == "context_length_exceeded"
-    assert CONTEXT < error.numbers["n_prompt_tokens"] < len(text)
+    assert CONTEXT < error.numbers["n_prompt_tokens"] < 250_000
 
 
 # -- the cache ------------------------------------------------------------------------------------------------------
