@@ -103,6 +103,11 @@ def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: 
     return [int(i) for i in ids]
 
 
+def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes of a token; a control token's are its name."""
+    return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
+
+
 @dataclass(frozen=True)
 class Ticket:
     """A request in the queue, for whoever put it there."""
@@ -192,7 +197,8 @@ class Request:
             self._ends |= self.tokenizer.eos_ids
         bans = {token: -math.inf for token in self._ends if token in self.vocabulary}
         self._going_on = replace(self.sampling, logit_bias={**self.sampling.logit_bias, **bans})
-        self._dry = Dry(self.sampling, self._text_of, len(self.sequence.prompt)) if self.sampling.is_dry else None
+        text_of = partial(_token_text, self.tokenizer)
+        self._dry = Dry(self.sampling, text_of, len(self.sequence.prompt)) if self.sampling.is_dry else None
 
     def found(self, length: int) -> None:
         """So many tokens were in the store when the request came to be computed; its first token settles it."""
@@ -224,10 +230,6 @@ class Request:
         may_end = self.sequence.generated >= self.params.min_tokens
         sampling = self.sampling if may_end else self._going_on
         return Draw(sampling, recent, self._rng.random(), self.vocabulary.stop, self.params.logprobs, dry)
-
-    def _text_of(self, token: int) -> bytes:
-        """The bytes of a token; a control token's are its name."""
-        return self.tokenizer.token_bytes(token) or self.tokenizer.token_name(token).encode()
 
     def take(self, sampled: Sampled) -> None:
         """Put out what the next token adds to the text, or why there is none."""
