@@ -166,7 +166,7 @@ def test_all_are_served_as_if_they_were_alone_and_nothing_is_lost(server: Proces
     assert free == blocks
     # A sequence as long as the context needs every block that there is; what can still be found is in nobody's way.
     for first in (5, 6):
-        assert asyncio.run(whole_context(server, first)) == CONTEXT + 1  # the last token is not stored any more
+        assert asyncio.run(whole_context(server, first)) == CONTEXT
     assert {line.get("outcome", "length") for line in server.log()} == {"length"}
 
 
