@@ -123,6 +123,7 @@ class Load:
 
 async def _ask(http: httpx.AsyncClient, plan: Plan, number: int, begun: float) -> Answer:
     body = {"prompt": plan.prompts[number], "max_tokens": plan.max_tokens, "temperature": 0, "ignore_eos": True}
+    body["dry_multiplier"] = 0  # the demonstration model's own is not
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     answer = Answer(plan.starts[number], time.perf_counter() - begun)
     try:
