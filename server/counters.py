@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from engine import Chunk
 
+_SHORT = {"busy", "closing", "tokenized", "detokenized"}  # outcomes that say nothing of how long answers take
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -48,7 +50,7 @@ class Totals:
 
     def usual_seconds(self) -> int:
         """How long a request has taken so far, rounded up; at least 1 and at most 60."""
-        served = sum(self.requests.values()) - self.requests["busy"] - self.requests["closing"]
+        served = sum(count for outcome, count in self.requests.items() if outcome not in _SHORT)
         return min(60, max(1, math.ceil(self.seconds / max(1, served))))
 
     def snapshot(self, active: int) -> Snapshot:

@@ -14,6 +14,7 @@ from engine import Completion, Engine, EngineError, SamplingParams
 from engine.outputs import fold
 from server import journal
 from server.config import ServerConfig
+from server.counters import Totals
 from server.driver import Driver
 from server.refused import Refused
 from tests.server.lines import PATIENCE
@@ -134,6 +135,12 @@ def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
         assert (entry.line()["prompt"], entry.line()["answer"]) == ("once", answer.text)
 
     run(test, engine, log_prompts=True)
+
+
+def test_how_long_answers_take_is_not_told_by_what_is_no_answer() -> None:
+    totals = Totals(seconds=21.0)
+    totals.requests.update({"length": 2, "cancelled": 1, "busy": 50, "tokenized": 1000})
+    assert totals.usual_seconds() == 7
 
 
 def test_text_and_ids(engine: Engine) -> None:
