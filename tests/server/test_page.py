@@ -148,11 +148,15 @@ def test_the_next_turn_has_the_conversation_in_it_and_finds_it_in_the_cache(page
     assert 0 < cached < prompt
 
 
-def test_stop_ends_the_answer_and_the_servers_work(page: Browser, server: Process) -> None:
+@pytest.mark.parametrize("how", ["button", "escape"])
+def test_stop_ends_the_answer_and_the_servers_work(page: Browser, server: Process, how: str) -> None:
     choose(page, temperature=0)
     send(page, LONG)
     page.until(lambda: len(page.run("return turns[0].answer")) > 2)
-    page.click("#stop")
+    if how == "button":
+        page.click("#stop")
+    else:
+        page.press("\ue00c")  # Escape, as WebDriver has it
     page.until(lambda: done(page))
     stopped = answer(page)
     assert "stopped" in figures(page)
