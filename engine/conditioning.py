@@ -77,6 +77,7 @@ def centre(keys: np.ndarray, bits: int) -> tuple[np.ndarray, dict[str, np.ndarra
     """
     limit = np.float32(np.finfo(np.float16).max)
     mean = np.clip(keys.mean(axis=-2), -limit, limit)
+    fields: dict[str, np.ndarray]
     if bits == 16:
         fields = {"mean": mean.astype(np.float16)}
     else:
