@@ -41,7 +41,9 @@ def variances(ops: Ops, config: ModelConfig, layer: LayerWeights, block_size: in
     shape = 2, config.kv_heads, config.head_dim
     rows = slice(config.heads * config.head_dim, None)
     gain = np.square(ops.to_host(layer.attention_norm), dtype=np.float64)
-    keys, values = (np.square(ops.to_host(layer.qkv[rows]), dtype=np.float64) @ gain).reshape(shape)
+    heads = ops.to_host(layer.qkv[rows]).reshape(-1, config.head_dim, len(gain))
+    # One after the other: squares of all of them together would be new memory each time, which takes longer than they.
+    keys, values = np.reshape([np.square(head, dtype=np.float64) @ gain for head in heads], shape)
     if layer.qkv_bias is not None:
         bias = np.square(ops.to_host(layer.qkv_bias[rows]), dtype=np.float64).reshape(shape)
         keys, values = keys + bias[0] * _turned(config, block_size), values + bias[1]
