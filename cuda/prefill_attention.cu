@@ -48,7 +48,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
                          int heads, long long q_stride, int window, float scale) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-    const int position = span[2], newest = position + span[1] - 1;
+    const int position = span[2], held_newest = position + span[1] - 1;
     const int first = (gridDim.x - 1 - blockIdx.x) * WARPS * WARP_ROWS;  // last rows first: they take longest
     const int last = min(first + WARPS * WARP_ROWS, span[1] * GROUP) - 1;
     if (first > last) return;
@@ -81,6 +81,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
             both(part.region, warp, [&] { bring_values(part); }, [&] {
                 if (seen) state.weigh(queries, shared + KEYS, rows, part.start, window, lane);
             });
+            const int newest = DP > 128 ? position + span[1] - 1 : held_newest;  // read again where registers are short
             if (part.start + PART - 1 > newest) clear_values(shared + VALUES, part.start, newest);
             __syncthreads();
         }
