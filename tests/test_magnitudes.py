@@ -35,7 +35,9 @@ TYPES = {
 def logits(path: Path, ids: list[int], block_size: int = N, **settings) -> list[np.ndarray]:
     """As served, and with every token coded."""
     with Engine.load(path, device="cpu", block_size=block_size, **settings) as engine:
-        return [engine.score(ids, every_token_coded=coded).logits for coded in (False, True)]
+        scored = [engine.score(ids, coded, logits=True).logits for coded in (False, True)]
+    assert len(scored[0]) == len(ids)
+    return scored
 
 
 @pytest.mark.parametrize("types", TYPES)
@@ -58,7 +60,7 @@ def test_a_real_model_diverges_alike_whatever_the_size() -> None:
     text = shared("text", "tinystories_dedup.txt").read_text()[:2000]
     with Engine.load(path, device="cpu", cache_type="f16") as engine:
         ids = [1, *engine.tokenize(text)][:128]
-        exact = engine.score(ids).logits
+        exact = engine.score(ids, logits=True).logits
     plain = [kl(exact, given) for given in logits(path, ids, 32)]
     for side, factor in (("keys", 1e-3), ("keys", 1e3), ("values", 1e-3), ("values", 1e3)):
         with pytest.MonkeyPatch.context() as patch:

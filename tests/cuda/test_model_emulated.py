@@ -196,6 +196,7 @@ def test_the_size_of_keys_and_values_changes_no_bit(
         with pytest.MonkeyPatch.context() as patch:
             rescale(patch, side, factor)
             with Engine.load(path, block_size=N, ctx_size=64, cache_type=types, calibration=False) as engine:
-                scores.append([engine.score(range(5, 55), every_token_coded=coded).logits for coded in (False, True)])
+                scores.append([engine.score(range(5, 55), coded, logits=True).logits for coded in (False, True)])
+                assert len(scores[-1][0]) == 50
     np.testing.assert_array_equal(scores[1], scores[0])
     np.testing.assert_array_equal(scores[2], scores[0])
