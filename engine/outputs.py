@@ -17,7 +17,7 @@ class Usage:
     cached_tokens: int  # of the prompt: already in the KV store, not prefilled again
     completion_tokens: int
     prefill_seconds: float  # up to the logits of the first token
-    generation_seconds: float  # steps after it
+    generation_seconds: float  # steps after it that gave a token
 
     @property
     def prompt_rate(self) -> float:

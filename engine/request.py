@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
@@ -133,11 +134,18 @@ class Clock:
     prefill: float = 0.0
     generation: float = 0.0
 
-    def add(self, prefilling: bool, seconds: float) -> None:
-        if prefilling:
-            self.prefill += seconds
+    def begin(self, prefilling: bool) -> None:
+        """A unit of work begins."""
+        self._prefilling, self._since = prefilling, time.perf_counter()
+
+    def lap(self) -> None:
+        """Count what the unit has taken since it began, or since the last lap."""
+        now = time.perf_counter()
+        if self._prefilling:
+            self.prefill += now - self._since
         else:
-            self.generation += seconds
+            self.generation += now - self._since
+        self._since = now
 
 
 @dataclass(eq=False)
@@ -241,6 +249,7 @@ class Request:
         if token in self._ends:
             self.finish("stop")
             return
+        self.clock.lap()  # the usage counts tokens, and so the time of steps that give one
         sequence.ids.append(token)
         chunk = Chunk(self._stop.push(self.detokenizer.push([token])), (token,), logprobs=logprobs)
         if self._stop.stopped:

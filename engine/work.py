@@ -46,6 +46,8 @@ class Work:
         if unit is None:
             return
         requests, started = [self.requests[sequence] for sequence in unit.sequences], time.perf_counter()
+        for request in requests:
+            request.clock.begin(unit.is_prefill)
         try:
             if unit.is_prefill:
                 self._prefill(requests[0])
@@ -61,10 +63,9 @@ class Work:
         finally:
             if unit.is_prefill and self._scheduler.running:
                 self._model.ops.wait()  # what a device has not done yet would count as the next step's time
-            seconds = time.perf_counter() - started
-            self._scheduler.spent(unit, seconds)
+            self._scheduler.spent(unit, time.perf_counter() - started)
             for request in requests:
-                request.clock.add(unit.is_prefill, seconds)
+                request.clock.lap()
             self.sweep()
 
     @staticmethod
@@ -169,9 +170,12 @@ class Work:
             if request.sequence.generated:
                 return
             if request.sequence.max_tokens == 0:
+                request.clock.lap()
                 request.finish("length")
             else:
-                request.take(self._model.choose(end.value, [request.draw()])[0])
+                (sampled,) = self._model.choose(end.value, [request.draw()])
+                request.clock.lap()
+                request.take(sampled)
 
     # -- steps -------------------------------------------------------------------------------------------------
 
