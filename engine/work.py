@@ -51,6 +51,8 @@ class Work:
         try:
             if unit.is_prefill:
                 self._prefill(requests[0])
+                if self._scheduler.running:
+                    self._model.ops.wait()  # what a device has not done yet would count as the next step's time
             else:
                 self._step_all(requests)
         except Exception as error:
@@ -61,8 +63,6 @@ class Work:
                 request.finish("cancelled")
             raise
         finally:
-            if unit.is_prefill and self._scheduler.running:
-                self._model.ops.wait()  # what a device has not done yet would count as the next step's time
             self._scheduler.spent(unit, time.perf_counter() - started)
             for request in requests:
                 request.clock.lap()

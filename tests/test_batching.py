@@ -152,6 +152,23 @@ def test_an_error_in_a_step_ends_who_took_part(engine: Engine, monkeypatch) -> N
     assert len(engine.generate(*job(5)).token_ids) == 40
 
 
+def test_an_error_that_a_device_tells_late_ends_the_prompt_that_it_is_about(engine: Engine, monkeypatch) -> None:
+    """What a device was given to do fails when it is waited for, and who calls `work` hears nothing of it."""
+    running, broken = engine.stream(*job(1)), Tray()
+    next(running)
+
+    def failing(self):
+        raise ZeroDivisionError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyOps, "wait", failing)
+        engine.submit(*job(6), into=broken)
+        while not broken:
+            assert engine.work()
+    assert isinstance(broken[-1], ZeroDivisionError)
+    assert fold(running).finish_reason == "length"
+
+
 def test_a_request_that_can_choose_no_token_ends_alone(engine: Engine) -> None:
     good = engine.stream(*job(1))
     next(good)
