@@ -111,7 +111,7 @@ def _is_plain(message: object) -> bool:
 
 def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
     """For each message, a digest of the conversation up to and with it."""
-    begin = hashlib.blake2b(salt.encode(errors="replace"), digest_size=KEY_BYTES).digest() if salt else b""
+    begin = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest() if salt else b""
     return islice(accumulate(messages, _key, initial=begin), 1, None)
 
 

@@ -111,6 +111,13 @@ def test_a_salt_separates_what_is_stored(tiny: Engine, prompt: Any) -> None:
     assert held(tiny) == [(0, 0)]
 
 
+def test_salts_that_no_encoding_has_are_different_ones(tiny: Engine) -> None:
+    """JSON can write half of a surrogate pair, and a question mark is no stand-in for it."""
+    salts = [PromptOptions(cache_salt=salt) for salt in ("?", "\ud800", "\udc00")]
+    assert [cached(tiny.generate(PROMPT, GREEDY, salt)) for salt in salts] == [0, 0, 0]
+    assert len({tiny._answers.question(MESSAGES, salt.cache_salt) for salt in salts}) == 3
+
+
 def test_a_salt_separates_the_ids_of_answers(tiny: Engine) -> None:
     """What somebody else's conversation was generated as changes nothing, not even a count of tokens."""
     ours = PromptOptions(cache_salt="ours")

@@ -2,10 +2,10 @@
 
 The hash of a block is chained: of the hash before it and of its own token ids, from a root that stands for whatever
 else decides what is stored (model, codecs, conditioning, calibration, block size), and for a salt, which keeps apart
-what is the same otherwise. A block is found as long as its
-contents last: while a sequence holds it, and from then on until the allocator hands it out for something else, the one
-that has been free the longest first. Exact blocks (the first of a sequence, and its tail) can be used in part: of them,
-as many tokens are copied as a prompt has in common with them.
+what is the same otherwise. A block is found as long as its contents last: while a sequence holds it, and from then on
+until the allocator hands it out for something else, the one that has been free the longest first. Exact blocks (the
+first of a sequence, and its tail) can be used in part: of them, as many tokens are copied as a prompt has in common
+with them.
 
     kv = prefixes.resume(ids, salt)   the longest beginning of `ids` that is there
     prefixes.publish(kv, ids)         after every commit: complete blocks can be found from now on
@@ -57,7 +57,7 @@ class PrefixCache:
         """What the hashes of a sequence begin with; empty for no salt, which stands for the usual beginning."""
         if not salt:
             return b""
-        return hashlib.blake2b(salt.encode(errors="replace"), key=self._root, digest_size=16).digest()
+        return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._root, digest_size=16).digest()
 
     def clear(self) -> None:
         """Find nothing of what is stored now."""
