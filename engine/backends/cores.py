@@ -29,7 +29,7 @@ class Cores:
         self._lock = threading.Lock()
         self._alone: set[object] = set()  # one for each `one_each` that has not ended
         self._usual = self._now
-        self._pool = _pool()
+        self._pool = self._new_pool()
         renew_in_children(self)
 
     @property
@@ -92,10 +92,14 @@ class Cores:
             finally:
                 wait(later)  # nothing may go on writing once an error is out
 
+    def _new_pool(self) -> ThreadPoolExecutor:
+        """Threads that work inside `one_each` alone."""
+        return ThreadPoolExecutor(thread_name_prefix="part", initializer=_apply, initargs=(self._each_its_own, 1))
+
     def renew(self) -> None:
         """The threads of the pool, and those inside `one_each`, are the parent's."""
         self._lock = threading.Lock()
-        self._pool = _pool()
+        self._pool = self._new_pool()
         if self._alone:
             self._alone.clear()
             _apply(self._shared, self._usual)
@@ -114,10 +118,6 @@ def _apply(libraries: list[LibController], number: int) -> None:
         library.set_num_threads(number)
         if let_go:
             let_go(force=True)
-
-
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="part")
 
 
 @cache

@@ -83,6 +83,34 @@ def test_work_goes_to_as_many_threads_and_is_waited_for() -> None:
     assert done == [1]
 
 
+class OfEachThread(Library):
+    """A BLAS on OpenMP, which keeps a number for each thread; a new one has as many as there are cores."""
+
+    threading_layer = "openmp"
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    @property
+    def num_threads(self) -> int:
+        return getattr(self._own, "number", 4)
+
+    def set_num_threads(self, number: int) -> None:
+        self._own.number = number
+
+
+def test_each_part_has_one_core_where_every_thread_has_a_number_of_its_own() -> None:
+    library, together = OfEachThread(), threading.Barrier(3)
+    shared = Cores([library])  # type: ignore[list-item]
+
+    def work(i: int) -> int:
+        together.wait(PATIENCE)
+        return library.num_threads
+
+    assert shared.each(work, 3) == [1, 1, 1]
+    assert (library.num_threads, shared.number) == (4, 4)
+
+
 def test_one_core_does_it_all_in_order_and_in_this_thread() -> None:
     shared = Cores([Library(1)])  # type: ignore[list-item]
     assert shared.each(lambda i: (i, threading.get_ident()), 3) == [(i, threading.get_ident()) for i in range(3)]
