@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +88,47 @@ def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, ty
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
         assert any(given_way)
         assert None not in given_way
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dry_multiplier": 3.0, "dry_allowed_length": 1},
+        {"dry_multiplier": 3.0, "dry_allowed_length": 1, "dry_penalty_last_n": -2},
+        {"min_tokens": 20, "stop_token_ids": tuple(range(5, 25)), "ignore_eos": False},
+        {"repeat_penalty": 1.5, "frequency_penalty": 0.5, "repeat_last_n": 30, "logprobs": 3},
+    ],
+    ids=["DRY", "DRY of the answer", "ends", "penalties"],
+)
+def test_who_gives_way_is_drawn_with_what_came_before(tiny_path: Path, monkeypatch, more: dict[str, Any]) -> None:
+    """What a draw looks at goes on where it was, though blocks are computed again."""
+
+    def asked(number: int) -> tuple[list[int], SamplingParams]:
+        prompt, params = job(number)
+        return prompt, replace(params, **more)
+
+    settings = {"device": "cpu", "block_size": BLOCK, "cache_type": "f16", "parallel": 4}
+    with Engine.load(tiny_path, **settings) as engine:
+        alone = [engine.generate(*asked(number)) for number in range(REQUESTS)]
+        assert [answer.token_ids for answer in alone] != [engine.generate(*job(n)).token_ids for n in range(REQUESTS)]
+        by_count(engine, monkeypatch)
+        engine._prefixes.clear()
+        coded = engine._store.groups[0].coded
+        taken = coded.allocate(coded.free - (len(job(REQUESTS - 1)[0]) + 40) // BLOCK)
+        given_way = []
+        preempt = engine._scheduler.preempt
+        monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
+        trays = [Tray() for _ in alone]
+        for number, tray in enumerate(trays):
+            engine.submit(*asked(number), into=tray)
+        while engine.work():
+            pass
+        for block in taken:
+            coded.release(block)
+        for tray, expected in zip(trays, alone, strict=True):
+            assert (tray.answer.token_ids, tray.answer.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert any(given_way)
         assert_idle(engine)
 
 
