@@ -177,7 +177,9 @@ class Engine:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
         with self._exclusive():
             sessions.check_types(self._store.shape)
-        session, saved = sessions.read(path, self._identity, self.model.vocabulary, self.context, progress)
+        session, saved = sessions.read(
+            path, self._identity, self.cache_shape, self.model.vocabulary, self.context, progress
+        )
         with self._exclusive():
             kv = sessions.put_back(self._store, saved, path)
             self._work.leave(session.token_ids, self._prefixes.salted(kv, cache_salt), cache_salt)

@@ -123,9 +123,17 @@ def write(path: Place, own: Mapping[str, str], session: Session, saved: Snapshot
 
 
 def read(
-    path: Place, own: Mapping[str, str], vocabulary: range, context: int, progress: Progress | None
+    path: Place,
+    own: Mapping[str, str],
+    shape: CacheShape,
+    vocabulary: range,
+    context: int,
+    progress: Progress | None,
 ) -> tuple[Session, Snapshot]:
-    """What `write` left at `path`, looked at from all sides: for this engine, and no longer than its `context`."""
+    """What `write` left at `path`, looked at from all sides: for this engine, and no longer than its `context`.
+
+    Nothing of the engine's state is looked at, so others may have it meanwhile.
+    """
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _must_be_file(Path(path), path)
         if sealed_file.read_header(Path(path)).get("format") != _FORMAT:
@@ -137,6 +145,9 @@ def read(
     try:
         _must_fit(path, header, own)
         session, saved = _parsed(header, arrays, vocabulary)
+        _must_be_finite(shape, saved)
+    except MemoryError:
+        raise _no_memory(f"There is not enough memory to load {path}: free some") from None
     except (KeyError, TypeError, ValueError, RecursionError):
         raise _error(_damaged(path)) from None
     if saved.length > context:
@@ -161,7 +172,6 @@ def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: st
 def put_back(store: KVStore, saved: Snapshot, path: Place) -> SequenceKV:
     """The sequence in the store."""
     try:
-        _must_be_finite(store.shape, saved)
         return restore(store, saved)
     except OutOfBlocks:
         raise _no_memory(

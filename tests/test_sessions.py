@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, SamplingParams, assembly, sealed_file
+from engine import Engine, EngineError, SamplingParams, assembly, sealed_file, sessions
 from engine.backends import stored
 from engine.conditioning import Scale
 from engine.config import Encoding
@@ -501,6 +501,19 @@ def test_numbers_inside_a_gpus_records_are_looked_at(tiny_path: Path, file: Path
             assert engine.load_session(file).token_ids == tuple(past)
         else:
             assert_refused(engine, file, "damaged")
+
+
+def test_numbers_are_looked_at_while_others_have_the_engine(engine: Engine, saved: Path, monkeypatch) -> None:
+    """It takes as long as reading a GPU's records takes, and is about the file alone."""
+    look, taken = sessions._must_be_finite, []
+
+    def watched(*given):
+        taken.append(engine._turns.taken)
+        look(*given)
+
+    monkeypatch.setattr(sessions, "_must_be_finite", watched)
+    engine.load_session(saved)
+    assert taken == [False]
 
 
 # -- refusals: of requests -------------------------------------------------------------------------------------------
