@@ -75,7 +75,7 @@ def test_an_engine_needs_nothing_that_windows_lacks(tiny_path: Path, tmp_path: P
     """As far as Linux can show it: modules and functions are taken away, and all else stays Linux's own."""
     program = """
 import os, resource, signal, socket
-import psutil  # whose part for Linux may need them
+import asyncio, psutil  # whose parts for Linux may need them
 sys.modules["resource"] = None
 for module, names in (
     (os, ("sysconf", "fork", "register_at_fork", "getuid", "getpgid", "killpg")),
