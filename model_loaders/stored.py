@@ -12,7 +12,9 @@ from model_loaders.file_bytes import FileBytes
 
 _PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of one value
 PLAIN = tuple(_PLAIN_BYTES)
-READABLE = (*PLAIN, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_LATTICE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")
+_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4")
+READABLE = (*PLAIN, *_BLOCKS, *_LATTICE)
 _SLAB = 1 << 18  # values converted at a time: the temporaries stay in the cache
 
 
@@ -88,6 +90,17 @@ def _convert(tensor: StoredTensor, out: np.ndarray) -> None:
             rows[tensor.row_order[start:stop]] = values
         del values  # may be a view of the mapping
         tensor.source.release(offset, count)
+
+
+def can_dequantize(dtype: str) -> bool:
+    """Whether the installed `gguf` converts this type of READABLE; its older versions lack some."""
+    if dtype in PLAIN:
+        return True
+    try:
+        _values(np.zeros(_block(dtype)[1], np.uint8), dtype)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _block(dtype: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
-from model_loaders.stored import PLAIN, READABLE, StoredWeights
+from model_loaders.stored import PLAIN, READABLE, StoredWeights, can_dequantize
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _HARMLESS = ("rotary_emb.inv_freq",)  # derived values that old checkpoints store beside the weights
@@ -107,6 +107,11 @@ def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
         raise LoadError(
             f"{weights.file(name)}: the tensor {weights.label(name)} is stored as {dtype}, which is not supported "
             f"(supported: {', '.join(readable)})."
+        )
+    if not can_dequantize(dtype):
+        raise LoadError(
+            f"{weights.file(name)}: the tensor {weights.label(name)} is stored as {dtype}, which the installed version "
+            "of the Python package gguf cannot read; upgrade it (pip install --upgrade gguf)."
         )
 
 

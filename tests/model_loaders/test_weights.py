@@ -4,6 +4,7 @@ import json
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -14,18 +15,31 @@ from safetensors.numpy import load_file
 
 from model_loaders import load_weights
 from model_loaders.config import GenerationDefaults
+from model_loaders.errors import LoadError
 from model_loaders.file_bytes import FileBytes
 from model_loaders.folder import generation_defaults
 from model_loaders.gguf_file import GgufFile
 from model_loaders.safetensors_source import read_header
 from model_loaders.stored import READABLE, StoredTensor, StoredWeights
 from model_loaders.weights import expected_shapes
-from tests.model_loaders.checkpoints import MODELS, NAMES, finish, read, read_all, safetensors_file
+from tests.model_loaders.checkpoints import (
+    MODELS,
+    NAMES,
+    finish,
+    gguf_header,
+    gguf_name,
+    interleaved,
+    read,
+    read_all,
+    safetensors_file,
+)
 from tests.shared_data import shared
 
 BOTH_WAYS = pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
 LEGACY = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+TERNARY = ["TQ1_0", "TQ2_0"]
+LATTICES = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"]
 ALL_16_BITS = np.arange(2**16, dtype="<u2")
 
 
@@ -111,8 +125,18 @@ def test_gguf_types_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: P
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("dtype", K_QUANTS)
-def test_k_quants_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [*TERNARY, "MXFP4"])
+def test_few_values_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
+    values = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], size=(1100, 256)).astype(np.float32)  # exact in all
+    raw = gguf.quantize(values, Type[dtype]).view(np.uint8)
+    got = read(one_gguf_tensor(tmp_path / "x.gguf", dtype, raw, mmap), "x")
+    np.testing.assert_array_equal(got, values)
+    np.testing.assert_array_equal(got, gguf.dequantize(raw, Type[dtype]))
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", [*K_QUANTS, *TERNARY, *LATTICES, "MXFP4"])
+def test_random_blocks_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     raw = np.random.default_rng(2).integers(0, 256, (300, 1024 // block, block_bytes), dtype=np.uint8)
     raw &= 0x3F  # the scales' float16 among these bytes stay finite, wherever they lie
@@ -125,7 +149,51 @@ def test_k_quants_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Pat
 
 
 def test_all_readable_types_are_tested() -> None:
-    assert set(READABLE) == {"F32", "F16", "BF16", *LEGACY, *K_QUANTS}
+    assert set(READABLE) == {"F32", "F16", "BF16", *LEGACY, *K_QUANTS, *TERNARY, *LATTICES, "MXFP4"}
+
+
+def quantized_model(path: Path, dtype: str) -> dict[str, np.ndarray]:
+    """Writes a model whose matrices are random blocks of this type; returns its tensors."""
+    config = replace(
+        load_weights(MODELS / "llama_mha")[0],
+        **{"layers": 1, "hidden_size": 256, "ffn_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64},
+        vocab_size=96,
+    )
+    writer, tensors = gguf_header(path, "llama", config), {}
+    random = np.random.default_rng(5)
+    for name, (rows, *columns) in expected_shapes(config).items():
+        if not columns:
+            tensors[name] = np.ones(rows, np.float32)
+            writer.add_tensor(gguf_name(name), tensors[name])
+            continue
+        block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
+        raw = random.integers(0, 64, (rows, columns[0] // block * block_bytes), dtype=np.uint8)
+        tensors[name] = gguf.dequantize(raw, Type[dtype])
+        heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
+        raw = interleaved(raw, heads) if heads else raw
+        writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=Type[dtype])
+    finish(writer)
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", ["Q4_K", *TERNARY, *LATTICES, "MXFP4"])
+def test_a_model_of_blocks_loads(dtype: str, tmp_path: Path) -> None:
+    tensors = quantized_model(tmp_path / "model.gguf", dtype)
+    config, weights, stored = load_weights(tmp_path / "model.gguf")
+    assert (config.hidden_size, stored) == (256, dtype)
+    assert weights.names() == tensors.keys()
+    for name, expected in tensors.items():
+        np.testing.assert_array_equal(read(weights, name), expected, err_msg=name)
+
+
+def test_a_type_that_the_installed_gguf_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(data: np.ndarray, dtype: Type) -> np.ndarray:
+        raise NotImplementedError(f"Dequantization for {dtype.name} is not yet implemented")
+
+    quantized_model(tmp_path / "model.gguf", "IQ4_NL")
+    monkeypatch.setattr("gguf.quants.dequantize", lacking)
+    with pytest.raises(LoadError, match="IQ4_NL, which the installed version of the Python package gguf cannot read"):
+        load_weights(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (600_000,), (3, 5), (2, 400_000), (0, 4), (4, 0)])
@@ -164,7 +232,7 @@ def test_refuses_an_array_that_it_would_have_to_copy(out: np.ndarray, tmp_path: 
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q6_K", *TERNARY, *LATTICES, "MXFP4"])
 def test_conversion_takes_a_few_megabytes_beside_the_result(dtype: str, mmap: bool, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     rows, columns = 4096, 1024
