@@ -39,10 +39,11 @@ class Engine:
         self.cache_shape = parts.plan.shape
         self._parts = parts
         self._fit_line = assembly.fit_line(parts)
-        self._model, self._store = parts.model, parts.model.store
+        self._model = parts.model
+        self._store = parts.model.store
         self._identity = sessions.settings(parts.model, parts.source.name)
-        identity, keeps = json.dumps(self._identity).encode(), parts.config.kept_sequences > 0
-        self._prefixes = PrefixCache(self._store, identity, enabled=keeps)
+        keeps = parts.config.kept_sequences > 0
+        self._prefixes = PrefixCache(self._store, json.dumps(self._identity).encode(), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share)
         self._work = Work(parts.model, self._prefixes, self._scheduler)
         self._turns = Turns(forkable=parts.model.ops.forkable)
@@ -154,14 +155,17 @@ class Engine:
         or "storage" where the place for it is at fault.
         """
         options = options or PromptOptions()
-        salt, asked = options.cache_salt, None
-        answers = self._answers.known(prompt, salt) if prompt is not None and is_chat(prompt) else ()
+        asked: Sequence[int] | None = None
+        answers = self._answers.known(prompt, options.cache_salt) if prompt is not None and is_chat(prompt) else ()
         if prompt is not None:
             found = prompt_ids(prompt, self.model, self._answers, options, context=self.context)
             asked = checked_ids(found, self.model, self.context, room=0)
         with self._exclusive():
             sessions.check_types(self._store.shape)
-            ids, salt = (self._work.newest.ids, self._work.newest.salt) if asked is None else (asked, salt)
+            if asked is not None:
+                ids, salt = asked, options.cache_salt
+            else:
+                ids, salt = self._work.newest.ids, self._work.newest.salt
             saved = sessions.take_out(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: saved.length]), note, answers)
         sessions.write(path, self._identity, session, saved, progress)
@@ -223,8 +227,16 @@ class Engine:
 
     def _request(self, prompt: Prompt, params: Params, options: Options, outbox: Outbox, progress: bool) -> Request:
         self._check_open()
-        chosen, place = (params or SamplingParams(), options or PromptOptions()), (self.model, self.context)
-        return Request.of(prompt, *chosen, *place, answers=self._answers, outbox=outbox, wants_progress=progress)
+        return Request.of(
+            prompt,
+            params or SamplingParams(),
+            options or PromptOptions(),
+            self.model,
+            self.context,
+            answers=self._answers,
+            outbox=outbox,
+            wants_progress=progress,
+        )
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""

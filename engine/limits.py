@@ -1,4 +1,4 @@
-"""Which values the fields of SamplingParams may have, and which roles messages."""
+"""Which values the fields of SamplingParams and of PromptOptions may have, and which roles messages may have."""
 
 from __future__ import annotations
 

@@ -47,16 +47,17 @@ def prompt_ids(
 
     Raises EngineError for anything else, and for text that cannot fit into `context`, before it is tokenized.
     """
-    tokenizer, look = model.tokenizer, partial(_must_be_able_to_fit, model, context)
+    tokenizer = model.tokenizer
+    check = partial(_must_be_able_to_fit, model, context)
     if isinstance(prompt, str):
-        look(prompt)
+        check(prompt)
         ids = tokenizer.tokenize(prompt, control=options.parse_special)
         return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
     if is_chat(prompt):
         check_roles(prompt)
         try:
             known = answers.recalled(prompt, options.cache_salt) if answers else prompt
-            return chat_ids(known, model.template, tokenizer, look)
+            return chat_ids(known, model.template, tokenizer, check)
         except ValueError as error:
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Many, np.ndarray)) or isinstance(prompt, bytes):
@@ -182,7 +183,6 @@ class Request:
         wants_progress: bool,
     ) -> Request:
         """A request for what follows `prompt`. Raises EngineError where that cannot be served."""
-        tokenizer, chat = model.tokenizer, is_chat(prompt)
         sampling = resolve(params, model.generation, model.vocabulary.stop)
         ids = checked_ids(prompt_ids(prompt, model, answers, options, context=context), model, context, room=1)
         keep = None
@@ -192,9 +192,17 @@ class Request:
             keep = None if question is None else partial(answers.keep, question)
         room = context - len(ids)
         most = room if params.max_tokens < 0 else min(params.max_tokens, room)
-        tokens, detokenizer = Sequence(tuple(ids), most), Detokenizer(tokenizer, at_start=chat)
         return cls(
-            tokens, params, sampling, tokenizer, detokenizer, model.vocabulary, outbox, options, wants_progress, keep
+            Sequence(tuple(ids), most),
+            params,
+            sampling,
+            model.tokenizer,
+            Detokenizer(model.tokenizer, at_start=is_chat(prompt)),
+            model.vocabulary,
+            outbox,
+            options,
+            wants_progress,
+            keep,
         )
 
     def __post_init__(self) -> None:

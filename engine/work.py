@@ -45,7 +45,8 @@ class Work:
         unit = self._scheduler.schedule()
         if unit is None:
             return
-        requests, started = [self.requests[sequence] for sequence in unit.sequences], time.perf_counter()
+        requests = [self.requests[sequence] for sequence in unit.sequences]
+        started = time.perf_counter()
         for request in requests:
             request.clock.begin(unit.is_prefill)
         try:

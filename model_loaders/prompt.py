@@ -32,7 +32,7 @@ def chat_ids(
     messages: Sequence[Mapping[str, object]],
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    look: Callable[[str], None] | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> list[int]:
     """Ids of a conversation, ending where the assistant is to write; with BOS where the model wants one.
 
@@ -40,16 +40,16 @@ def chat_ids(
     the template writes its own). They are put in the place of its content as they are, after the very ids that its
     prompt ended with, so that a conversation begins with all the ids of its previous turn. Where the template does
     not show the content as it is, white space at its edges aside, what it shows is used instead: models that reason
-    have templates that leave the reasoning out of earlier answers. `look` sees the text before it is tokenized, and may
-    raise.
+    have templates that leave the reasoning out of earlier answers. `check` is called with the text before it is
+    tokenized, and may raise.
 
     Raises ValueError for messages of a wrong form, LoadError where the template fails.
     """
     checked = [_checked(message, index, tokenizer) for index, message in enumerate(_sequence(messages))]
     mark, edge = _unused_characters(2, [template.source, *(text for m in checked for text in (m.role, m.content))])
     parts = _Rendering(template, checked, _Guard.of(tokenizer), mark, edge).parts()
-    if look is not None:
-        look("".join(part for part in parts if isinstance(part, str)).replace(mark, ""))
+    if check is not None:
+        check("".join(part for part in parts if isinstance(part, str)).replace(mark, ""))
     ids: list[int] = []
     for position, part in enumerate(parts):
         if isinstance(part, str):

@@ -42,8 +42,9 @@ class NumpyOps:
     prefill_rows = 512  # the feed-forward activations stay near the cache
 
     def __init__(self, threads: int = 0):
-        """`threads` for BLAS and for the parts of a prompt; 0 leaves BLAS as it is, and measures whether
-        steps are faster with one."""
+        """threads: for BLAS and for the parts of a prompt; 0 leaves BLAS as it is, and measures whether steps are
+        faster with one.
+        """
         self._cores = cores()
         if threads:
             self._cores.use(threads)

@@ -4,7 +4,7 @@ A sequence is cut into blocks of N tokens. Its first block (the sink) and the bl
 full precision, in *exact slots*; every complete block between them is encoded. New tokens pass through a `Span`:
 
     span = store.open(sequence, count)      blocks are reserved, or OutOfBlocks and nothing has changed
-    for every layer:                        begin_layer, append and attend (any number of chunks), then
+    for every layer:                        begin_layer, append and attend (any number of chunks); once all is appended
         store.seal(layer, span)             complete blocks become codes, the rest goes to the tail
     store.commit(span)                      the sequence is longer now       (or store.abort(span))
 
@@ -151,7 +151,7 @@ class KVStore:
         buffer, first = self._now(layer, span)
         base = span.start // n  # number of the block that `now` begins with
         if grown.coded:
-            with _sentence():
+            with _damage_as_error():
                 self.ops.encode_blocks(cache, grown.coded, Place(buffer, first + grown.first_coded - base))
         if buffer is None:
             return
@@ -169,7 +169,7 @@ class KVStore:
         n = self.shape.block_size
         if span.start >= n:
             tokens = span.start % n + span.count
-            with _sentence():
+            with _damage_as_error():
                 self.ops.round_trip(self.cache(layer), Place(span.buffer, 0), tokens)
 
     def commit(self, span: Span) -> None:
@@ -205,8 +205,8 @@ class KVStore:
 
 
 @contextmanager
-def _sentence() -> Iterator[None]:
-    """K/V that no codec can encode come from weights that are damaged."""
+def _damage_as_error() -> Iterator[None]:
+    """EngineError ("model_damaged") for K/V that no codec can encode: the weights that they come from are damaged."""
     try:
         yield
     except NotFinite:
