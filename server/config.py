@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -121,12 +122,20 @@ def _is_key(text: str) -> bool:
 
 def _is_name(text: str) -> bool:
     """A host name or address as it is in a Host header, without a port."""
-    return re.fullmatch(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?", text) is not None
+    return re.fullmatch(r"[A-Za-z0-9._-]+", text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_origin(text: str) -> bool:
-    """What browsers send as Origin, which has neither a path nor a slash at the end."""
-    return text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", text) is not None
+    """What browsers send as Origin: in lower case, with neither a path nor a slash at the end."""
+    return text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+", text) is not None
 
 
 def _is_size(text: str) -> bool:
@@ -149,7 +158,11 @@ _CHECKS: Mapping[str, Check] = {
     "max_sessions_size": _that(_is_size, "this is not a size; write 512M, 2G or a number of bytes"),
     "api_key": _that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
     "allowed_host": _that(_is_name, "this needs a host name alone, as in chat.example.com"),
-    "cors_origin": _that(_is_origin, "an origin is * or a scheme and a host, as in https://chat.example.com:8443"),
+    "cors_origin": _that(
+        _is_origin,
+        "an origin is * or a scheme and a host in lower case, without a path or a slash behind them, as in "
+        "https://chat.example.com:8443",
+    ),
     "max_body": _POSITIVE,
     "max_connections": _POSITIVE,
     "max_queue": _that(lambda count: count >= 0, "this has to be 0 or more"),

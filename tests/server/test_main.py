@@ -76,9 +76,11 @@ def test_the_key_may_come_from_the_environment() -> None:
         ["--api-key", "with space"],
         ["--api-key", "é"],
         ["--allowed-host", "a.lan:8080"],
+        ["--allowed-host", "cafe:8080"],  # the letters of an IPv6 address, which it is not
         ["--allowed-host", ""],
         ["--cors-origin", "chat.example.com"],
         ["--cors-origin", "https://chat.example.com/"],
+        ["--cors-origin", "https://Chat.example.com"],  # browsers never send it
         ["--max-body", "0"],
         ["--max-queue", "-1"],
         ["--max-connections", "0"],
@@ -93,7 +95,9 @@ def test_the_key_may_come_from_the_environment() -> None:
     ],
 )
 def test_a_wrong_flag_is_one_sentence(words: list[str], capsys) -> None:
-    assert main([*words, *(() if "--port" in words else ("--port", "0"))]) == 2
+    anywhere = () if "--port" in words else ("--port", "0")
+    nothing = () if "--weights" in words else ("--weights", "/no/such/model")  # a flag that is taken serves nothing
+    assert main([*words, *anywhere, *nothing]) == 2
     told = capsys.readouterr()
     *notes, sentence = told.err.splitlines()
     assert sentence.startswith("error: ")
