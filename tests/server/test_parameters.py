@@ -210,6 +210,13 @@ def test_messages() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("name", "value"), [("seed", -5), ("max_tokens", -2), ("top_k", -7), ("min_tokens", -3)])
+def test_what_is_too_small_is_told_what_is_taken(name: str, value: int) -> None:
+    with pytest.raises(BadRequest) as caught:
+        params(**{name: value})
+    assert caught.value.message.startswith(f"{name} is {value}, but must be a whole number")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
