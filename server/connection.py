@@ -224,7 +224,10 @@ class Connection(asyncio.Protocol):
         self._send(request_id, message)
         del self._requests[request_id]
         if not self._requests:
-            self._close() if self._ended else self._await_request()
+            if self._ended:
+                self._close()
+            else:
+                self._await_request()
 
     def _await_request(self) -> None:
         reason = f"there was no request under way for {IDLE_SECONDS:.0f} seconds"

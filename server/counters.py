@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from engine import Chunk
 
-_SHORT = {"busy", "closing", "tokenized", "detokenized"}  # outcomes that say nothing of how long answers take
-
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -18,7 +16,7 @@ class Snapshot:
 
     requests: Mapping[
         str, int
-    ]  # by how they ended: "stop", "length", "saved", …, "cancelled", "error", or a refusal's code
+    ]  # by how they ended: "stop", "length", "saved", "cancelled", "error", a refusal's code, …
     active: int  # under way: waiting, computed, or being sent
     prompt_tokens: int
     cached_tokens: int  # of answers that came to their end, as the two below
@@ -39,6 +37,16 @@ class Totals:
     generation_seconds: float = 0.0
     completion_tokens: int = 0
     seconds: float = 0.0
+    answers: int = 0  # that have ended, of the requests
+    answer_seconds: float = 0.0  # of the seconds, those of answers
+
+    def ended(self, outcome: str, seconds: float, *, answer: bool) -> None:
+        """Count a request; answer: whether it asked for one, and not for a session or the tokens of a text."""
+        self.requests[outcome] += 1
+        self.seconds += seconds
+        if answer:
+            self.answers += 1
+            self.answer_seconds += seconds
 
     def count(self, chunk: Chunk) -> None:
         """Add what a chunk brings."""
@@ -49,10 +57,18 @@ class Totals:
             self.generation_seconds += chunk.usage.generation_seconds
 
     def usual_seconds(self) -> int:
-        """How long a request has taken so far, rounded up; at least 1 and at most 60."""
-        served = sum(count for outcome, count in self.requests.items() if outcome not in _SHORT)
-        return min(60, max(1, math.ceil(self.seconds / max(1, served))))
+        """The mean time that an answer has taken so far, rounded up; at least 1 and at most 60."""
+        return min(60, max(1, math.ceil(self.answer_seconds / max(1, self.answers))))
 
     def snapshot(self, active: int) -> Snapshot:
         """The counters as they are now."""
-        return Snapshot(**{**vars(self), "requests": dict(self.requests)}, active=active)
+        return Snapshot(
+            requests=dict(self.requests),
+            active=active,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            prefill_seconds=self.prefill_seconds,
+            generation_seconds=self.generation_seconds,
+            completion_tokens=self.completion_tokens,
+            seconds=self.seconds,
+        )

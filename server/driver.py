@@ -174,8 +174,7 @@ class Driver:
         job.close()
         self._wake.set()  # the engine may have to take it out
         queue.jobs.discard(job)
-        self._totals.requests[job.outcome] += 1
-        self._totals.seconds += time.monotonic() - job.started
+        self._totals.ended(job.outcome, time.monotonic() - job.started, answer=queue is self._answers)
         if not any(queue.jobs for queue in self._queues):
             self._idle.set()
 
@@ -225,8 +224,13 @@ class Driver:
 
     async def remove_session(self, name: str) -> None:
         """Raises Refused or EngineError."""
-        if not await self._on_disk("removed", partial(self._folder.remove, name)):
-            raise refused.unknown_session(name)
+        folder = self._folder
+
+        def remove() -> None:
+            if not folder.remove(name):
+                raise refused.unknown_session(name)
+
+        await self._on_disk("removed", remove)
 
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
         """What `work` returns, one at a time. What ends the waiting for it does not end the work, once it has begun."""

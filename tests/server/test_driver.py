@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -138,9 +139,24 @@ def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
 
 
 def test_how_long_answers_take_is_not_told_by_what_is_no_answer() -> None:
-    totals = Totals(seconds=21.0)
-    totals.requests.update({"length": 2, "cancelled": 1, "busy": 50, "tokenized": 1000})
+    totals = Totals()
+    for outcome, seconds in (("length", 9.0), ("error", 5.0), ("cancelled", 6.5)):
+        totals.ended(outcome, seconds, answer=True)
+    for outcome, seconds in (("tokenized", 1000.0), ("listed", 0.0), ("removed", 0.0)):
+        totals.ended(outcome, seconds, answer=False)
+    totals.requests["busy"] += 50
     assert totals.usual_seconds() == 7
+
+
+def test_what_is_no_answer_is_counted_apart(engine: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        await whole(driver)
+        await driver.counted("tokenized", lambda: time.sleep(0.05))
+        assert sum(driver.snapshot().requests.values()) == 2
+        assert driver.snapshot().seconds - driver._totals.answer_seconds >= 0.05
+        assert driver._totals.answers == 1
+
+    run(test, engine)
 
 
 def test_text_and_ids(engine: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,7 +186,14 @@ def test_sessions_are_listed_and_removed(server: Process) -> None:
         assert file.stat().st_mode & 0o077 == 0
     assert ask(server, "/sessions/b", "DELETE") == (204, {})
     assert not files[0].exists()
+    removed = removals(server)
     assert "b" in message(ask(server, "/sessions/b", "DELETE"), 404, "unknown_session")
+    assert removals(server) == removed
+
+
+def removals(server: Process) -> list[str]:
+    """The line of /metrics that counts removed sessions."""
+    return re.findall(r'(?m)^polarlm_requests_total\{outcome="removed"\} .*', server.get("/metrics"))
 
 
 # -- what is wrong with a request ------------------------------------------------------------------------------------
