@@ -101,7 +101,7 @@ def passes(windows: int) -> int:
 
 
 def one_line(row: Row, exact_perplexity: float) -> str:
-    """A row as it comes."""
+    """A row in a line of text."""
     change = 100 * (row.perplexity / exact_perplexity - 1)
     return f"{row.type}, {row.scored_as}: perplexity {change:+.2f} %, KL {_small(row.kl_mean)}"
 

@@ -78,12 +78,12 @@ def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def blas_threads() -> int:
-    """What matrix products use at this moment."""
+    """How many threads matrix products use at this moment."""
     return max((library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"), default=1)
 
 
 def duration(seconds: float) -> str:
-    """For people.
+    """A duration as people say it.
 
     >>> duration(40), duration(200), duration(5400)
     ('40 s', '3 min', '1.5 h')

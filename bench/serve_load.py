@@ -84,7 +84,7 @@ def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.rando
 
 
 class Load:
-    """Clients that ask what a plan says. What they have seen so far is there at any time, when they are stopped too."""
+    """Clients that send the requests of a plan. What they have seen is known at any time, even after a stop."""
 
     def __init__(self) -> None:
         self.answers: dict[int, Answer] = {}

@@ -232,7 +232,7 @@ def _expected_seconds(
     prompts: Sequence[Contestant],
     steps: Sequence[Contestant],
 ) -> float:
-    """Of the whole measurement, from one run of a prompt and one of steps. Only for people: machines differ."""
+    """About how many seconds the whole measurement takes, by one run of a prompt and one of steps."""
     token, step = (1 / run_once(referee.threads[0]) for _, run_once in (prompts[0], steps[0]))
     short = len(prompts) * options.prompt * token + len(steps) * _SHORT_STEPS * step
     batches = 3 * len(_BATCHES) * _BATCH_STEPS * step  # a step of many takes longer than one alone

@@ -43,7 +43,7 @@ class Answers:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """The thread that holds the lock may be the parent's."""
+        """Make the lock anew in a forked child: the thread that holds it may be the parent's."""
         self._lock = Lock()
 
     def recalled(self, messages: Sequence[Message], salt: str = "") -> Sequence[Message]:

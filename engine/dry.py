@@ -42,7 +42,10 @@ class Dry:
         self._since = 0  # tokens behind the one that the last breaker ends in
 
     def penalties(self, ids: Sequence[int]) -> Penalties | None:
-        """What the token behind `ids` is drawn with, None for no penalty; `ids` begin with those of earlier calls."""
+        """The penalties on the token that follows `ids`, None where there are none.
+
+        `ids` must begin with those of the call before.
+        """
         new = ids[self._begin + self._repeats.count :]
         self._repeats.extend(new)
         for token in new:
@@ -60,12 +63,12 @@ class Dry:
         return Penalties(tokens[kept], self._amounts(longest[kept] - self._allowed)) if kept.any() else None
 
     def _amounts(self, beyond: np.ndarray) -> np.ndarray:
-        """What repetitions cost that are so many tokens longer than allowed."""
+        """The penalty of repetitions that are `beyond` (n,) tokens longer than allowed, (n,) float64."""
         with np.errstate(over="ignore"):
             return np.minimum(self._multiplier * float(self._base) ** beyond, _MOST)
 
     def _look_for_breaker(self, token: int) -> None:
-        """Whether one ends in the next token; it may have begun in earlier ones."""
+        """Count the tokens since the last breaker, which may end in `token` and have begun in earlier ones."""
         before, text = len(self._end), self._end + self._text_of(token)
         found = any(text.find(breaker, max(before + 1 - len(breaker), 0)) >= 0 for breaker in self._breakers)
         self._since = 0 if found else self._since + 1

@@ -34,7 +34,7 @@ class Variances(NamedTuple):
 
 
 def variances(ops: Ops, config: ModelConfig, layer: LayerWeights, block_size: int | None = None) -> Variances:
-    """Of one layer's keys and values; with a block size, of keys around the mean of their block of so many tokens.
+    """The variances of one layer's keys and values; with a block size, of keys around the mean of their block.
 
     Costs a read of the weights of keys and values.
     """

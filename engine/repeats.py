@@ -38,7 +38,7 @@ class Repeats:
         return self._runs[: self._reach(self.count)]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Take in the ids that come next."""
+        """Add the ids that come next."""
         end = self.count + len(ids)
         if end > len(self._ids):
             self._ids, self._runs = (np.resize(array, max(end, 2 * len(array))) for array in (self._ids, self._runs))

@@ -30,7 +30,7 @@ from model_loaders.tokenizers import Tokenizer
 Prompt = str | Many[Mapping[str, Any]] | Many[int]
 
 _NOTHING = Chunk("", ())
-_MOST_CHARACTERS = 16  # of a token, on an average over a text that nobody need look at before it is tokenized
+_MOST_CHARACTERS = 16  # for each token of the context: a text with no more is tokenized at once
 
 
 def prompt_ids(
@@ -66,7 +66,7 @@ def prompt_ids(
 
 
 def _must_be_able_to_fit(model: model_loaders.Model, context: int | None, text: str) -> None:
-    """Raises EngineError for text of which no cut into tokens has as few as the context takes."""
+    """Raises EngineError for a long text that has more tokens than `context`, however it is cut."""
     if context is None or len(text) <= _MOST_CHARACTERS * context:
         return
     least = model.tokenizer.least_tokens(text)
@@ -136,11 +136,11 @@ class Clock:
     generation: float = 0.0
 
     def begin(self, prefilling: bool) -> None:
-        """A unit of work begins."""
+        """Start with a unit of work."""
         self._prefilling, self._since = prefilling, time.perf_counter()
 
     def lap(self) -> None:
-        """Count what the unit has taken since it began, or since the last lap."""
+        """Add the seconds since the unit began, or since the last lap."""
         now = time.perf_counter()
         if self._prefilling:
             self.prefill += now - self._since

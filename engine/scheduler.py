@@ -84,7 +84,7 @@ class Scheduler:
         return Work(False, tuple(self._running)) if self._running else None
 
     def spent(self, unit: Work, seconds: float) -> None:
-        """The unit has taken so long."""
+        """Count the seconds that a unit has taken."""
         share = self._prefill_share
         self._prefill_ahead += seconds * (1 - share) if unit.is_prefill else -seconds * share
 

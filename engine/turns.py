@@ -30,7 +30,7 @@ class Turns:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """In a child that was forked, where of the threads only one is left."""
+        """Make the lock anew in a forked child, where only one thread is left."""
         self._changed = threading.Condition()
         self._line.clear()
         left_off = self.taken and self._whose != threading.get_ident()

@@ -48,7 +48,7 @@ class Cores:
         return {library.info().get("architecture", "") for library in self._libraries}
 
     def use(self, number: int) -> None:
-        """From now on, in the whole process."""
+        """Set the number of threads of BLAS for the whole process."""
         with self._lock:
             self._usual = number
             _apply(self._each_its_own, number)
@@ -97,7 +97,7 @@ class Cores:
         return ThreadPoolExecutor(thread_name_prefix="part", initializer=_apply, initargs=(self._each_its_own, 1))
 
     def renew(self) -> None:
-        """The threads of the pool, and those inside `one_each`, are the parent's."""
+        """Make lock and pool anew in a forked child: threads of the pool, and those in `one_each`, are the parent's."""
         self._lock = threading.Lock()
         self._pool = self._new_pool()
         if self._alone:
@@ -122,5 +122,5 @@ def _apply(libraries: list[LibController], number: int) -> None:
 
 @cache
 def cores() -> Cores:
-    """Those of this process, with the BLAS that NumPy has loaded."""
+    """The cores of this process, with the BLAS that NumPy has loaded."""
     return Cores(ThreadpoolController().select(user_api="blas").lib_controllers)

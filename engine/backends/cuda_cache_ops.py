@@ -170,7 +170,7 @@ class CacheOps(HeadOps):
         self._launch("copy_exact", grid, Shape({}, _COPY_THREADS), *pools, *sizes, layouts=cache.exact_layouts)
 
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
-        """Made on the host: it serves figures, not answers."""
+        """See `Ops.round_trip`; done on the host, since only measurements ask for it."""
         form, layouts = cache.form, cache.exact_layouts
         pools, exact = cache.pools(place.buffer), []
         for pool, layout in zip(pools, layouts, strict=True):

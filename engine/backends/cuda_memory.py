@@ -18,7 +18,10 @@ _DRAW_WORDS = 72  # of a row of `cuda_draws.Draws`
 
 
 def prompt_bytes(load: Load, exact_bytes: int, chunk: int) -> int:
-    """Of the longest prompt, in chunks of so many rows. exact_bytes: of a block in its buffer, all KV heads."""
+    """Bytes that the longest prompt takes, in chunks of `chunk` rows.
+
+    exact_bytes: of a block in the prompt's buffer, all KV heads.
+    """
     model, tokens, size = load.model, load.tokens, load.form.block_size
     e, f, queries, heads = _widths(model)
     chunk = min(tokens, chunk)
@@ -33,7 +36,7 @@ def prompt_bytes(load: Load, exact_bytes: int, chunk: int) -> int:
 
 
 def step_bytes(load: Load, device: Device) -> int:
-    """Of recorded steps of at most `load.rows` sequences, inputs of all recordings included."""
+    """Bytes that recorded steps of at most `load.rows` sequences take, inputs of all recordings included."""
     model, rows = load.model, load.rows
     e, f, queries, heads = _widths(model)
     table = HEADER + table_width(load.tokens // load.form.block_size)
@@ -56,12 +59,12 @@ def _groups(model: ModelConfig) -> int:
 
 
 def _logits(model: ModelConfig, rows: int) -> int:
-    """Of logits, and of their copy in rows that begin at multiples of 16 bytes."""
+    """Bytes of logits, and of their copy in rows that begin at multiples of 16 bytes."""
     return _FLOAT * rows * (model.vocab_size + (model.vocab_size + 3 if model.vocab_size % 4 else 0))
 
 
 def _splits(load: Load, device: Device) -> int:
-    """Of what splits of attention leave for `combine`."""
+    """Bytes of what splits of attention leave for `combine`."""
     model = load.model
     blocks = model.kv_heads * -(-model.heads // model.kv_heads // cuda_shapes.DECODE_HEADS)
     most = max(rows * cuda_shapes.decode_splits(device.processors, rows * blocks) for rows in range(1, load.rows + 1))
@@ -69,7 +72,7 @@ def _splits(load: Load, device: Device) -> int:
 
 
 def _parts(load: Load, device: Device) -> int:
-    """Of the sums that parts of a product leave for `gemm_small_sum`."""
+    """Bytes of the sums that parts of a product leave for `gemm_small_sum`."""
     model, machine = load.model, (device.processors, device.shared_memory)
     e, f, queries, heads = _widths(model)
     most = 0

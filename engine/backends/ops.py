@@ -85,7 +85,7 @@ class CacheSpan:
 
 @dataclass(frozen=True)
 class Load:
-    """What ops are asked for at most. tokens: of a prompt; rows: sequences of a step. form: of any layer."""
+    """The most that ops will be asked for. tokens: of a prompt; rows: sequences of a step; form: of any layer."""
 
     model: ModelConfig
     form: CacheFormat

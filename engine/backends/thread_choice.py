@@ -32,7 +32,7 @@ _AGAIN, _AT_MOST = 256, 4096  # steps until the next comparison without a reason
 
 
 class ThreadChoice:
-    """One thread or all of them, for steps of about as many sequences. `number` says for how many the next one is."""
+    """Whether steps of about as many sequences take one thread or all: `number` is that of the next step."""
 
     def __init__(self, every: int):
         """every: all threads, two or more."""
@@ -54,7 +54,7 @@ class ThreadChoice:
         return other if len(self._times[other]) < len(self._times[self.chosen]) else self.chosen
 
     def took(self, seconds: float) -> None:
-        """How long the step with `number` took."""
+        """Count the seconds that the step with `number` threads took."""
         if not self._is_warm:
             self._is_warm = True
         elif self._times is not None:
@@ -104,7 +104,7 @@ class StepThreads:
         self._last: ThreadChoice | None = None
 
     def run(self, rows: int, work: Callable[[], Result]) -> Result:
-        """`work`, a step of so many sequences."""
+        """Do `work`, a step of `rows` sequences, with the number of threads chosen for it; returns its result."""
         every = self._cores.number
         if self._set_by or every == 1:
             return work()
@@ -118,7 +118,7 @@ class StepThreads:
         return result
 
     def now(self) -> Threads:
-        """What the last step took, and why."""
+        """How many threads the last step took, and why."""
         every = self._cores.number
         if self._set_by or every == 1:
             return Threads(every, f"by {self._set_by}" if self._set_by else "BLAS has no more")

@@ -2,9 +2,9 @@
 
 Arrays are NumPy's with an address; kernels run in the emulator; a graph holds the launches that it was recorded from
 and does them again. As on a GPU it knows addresses, and owns nothing: what lies there when it is launched is what it
-works on. It is stricter than CuPy: whatever would go to
-another stream than the one in use, would take memory from the common pool while a graph is recorded, would work on
-memory that the machine has back, or is not allowed while a graph is recorded, is an AssertionError.
+works on. It is stricter than CuPy: whatever would go to another stream than the one in use, would take memory from the
+common pool while a graph is recorded, would work on memory that the machine has back, or is not allowed while a graph
+is recorded, is an AssertionError.
 """
 
 from __future__ import annotations
