@@ -45,7 +45,7 @@ def hadamard_signs(rotation: np.ndarray) -> Signs | None:
     before = np.sign(rotation[np.arange(dim), firsts])
     behind = np.sign(rotation[firsts, np.arange(dim)]) * before[firsts]
     plain = before[:, None] * rotation * behind * np.sqrt(order)
-    hadamard = np.ones((1, 1))
+    hadamard: np.ndarray = np.ones((1, 1))
     while len(hadamard) < order:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     if not np.allclose(plain, np.kron(np.eye(dim // order), hadamard), atol=1e-4):

@@ -77,9 +77,10 @@ class PairPacking:
         """Fields with one leading axis, (M, *shape) → units (M, N, U) uint16."""
         if self.bits == 8:
             return np.ascontiguousarray(fields["low"]).view("<u2")
-        units, high = fields["low"].astype(np.uint16), fields["high"].astype(np.uint16)
+        units: np.ndarray = fields["low"].astype(np.uint16)
+        high: np.ndarray = fields["high"].astype(np.uint16)
         blocks, block_size, width = units.shape
-        q = units.reshape(blocks, 4, block_size // 4, width)
+        q: np.ndarray = units.reshape(blocks, 4, block_size // 4, width)
         # Everything in 16 bits from the start: conversions on the way would cost more than the shifts.
         if self._high_bits == 6:
             q[:, :3] |= (high & 63) << 8

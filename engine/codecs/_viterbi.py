@@ -140,7 +140,8 @@ class PathSearch:
 
 def _least(numbers: np.ndarray, count: int) -> np.ndarray:
     """numbers (4, M, S) uint32 below 2³¹, different along M → the `count` least along M, ascending, (4, count, S)."""
-    least, offset = np.empty((len(numbers), count, numbers.shape[2]), np.uint32), np.uint32(0)
+    least = np.empty((len(numbers), count, numbers.shape[2]), np.uint32)
+    offset: np.ndarray | np.uint32 = np.uint32(0)
     for place in range(count):
         lowest = numbers.min(axis=1)
         least[:, place] = lowest + offset

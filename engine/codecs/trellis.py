@@ -103,6 +103,7 @@ class Trellis(PairCodec):
     def lookup(self, fields: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Two pairs at a time, except of 8 bits: their window would have 18, and the table would leave the cache."""
         bits, pairs = self.store.bits, 2
+        units: np.ndarray
         if bits == 8:
             units, pairs = fields["low"].astype(np.uint16), 1
         else:
