@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import unicodedata
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter
@@ -437,8 +436,8 @@ def test_other_threads_go_on_while_a_long_text_is_tokenized(tiny_path: Path) -> 
     finally:
         done.set()
         ticking.join()
-    seen = [started, *(time for time in times if started < time < ended), ended]
-    assert max(after - before for before, after in pairwise(seen)) < (ended - started) / 2
+    # Some hundreds; two, at its beginning and its end, where the text is tokenized in one go.
+    assert sum(started < time < ended for time in times) > 10
 
 
 @pytest.mark.parametrize("name", vocab.REAL)
