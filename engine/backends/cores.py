@@ -48,7 +48,7 @@ class Cores:
         return {library.info().get("architecture", "") for library in self._libraries}
 
     def use(self, number: int) -> None:
-        """Set the number of threads of BLAS for the whole process."""
+        """Set the number of threads of BLAS for the whole process; where each thread has a number, for this one."""
         with self._lock:
             self._usual = number
             _apply(self._each_its_own, number)
