@@ -241,4 +241,4 @@ def fit_line(parts: Parts) -> str:
         f"{sum(plan.coded_blocks)} blocks of {shape.block_size} as {types} ({shape.bits_per_value:.2f} bits/value): "
         f"{plan.tokens:,} tokens fit"
     )
-    return line if types == "f16" else f"{line} (f16 cache: {f16_tokens(plan, plan.tokens):,})"
+    return line if types == "f16" else f"{line} (with an f16 cache: {f16_tokens(plan, plan.tokens):,})"

@@ -133,7 +133,7 @@ def _as_sampling_takes(name: str) -> Check:
         try:
             SamplingParams(**{name: value})
         except EngineError as error:
-            return str(error)
+            return str(error).replace(f"{name} is", "this is", 1)  # the flag's name stands before it
         return None
 
     return check
@@ -144,7 +144,6 @@ _SOME_TEXT = _that(lambda text: text != "", "this needs text that is not empty")
 _CHECKS: Mapping[str, Check] = {
     **{field.name: _as_sampling_takes(field.name) for field in fields(SamplingParams)},
     "logit_bias": _that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
-    "seed": _that(lambda seed: seed >= -1, "a seed is 0 or more, and -1 takes a different one each time"),
     "stop": _SOME_TEXT,
     "dry_sequence_breakers": _SOME_TEXT,
 }

@@ -236,12 +236,12 @@ def numbers(turn: Turn, engine: Engine) -> str:
 
 def why_larger(engine: Engine) -> str | None:
     """A sentence for a cache that takes more than half precision would, as it does in a short conversation."""
-    cache = engine.cache_stats()
+    cache, size = engine.cache_stats(), engine.config.block_size
     if cache.bytes <= cache.f16_bytes:
         return None
     return (
-        f"The first {engine.config.block_size} tokens and the block of so many that is being filled are kept in full "
-        "precision: in a short conversation these take more than f16 would."
+        f"The first {size} tokens, and the block of {size} that is being filled, are kept in full precision: in a "
+        "short conversation, they take more than the whole cache would as f16."
     )
 
 

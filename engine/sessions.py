@@ -94,7 +94,7 @@ def check_types(shape: CacheShape) -> None:
 
 
 def write(path: Place, own: Mapping[str, str], session: Session, saved: Snapshot, progress: Progress | None) -> None:
-    """Write a session in place of what is at `path`; after an EngineError that is as it was.
+    """Write a session in place of what is at `path`; after an EngineError, that is unchanged.
 
     own: `settings`. session: about the tokens in `saved`.
     """
@@ -113,7 +113,7 @@ def write(path: Place, own: Mapping[str, str], session: Session, saved: Snapshot
     arrays["answers"] = np.frombuffer(json.dumps(session.answers).encode(), np.uint8)
     with _sentences(
         f"The session cannot be saved as {path}",
-        "choose another place, or make room; a file that was there is as it was",
+        "choose another place, or make room; a file that was there before is unchanged",
     ):
         file = Path(os.path.realpath(path))  # of a link, what it leads to is replaced
         with suppress(FileNotFoundError):

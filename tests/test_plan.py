@@ -134,7 +134,7 @@ def test_the_line_at_the_start_has_the_numbers_of_the_plan(tiny: Engine) -> None
     assert line == fit_line(tiny._parts)
     words = re.search(
         r"([\d.]+ \w+) on the cpu; KV store ([\d.]+ \w+), (\d+) blocks of (\d+) as polarquant \(([\d.]+) bits/value\): "
-        r"(\d+) tokens fit \(f16 cache: (\d+)\)",
+        r"(\d+) tokens fit \(with an f16 cache: (\d+)\)",
         line,
     )
     assert words is not None

@@ -271,7 +271,7 @@ def test_the_numbers_of_a_turn(chat, argv, lines):
 
 
 def test_stats_explain_a_cache_that_is_larger_than_f16_would_be(chat, engine):
-    explained = "The first 64 tokens and the block of so many that is being filled are kept in full precision"
+    explained = "The first 64 tokens, and the block of 64 that is being filled, are kept in full precision"
     assert explained not in chat(lines="hi\n/stats\n")[2]
     engine.cache_bytes = 13 << 20
     assert chat("--show-timings", lines="hi\n/stats\n")[2].count(explained) == 1

@@ -184,6 +184,20 @@ def test_a_bad_value_is_named_with_its_flag(words, name):
 
 
 @pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--top-p", "0"], "--top-p: this is 0.0, but must be a number above 0 and at most 1"),
+        (["--seed", "-3"], "-s/--seed: this is -3, but must be a whole number from 0 up; -1 takes a different one"),
+        (["-n", "-2"], "-n/--predict: this is -2, but must be a whole number; -1 is no limit"),
+    ],
+)
+def test_a_value_out_of_range_is_answered_with_the_flag_and_the_range(words, sentence):
+    with pytest.raises(FlagError) as error:
+        read_command_line(words)
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
     ("words", "meant"),
     [
         (["--temprature", "0.7"], "--temp"),
