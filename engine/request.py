@@ -287,9 +287,9 @@ class Request:
         self.outbox.append(error)
 
     def report_progress(self, layers: int) -> None:
-        """Put out how far the prefill is."""
+        """Put out how far the prefill is; nothing where a request that gave way is computed again behind its text."""
         assert self.walk is not None
-        if self.wants_progress:
+        if self.wants_progress and self.sequence.generated == 0:
             done = (self.cached or 0) + self.walk.rows // layers
             self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=len(self.sequence.prompt)))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import Completion, Engine, SamplingParams
+from engine import Completion, Engine, PromptOptions, SamplingParams
 from engine.backends.numpy_ops import NumpyOps
 from engine.outputs import Chunk, fold
 from tests.tiny import assert_idle, by_count
@@ -130,6 +130,20 @@ def test_who_gives_way_is_drawn_with_what_came_before(tiny_path: Path, monkeypat
             assert (tray.answer.token_ids, tray.answer.finish_reason) == (expected.token_ids, expected.finish_reason)
         assert any(given_way)
         assert_idle(engine)
+
+
+def test_who_gives_way_does_not_report_its_prompt_again(engine: Engine) -> None:
+    """It has been read: what comes behind the first token is text, and would be taken for a bar in the middle of it."""
+    params, anew = SamplingParams(max_tokens=20, ignore_eos=True), PromptOptions(cache_prompt=False)
+    chunks = engine.stream([*range(5, 45)], params, anew, progress=True)
+    told = [next(chunk for chunk in chunks if chunk.token_ids)]
+    (request,) = engine._work.requests.values()
+    engine._work._leave(request)  # as `preempt` does
+    engine._scheduler.remove(request.sequence)
+    engine._scheduler.submit(request.sequence)
+    told += chunks
+    assert sum(len(chunk.token_ids) for chunk in told) == 20
+    assert [chunk.prefilled for chunk in told] == [0] * 20
 
 
 def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engine: Engine) -> None:
