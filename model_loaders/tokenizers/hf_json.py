@@ -104,15 +104,25 @@ def _spelling(byte: int, byte_level: bool) -> str:
 def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
     """Bytes of text that become one at most: composing takes no more than three to one, nor does "▁" for a space.
 
-    None where text may be dropped: by a normalizer, or by added tokens that take the white space at their sides.
+    None where text may be dropped: by a normalizer or a pre-tokenizer, or by added tokens that take the white space at
+    their sides.
     """
     if any(token.lstrip or token.rstrip for token in library.get_added_tokens_decoder().values()):
         return None
-    if library.normalizer is None:
-        return 1 if byte_level else 3
-    steps = list(_steps({"normalizer": json.loads(library.normalizer.__getstate__())}))
-    harmless = all(step["type"] in ("NFC", "Prepend", "Sequence") or step.get("content") == "▁" for step in steps)
-    return 3 if harmless else None
+    stages = {"normalizer": library.normalizer, "pre_tokenizer": library.pre_tokenizer}
+    given = {stage: json.loads(of.__getstate__()) for stage, of in stages.items() if of is not None}
+    if not all(map(_keeps_text, _steps(given))):
+        return None
+    return 1 if byte_level and "normalizer" not in given else 3
+
+
+def _keeps_text(step: Mapping[str, object]) -> bool:
+    """Whether a normalizer or a pre-tokenizer drops nothing, as far as is known."""
+    if step["type"] == "Replace":
+        return step["pattern"] == {"String": " "} and step["content"] == "▁"
+    if step["type"] in ("Split", "Punctuation"):
+        return step["behavior"] != "Removed"
+    return step["type"] in ("NFC", "Prepend", "ByteLevel", "Digits", "Metaspace", "Sequence")
 
 
 def _steps(description: Mapping[str, object]) -> Iterator[dict]:

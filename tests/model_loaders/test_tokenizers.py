@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -18,7 +19,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from model_loaders.errors import LoadError
@@ -459,3 +460,28 @@ def test_a_vocabulary_that_lacks_bytes_says_nothing_of_them(tiny_path: Path) -> 
     tokenizer = load_for_folder(tiny_path, {}, {})
     assert tokenizer.least_tokens("\x04\x05" * 1000) == 0
     assert tokenizer.least_tokens("the" * 1000) > 0
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "cutter"),
+    [
+        (normalizers.Replace(tokenizers.Regex(" +"), "▁"), None),  # many spaces become one
+        (normalizers.Strip(), None),
+        (None, pre_tokenizers.WhitespaceSplit()),
+        (None, pre_tokenizers.Split(" ", "removed")),
+        (None, pre_tokenizers.Punctuation("removed")),
+    ],
+)
+def test_of_text_that_may_be_dropped_nothing_is_known(normalizer: Any, cutter: Any, tmp_path: Path) -> None:
+    pieces = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257}
+    library = tokenizers.Tokenizer(BPE(pieces, [], byte_fallback=True))
+    library.decoder = decoders.ByteFallback()
+    if normalizer is not None:
+        library.normalizer = normalizer
+    if cutter is not None:
+        library.pre_tokenizer = cutter
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_for_folder(tmp_path, {}, {})
+    for text in (" " * 1000, "," * 1000):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.tokenize(text))
+    assert min(len(tokenizer.tokenize(text)) for text in (" " * 1000, "," * 1000)) < 3
