@@ -56,7 +56,7 @@ def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logpr
             chosen[name] = _as_sampling_takes(field, name, _MEANT.get((field, value), value))
     for field, name in _WHOLE.items():
         if field in body:
-            value = count(field, body[field], -LARGEST, LARGEST, or_float=True)
+            value = count(field, body[field], -LARGEST, LARGEST)
             chosen[name] = _as_sampling_takes(field, name, _MEANT.get((field, value), value))
     for field in _TEXTS:
         if field in body:

@@ -44,9 +44,9 @@ def flag(field: str, value: Any) -> bool:
     return value
 
 
-def count(field: str, value: Any, low: int, high: int, *, or_float: bool = False) -> int:
-    """A whole number; with `or_float`, also one that is written with a point and nothing behind it, such as 5.0."""
-    if or_float and isinstance(value, float) and value.is_integer():
+def count(field: str, value: Any, low: int, high: int) -> int:
+    """A whole number, which may be written as 5.0."""
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise wrong(field, "a whole number", value)

@@ -40,9 +40,11 @@ class Tokens:
         """
         body = await read_body(request, self._driver.config.max_body)
         content = text("content", body.get("content"))
-        usual = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
-        asked = {name: flag(name, usual[name] if (given := body.get(name)) is None else given) for name in usual}
-        return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **asked))})
+        options = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
+        for name in options:
+            if body.get(name) is not None:
+                options[name] = flag(name, body[name])
+        return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
 
     def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
         ids = self._tokenizer.tokenize(content, control=parse_special)
@@ -58,9 +60,8 @@ class Tokens:
         tokens = (await read_body(request, self._driver.config.max_body)).get("tokens")
         if not isinstance(tokens, list):
             raise wrong("tokens", "a list of token ids", tokens)
-        for index, token in enumerate(tokens):
-            count(f"tokens[{index}]", token, 0, LARGEST)
-        return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(tokens))})
+        ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]
+        return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(ids))})
 
     def _text(self, tokens: Sequence[int]) -> str:
         """A token may have many bytes: what is to be sent may be no longer than what may be received."""

@@ -93,6 +93,10 @@ def test_parameters_that_json_spells_differently() -> None:
         ("n_predict", -1.0, -1),
         ("seed", 7.0, 7),
         ("top_k", 40.0, 40),
+        ("n", 2.0, 2),
+        ("logprobs", 5.0, 5),
+        ("n_probs", 5.0, 5),
+        ("stop_token_ids", [7.0], [7]),
     ],
 )
 def test_what_other_servers_take_is_taken(name: str, value: Any, meant: Any) -> None:
@@ -153,7 +157,7 @@ def test_or_by_a_switch_with_a_number_beside_it(fields: dict[str, Any], count: i
     ("fields", "field"),
     [
         *(({"logprobs": bad}, "logprobs") for bad in (0, 1, "true", [])),
-        *(({"logprobs": True, "top_logprobs": bad}, "top_logprobs") for bad in (-1, 21, 1.0, True, "1", {})),
+        *(({"logprobs": True, "top_logprobs": bad}, "top_logprobs") for bad in (-1, 21, 1.5, True, "1", {})),
         *(({"top_logprobs": count}, "top_logprobs") for count in (0, 5)),
         ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
     ],
@@ -276,7 +280,7 @@ def test_what_is_too_small_is_told_what_is_taken(name: str, value: int) -> None:
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("response_format", "text"),
-        *(("logprobs", bad) for bad in (True, -1, 21, 2.0, "2", [], 10**30)),
+        *(("logprobs", bad) for bad in (True, -1, 21, 2.5, "2", [], 10**30)),
         *(("top_logprobs", bad) for bad in (1, True, "0", [])),
         ("modalities", ["text", "audio"]),
         ("audio", {}),
@@ -304,7 +308,7 @@ def test_a_wrong_field_is_named(name: str, value: Any) -> None:
         ({"prompt": "\udfff"}, "prompt"),
         ({"prompt": [1, True]}, "prompt[1]"),
         ({"prompt": [1, -1]}, "prompt[1]"),
-        ({"prompt": [1.0]}, "prompt[0]"),
+        ({"prompt": [1.5]}, "prompt[0]"),
         ({"prompt": [[1, "x"]]}, "prompt[1]"),
         ({"prompt": [10**40]}, "prompt[0]"),
         ({"messages": []}, "messages"),
