@@ -42,7 +42,8 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(self, driver: Driver, others: set[Connection]) -> None:
-        self._driver, self._config = driver, driver.config
+        self._driver = driver
+        self._config = driver.config
         self._others = others
         self._lines = Lines(self._config.max_body)
         self._requests: dict[Id, asyncio.Task[None]] = {}
@@ -170,12 +171,14 @@ class Connection(asyncio.Protocol):
         if message.get("save") is not None and message.get("load") is not None:
             raise BadRequest("load", "give either save or load, not both")
         if message.get("save") is not None:
-            saved, prompt = read_name("save", message["save"]), read_prompt(message)
+            saved = read_name("save", message["save"])
+            prompt = read_prompt(message)
             options = read_options(message, parse_special=self._config.parse_special)
             told = not self._config.hide_cached_tokens
             return lambda: _transferred(self._driver.save_session(saved, prompt, options), told)
         if message.get("load") is not None:
-            loaded, salt = read_name("load", message["load"]), read_salt(message.get("cache_salt"))
+            loaded = read_name("load", message["load"])
+            salt = read_salt(message.get("cache_salt"))
             return lambda: _transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
         asked = read(body, self._driver.engine.tokenize, parse_special=self._config.parse_special)

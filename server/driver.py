@@ -79,7 +79,7 @@ class Driver:
             self._end_all(refused.closing())
 
     async def stop(self) -> None:
-        """End everything; returns when the engine's thread has ended. For a disk that hangs it does not wait."""
+        """End everything; returns when the engine's thread has ended, whether or not a disk hangs."""
         self._closing = self._stopping = True
         self._end_all(refused.closing())
         self._wake.set()
@@ -87,7 +87,7 @@ class Driver:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
             _LOG.warning(
-                "a session was being saved or loaded when the server ended, and the disk did not get on with it"
+                "a session was being saved or loaded when the server ended, and the disk did not finish in time"
             )
 
     @property
@@ -142,7 +142,10 @@ class Driver:
 
     @contextmanager
     def _job(self, queue: _Queue) -> Iterator[tuple[journal.Entry, Job]]:
-        """What a client and a drain wait for, up to the limit of time. Raises Refused where there is no room for it."""
+        """A job in `queue` for as long as --request-seconds allow, and its entry in the log.
+
+        Raises Refused where the queue is full, or the server is about to end.
+        """
         entry = journal.current() or journal.Entry("", "")
         job = self._admit(entry, queue)
         timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
@@ -233,7 +236,10 @@ class Driver:
         await self._on_disk("removed", remove)
 
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
-        """What `work` returns, one at a time. What ends the waiting for it does not end the work, once it has begun."""
+        """What `work` returns, which runs in the thread for sessions, one at a time.
+
+        A timeout or a cancellation ends the wait for it, but not the work once it has begun.
+        """
         with self._job(self._transfers) as (_, job):
             self._disk.submit(partial(_hand_over, work, job))
             result: T = await self._next(job)
@@ -257,7 +263,7 @@ class Driver:
         return await self._aside(self.engine.status)
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
-        """What `work` returns, in a thread of the pool; as many may wait as may for answers. Raises what it raises."""
+        """What `work` returns, in a thread of the pool, and counted as `outcome`. Raises what it raises, or Refused."""
         with self._job(self._texts) as (_, job):
             self._pool.submit(_hand_over, work, job)
             result: T = await self._next(job)

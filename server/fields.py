@@ -99,15 +99,15 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "prompt", "OLV", "a text, or a list of token ids; one to a request"
     yield "parse_special", "P", "whether names of control tokens in a raw prompt become these tokens [true]"
     yield "max_tokens", "OLV", "tokens of the answer at most; -1 is what the context holds [-1]"
-    yield "max_completion_tokens", "OLV", "`max_tokens`, before which it counts"
-    yield "n_predict", "L", "`max_tokens`, if that is not given"
-    yield "min_tokens", "V", "no token that ends the answer comes before so many others [0]"
+    yield "max_completion_tokens", "OLV", "another name of `max_tokens`; it counts if both are given"
+    yield "n_predict", "L", "another name of `max_tokens`, which counts if both are given"
+    yield "min_tokens", "V", "how many tokens come before one that ends the answer, at least [0]"
     yield "temperature", "OLV", "0 is greedy [the model's]"
     yield "top_p", "OLV", "0 takes the best token alone [the model's]"
     yield "top_k", "LV", "0 and -1 keep all [the model's]"
     yield "min_p", "LV", "[the model's]"
     yield "repeat_penalty", "L", "1 is off [the model's]"
-    yield "repetition_penalty", "V", "`repeat_penalty`, if that is not given"
+    yield "repetition_penalty", "V", "another name of `repeat_penalty`, which counts if both are given"
     yield "repeat_last_n", "L", "how many of the last tokens the penalties look at, 0 to 64 [64]"
     yield "presence_penalty", "OLV", "[0]"
     yield "frequency_penalty", "OLV", "[0]"
@@ -130,19 +130,23 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "ignore_eos", "LV", "goes on after the model's own ends"
     yield "logprobs", "OLV", "in chat true, else a number from 0 to 20"
     yield "top_logprobs", "OLV", "in chat, 0 to 20 beside `logprobs`"
-    yield "n_probs", "L", "`logprobs` with so many tokens in the place of each, before which it counts; 0 is none [0]"
+    yield (
+        "n_probs",
+        "L",
+        "log-probabilities with so many tokens in each place; 0 leaves it to `logprobs` [0]",
+    )
     yield "n", "OLV", "answers, 1 to 16 [1]"
-    yield "n_cmpl", "L", "`n`, if that is not given"
+    yield "n_cmpl", "L", "another name of `n`, which counts if both are given"
     yield "stream", "OLV", "[false]"
     yield "stream_options", "OLV", "`include_usage`; what else is in there is passed over"
     yield "cache_prompt", "L", "false computes all of the prompt, whatever is in the cache [true]"
-    yield "cache_salt", "V", "what one request leaves in the cache is found by those with the same salt alone"
+    yield "cache_salt", "V", "only requests with the same salt find what this one leaves in the cache"
 
 
 _NO_TOOLS = "this server calls no tools"
 _NO_REASONING = "reasoning is text like any other here"
 _NO_GRAMMAR = "nothing constrains the answer that it would apply to"
-_ONLY_SPEED = "it is about speed alone"
+_ONLY_SPEED = "it concerns speed, not the answer"
 _NO_SHIFT = "the answer ends where the context is full, and nothing is left out of it"
 _NO_MEDIA = "this server takes text alone, and refuses other parts in messages"
 _ABOUT = "it says whose request it is, or what for"
@@ -172,12 +176,12 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
     yield "parallel_tool_calls", "OLV", _NO_TOOLS
     yield "parse_tool_calls", "L", _NO_TOOLS
     for name in ("mirostat_tau", "mirostat_eta"):
-        yield name, "L", "it counts with `mirostat` alone"
-    yield "xtc_threshold", "L", "it counts with `xtc_probability` alone"
-    yield "dynatemp_exponent", "L", "it counts with `dynatemp_range` alone"
-    yield "adaptive_decay", "L", "it counts with `adaptive_target` alone"
-    yield "length_penalty", "V", "it counts with `use_beam_search` alone"
-    yield "truncation_side", "V", "it counts with `truncate_prompt_tokens` alone"
+        yield name, "L", "it has an effect only with `mirostat`"
+    yield "xtc_threshold", "L", "it has an effect only with `xtc_probability`"
+    yield "dynatemp_exponent", "L", "it has an effect only with `dynatemp_range`"
+    yield "adaptive_decay", "L", "it has an effect only with `adaptive_target`"
+    yield "length_penalty", "V", "it has an effect only with `use_beam_search`"
+    yield "truncation_side", "V", "it has an effect only with `truncate_prompt_tokens`"
     for name in ("grammar_lazy", "grammar_triggers", "grammar_type", "preserved_tokens"):
         yield name, "L", _NO_GRAMMAR
     for name in ("guided_decoding_backend", "guided_whitespace_pattern"):
@@ -189,13 +193,13 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
         "reasoning_budget_end_tags",
         "reasoning_budget_message",
     ):
-        yield name, "L", "it counts with `reasoning_budget_tokens` alone"
+        yield name, "L", "it has an effect only with `reasoning_budget_tokens`"
     for name in ("media_io_kwargs", "mm_processor_kwargs", "return_mm_kwargs"):
         yield name, "V", _NO_MEDIA
     for name in ("kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start"):
-        yield name, "V", "it is about how vLLM's parts work together"
+        yield name, "V", "it concerns how vLLM's parts work together"
     yield "spaces_between_special_tokens", "V", "control tokens are not in the text of answers"
-    yield "return_token_offsets", "V", "it counts at other endpoints alone"
+    yield "return_token_offsets", "V", "it has an effect only at other endpoints"
     for name in ("verbose", "timings_per_token", "return_progress"):
         yield name, "L", "what it would add beside the answer is not sent"
     yield "t_max_prompt_ms", "L", "llama-server passes over it as well"

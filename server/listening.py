@@ -1,4 +1,4 @@
-"""Sockets to listen at before a model is loaded, so that what is in use is told at once, and what they need."""
+"""Sockets that listen before a model is loaded, so that a port in use is reported at once; open files; lost peers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def is_local(bound: socket.socket) -> bool:
 
 
 def allow_open_files(connections: int) -> str | None:
-    """Have the system let this process open so many connections; returns a warning where it does not.
+    """Raise the limit of open files for so many connections; returns a warning where the system refuses.
 
     The usual limit is a soft one of 1024 files, up to a hard one that is higher.
     """

@@ -46,7 +46,7 @@ def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
 
 
 def error_of(error: Exception) -> dict[str, Any]:
-    """What a client is told of an error that was meant for it."""
+    """The message that tells a client of an error."""
     message = in_flags(error) if isinstance(error, EngineError) else str(error)
     told: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": message}
     for name in ("field", "retry_after"):

@@ -28,9 +28,9 @@ def closing() -> Refused:
 
 
 def busy(message: str, seconds: int) -> Refused:
-    """`seconds`: until it is worth to try again, at the earliest.
+    """`seconds`: after which it makes sense to try again, at the earliest.
 
-    Each client is told another time: those who came together would come back together, and one would be served.
+    Each client is told a different time: those that came together would else come back together, for the room of one.
     """
     return Refused("busy", f"{message}: try again a little later", seconds + random.randrange(max(5, seconds)))
 

@@ -77,9 +77,9 @@ class SessionFolder:
         return found
 
     def limit(self, name: str) -> Callable[[int, int], None]:
-        """What has to be told the progress of saving a session: it raises EngineError where that takes too much room.
+        """The `progress` for saving a session: a function that raises EngineError where the file takes too much room.
 
-        The session that has this name counts as gone.
+        An earlier session of this name is replaced, and does not count.
         """
         others = sum(saved.bytes for saved in self.all() if saved.name != name)
 

@@ -15,11 +15,11 @@ from server.http.errors import CLOSE, ApiError
 from server.listening import notice_lost_peers
 from server.refused import TOO_MANY_CONNECTIONS, busy
 
-# For a request's line and headers to arrive, or for the rest of a body that has its answer already. What else there is
-# to wait for has a limit of its own.
+# For a request's line and headers to arrive, or for the rest of a body whose request has been answered already. Other
+# waits have limits of their own.
 HEAD_SECONDS = 10.0
-LAST_SECONDS = 1.0  # for a client that is turned away to read so
-_MOST_TURNED_AWAY = 64  # that are given this time; beyond them a connection is closed at once
+LAST_SECONDS = 1.0  # for a client that is turned away to read the reason
+_MOST_TURNED_AWAY = 64  # clients that are given LAST_SECONDS at the same time; further ones are closed at once
 
 
 class WebConnection(H11Protocol):
@@ -27,7 +27,7 @@ class WebConnection(H11Protocol):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        # uvicorn would turn away whoever happens to ask while there are too many, and not who has come last.
+        # uvicorn would turn away any client that sends a request while there are too many, and not the latest one.
         self._most, self.limit_concurrency = self.limit_concurrency, None
         self._turned_away = False
         self._waiting: asyncio.TimerHandle | None = None
@@ -61,7 +61,7 @@ class WebConnection(H11Protocol):
             self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, where no answer is under way, and hang up."""
+        """Close the connection over data that is not HTTP, with an error where no answer is under way."""
         waits_for_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
         if self.cycle is not None and not self.cycle.response_complete:  # the application answers to nobody
             self.cycle.disconnected = True
@@ -71,10 +71,10 @@ class WebConnection(H11Protocol):
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        """Never; without a word, since uvicorn's would be an advice to install packages."""
+        """Never, and without uvicorn's warning, which advises to install packages."""
         return False
 
-    # -- what nobody asked for ---------------------------------------------------------------------------------
+    # -- too many connections, and slow ones -------------------------------------------------------------------
 
     def _is_one_too_many(self) -> bool:
         return self._most is not None and len(self.connections) - self._others_turned_away() > self._most
@@ -83,7 +83,7 @@ class WebConnection(H11Protocol):
         return sum(isinstance(other, WebConnection) and other._turned_away for other in self.connections)
 
     def _turn_away(self) -> None:
-        """Answer at once: who does not ask is not waited for."""
+        """Send the error at once, without waiting for a request."""
         at_once = self._others_turned_away() >= _MOST_TURNED_AWAY
         self._turned_away = True
         refusal = busy(TOO_MANY_CONNECTIONS, 1)
@@ -106,9 +106,9 @@ class WebConnection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
     def _watch(self) -> None:
-        """Hang up on a client that begins no request, or does not get on with its head or with a body for nothing.
+        """Close the connection of a client that begins no request, or leaves a head or an answered body incomplete.
 
-        No byte that comes gives it more time.
+        Bytes that arrive do not extend the time.
         """
         begins = self.conn.states == {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
         if not begins and not self._has_answer_before_its_body():
@@ -126,7 +126,7 @@ class WebConnection(H11Protocol):
 
 
 class _Addressed(logging.LoggerAdapter):
-    """A logger that tells which client it is about."""
+    """A logger that begins each line with the client's address."""
 
     def __init__(self, logger: logging.Logger, client: tuple[str, int] | None) -> None:
         super().__init__(logger)

@@ -1,4 +1,4 @@
-"""A thread for what may never come to an end."""
+"""A thread for work that may never end, such as writing to a disk that hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 class Worker:
     """Does one piece of work after the other, in order, in a thread that the end of the process does not wait for.
 
-    Threads of a pool are joined at exit: where a disk hangs, there would be none.
+    Threads of a pool are joined at exit: a disk that hangs would keep the process from ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,7 +23,7 @@ class Worker:
         self._queue.put(work)
 
     def stop(self, seconds: float) -> bool:
-        """Forget what has not begun, and wait so long for what has; returns whether that came to its end."""
+        """Drop the work that has not begun, and wait up to `seconds` for the rest; returns whether it ended."""
         try:
             while True:
                 self._queue.get_nowait()

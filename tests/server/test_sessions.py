@@ -425,7 +425,7 @@ program._DRAIN_SECONDS = driver._LAST_SECONDS = 0.3
         message(told[0], 503, "closing")
         assert process.wait() == 0
         assert "Traceback" not in process.errors.read_text()
-        assert any("the disk did not get on" in line.get("message", "") for line in process.log())
+        assert any("the disk did not finish in time" in line.get("message", "") for line in process.log())
 
 
 def test_sessions_are_saved_and_loaded_while_others_are_answered(server: Process) -> None:
