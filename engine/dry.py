@@ -22,9 +22,8 @@ _MOST = 1e37  # to be subtracted: logits stay finite in float32
 class Dry:
     """The penalties of one sequence, step by step.
 
-    The first step costs a loop over the sequence, each further one a few vectorised passes over the tokens looked at:
-    at 8,192 tokens of English 20 to 30 ms and 0.05 ms, at 65,536 tokens 0.3 s and 0.12 ms (2026-11-20, one of two busy
-    cores).
+    Reading a prompt costs a loop over it, each step a few vectorised passes over the tokens looked at: at 8,192 tokens
+    of English 20 to 30 ms and 0.05 ms, at 65,536 tokens 0.3 s and 0.12 ms (2026-11-20, one of two busy cores).
     """
 
     def __init__(self, sampling: Sampling, text_of: Callable[[int], bytes], prompt: int = 0) -> None:
@@ -41,15 +40,19 @@ class Dry:
         self._end = b""  # of the text, a byte shorter than the longest breaker
         self._since = 0  # tokens behind the one that the last breaker ends in
 
+    def read(self, ids: Sequence[int]) -> None:
+        """Take note of what is new in `ids`, which must begin with those of the call before."""
+        new = ids[self._begin + self._repeats.count :]
+        self._repeats.extend(new)
+        for token in new:
+            self._look_for_breaker(token)
+
     def penalties(self, ids: Sequence[int]) -> Penalties | None:
         """The penalties on the token that follows `ids`, None where there are none.
 
         `ids` must begin with those of the call before.
         """
-        new = ids[self._begin + self._repeats.count :]
-        self._repeats.extend(new)
-        for token in new:
-            self._look_for_breaker(token)
+        self.read(ids)
         runs = self._repeats.runs
         inside = np.arange(len(runs), 0, -1, dtype=np.int32)  # tokens of a run that are among those looked at
         lengths = np.minimum(np.minimum(runs, inside), self._since)

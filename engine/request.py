@@ -213,8 +213,10 @@ class Request:
             self._ends |= self.tokenizer.eos_ids
         bans = {token: -math.inf for token in self._ends if token in self.vocabulary}
         self._going_on = replace(self.sampling, logit_bias={**self.sampling.logit_bias, **bans})
-        text_of = partial(_token_text, self.tokenizer)
-        self._dry = Dry(self.sampling, text_of, len(self.sequence.prompt)) if self.sampling.is_dry else None
+        self._dry: Dry | None = None
+        if self.sampling.is_dry:
+            self._dry = Dry(self.sampling, partial(_token_text, self.tokenizer), len(self.sequence.prompt))
+            self._dry.read(self.sequence.ids)  # here, where nobody waits for the engine meanwhile
 
     def found(self, length: int) -> None:
         """So many tokens were in the store when the request came to be computed; its first token settles it."""

@@ -132,6 +132,20 @@ def test_an_engines_answer_leaves_its_circle(tiny: Engine) -> None:
     assert longest_repetition(dry) <= 2 < longest_repetition(plain)
 
 
+def test_a_prompt_is_read_while_others_have_the_engine(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one takes tenths of a second, in which every stream would stand still."""
+    extend, taken = Repeats.extend, []
+
+    def watched(self: Repeats, ids: Sequence[int]) -> None:
+        taken.append((len(ids), tiny._turns.taken))
+        extend(self, ids)
+
+    monkeypatch.setattr(Repeats, "extend", watched)
+    ids = tiny.tokenize("the rain the rain the rain the rain")
+    tiny.generate(ids, SamplingParams(max_tokens=3, dry_multiplier=1.0, ignore_eos=True))
+    assert taken == [(len(ids), False), (0, True), (1, True), (1, True)]
+
+
 def longest_repetition(ids: Sequence[int]) -> int:
     repeats, longest = Repeats(), 0
     for token in ids:
