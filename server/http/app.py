@@ -63,6 +63,7 @@ def _permissions(config: ServerConfig) -> list[Middleware]:
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # Authorization, and what OpenAI's client for browsers adds
+            allow_private_network=True,  # a page on the internet, a server on the user's machine
             expose_headers=["Retry-After", "X-Should-Retry"],
         )
     ]

@@ -190,6 +190,15 @@ def test_a_page_gets_the_permission_that_the_server_was_started_with(
             assert response.headers["access-control-allow-origin"] == told
 
 
+def test_a_page_on_the_internet_may_use_a_server_on_this_machine(tiny: Engine) -> None:
+    """Chrome asks for that in a header of its own."""
+    asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
+    with serving(tiny, cors_origin=(PAGE,)) as server:
+        permission = httpx.options(f"{server.http.base_url}/v1/chat/completions", headers=asks)
+    assert permission.status_code == 200
+    assert permission.headers["access-control-allow-private-network"] == "true"
+
+
 def test_other_pages_get_none(tiny: Engine) -> None:
     with serving(tiny, cors_origin=(PAGE,)) as server:
         for response in (
