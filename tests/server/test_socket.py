@@ -275,9 +275,9 @@ def test_who_asks_for_nothing_is_hung_up_on(server: Running, monkeypatch) -> Non
 
 @pytest.mark.usefixtures("slow_steps")
 def test_who_waits_for_an_answer_is_not_idle(server: Running, monkeypatch) -> None:
-    monkeypatch.setattr(connection, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "IDLE_SECONDS", 1.0)  # long enough for a request to arrive on a busy machine
     with Client(server.address) as client:
-        assert client.ask(id=1, prompt="a", max_tokens=8, **GREEDY)[1]["done"]  # of 0.1 seconds each
+        assert client.ask(id=1, prompt="a", max_tokens=14, **GREEDY)[1]["done"]  # of 0.1 seconds each
         assert client.receive()["error"]["code"] == "timeout"
         with pytest.raises(EOFError):
             client.receive()
