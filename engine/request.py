@@ -71,13 +71,13 @@ def _must_be_able_to_fit(model: model_loaders.Model, context: int | None, text: 
         return
     least = model.tokenizer.least_tokens(text)
     if least > context:
-        told = f"The prompt, of {least} tokens or more, exceeds the available context size of {context}"
+        told = f"The prompt, of {least} tokens or more, exceeds the available context size of {context} tokens"
         raise _too_long(told, least, model, context)
 
 
 def _too_long(told: str, tokens: int, model: model_loaders.Model, context: int) -> EngineError:
     whole = context >= model.config.max_context
-    advice = "; the model was trained on no more" if whole else ", or raise ctx_size or kv_memory"
+    advice = "; the model was not trained on more" if whole else ", or raise ctx_size or kv_memory"
     return EngineError(
         f"{told}: shorten it{advice}",
         "context_length_exceeded",
@@ -99,8 +99,9 @@ def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: 
     for i in ids:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
             raise EngineError(f"The prompt holds {shown(i)}, which is no token id below {known.stop}")
-    if len(ids) > (most := context - room):
-        told = f"The prompt of {len(ids)} tokens exceeds the available context size: of {context}, it may take {most}"
+    if len(ids) > context - room:
+        told = f"The prompt of {len(ids)} tokens exceeds the available context size of {context} tokens"
+        told += f", {room} of them for the answer" if room else ""
         raise _too_long(told, len(ids), model, context)
     return [int(i) for i in ids]
 
