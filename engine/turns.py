@@ -73,5 +73,5 @@ class Turns:
     def if_free(self, work: Callable[[], None]) -> None:
         """Do `work` in nobody's turn, or not at all. Never waits for a turn to end, and may be called inside one."""
         with self._changed:
-            if not self.taken and not self.lost:
+            if not self.taken:
                 work()

@@ -39,14 +39,16 @@ def test_runs_are_counted_place_by_place(ids: list[int], first: int, furthest: i
         assert run == expected
 
 
-def test_arrays_grow_with_the_sequence() -> None:
-    ids = ([1, 2, 3] * 400)[:1000]
+@pytest.mark.parametrize("period", [3, 4])  # the first room has so many of one that they fit in whole, and of one not
+def test_arrays_grow_with_the_sequence(period: int) -> None:
+    ids = [i % period for i in range(1000)]
     repeats = Repeats()
-    repeats.extend(ids[:3])
-    for token in ids[3:]:
+    repeats.extend(ids[:period])
+    for token in ids[period:]:
         repeats.extend([token])
-    assert repeats.runs[2::3].tolist() == list(range(997, 0, -3))
-    assert repeats.runs[[0, 1, 3, 4]].tolist() == [0] * 4
+    assert repeats.runs[period - 1 :: period].tolist() == list(range(1000 - period, 0, -period))
+    others = np.arange(1, len(repeats.runs) + 1) % period > 0
+    assert not repeats.runs[others].any()
 
 
 @given(st.builds(repetitive, SEEDS, st.integers(1, 90)), st.integers(1, 20), st.integers(2, 4))
