@@ -92,7 +92,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:
     """Raises EngineError for a role that no template knows: some render it, others drop the message without a word.
 
-    A message that is none, or has no role, is for others to refuse.
+    Messages that are not mappings, or have no role, are refused elsewhere.
     """
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None

@@ -40,7 +40,7 @@ class LineEditor:
 
 
 class History(FileHistory):
-    """Messages of earlier chats, and those of this one once it is known what became of them."""
+    """Messages of earlier chats and of this one, each of which waits until it is known whether it was refused."""
 
     _last: str | None = None
 
@@ -48,14 +48,14 @@ class History(FileHistory):
         self._last = string
 
     def keep(self) -> None:
-        """Takes the last message in."""
+        """Adds the last message."""
         if self._last is not None:
             with suppress(OSError):  # a full disk: it is still there in this chat
                 super().append_string(self._last)
             self._last = None
 
     def drop(self) -> None:
-        """Leaves the last message out if it is long."""
+        """Forgets the last message if it is long."""
         if self._last is not None and len(self._last) > _SHORT:
             self._last = None
 

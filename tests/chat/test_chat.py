@@ -123,7 +123,7 @@ def test_an_answer_that_goes_round_in_circles_is_stopped(chat, engine):
     assert engine.prompts[-1][1]["content"] == first
 
 
-def test_or_goes_on_where_that_is_asked_for(chat, engine):
+def test_such_an_answer_goes_on_with_no_loop_check(chat, engine):
     code, out, err = chat("-p", "loop", "-st", "--no-loop-check")
     assert (code, len(out.split())) == (0, 4001)
     assert "over and over" not in err

@@ -243,7 +243,7 @@ def test_an_answer_that_goes_round_in_circles_is_stopped(page: Browser) -> None:
     assert page.text(".foot button") == "Regenerate"
 
 
-def test_or_goes_on_where_the_setting_says_so_after_a_reload_too(page: Browser) -> None:
+def test_such_an_answer_goes_on_where_the_setting_says_so_after_a_reload_too(page: Browser) -> None:
     page.click("#loop_check")
     page.reload()
     assert not page.run("return loop_check.checked")
@@ -257,7 +257,7 @@ def test_or_goes_on_where_the_setting_says_so_after_a_reload_too(page: Browser) 
     assert page.run("return loop_check.checked")
 
 
-def test_a_list_and_code_that_look_alike_are_let_be(page: Browser) -> None:
+def test_a_list_with_lines_that_look_alike_is_not_stopped(page: Browser) -> None:
     items = [piece for number in range(150) for piece in (f"{number}", ". one", " more", " line\n")]
     says(page, [*items, *["-"] * 250, *["Twice", " the", " same", " words "] * 50, *map(str, range(800))] * 2)
     send(page, "a list")
