@@ -166,10 +166,11 @@ class Session:
                     reason, usage = chunk.finish_reason, chunk.usage
                     if asked():
                         break
-                    repeats.extend(chunk.token_ids)
-                    if self._loop_check and reason is None and repeats.circle(_LOOP_TOKENS, _LOOP_ROUNDS):
-                        reason = "loop"
-                        break
+                    if self._loop_check and reason is None:
+                        repeats.extend(chunk.token_ids)
+                        if repeats.circle(_LOOP_TOKENS, _LOOP_ROUNDS):
+                            reason = "loop"
+                            break
         finally:
             self._console.end_progress()
             self._console.end_answer()

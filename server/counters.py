@@ -41,7 +41,7 @@ class Totals:
     answer_seconds: float = 0.0  # of the seconds, those of answers
 
     def ended(self, outcome: str, seconds: float, *, answer: bool) -> None:
-        """Count a request; answer: whether it asked for one, and not for a session or the tokens of a text."""
+        """Count a request; answer: whether its time counts as that of an answer."""
         self.requests[outcome] += 1
         self.seconds += seconds
         if answer:

@@ -160,7 +160,11 @@ class Driver:
             self._leave(job, queue)
 
     def _admit(self, entry: journal.Entry, queue: _Queue) -> Job:
-        refusal = refused.closing() if self._closing else self._busy() if len(queue.jobs) >= queue.room else None
+        refusal = None
+        if self._closing:
+            refusal = refused.closing()
+        elif len(queue.jobs) >= queue.room:
+            refusal = refused.busy("The server is busy", self._totals.usual_seconds())
         if refusal is not None:
             entry.outcome = refusal.code
             self._totals.requests[refusal.code] += 1
@@ -170,14 +174,12 @@ class Driver:
         self._idle.clear()
         return job
 
-    def _busy(self) -> Refused:
-        return refused.busy("The server is busy", self._totals.usual_seconds())
-
     def _leave(self, job: Job, queue: _Queue) -> None:
         job.close()
         self._wake.set()  # the engine may have to take it out
         queue.jobs.discard(job)
-        self._totals.ended(job.outcome, time.monotonic() - job.started, answer=queue is self._answers)
+        answer = queue is self._answers and job.outcome != "error"  # most errors come before anything is computed
+        self._totals.ended(job.outcome, time.monotonic() - job.started, answer=answer)
         if not any(queue.jobs for queue in self._queues):
             self._idle.set()
 

@@ -154,6 +154,9 @@ def test_what_is_no_answer_is_counted_apart(engine: Engine) -> None:
         await driver.counted("tokenized", lambda: time.sleep(0.05))
         assert sum(driver.snapshot().requests.values()) == 2
         assert driver.snapshot().seconds - driver._totals.answer_seconds >= 0.05
+        with pytest.raises(EngineError):
+            await whole(driver, [10**9])
+        assert driver.snapshot().requests["error"] == 1
         assert driver._totals.answers == 1
 
     run(test, engine)
