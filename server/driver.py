@@ -27,7 +27,7 @@ from server.worker import Worker
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-_TOKENIZERS = 4  # threads that turn prompts into tokens; a template may take its time
+_TOKENIZERS = 4  # threads that turn prompts into tokens, and as many for texts; a template may take its time
 _LAST_SECONDS = 5.0  # for a session that is being saved when the server ends
 
 
@@ -58,6 +58,7 @@ class Driver:
         self._stopping = False
         self._wake = threading.Event()
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
+        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # holds up no prompt
         self._disk = Worker("sessions")
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -84,7 +85,8 @@ class Driver:
         self._end_all(refused.closing())
         self._wake.set()
         await self._loop.run_in_executor(None, self._thread.join)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._text_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
             _LOG.warning(
                 "a session was being saved or loaded when the server ended, and the disk did not finish in time"
@@ -265,9 +267,9 @@ class Driver:
         return await self._aside(self.engine.status)
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
-        """What `work` returns, in a thread of the pool, and counted as `outcome`. Raises what it raises, or Refused."""
+        """What `work` returns, in a thread for texts, and counted as `outcome`. Raises what it raises, or Refused."""
         with self._job(self._texts) as (_, job):
-            self._pool.submit(_hand_over, work, job)
+            self._text_pool.submit(_hand_over, work, job)
             result: T = await self._next(job)
             job.outcome = outcome
             return result

@@ -126,6 +126,24 @@ def test_texts_wait_in_a_queue_of_their_own_that_is_bounded(tiny: Engine, monkey
         assert server.outcomes()["detokenized"] == 1
 
 
+def test_texts_that_take_long_hold_up_no_answer(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def slow(*arguments: Any, **more: Any) -> list[int]:
+        assert go_on.wait(60)
+        return []
+
+    with serving(tiny) as server, ExitStack() as connections:
+        connections.callback(go_on.set)
+        monkeypatch.setattr(tiny.model.tokenizer, "tokenize", slow)
+        for _ in range(8):
+            connections.enter_context(server.send("/tokenize", {"content": "the"}))
+        eventually(lambda: server.driver.snapshot().active == 8)
+        body = {"prompt": [5, 6], "max_tokens": 1}
+        assert server.http.post("/v1/completions", json=body, timeout=20).status_code == 200
+        assert server.http.get("/stats", timeout=20).status_code == 200
+
+
 @pytest.mark.parametrize("content", [None, 5, ["the"], {"text": "the"}, True])
 def test_a_content_that_is_no_text_is_a_bad_request(shared: Serving, content: Any) -> None:
     response = shared.post("/tokenize", {"content": content})
