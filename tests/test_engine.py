@@ -183,9 +183,10 @@ def test_a_prompt_must_leave_room_for_a_token(tiny: Engine) -> None:
 
 @pytest.mark.parametrize("length", [1, 30, CONTEXT - 2, CONTEXT - 1])
 def test_generation_ends_where_the_context_is_full(tiny: Engine, length: int) -> None:
-    answer = tiny.generate([7] * length, with_max(-1))
-    assert answer.finish_reason == "length"
-    assert length + len(answer.token_ids) == CONTEXT
+    for most in (-1, CONTEXT, 10_000):
+        answer = tiny.generate([7] * length, with_max(most))
+        assert answer.finish_reason == "length"
+        assert length + len(answer.token_ids) == CONTEXT
     assert tiny.generate([8] * length, with_max(2)).finish_reason == "length"
 
 

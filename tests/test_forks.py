@@ -205,6 +205,26 @@ def test_an_engine_on_a_gpu_says_that_a_child_needs_its_own(tiny_path: Path, mon
 # -- the number of BLAS threads ------------------------------------------------------------------------------------
 
 
+def test_a_child_forked_by_who_has_one_core_each_goes_on_with_all_of_them(two_cores: None) -> None:
+    cores().use(2)
+    reading, writing = os.pipe()
+    inside = cores().one_each()
+    inside.__enter__()
+    child = os.fork()
+    if child == 0:
+        try:
+            inside.__exit__(None, None, None)
+            os.write(writing, str(cores()._now).encode())
+        finally:
+            os._exit(0)
+    inside.__exit__(None, None, None)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b"2"
+    assert (cores().number, cores()._now) == (2, 2)
+
+
 def test_a_child_forked_while_another_thread_has_one_core_each_has_all_of_them(two_cores: None) -> None:
     cores().use(2)
     inside, forked = threading.Event(), threading.Event()

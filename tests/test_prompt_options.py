@@ -100,6 +100,27 @@ def test_what_gave_way_finds_nothing_either(tiny_path: Path) -> None:
         assert_idle(engine)
 
 
+def test_what_gave_way_keeps_its_salt(tiny: Engine) -> None:
+    """Also where only a part of its prompt is left in the store, which it may not go on from."""
+    ours = PromptOptions(cache_salt="ours")
+    alone = tiny.generate(PROMPT, GREEDY, ours)
+    tiny._prefixes.clear()
+    chunks = tiny.stream(PROMPT, GREEDY, ours)
+    answer = list(next(chunks).token_ids)
+    (request,) = tiny._work.requests.values()
+    tiny._work._leave(request)  # as `preempt` does
+    tiny._scheduler.remove(request.sequence)
+    tiny._scheduler.submit(request.sequence)
+    coded = tiny._store.groups[0].coded
+    taken = coded.allocate(coded.free - 2)  # the prompt's last blocks among them
+    for block in taken:
+        coded.release(block)
+    answer += [token for chunk in chunks for token in chunk.token_ids]
+    assert tuple(answer) == alone.token_ids
+    assert cached(tiny.generate(PROMPT, GREEDY)) == 0
+    assert cached(tiny.generate(PROMPT, GREEDY, ours)) > 20
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, MESSAGES])
 def test_a_salt_separates_what_is_stored(tiny: Engine, prompt: Any) -> None:
     ours, theirs = PromptOptions(cache_salt="ours"), PromptOptions(cache_salt="theirs")

@@ -32,6 +32,8 @@ MOVING = (
     "{% for m in messages[1:] %}{{ '<s>' }}{% if loop.last %}{{ messages[0].content + '\n' }}{% endif %}"
     "{{ m.content + '</s>' }}{% endfor %}"
 )
+# Says how long an answer was, which frames around it change.
+COUNTING = "{% for m in messages %}{{ '<s>' + m.content + ' (' + m.content|length|string + ')</s>' }}{% endfor %}"
 TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
 OPENERS = {"qwen3": "", "qwq": "<think>\n", "deepseek-r1-distill": "<think>\n"}  # what a prompt opens for its answer
 MODELS = ("smollm2", "llama3", "qwen2.5", "llama2", "plain", "thinking")
@@ -212,6 +214,15 @@ def text_with_control(tokenizer: Tokenizer, ids: list[int]) -> str:
     names = {i: name for name, i in tokenizer.control_tokens().items()}
     spans = (names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids)
     return b"".join(spans).decode()
+
+
+def test_a_template_that_is_led_astray_by_the_ids_has_its_text() -> None:
+    tokenizer, template = tiny(COUNTING)
+    messages = [user("hi"), with_ids(tokenizer, "then he"), user("and?")]
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    text = template.render(plain)
+    assert "then he (7)" in text
+    assert chat_ids(messages, template, tokenizer) == tokenizer.tokenize(text, control=True)
 
 
 @pytest.mark.parametrize("name", OPENERS)
