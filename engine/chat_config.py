@@ -45,7 +45,7 @@ class ChatConfig:
     loop_check: bool = setting(
         True,
         "--no-loop-check",
-        help="let an answer go on whose last 300 tokens or more are the same ones over and over, three times or more",
+        help="do not stop an answer whose last 300 tokens or more are the same ones over and over, three times or more",
     )
     show_timings: bool = setting(
         False, "--show-timings", help="after each answer, print speed, context and size of the cache"

@@ -75,7 +75,7 @@ class EngineConfig:
     key_conditioning: bool = setting(
         True,
         "--no-key-conditioning",
-        help="quantize keys as they come: no block means taken out, no calibration",
+        help="quantize keys as they are: the mean of each block is not taken out, and nothing is calibrated",
     )
     calibration: bool = setting(
         True,
@@ -87,7 +87,7 @@ class EngineConfig:
         "-t",
         "--threads",
         metavar="N",
-        help="CPU threads; 0 follows OMP_NUM_THREADS, or else takes one or all for a step, as is faster",
+        help="CPU threads; 0 follows OMP_NUM_THREADS, or else takes one or all for a step, whichever is faster",
     )
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")

@@ -59,7 +59,10 @@ class ServerConfig:
         256, "--max-connections", metavar="N", help="connections at the same time, HTTP and socket each"
     )
     max_queue: int = setting(
-        64, "--max-queue", metavar="N", help="requests that wait behind those computed; more are told to come back"
+        64,
+        "--max-queue",
+        metavar="N",
+        help="requests that may wait for others to end; further ones are told to come back later",
     )
     max_tokens: int | None = setting(
         None, "--max-tokens", metavar="N", help="tokens of an answer at most; without it, what the context holds"
@@ -76,8 +79,8 @@ class ServerConfig:
     parse_special: bool = setting(
         True,
         "--no-parse-special",
-        help="names of control tokens in a raw prompt are text, where a request does not ask for them; in messages "
-        "they always are",
+        help="names of control tokens in a raw prompt stay text, unless a request asks for the tokens; in messages "
+        "they always do",
     )
     hide_cached_tokens: bool = setting(
         False, "--hide-cached-tokens", help="do not tell clients how much of a prompt was in the cache"
