@@ -5,15 +5,23 @@
                 └────────────────── preempt ─────────────────────┘
 
 Prompts and steps share the time, not the number of units: while both are wanted, prefill gets `prefill_share` of the
-seconds. Between two steps it takes at most share / (1 − share) times as long as the step before, and one unit. Where
-blocks run out, the youngest gives up its own and waits for its turn again: the oldest always goes on, and whoever waits
-becomes the oldest in the end.
+seconds. Between two steps it takes no more than steps usually take, in that proportion, and half of that to catch up,
+less what the last step took longer than usual: a slow step and the gap behind it are not slow together. One unit it
+always takes.
+
+Where blocks run out, the youngest gives up its own and waits for its turn again: the oldest always goes on, and whoever
+waits becomes the oldest in the end.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
+
+_RECENT = 8  # steps whose median is what they usually take
+_CATCH_UP = 1.5  # times its share that prefill may take between two steps
 
 
 @dataclass(eq=False)
@@ -63,6 +71,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._held = False  # nobody is admitted before somebody has left
         self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
+        self._prefill_since = 0.0  # seconds that it has had since the last step
+        self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds
 
     def submit(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
@@ -79,14 +89,28 @@ class Scheduler:
         prompt = self._prefilling or self._next()
         if prompt is None or not self._running:  # nobody to share the time with
             self._prefill_ahead = 0.0
-        if prompt is not None and self._prefill_ahead <= 0:
+        if prompt is not None and (not self._running or self._prefill_is_due):
             return Work(True, (prompt,))
         return Work(False, tuple(self._running)) if self._running else None
+
+    @property
+    def _prefill_is_due(self) -> bool:
+        if self._prefill_ahead > 0 or not self._steps:
+            return False
+        share, usual = self._prefill_share, median(self._steps)
+        room = _CATCH_UP * share / (1 - share) * usual - max(0.0, self._steps[-1] - usual)
+        return self._prefill_since < max(room, 1e-9)
 
     def spent(self, unit: Work, seconds: float) -> None:
         """Count the seconds that a unit has taken."""
         share = self._prefill_share
-        self._prefill_ahead += seconds * (1 - share) if unit.is_prefill else -seconds * share
+        if unit.is_prefill:
+            self._prefill_ahead += seconds * (1 - share)
+            self._prefill_since += seconds
+        else:
+            self._prefill_ahead -= seconds * share
+            self._prefill_since = 0.0
+            self._steps.append(seconds)
 
     def _next(self) -> Sequence | None:
         """Who may be admitted."""
