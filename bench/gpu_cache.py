@@ -44,7 +44,8 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
     span = CacheSpan(slice(0, rows), 0, Place(buffer, 0), 0, None, (), n)
     ops.append_kv(cache, ops.spans([span]), ops.to_device(content.k), ops.to_device(content.v))
     if coded:
-        ops.encode_blocks(cache, list(range(min(blocks, coded))), Place(buffer, 0))
+        numbers = range(min(blocks, coded))
+        ops.encode_blocks(cache, numbers, [Place(buffer, i) for i in numbers])
     for pool in (cache.keys.coded, cache.values.coded):
         _repeat(clock, pool, min(blocks, coded))
     for pool, source in zip(cache.exact, buffer, strict=True):

@@ -145,15 +145,19 @@ class Model:
         ]
         inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.draws(draws), *seen]
         chosen, logits = self.ops.replay("step", self._step, inputs)
-        damaged: dict[int, Sampled] = {}
-        for i, span in enumerate(spans):
-            if any(growth.coded for growth in span.growth):
-                try:
-                    for layer in range(self.config.layers):
-                        self.store.seal(layer, span)
-                except EngineError as error:  # of this sequence alone
-                    damaged[i] = error
+        damaged = self._seal_steps(spans)
         return [damaged.get(i, token) for i, token in enumerate(self.ops.sampled(chosen, logits, draws))]
+
+    def _seal_steps(self, spans: Sequence[Span]) -> dict[int, Sampled]:
+        """Encode the blocks that a step has filled → the errors of sequences whose block is damaged, by their numbers."""
+        try:
+            for layer in range(self.config.layers):
+                self.store.seal_steps(layer, spans)
+        except EngineError as error:
+            if len(spans) == 1:
+                return {0: error}
+            return {i: found[0] for i, span in enumerate(spans) if (found := self._seal_steps([span]))}
+        return {}
 
     def _step(self, ids: Array, cos: Array, sin: Array, draws: Draws, *spans: Spans) -> tuple[Array, Array]:
         """ids (B,) int32, cos and sin (B, D/2), spans of each group of layers → tokens (B,), logits (B, V)."""

@@ -92,8 +92,8 @@ def recorded(model: Model) -> dict[int, Blocks]:
     blocks: dict[int, Blocks] = {layer: [] for layer in layers.values()}
     encode = model.store.ops.encode_blocks
 
-    def encode_and_record(cache: LayerCache, ids: Sequence[int], source: Place) -> None:
-        encode(cache, ids, source)
+    def encode_and_record(cache: LayerCache, ids: Sequence[int], sources: Sequence[Place]) -> None:
+        encode(cache, ids, sources)
         arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
         blocks[layers[id(cache)]] += [[array[:, block].copy() for array in arrays] for block in ids]
 

@@ -181,10 +181,10 @@ class CacheOps(HeadOps):
         coded = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
         self.copy_exact(cache, place, Place(Buffer(*coded), 0), tokens)
 
-    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], source: Place) -> None:
+    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], sources: Sequence[Place]) -> None:
         keys, values, heads = cache.keys, cache.values, cache.form.kv_heads
-        moves = np.array([(source.block + i, block) for i, block in enumerate(blocks)], np.int32)
-        moves, exact = self._device.from_host(moves), cache.pools(source.buffer)
+        moves = np.array([(source.block, block) for source, block in zip(sources, blocks, strict=True)], np.int32)
+        moves, exact = self._device.from_host(moves), cache.pools(sources[0].buffer)
         shape, grid = cuda_shapes.encode_blocks(*cache.layouts), (len(blocks), heads)
         costs_k = (keys.feedback, keys.tilt_second, keys.tilt_mean, keys.matrix)
         costs_v = (values.feedback, values.matrix, values.token_feedback)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +52,16 @@ class LayerCache:
             return self.exact_k[place.block], self.exact_v[place.block]
         first = place.block * self.form.block_size
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
+
+    def complete(self, places: Sequence[Place]) -> Buffer:
+        """k, v (K, B, N, D) of B complete blocks: in exact slots, or one behind the other in a buffer."""
+        if places[0].buffer is None:
+            slots = [place.block for place in places]
+            return self.exact_k[slots].swapaxes(0, 1), self.exact_v[slots].swapaxes(0, 1)
+        form, count = self.form, len(places)
+        shape = form.kv_heads, count, form.block_size, form.head_dim
+        k, v = (x[:, : count * form.block_size].reshape(shape) for x in self.exact(places[0]))
+        return k, v
 
 
 def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: CacheSpan, window: int | None) -> None:

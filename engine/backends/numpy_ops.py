@@ -220,12 +220,8 @@ class NumpyOps:
                 attend_alone(q[rows], out[rows], cache, part[0], window)
         return rotate(out, back, None if scale_back is None else scale_back[:, None])
 
-    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], source: Place) -> None:
-        form, count = cache.form, len(blocks)
-        k, v = (
-            x[:, : count * form.block_size].reshape(form.kv_heads, count, form.block_size, form.head_dim)
-            for x in cache.exact(source)
-        )
+    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], sources: Sequence[Place]) -> None:
+        form, (k, v) = cache.form, cache.complete(sources)
         # One thread of BLAS for the thin products of an encoder; keys and values on a core each.
         tasks = [functools.partial(encode_keys, form, k), functools.partial(encode_values, form, v)]
         (coded_k, mean), (coded_v, _) = self.each(lambda i: tasks[i](), 2)

@@ -240,10 +240,10 @@ class Ops(Protocol):
         host, the same objects each time; None leaves a factor out.
         """
 
-    def encode_blocks(self, cache: Cache, blocks: Sequence[int], source: Place) -> None:
-        """Encode consecutive blocks of N tokens, from `source` on, into the coded blocks with these ids.
+    def encode_blocks(self, cache: Cache, blocks: Sequence[int], sources: Sequence[Place]) -> None:
+        """Encode the N tokens at each of `sources` into the coded blocks with the ids `blocks`.
 
-        Keys are centred first.
+        All sources are exact slots, or they follow each other in one buffer. Keys are centred first.
         """
 
     def copy_exact(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:

@@ -151,8 +151,10 @@ class KVStore:
         buffer, first = self._now(layer, span)
         base = span.start // n  # number of the block that `now` begins with
         if grown.coded:
+            begin = first + grown.first_coded - base
+            sources = [Place(buffer, begin + i) for i in range(len(grown.coded))]
             with _damage_as_error():
-                self.ops.encode_blocks(cache, grown.coded, Place(buffer, first + grown.first_coded - base))
+                self.ops.encode_blocks(cache, grown.coded, sources)
         if buffer is None:
             return
         complete, rest = divmod(span.start + span.count, n)
@@ -160,6 +162,15 @@ class KVStore:
             self.ops.copy_exact(cache, Place(None, grown.sink), Place(buffer, 0), n)
         if grown.tail is not None:
             self.ops.copy_exact(cache, Place(None, grown.tail), Place(buffer, complete - base), rest)
+
+    def seal_steps(self, layer: int, spans: Sequence[Span]) -> None:
+        """Encode the blocks that spans of one token have filled, all of a layer's together; raises as `seal` does."""
+        group = self._group_of[layer]
+        filled = [(block, self._now(layer, span)) for span in spans for block in span.growth[group].coded]
+        if filled:
+            blocks, slots = zip(*filled, strict=True)
+            with _damage_as_error():
+                self.ops.encode_blocks(self.cache(layer), blocks, slots)
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Replace the K/V in the buffer of a sealed span by what its block reads back as once it is encoded.

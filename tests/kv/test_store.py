@@ -154,3 +154,29 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
+
+
+@pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant", "q4_0"), ("f16", "f16")])
+def test_blocks_that_a_step_fills_are_encoded_together_as_they_are_alone(types: tuple[str, str]) -> None:
+    stores = [make_store(*types), make_store(*types)]
+    alone, together = ([Fed(store, seed) for seed in range(3)] for store in stores)
+    for number in range(3):  # the last one fills no block
+        for fed in (alone[number], together[number]):
+            fed.feed(2 * N - 1 - number // 2)
+    for fed in alone:
+        fed.feed(1)
+    store, spans = stores[1], [stores[1].open(fed.kv, 1) for fed in together]
+    for i, (fed, span) in enumerate(zip(together, spans, strict=True)):
+        k, v = fed.new(1)
+        view = store.view(0, span, slice(0, 1), span.start)
+        store.ops.append_kv(store.cache(0), [view], k, v)
+        assert bool(span.growth[0].coded) == (i < 2)
+    store.seal_steps(0, spans)
+    for span in spans:
+        store.commit(span)
+    for one, other in zip(alone, together, strict=True):
+        tables = one.kv.tables[0].coded, other.kv.tables[0].coded
+        assert len(tables[0]) == len(tables[1])
+        if tables[0]:
+            found = [s.ops.read_blocks(s.cache(0), table) for s, table in zip(stores, tables, strict=True)]
+            assert all((found[0][name] == found[1][name]).all() for name in found[0])
