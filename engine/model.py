@@ -149,7 +149,7 @@ class Model:
         return [damaged.get(i, token) for i, token in enumerate(self.ops.sampled(chosen, logits, draws))]
 
     def _seal_steps(self, spans: Sequence[Span]) -> dict[int, Sampled]:
-        """Encode the blocks that a step has filled → the errors of sequences whose block is damaged, by their numbers."""
+        """Encode the blocks that a step has filled → the errors of sequences with a damaged block, by their numbers."""
         try:
             for layer in range(self.config.layers):
                 self.store.seal_steps(layer, spans)

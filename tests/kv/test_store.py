@@ -156,7 +156,7 @@ class Schedules(RuleBasedStateMachine):
 TestSchedules = Schedules.TestCase
 
 
-@pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant", "q4_0"), ("f16", "f16")])
+@pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant", "turbo3"), ("f16", "f16")])
 def test_blocks_that_a_step_fills_are_encoded_together_as_they_are_alone(types: tuple[str, str]) -> None:
     stores = [make_store(*types), make_store(*types)]
     alone, together = ([Fed(store, seed) for seed in range(3)] for store in stores)
