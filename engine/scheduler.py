@@ -6,8 +6,7 @@
 
 Prompts and steps share the time, not the number of units: while both are wanted, prefill gets `prefill_share` of the
 seconds. Between two steps it takes no more than steps usually take, in that proportion, and half of that to catch up,
-less what the last step took longer than usual: a slow step and the gap behind it are not slow together. One unit it
-always takes.
+and one unit, less what the last step took longer than usual: a slow step and the prompt's part behind it do not add up.
 
 Where blocks run out, the youngest gives up its own and waits for its turn again: the oldest always goes on, and whoever
 waits becomes the oldest in the end.
@@ -99,7 +98,7 @@ class Scheduler:
             return False
         share, usual = self._prefill_share, median(self._steps)
         room = _CATCH_UP * share / (1 - share) * usual - max(0.0, self._steps[-1] - usual)
-        return self._prefill_since < max(room, 1e-9)
+        return self._prefill_since < room
 
     def spent(self, unit: Work, seconds: float) -> None:
         """Count the seconds that a unit has taken."""
