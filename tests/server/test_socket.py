@@ -528,10 +528,12 @@ def test_an_address_that_is_not_there() -> None:
 
 
 def test_the_example_of_the_document(server: Running) -> None:
-    """What the document shows in Python runs as it is, but for the port."""
+    """What the document shows in Python runs as it is, but for the port, and an answer that cannot end at once."""
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     assert len(code.splitlines()) <= 10
     assert code.count("8081") == 1
+    assert code.count('"max_tokens": 64') == 1
+    code = code.replace('"max_tokens": 64', '"max_tokens": 64, "temperature": 0, "ignore_eos": True')
     code = code.replace("8081", str(server.address[1]))
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert shown.returncode == 0, shown.stderr
