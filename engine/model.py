@@ -145,7 +145,8 @@ class Model:
         ]
         inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.draws(draws), *seen]
         chosen, logits = self.ops.replay("step", self._step, inputs)
-        damaged = self._seal_steps(spans)
+        filled = any(growth.coded for span in spans for growth in span.growth)
+        damaged = self._seal_steps(spans) if filled else {}
         return [damaged.get(i, token) for i, token in enumerate(self.ops.sampled(chosen, logits, draws))]
 
     def _seal_steps(self, spans: Sequence[Span]) -> dict[int, Sampled]:
