@@ -44,7 +44,7 @@ class Engine:
         self._identity = sessions.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
         self._prefixes = PrefixCache(self._store, json.dumps(self._identity).encode(), enabled=keeps)
-        self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share)
+        self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
         self._work = Work(parts.model, self._prefixes, self._scheduler)
         self._turns = Turns(forkable=parts.model.ops.forkable)
         self._answers = Answers(parts.source, enabled=keeps)

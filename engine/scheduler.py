@@ -6,7 +6,8 @@
 
 Prompts and steps share the time, not the number of units: while both are wanted, prefill gets `prefill_share` of the
 seconds. Between two steps it takes no more than steps usually take, in that proportion, and half of that to catch up,
-and one unit, less what the last step took longer than usual: a slow step and the prompt's part behind it do not add up.
+and one unit, less what the last step took longer than usual, and less what the next one will if it fills a block,
+which is encoded then: what is slow for once and the prompt's part do not add up.
 
 Where blocks run out, the youngest gives up its own and waits for its turn again: the oldest always goes on, and whoever
 waits becomes the oldest in the end.
@@ -56,14 +57,16 @@ class Work:
 
     is_prefill: bool
     sequences: tuple[Sequence, ...]  # oldest first
+    fills_a_block: bool = False
 
 
 class Scheduler:
     """At most `most` sequences compute at a time; the others wait."""
 
-    def __init__(self, most: int, prefill_share: float = 0.5) -> None:
+    def __init__(self, most: int, prefill_share: float = 0.5, block_size: int = 64) -> None:
         self._most = most
         self._prefill_share = prefill_share
+        self._block_size = block_size
         self._arrivals = 0
         self._waiting: list[Sequence] = []  # by arrival, as `_running`
         self._prefilling: Sequence | None = None
@@ -72,6 +75,7 @@ class Scheduler:
         self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
         self._prefill_since = 0.0  # seconds that it has had since the last step
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds
+        self._filling_steps: deque[float] = deque(maxlen=_RECENT)  # seconds of those that filled a block
 
     def submit(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
@@ -90,7 +94,7 @@ class Scheduler:
             self._prefill_ahead = 0.0
         if prompt is not None and (not self._running or self._prefill_is_due):
             return Work(True, (prompt,))
-        return Work(False, tuple(self._running)) if self._running else None
+        return Work(False, tuple(self._running), self._step_fills_a_block) if self._running else None
 
     @property
     def _prefill_is_due(self) -> bool:
@@ -98,7 +102,13 @@ class Scheduler:
             return False
         share, usual = self._prefill_share, median(self._steps)
         room = _CATCH_UP * share / (1 - share) * usual - max(0.0, self._steps[-1] - usual)
+        if self._filling_steps and self._step_fills_a_block:
+            room -= max(0.0, median(self._filling_steps) - usual)
         return self._prefill_since < room
+
+    @property
+    def _step_fills_a_block(self) -> bool:
+        return any(len(sequence.ids) % self._block_size == 0 for sequence in self._running)
 
     def spent(self, unit: Work, seconds: float) -> None:
         """Count the seconds that a unit has taken."""
@@ -110,6 +120,8 @@ class Scheduler:
             self._prefill_ahead -= seconds * share
             self._prefill_since = 0.0
             self._steps.append(seconds)
+            if unit.fills_a_block:
+                self._filling_steps.append(seconds)
 
     def _next(self) -> Sequence | None:
         """Who may be admitted."""

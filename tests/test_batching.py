@@ -175,7 +175,7 @@ def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch)
     seen = batches(engine, monkeypatch)
     short = engine.stream(*job(0, tokens=30))
     next(short)
-    long = engine.stream(list(range(5, 90)) * 2, SamplingParams(max_tokens=1), progress=True)
+    long = engine.stream(list(range(5, 90)) * 2, SamplingParams(max_tokens=1, ignore_eos=True), progress=True)
     units = sum(1 for chunk in long if not chunk.token_ids)
     assert units > 10
     assert len(seen) >= min(units, 29)  # a step between any two units
@@ -187,7 +187,7 @@ def test_a_short_prompt_does_not_wait_for_a_step_behind_each_layer(engine: Engin
     running = engine.stream(*job(0))
     next(running)
     seen = batches(engine, monkeypatch)
-    units = list(engine.stream([*range(5, 90)], SamplingParams(max_tokens=1), progress=True))
+    units = list(engine.stream([*range(5, 90)], SamplingParams(max_tokens=1, ignore_eos=True), progress=True))
     assert [chunk.prefilled for chunk in units[:-1]] == [85]  # both layers in one
     assert len(seen) <= 2
     fold(running)
@@ -305,7 +305,7 @@ def test_a_long_prompt_gets_its_share_of_the_time(tiny_path: Path, monkeypatch, 
         for other in others:
             next(other)
         begun.append(True)
-        next(engine.stream(list(range(5, 95)) + list(range(5, 15)), SamplingParams(max_tokens=1)))
+        next(engine.stream(list(range(5, 95)) + list(range(5, 15)), SamplingParams(max_tokens=1, ignore_eos=True)))
         done.append(True)
         total = sum(spent.values())
         assert abs(spent[True] - share * total) <= 1.1 + 0.1 * total

@@ -65,6 +65,31 @@ def test_a_slow_step_does_not_wait_for_units_that_are_quick() -> None:
     assert shared(scheduler, new, {True: 1, False: 4}, 11) == [False, *[True] * 5, False, *[True] * 4]
 
 
+def test_a_step_that_fills_a_block_does_not_wait_for_a_prompt_as_well() -> None:
+    """Such a step takes ten times as long here: between it and the step before it the prompt takes nothing."""
+    scheduler = Scheduler(8, 0.5, block_size=16)
+    (answering,) = running(scheduler, 1)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    seen = []
+    for _ in range(600):
+        unit = scheduler.schedule()
+        assert unit is not None
+        if unit.is_prefill:
+            scheduler.spent(unit, 0.25)
+        else:
+            assert unit.fills_a_block == (len(answering.ids) % 16 == 0)
+            scheduler.spent(unit, 10 if unit.fills_a_block else 1)
+            answering.ids.append(1)
+        seen.append(unit)
+    filling = [number for number, unit in enumerate(seen) if unit.fills_a_block]
+    assert len(filling) > 5
+    assert not any(seen[number - 1].is_prefill for number in filling[1:])  # the first one is how it is found out
+    seconds = [0.25 if unit.is_prefill else 10 if unit.fills_a_block else 1 for unit in seen]
+    of_prompts = sum(s for s, unit in zip(seconds, seen, strict=True) if unit.is_prefill)
+    assert 0.4 < of_prompts / sum(seconds) < 0.6
+
+
 def test_behind_a_step_that_is_slow_for_once_comes_another_step() -> None:
     scheduler = Scheduler(8, 0.5)
     running(scheduler, 2)
