@@ -133,4 +133,4 @@ def measure_encoding(
 
 
 def _encode(ops: CudaOps, cache: Any, count: int) -> None:
-    ops.encode_blocks(cache, list(range(count)), [Place(None, i) for i in range(count)])
+    ops.encode_blocks([cache], list(range(count)), [Place(None, i) for i in range(count)])

@@ -45,7 +45,7 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
     ops.append_kv(cache, ops.spans([span]), ops.to_device(content.k), ops.to_device(content.v))
     if coded:
         numbers = range(min(blocks, coded))
-        ops.encode_blocks(cache, numbers, [Place(buffer, i) for i in numbers])
+        ops.encode_blocks([cache], numbers, [Place(buffer, i) for i in numbers])
     for pool in (cache.keys.coded, cache.values.coded):
         _repeat(clock, pool, min(blocks, coded))
     for pool, source in zip(cache.exact, buffer, strict=True):

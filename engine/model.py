@@ -152,8 +152,7 @@ class Model:
     def _seal_steps(self, spans: Sequence[Span]) -> dict[int, Sampled]:
         """Encode the blocks that a step has filled → the errors of sequences with a damaged block, by their numbers."""
         try:
-            for layer in range(self.config.layers):
-                self.store.seal_steps(layer, spans)
+            self.store.seal_steps(spans)
         except EngineError as error:
             if len(spans) == 1:
                 return {0: error}

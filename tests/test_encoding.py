@@ -208,7 +208,7 @@ def test_tokens_that_share_no_attention_feed_nothing_back():
 def test_token_feedback_decomposes_the_correlation_of_attention(rounding, turns):
     correlation = (0.9 ** np.arange(16)).astype(np.float32)
     fed = value_metric(gaussian(8, 16), 2, 8, None, rounding, correlation).token_feedback
-    assert fed.shape == (turns, 16 // turns, 16)
+    assert fed.shape == (1, turns, 16 // turns, 16)
     order = np.concatenate([np.arange(turn, 16, turns) for turn in range(turns)])
     lower = np.eye(16) + fed.reshape(16, 16).astype(np.float64)
     lag = np.abs(np.subtract.outer(order, order))
@@ -228,7 +228,7 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
     codes, norms = np.zeros((*lead, dim // codec.width), int), np.zeros(lead)
     order, along = np.arange(size), np.zeros((size, size))
     if tokens and metric.token_feedback is not None:
-        turns = len(metric.token_feedback)
+        turns = metric.token_feedback.shape[1]
         order = np.array(sorted(order, key=lambda token: token % turns))
         along[np.ix_(order, order)] = metric.token_feedback.reshape(size, size)
     for head, block in np.ndindex(*lead[:2]):

@@ -92,10 +92,11 @@ def recorded(model: Model) -> dict[int, Blocks]:
     blocks: dict[int, Blocks] = {layer: [] for layer in layers.values()}
     encode = model.store.ops.encode_blocks
 
-    def encode_and_record(cache: LayerCache, ids: Sequence[int], sources: Sequence[Place]) -> None:
-        encode(cache, ids, sources)
-        arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
-        blocks[layers[id(cache)]] += [[array[:, block].copy() for array in arrays] for block in ids]
+    def encode_and_record(caches: Sequence[LayerCache], ids: Sequence[int], sources: Sequence[Place]) -> None:
+        encode(caches, ids, sources)
+        for cache in caches:
+            arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
+            blocks[layers[id(cache)]] += [[array[:, block].copy() for array in arrays] for block in ids]
 
     model.store.ops.encode_blocks = encode_and_record
     return blocks

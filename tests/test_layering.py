@@ -32,12 +32,21 @@ ROOMS = {
     "engine.statistics": set(),
     "engine.backends.ops": ENCODING | SAMPLING,
     "engine.backends.numpy_attention": OPS | {"engine.conditioning"},
+    "engine.backends.numpy_encoding": OPS | {"engine.conditioning", "engine.backends.numpy_attention"},
     "engine.backends.numpy_steps": OPS | {"engine.backends.numpy_attention"},
     "engine.backends.stored": OPS | {"engine.conditioning", "engine.backends.records"},
     "engine.backends.numpy_ops": OPS
     | {
         f"engine.backends.{name}"
-        for name in ("cores", "host_memory", "thread_choice", "numpy_attention", "numpy_steps", "stored")
+        for name in (
+            "cores",
+            "host_memory",
+            "numpy_attention",
+            "numpy_encoding",
+            "numpy_steps",
+            "stored",
+            "thread_choice",
+        )
     },
     "engine.backends.cores": OPS,
     "engine.backends.thread_choice": OPS | {"engine.backends.cores"},
@@ -53,7 +62,7 @@ ROOMS = {
     "engine.backends.cuda_memory": OPS | LAUNCH | {"engine.backends.cuda_cache", "engine.backends.cuda_shapes"},
     "engine.backends.cuda_draws": OPS | LAUNCH | {"engine.backends.cuda_cache"},
     "engine.backends.cuda_heads": CUDA,
-    "engine.backends.cuda_cache_ops": CUDA | {"engine.backends.numpy_attention", "engine.backends.stored"},
+    "engine.backends.cuda_cache_ops": CUDA | {"engine.backends.numpy_encoding", "engine.backends.stored"},
     "engine.backends.cuda_ops": CUDA,
     "engine.backends.cupy_recording": {"engine.backends.device"},
     "engine.backends.cupy_device": {"engine.errors"}

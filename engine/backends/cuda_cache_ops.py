@@ -16,7 +16,7 @@ from engine.backends.cuda_heads import NO_TURN, HeadOps, Norms, Turns
 from engine.backends.cuda_launch import Shape, row_stride, threads_for
 from engine.backends.cuda_rotation import OnDevice
 from engine.backends.device import Array, Device
-from engine.backends.numpy_attention import as_codes
+from engine.backends.numpy_encoding import as_codes
 from engine.backends.ops import CacheFormat, CacheSpan, Place, StoredSpace
 from engine.backends.records import Layout
 from engine.codecs import Codec
@@ -105,14 +105,14 @@ class CacheOps(HeadOps):
         if metric is None:
             return side
 
-        tokens = metric.token_feedback  # (N, 1, N): codecs with kernels round every token in a turn of its own
+        tokens = metric.token_feedback  # (1, N, 1, N): codecs with kernels round every token in a turn of its own
         return replace(
             side,
             feedback=self._upload(metric.feedback.swapaxes(1, 2)),
             matrix=self._upload(metric.matrix),
             tilt_second=self._upload(metric.tilt_second),
             tilt_mean=self._upload(metric.tilt_mean),
-            token_feedback=self._upload(None if tokens is None else tokens[:, 0].T),
+            token_feedback=self._upload(None if tokens is None else tokens[0, :, 0].T),
         )
 
     def _near(self, layout: Layout) -> Array | None:
@@ -181,11 +181,15 @@ class CacheOps(HeadOps):
         coded = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
         self.copy_exact(cache, place, Place(Buffer(*coded), 0), tokens)
 
-    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        keys, values, heads = cache.keys, cache.values, cache.form.kv_heads
+    def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         moves = np.array([(source.block, block) for source, block in zip(sources, blocks, strict=True)], np.int32)
-        moves, exact = self._device.from_host(moves), cache.pools(sources[0].buffer)
-        shape, grid = cuda_shapes.encode_blocks(*cache.layouts), (len(blocks), heads)
+        moves = self._device.from_host(moves)
+        for cache in caches:
+            self._encode(cache, moves, cache.pools(sources[0].buffer))
+
+    def _encode(self, cache: LayerCache, moves: Array, exact: Buffer) -> None:
+        keys, values, heads = cache.keys, cache.values, cache.form.kv_heads
+        shape, grid = cuda_shapes.encode_blocks(*cache.layouts), (len(moves), heads)
         costs_k = (keys.feedback, keys.tilt_second, keys.tilt_mean, keys.matrix)
         costs_v = (values.feedback, values.matrix, values.token_feedback)
         sides = (("encode_keys", keys, exact.k, costs_k), ("encode_values", values, exact.v, costs_v))

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.backends.ops import CacheFormat, CacheSpan, Place
-from engine.conditioning import centre, read_mean
-from engine.encoding import encode_well
+from engine.conditioning import read_mean
 
 # Rows of queries per KV head that attend together.
 _QUERY_TILE = 768
@@ -174,31 +173,3 @@ def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndar
     v = cache.form.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})
     mean = read_mean({field: part.take(ids, axis=1) for field, part in cache.mean.items()}) if cache.mean else None
     return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean
-
-
-def encode_keys(form: CacheFormat, k: np.ndarray) -> tuple[Fields, Fields]:
-    """k (K, B, N, D) → the codec's fields, and those of the means (none when keys are not centred)."""
-    mean: Fields = {}
-    if form.mean_bits:
-        k, mean = centre(k, form.mean_bits)
-    return encode_well(form.codec_k, k, form.metric_k), mean
-
-
-def encode_values(form: CacheFormat, v: np.ndarray) -> tuple[Fields, Fields]:
-    """v (K, B, N, D) → the codec's fields; values have no means."""
-    return encode_well(form.codec_v, v, form.metric_v), {}
-
-
-def as_codes(form: CacheFormat, k: np.ndarray, v: np.ndarray) -> Buffer:
-    """k, v (K, S ≤ N, D) as they read back from one encoded block. A part of a block is filled up with its mean."""
-    count, block_size = k.shape[1], form.block_size
-
-    def fill(x: np.ndarray) -> np.ndarray:
-        mean = np.broadcast_to(x.mean(axis=1, keepdims=True), (x.shape[0], block_size - count, x.shape[2]))
-        return np.concatenate([x, mean], axis=1)[:, None]
-
-    (coded_k, mean), (coded_v, _) = encode_keys(form, fill(k)), encode_values(form, fill(v))
-    k, v = form.codec_k.decode(coded_k)[:, 0], form.codec_v.decode(coded_v)[:, 0]
-    if mean:
-        k = k + read_mean(mean)
-    return k[:, :count], v[:, :count]

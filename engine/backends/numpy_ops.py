@@ -15,7 +15,8 @@ import numpy as np
 
 from engine.backends import host_memory, stored
 from engine.backends.cores import cores
-from engine.backends.numpy_attention import Buffer, LayerCache, as_codes, attend_alone, encode_keys, encode_values
+from engine.backends.numpy_attention import Buffer, LayerCache, attend_alone
+from engine.backends.numpy_encoding import alike, as_codes, encode_side
 from engine.backends.numpy_steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, StoredSpace
 from engine.backends.thread_choice import StepThreads
@@ -220,14 +221,15 @@ class NumpyOps:
                 attend_alone(q[rows], out[rows], cache, part[0], window)
         return rotate(out, back, None if scale_back is None else scale_back[:, None])
 
-    def encode_blocks(self, cache: LayerCache, blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        form, (k, v) = cache.form, cache.complete(sources)
-        # One thread of BLAS for the thin products of an encoder; keys and values on a core each.
-        tasks = [functools.partial(encode_keys, form, k), functools.partial(encode_values, form, v)]
-        (coded_k, mean), (coded_v, _) = self.each(lambda i: tasks[i](), 2)
-        for fields, values in ((cache.mean, mean), (cache.k, coded_k), (cache.v, coded_v)):
-            for name in fields:
-                fields[name][:, blocks] = values[name]
+    def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
+        for layers in alike(caches, len(blocks)):
+            # One thread of BLAS for the thin products of an encoder; keys and values on a core each.
+            (k, mean), (v, _) = self.each(functools.partial(encode_side, layers, sources), 2)
+            for number, cache in enumerate(layers):
+                heads = slice(number * cache.form.kv_heads, (number + 1) * cache.form.kv_heads)
+                for fields, values in ((cache.mean, mean), (cache.k, k), (cache.v, v)):
+                    for name in fields:
+                        fields[name][:, blocks] = values[name][heads]
 
     def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
         for to, of in zip(cache.exact(target), cache.exact(source), strict=True):

@@ -240,10 +240,10 @@ class Ops(Protocol):
         host, the same objects each time; None leaves a factor out.
         """
 
-    def encode_blocks(self, cache: Cache, blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        """Encode the N tokens at each of `sources` into the coded blocks with the ids `blocks`.
+    def encode_blocks(self, caches: Sequence[Cache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
+        """Encode the N tokens at each of `sources` into the coded blocks with the ids `blocks`, in each of `caches`.
 
-        All sources are exact slots, or they follow each other in one buffer. Keys are centred first.
+        All sources are exact slots, or they follow each other in the buffer of one cache. Keys are centred first.
         """
 
     def copy_exact(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:

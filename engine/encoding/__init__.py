@@ -85,7 +85,7 @@ def _lay(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
     if token_feedback is None:
         return x[:, :, None]
     heads, blocks, _, dim = x.shape
-    turns, together, _ = token_feedback.shape
+    _, turns, together, _ = token_feedback.shape
     by_turn = x.reshape(heads, blocks, together, turns, dim).transpose(0, 3, 2, 1, 4)
     return by_turn.reshape(heads, 1, turns, together * blocks, dim)
 
@@ -95,7 +95,7 @@ def _unlay(laid: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
     if token_feedback is None:
         return laid[:, :, 0]
     heads, _, _, rows, dim = laid.shape
-    turns, together, _ = token_feedback.shape
+    _, turns, together, _ = token_feedback.shape
     by_turn = laid.reshape(heads, turns, together, rows // together, dim).transpose(0, 3, 2, 1, 4)
     return by_turn.reshape(heads, rows // together, turns * together, dim)
 
@@ -123,9 +123,9 @@ def _search(rounding: PathRounding, x: np.ndarray, metric: Metric) -> _Rounded:
     target, errors, codes = x.copy(), np.empty_like(x), []
     for turn in range(turns):
         if turn and metric.token_feedback is not None:
-            size = metric.token_feedback.shape[1] * turn
+            size = metric.token_feedback.shape[2] * turn
             before = errors[:, :, :turn].reshape(heads, groups, size, -1)  # (K, 1, tokens, B·D)
-            made_up = metric.token_feedback[turn, :, :size] @ before
+            made_up = metric.token_feedback[:, None, turn, :, :size] @ before
             target[:, :, turn] += made_up.reshape(heads, groups, rows, dim)
         unit = target[:, :, turn] * inverse[:, :, turn, :, None]
         unit = unit.reshape(heads, -1, dim)
@@ -152,7 +152,7 @@ def _round(rounding: Rounding, x: np.ndarray, metric: Metric) -> _Rounded:
     strays = errors  # against the target
     if metric.token_feedback is not None:
         target, strays = x.copy(), errors.copy()
-        between_tokens = np.ascontiguousarray(metric.token_feedback[::-1, 0, ::-1])
+        between_tokens = np.ascontiguousarray(metric.token_feedback[:, None, ::-1, 0, ::-1])
     codes = np.empty((heads, groups, tokens * pairs, rows), rounding.nearest(np.zeros((1, width), np.float32))[0].dtype)
     cells = heads, groups, tokens * pairs, width, rows
     x_cells, target_cells, error_cells, stray_cells = (part.reshape(cells) for part in (x, target, errors, strays))
@@ -161,7 +161,7 @@ def _round(rounding: Rounding, x: np.ndarray, metric: Metric) -> _Rounded:
     for front in _fronts(tokens, pairs):
         earlier = slice(front.tokens.start + 1, tokens)
         if between_tokens is not None and earlier.start < tokens:
-            made_up = between_tokens[front.tokens, None, earlier] @ errors_by_pair[:, :, front.pairs, earlier]
+            made_up = between_tokens[:, :, front.tokens, None, earlier] @ errors_by_pair[:, :, front.pairs, earlier]
             target_cells[:, :, front.cells] += made_up.reshape(heads, groups, -1, width, rows)
         aim = target_cells[:, :, front.cells]  # (K, G, C, width, R)
         before = (front.pairs.stop - 1) * width

@@ -5,6 +5,7 @@ Letters: K KV heads, G query heads to each, E the model's width, N tokens in a b
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,8 +27,8 @@ class Metric:
     tilt_second: np.ndarray | None  # (K, D, D) E[qᵀq] of the queries that attend; keys only
     tilt_mean: np.ndarray | None  # (K, D) E[q] of the same
     survivors: int  # paths that a search keeps for each state: more where feedback is strong
-    # (T, N/T, N), values only: B, for tokens rounded in T turns, t, t + T, t + 2T and so on together. Rows are those of
-    # turn t; columns all tokens, one turn after another.
+    # (1 or K, T, N/T, N), values only: B, for tokens rounded in T turns, t, t + T, t + 2T and so on together. Rows are
+    # those of turn t; columns all tokens, one turn after another.
     token_feedback: np.ndarray | None
 
 
@@ -84,8 +85,33 @@ def value_metric(
         order = np.arange(size).reshape(-1, turns).T.reshape(-1)
         lag = np.abs(np.subtract.outer(order, order))
         fed, _ = _decomposed(_ridged(token_correlation.astype(np.float64)[lag][None]), size // turns)
-        tokens = fed[0].reshape(turns, -1, size)
+        tokens = fed.reshape(1, turns, -1, size)
     return Metric(_stored(matrix), *_decomposed(matrix, rounding.width), None, None, 1, tokens)
+
+
+def together(metrics: Sequence[Metric | None]) -> Metric | None:
+    """The metric of several layers' heads, one behind the other. All layers or none have one, all of them alike."""
+    layers = [metric for metric in metrics if metric is not None]
+    if len(layers) < 2:
+        return metrics[0]
+
+    def joined(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
+        arrays = [part for part in parts if part is not None]
+        return np.concatenate(arrays) if arrays else None
+
+    def by_head(metric: Metric) -> np.ndarray | None:
+        fed = metric.token_feedback
+        return None if fed is None else np.broadcast_to(fed, (len(metric.matrix), *fed.shape[1:]))
+
+    return Metric(
+        matrix=np.concatenate([metric.matrix for metric in layers]),
+        feedback=np.concatenate([metric.feedback for metric in layers]),
+        weights=np.concatenate([metric.weights for metric in layers]),
+        tilt_second=joined(metric.tilt_second for metric in layers),
+        tilt_mean=joined(metric.tilt_mean for metric in layers),
+        survivors=layers[0].survivors,
+        token_feedback=joined(map(by_head, layers)),
+    )
 
 
 def without_feedback(metric: Metric) -> Metric:

@@ -154,7 +154,7 @@ class KVStore:
             begin = first + grown.first_coded - base
             sources = [Place(buffer, begin + i) for i in range(len(grown.coded))]
             with _damage_as_error():
-                self.ops.encode_blocks(cache, grown.coded, sources)
+                self.ops.encode_blocks([cache], grown.coded, sources)
         if buffer is None:
             return
         complete, rest = divmod(span.start + span.count, n)
@@ -163,14 +163,14 @@ class KVStore:
         if grown.tail is not None:
             self.ops.copy_exact(cache, Place(None, grown.tail), Place(buffer, complete - base), rest)
 
-    def seal_steps(self, layer: int, spans: Sequence[Span]) -> None:
-        """Encode the blocks that spans of one token have filled, all of a layer's together; raises as `seal` does."""
-        group = self._group_of[layer]
-        filled = [(block, self._now(layer, span)) for span in spans for block in span.growth[group].coded]
-        if filled:
-            blocks, slots = zip(*filled, strict=True)
-            with _damage_as_error():
-                self.ops.encode_blocks(self.cache(layer), blocks, slots)
+    def seal_steps(self, spans: Sequence[Span]) -> None:
+        """Encode the blocks that spans of one token have filled, all layers and sequences; raises as `seal` does."""
+        for group, (_, layers) in enumerate(self.shape.groups):
+            filled = [(block, self._now(layers[0], span)) for span in spans for block in span.growth[group].coded]
+            if filled:
+                blocks, slots = zip(*filled, strict=True)
+                with _damage_as_error():
+                    self.ops.encode_blocks([self.cache(layer) for layer in layers], blocks, slots)
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Replace the K/V in the buffer of a sealed span by what its block reads back as once it is encoded.

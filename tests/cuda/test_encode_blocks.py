@@ -94,7 +94,7 @@ def pointers(side: Side, metric: Metric | None) -> list[np.ndarray | None]:
     feedback = np.ascontiguousarray(metric.feedback.swapaxes(1, 2))
     if side.values:
         fed = metric.token_feedback
-        return [feedback, metric.matrix, None if fed is None else np.ascontiguousarray(fed[:, 0].T)]
+        return [feedback, metric.matrix, None if fed is None else np.ascontiguousarray(fed[0, :, 0].T)]
     return [feedback, metric.tilt_second, metric.tilt_mean, metric.matrix]
 
 

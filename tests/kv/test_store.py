@@ -171,7 +171,7 @@ def test_blocks_that_a_step_fills_are_encoded_together_as_they_are_alone(types: 
         view = store.view(0, span, slice(0, 1), span.start)
         store.ops.append_kv(store.cache(0), [view], k, v)
         assert bool(span.growth[0].coded) == (i < 2)
-    store.seal_steps(0, spans)
+    store.seal_steps(spans)
     for span in spans:
         store.commit(span)
     for one, other in zip(alone, together, strict=True):

@@ -100,7 +100,8 @@ def test_names_for_log_probabilities(server: Serving) -> None:
 
     assert told(n_probs=2) == told(logprobs=2) is not None
     assert told(n_probs=0) is None
-    response = server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "ignore_eos": True, "n_probs": 2})
+    asked = {"messages": MESSAGES, "max_tokens": 1, "ignore_eos": True, "n_probs": 2}
+    response = server.post("/v1/chat/completions", asked)
     assert len(response.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
