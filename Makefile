@@ -68,7 +68,7 @@ gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there (ARGS="-n
 	@POLARLM_TEST_GPU=1 $(PY) -m pytest $(GPU_TESTS) $(ARGS)
 
 gpu-bench: $(READY)  ## kernels and steps on the GPU that is there, beside PyTorch, and a model's speed (WEIGHTS=…, ARGS="…")
-	@$(PY) -m bench.kernels $(ARGS)
+	@$(PY) -m bench.gpu $(ARGS)
 	@if [ -n "$(WEIGHTS)" ] || $(PY) -m scripts.fetch_demo; then \
 	    $(PY) -m bench.speed --device cuda $(if $(WEIGHTS),--weights "$(WEIGHTS)"); \
 	else \

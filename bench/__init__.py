@@ -1,1 +1,1 @@
-"""Measurements: `python -m bench.speed`, `python -m bench.quality` and `python -m bench.serve`."""
+"""Measurements: `python -m bench.speed`, `python -m bench.quality` and `python -m bench.serving`."""

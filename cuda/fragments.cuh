@@ -1,5 +1,5 @@
 // Records: one block of one KV head, its keys or its values, in the order in which warps load them.
-// `engine/backends/records.py` makes and reads the same bytes; a layout struct L has the constants of one side.
+// `engine/records/__init__.py` makes and reads the same bytes; a layout struct L has the constants of one side.
 //
 // Letters: N tokens of a block, D values of a vector, DP = D rounded up to 16, STEPS = DP / 16. lane = 4 g + tg, g < 8
 // and tg < 4. A *tile* is an A operand of mma.m16n8k16: registers a[r], r = 0 … 3, of two halves, the low one first.

@@ -1,5 +1,5 @@
 // Codecs whose codes name a pair of values in one table, with a norm for every token: what ring and turbo share.
-// Twin of engine/codecs/_pair_record.py. L has, beside the geometry: BITS of a pair's code, WORDS of a lane and part;
+// Twin of engine/records/pair_table.py. L has, beside the geometry: BITS of a pair's code, WORDS of a lane and part;
 // NORMS offset, NORM_BYTES 1 or 2, LARGEST_NORM as the bits of a float; WIDTH, CODE_BITS, POINTS of what is rounded;
 // offsets into the tables: PAIRS half2 [2^BITS], POINTS_F32 float [POINTS][WIDTH] and, for norms of one byte,
 // NORM_TABLE float [256], NORM_THRESHOLDS float [256], ascending (0 otherwise).

@@ -11,14 +11,12 @@ import numpy as np
 from tqdm import tqdm
 
 import model_loaders
-from engine import cache_types
 from engine.backends.ops import Load, Ops
 from engine.backends.select import select
 from engine.calibration import load_or_calibrate
-from engine.conditioning import Conditioning
 from engine.config import Encoding, EngineConfig
-from engine.encoding.metric import key_metric, value_metric, without_feedback
 from engine.errors import EngineError
+from engine.kv import cache_types
 from engine.kv.plan import (
     CacheShape,
     LayerShape,
@@ -30,10 +28,12 @@ from engine.kv.plan import (
     plan_for_tokens,
 )
 from engine.kv.store import KVStore, Metrics
-from engine.magnitudes import scale, variances
-from engine.model import Model, ModelWeights
-from engine.statistics import LayerStatistics, balance
-from engine.weights import load_weights, weight_count
+from engine.model.forward import Model, ModelWeights
+from engine.model.magnitudes import scale, variances
+from engine.model.weights import load_weights, weight_count
+from engine.quantization.conditioning import Conditioning
+from engine.quantization.metric import key_metric, value_metric, without_feedback
+from engine.quantization.statistics import LayerStatistics, balance
 from model_loaders.config import ModelConfig
 
 Say = Callable[[str], None]

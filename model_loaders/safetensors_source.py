@@ -16,7 +16,7 @@ from typing import TypeGuard
 from model_loaders.errors import LoadError
 from model_loaders.fields import Fields, read_json
 from model_loaders.file_bytes import FileBytes
-from model_loaders.stored import StoredTensor, StoredWeights
+from model_loaders.tensors import StoredTensor, StoredWeights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit

@@ -11,7 +11,7 @@ import numpy as np
 
 from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
-from model_loaders.stored import PLAIN, READABLE, StoredWeights, can_dequantize
+from model_loaders.tensors import PLAIN, READABLE, StoredWeights, can_dequantize
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _HARMLESS = ("rotary_emb.inv_freq",)  # derived values that old checkpoints store beside the weights

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine.chat_config import GROUPS
+from engine.chat.config import GROUPS
 from engine.flags import describe
 from server.config import ServerConfig
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from engine.cache_types import PRESETS
+from engine.kv.cache_types import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

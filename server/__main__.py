@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from engine import Engine, EngineError
-from engine.console import use_utf8
+from engine.chat.console import use_utf8
 from engine.flags import FlagError, in_flags
 from engine.kv.plan import parse_size
 from server import journal
@@ -92,7 +92,7 @@ def _web() -> MakeWeb:
     """What makes the HTTP server. Raises _Missing before a model is loaded for nothing."""
     try:
         from server.http.app import create_app
-        from server.web import Web
+        from server.http.uvicorn_server import Web
     except ImportError as error:
         raise _Missing(f"{error}: the server needs the packages of polarlm[serve]") from None
     return lambda driver, config, bound: Web(journal.Journaled(create_app(driver, config)), config, bound)

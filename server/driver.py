@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from engine.outputs import Status
-from engine.request import Prompt, Ticket
+from engine.requests.request import Prompt, Ticket
 from server import journal, refused
 from server.config import ServerConfig
 from server.counters import Snapshot, Totals

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.request import Ticket
+from engine.requests.request import Ticket
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import EngineError, sealed_file
+from engine import EngineError, checked_file
 from engine.kv.plan import format_bytes
 from server.values import BadRequest
 
@@ -58,7 +58,7 @@ class SessionFolder:
                 f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
             ) from None
 
-        sealed_file.remove_unfinished(self._folder)
+        checked_file.remove_unfinished(self._folder)
 
     def file(self, name: str) -> SessionFile:
         return SessionFile(self._folder, name)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from engine import codecs
-from engine.backends.numpy_ops import NumpyOps
-from engine.conditioning import Conditioning
+from engine.backends.numpy.ops import NumpyOps
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
-from engine.model import Model, ModelWeights
-from engine.weights import load_weights
+from engine.model.forward import Model, ModelWeights
+from engine.model.weights import load_weights
+from engine.quantization.conditioning import Conditioning
 from model_loaders import load_weights as open_weights
 from model_loaders.config import ModelConfig
 

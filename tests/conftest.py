@@ -12,9 +12,9 @@ from hypothesis import settings
 
 from engine import Engine, calibration
 from engine.config import Encoding
-from model_loaders.cache import CACHE_VARIABLE, cache_folder
 from model_loaders.demo import demo_model
 from model_loaders.errors import LoadError
+from model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
 # Reproducible, and without time limits: the machine may be busy.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)

@@ -68,7 +68,7 @@ for path in (sys.argv[1], None):
 
 
 def test_everything_else_imports_without_them() -> None:
-    run_without(["gguf", "platformdirs"], "import bench.kernels, bench.speed, tests.conftest, engine.backends.cuda_ops")
+    run_without(["gguf", "platformdirs"], "import bench.gpu, bench.speed, tests.conftest, engine.backends.cuda.ops")
 
 
 def test_an_engine_needs_nothing_that_windows_lacks(tiny_path: Path, tmp_path: Path) -> None:

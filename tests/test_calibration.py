@@ -11,17 +11,17 @@ import pytest
 
 import model_loaders
 from engine import calibration
-from engine.backends.numpy_ops import NumpyOps
+from engine.backends.numpy.ops import NumpyOps
 from engine.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
-from engine.model import ModelWeights
-from engine.weights import load_weights
-from model_loaders.cache import CACHE_VARIABLE
+from engine.model.forward import ModelWeights
+from engine.model.weights import load_weights
 from model_loaders.config import ModelConfig
 from model_loaders.tokenizers import Tokenizer
+from model_loaders.user_dirs import CACHE_VARIABLE
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.model_loaders import vocabularies
-from tests.test_statistics import N, assert_close, reference
+from tests.quantization.test_statistics import N, assert_close, reference
 
 MODELS = sorted(path.name for path in FIXTURES.iterdir())
 

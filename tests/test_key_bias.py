@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.model import ModelWeights
-from engine.score import score
+from engine.model.forward import ModelWeights
+from engine.model.score import score
 from model_loaders import load
 from model_loaders.config import ModelConfig
 from tests.bare import bare_model, feed, log_softmax, prefill_logits, read_model

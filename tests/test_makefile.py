@@ -87,7 +87,7 @@ def gpu_bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_without_the_demonstration_model_the_kernels_are_measured(tmp_path: Path) -> None:
     done = gpu_bench(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["bench.kernels"]
+    assert done.stdout.splitlines() == ["bench.gpu"]
     assert "The demonstration model could not be downloaded" in done.stderr
     assert "speed of a whole model was not measured: pass one as WEIGHTS=PATH" in done.stderr
     assert "Traceback" not in done.stderr
@@ -97,4 +97,4 @@ def test_a_model_that_is_given_is_measured(tmp_path: Path) -> None:
     done = gpu_bench(tmp_path, "WEIGHTS=/a folder/model.gguf", "ARGS=--layers 2")
     assert done.returncode == 0, done.stderr
     measured = "bench.speed --device cuda --weights /a folder/model.gguf"
-    assert done.stdout.splitlines() == ["bench.kernels --layers 2", measured]
+    assert done.stdout.splitlines() == ["bench.gpu --layers 2", measured]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from engine.backends.numpy_ops import NumpyOps
-from engine.weights import load_weights
+from engine.backends.numpy.ops import NumpyOps
+from engine.model.weights import load_weights
 from model_loaders import load_weights as open_weights
 from tests.bare import bare_model, log_softmax, prefill_logits
 from tests.shared_data import shared

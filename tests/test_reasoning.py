@@ -11,9 +11,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine import Engine, SamplingParams
-from engine.chat_session import Session
-from engine.console import Console
-from engine.request import prompt_ids
+from engine.chat.console import Console
+from engine.chat.session import Session
+from engine.requests.request import prompt_ids
 from tests.server.http_server import serving
 from tests.tiny import VOCABULARY, assert_idle, make_model
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, SamplingParams, assembly, sealed_file, sessions
-from engine.backends import stored
-from engine.conditioning import Scale
+from engine import Engine, EngineError, SamplingParams, assembly, checked_file, sessions
+from engine.backends import transfer
 from engine.config import Encoding
+from engine.quantization.conditioning import Scale
 from tests.bare import feed
 from tests.small_disk import small_disk
 from tests.tiny import VOCABULARY, assert_idle, held, make_model
@@ -116,7 +116,7 @@ def test_sequences_whose_windows_have_moved_on(tmp_path: Path, file: Path, fixtu
     with load(path) as engine, load(path) as other:
         past = talk(engine, 100)
         assert engine.save_session(file) == len(past)
-        dropped = sealed_file.read_header(file)["dropped"].split()
+        dropped = checked_file.read_header(file)["dropped"].split()
         assert any(int(count) for count in dropped)
         other.load_session(file)
         for restored, wanted in zip(next_logits(other, past), next_logits(engine, past), strict=True):
@@ -213,11 +213,11 @@ def test_a_link_goes_on_leading_to_its_file(engine: Engine, tmp_path: Path) -> N
 
 
 def test_progress_grows_to_the_end(engine: Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_file, "_PIECE", 1000)
+    monkeypatch.setattr(checked_file, "_PIECE", 1000)
     talk(engine)
-    for transfer in (engine.save_session, engine.load_session):
+    for move in (engine.save_session, engine.load_session):
         seen: list[tuple[int, int]] = []
-        transfer(file, progress=lambda done, total, seen=seen: seen.append((done, total)))
+        move(file, progress=lambda done, total, seen=seen: seen.append((done, total)))
         assert len(seen) > 10
         assert seen == sorted(seen)
         assert seen[-1][0] == seen[-1][1]
@@ -284,8 +284,8 @@ def test_where_no_file_can_be(engine: Engine, tmp_path: Path, saved: Path) -> No
     for place, word in places.items():
         refused(lambda place=place: engine.save_session(place), str(place), word, code="storage")
         refused(lambda place=place: engine.load_session(place), str(place), word, code="storage")
-    for transfer in (engine.save_session, engine.load_session):
-        refused(lambda transfer=transfer: transfer("a\0b"), "null", code="storage")
+    for move in (engine.save_session, engine.load_session):
+        refused(lambda move=move: move("a\0b"), "null", code="storage")
     refused(lambda: engine.load_session(tmp_path / "talk"), "No such file", code="storage")
     assert os.listdir(tmp_path) == ["pipe"]
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
@@ -475,10 +475,10 @@ SEALED = {  # files whose seal fits, and that this program has not written
 
 @pytest.mark.parametrize("change", SEALED)
 def test_a_seal_alone_makes_no_session(engine: Engine, saved: Path, file: Path, change: str) -> None:
-    header, arrays = sealed_file.read(saved)
+    header, arrays = checked_file.read(saved)
     act, word = SEALED[change]
     act(header, arrays)
-    sealed_file.write(file, header, arrays)
+    checked_file.write(file, header, arrays)
     assert_refused(engine, file, word)
 
 
@@ -487,16 +487,16 @@ def test_numbers_inside_a_gpus_records_are_looked_at(tiny_path: Path, file: Path
     with load(tiny_path, "f16", block_size=16) as engine:
         past = talk(engine)
         engine.save_session(file)
-        header, arrays = sealed_file.read(file)
+        header, arrays = checked_file.read(file)
         for layer in range(2):
             prefix = f"{layer}.coded."
             fields = {name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)}
             fields["v.values"] = fields["v.values"].copy()
             fields["v.values"].flat[7] = number
             blocks = fields["v.values"].shape[1]
-            records = stored.as_records(engine.cache_shape.form(layer), blocks, fields)
+            records = transfer.as_records(engine.cache_shape.form(layer), blocks, fields)
             arrays |= dict(zip((prefix + "keys", prefix + "values"), records, strict=True))
-        sealed_file.write(file, {**header, "stored_as": stored.RECORDS}, arrays)
+        checked_file.write(file, {**header, "stored_as": transfer.RECORDS}, arrays)
         if np.isfinite(number):
             assert engine.load_session(file).token_ids == tuple(past)
         else:
@@ -542,10 +542,10 @@ def test_a_note_is_read_by_any_reader_of_safetensors(saved: Path) -> None:
 
 
 def test_codes_that_are_learned_anew_are_neither_saved_nor_loaded(tiny_path: Path, saved: Path, file: Path) -> None:
-    with load(tiny_path, "polarquant+online") as engine:
+    with load(tiny_path, "polarquant-online") as engine:
         talk(engine)
-        refused(lambda: engine.save_session(file), "polarquant+online", "another cache type")
-        refused(lambda: engine.load_session(saved), "polarquant+online")
+        refused(lambda: engine.save_session(file), "polarquant-online", "another cache type")
+        refused(lambda: engine.load_session(saved), "polarquant-online")
 
 
 def test_what_can_still_be_found_gives_way(tiny_path: Path, saved: Path) -> None:
@@ -577,7 +577,7 @@ def test_an_engine_that_keeps_nothing_loads_nothing(tiny_path: Path, saved: Path
 def test_a_closed_engine_neither_saves_nor_loads(tiny_path: Path, saved: Path, file: Path) -> None:
     with load(tiny_path) as engine:
         talk(engine)
-    for transfer in (lambda: engine.save_session(file), lambda: engine.load_session(saved)):
+    for move in (lambda: engine.save_session(file), lambda: engine.load_session(saved)):
         with pytest.raises(EngineError) as raised:
-            transfer()
+            move()
         assert raised.value.code == "closed"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine import Completion, Engine, SamplingParams
-from engine.backends.numpy_ops import NumpyOps
+from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import fold
 from tests.tiny import assert_idle, by_count
 

@@ -1,5 +1,5 @@
 // 16 values as a radius and the angles of four levels; 8 and three where the head dim is no multiple of 16.
-// Twin of engine/codecs/polarquant.py, whose words engine/codecs/_polar_record.py makes.
+// Twin of engine/codecs/polarquant.py, whose words engine/records/polarquant.py makes.
 //
 //     value = unit(code of level 1) · factor(row of a half of 8 values, pair) · radius
 //

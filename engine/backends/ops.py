@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.codecs import Codec
-from engine.encoding.metric import Metric
 from engine.outputs import Threads
-from engine.sampling import Draw, Sampled
+from engine.quantization.metric import Metric
+from engine.sampling.sample import Draw, Sampled
 from model_loaders.config import ModelConfig
 
 Array = Any
@@ -102,7 +102,7 @@ class Ops(Protocol):
     """Whether what is on the device can be used in a child that was forked."""
 
     stored_as: str
-    """What `read_blocks` gives: `FIELDS` or `RECORDS` of `engine.backends.stored`."""
+    """What `read_blocks` gives: `FIELDS` or `RECORDS` of `engine.backends.transfer`."""
 
     prefill_rows: int
     """Rows of a prompt that go through a layer at once: enough for the matrix products, few enough for the memory."""
@@ -258,7 +258,7 @@ class Ops(Protocol):
     # -- from the KV store to the host, and back -----------------------------------------------------------------
 
     def read_blocks(self, cache: Cache, blocks: Sequence[int]) -> dict[str, Any]:
-        """A copy of the coded blocks with these ids, at least one, as NumPy arrays: see `engine.backends.stored`."""
+        """A copy of the coded blocks with these ids, at least one, as NumPy arrays: see `engine.backends.transfer`."""
 
     def write_blocks(self, cache: Cache, blocks: Sequence[int], arrays: Mapping[str, Any]) -> None:
         """What `read_blocks` of any backend gave for as many blocks becomes those with these ids, at least one.

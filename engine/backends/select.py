@@ -6,7 +6,7 @@ import ctypes
 import importlib.util
 import os
 
-from engine.backends.numpy_ops import NumpyOps
+from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Ops
 from engine.errors import EngineError
 
@@ -43,8 +43,8 @@ def _cuda() -> Ops:
     if importlib.util.find_spec("cupy") is None:
         raise EngineError(f"An NVIDIA driver is here, but CuPy is not installed ({install})", "device_unavailable")
     try:
-        from engine.backends.cuda_ops import CudaOps
-        from engine.backends.cupy_device import open_device
+        from engine.backends.cuda.cupy_device import open_device
+        from engine.backends.cuda.ops import CudaOps
     except ImportError as error:
         reason = str(error).strip().splitlines()[0]
         raise EngineError(f"CuPy does not find its libraries ({reason}; {install})", "device_unavailable") from error

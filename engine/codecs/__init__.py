@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from engine.codecs._arrays import NotFinite as NotFinite
-from engine.codecs._fragments import Record
 
 
 class Field(NamedTuple):
@@ -115,9 +114,6 @@ class Codec(Protocol):
     def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
         """Fields of `encode` → (..., N, D) float32, C-contiguous and rotated; in `out` where one is given."""
 
-    def record(self, values: bool, block_size: int, head_dim: int) -> Record | None:
-        """How a block of keys, or of values, is laid out for CUDA. None: there is no kernel that reads this codec."""
-
 
 @cache
 def _modules() -> dict[str, ModuleType]:
@@ -142,6 +138,11 @@ def get(name: str) -> Codec:
     if module is None:
         raise ValueError(f"There is no cache type {base!r}: choose one of {', '.join(available())}.")
     return module.create(base, tuple(options))
+
+
+def file_of(codec: Codec) -> str:
+    """The name of the codec's file, without `.py`: its twins elsewhere are called like it."""
+    return _modules()[codec.name.split("+")[0]].__name__.rsplit(".", 1)[1]
 
 
 def bits_per_value(codec: Codec, block_size: int, head_dim: int) -> float:

@@ -10,7 +10,6 @@ import numpy as np
 
 from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import checked, destination, slabs
-from engine.codecs._fragments import Record
 from engine.codecs._norms import ByteNorm, HalfNorm, NormFormat
 from engine.codecs._pairs import PairPacking
 from engine.codecs._refusals import check_block_size, check_head_dim
@@ -77,10 +76,6 @@ class PairCodec(ABC):
     @abstractmethod
     def lookup(self, fields: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Packed codes (M, *shape) → rows (M, N, U) of a table, and the table, (rows, D/U) float32."""
-
-    @abstractmethod
-    def record(self, values: bool, block_size: int, head_dim: int) -> Record | None:
-        """How a block is laid out for CUDA; None where codes have no table of their own."""
 
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, 8)

@@ -12,7 +12,6 @@ import numpy as np
 
 from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import HALF_MAX, checked, destination, widen
-from engine.codecs._fragments import Geometry, as_bytes, from_bytes
 
 NAMES = ("f16",)
 
@@ -43,34 +42,6 @@ class Half:
         out = destination(out, codes["values"].shape)
         widen(codes["values"], out)
         return out
-
-    def record(self, values: bool, block_size: int, head_dim: int) -> HalfRecord:
-        return HalfRecord(Geometry(values, block_size, head_dim))
-
-
-@dataclass(frozen=True)
-class HalfRecord:
-    """The registers of every lane, tile after tile. No tables."""
-
-    geometry: Geometry
-
-    codec = "f16"
-    rows = 0
-    tables = np.zeros(0, np.uint8)
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {}
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.geometry.block_size * self.geometry.padded
-
-    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        return as_bytes(self.geometry.halves(fields["values"]))
-
-    def unpack(self, sections: np.ndarray) -> dict[str, np.ndarray]:
-        return {"values": self.geometry.from_halves(from_bytes(sections, np.dtype(np.float16), self.nbytes // 2))}
 
 
 def create(name: str, options: tuple[str, ...]) -> Half:

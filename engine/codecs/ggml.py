@@ -50,9 +50,6 @@ class _Grouped:
     def rotation(self, head_dim: int) -> None:
         """Not rotated."""
 
-    def record(self, values: bool, block_size: int, head_dim: int) -> None:
-        """NumPy only: what other codecs are compared with."""
-
     def _groups(self, x: np.ndarray) -> np.ndarray:
         """x (..., N, D) → (..., N, G, 32) float32, saturated."""
         x = checked(x, self.name)

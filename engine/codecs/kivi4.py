@@ -82,9 +82,6 @@ class Kivi4:
         grouped += np.expand_dims(codes["zero"], self._axis).astype(np.float32)
         return out
 
-    def record(self, values: bool, block_size: int, head_dim: int) -> None:
-        """NumPy only."""
-
     @property
     def _axis(self) -> int:
         """Of a grouped array: the members of a group."""

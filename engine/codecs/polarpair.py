@@ -3,7 +3,7 @@
     (kⱼ, kⱼ₊ᴅ/₂) = r·(cos θ, sin θ);  θ ≈ π·code/2^(m−1) − π,  r ≈ code·s,  s = max r / (2^n − 1) of a group of tokens
 
 Source: Wu et al., "PolarQuant: Leveraging Polar Transformation for Efficient Key Cache Quantization and Decoding
-Acceleration", 2025, §3.2 (the code) and §3.3 (q·k from a table). Its formula for decoding omits the −π that matches
+Acceleration", 2025, §3.2. Its formula for decoding omits the −π that matches
 the +π of its angles, which would turn every key around; here it is. Its rotation is a permutation that brings channels
 j and j + D/2 to 2j and 2j + 1; nothing is ever mixed, for the pairs are what it is about.
 Bits per value, n + m = 8 (`polarpair-m4n4`) or 6 (`polarpair-m4n2`) and groups of G tokens: (n + m)/2 + 16/(2G). The
@@ -38,17 +38,15 @@ import numpy as np
 from engine.codecs import Field
 from engine.codecs._arrays import SATURATION, checked, destination
 from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
-from engine.codecs._fragments import Geometry
-from engine.codecs._polarpair_record import PolarPairRecord
 from engine.codecs._refusals import check_block_size, check_head_dim
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2")
 
 _ANGLES = 16  # m = 4
 _DIRECTIONS = np.pi / 8 * np.arange(_ANGLES) - np.pi
-_COSINES, _SINES = np.cos(_DIRECTIONS).astype(np.float32), np.sin(_DIRECTIONS).astype(np.float32)
+COSINES, SINES = np.cos(_DIRECTIONS).astype(np.float32), np.sin(_DIRECTIONS).astype(np.float32)
 # Where the first two directions of a quadrant end.
-_TANGENTS = np.tan(np.pi / 16 * np.array([1, 3])).astype(np.float32)
+TANGENTS = np.tan(np.pi / 16 * np.array([1, 3])).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class PolarPair:
         bits = 4 + self.radius_bits
         per_group = Field((block_size // (self.group or block_size), head_dim // 2), np.dtype(np.float16))
         codes = Field((block_size, head_dim * bits // 16), np.dtype(np.uint8))
-        return {"codes": codes, **dict.fromkeys(self._scales, per_group)}
+        return {"codes": codes, **dict.fromkeys(self.scales, per_group)}
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
         x = checked(x, self.name)
@@ -100,7 +98,7 @@ class PolarPair:
         else:
             angle_code = _direction(a, b)
         codes = (radius_code << 4 | angle_code).reshape(*lead, block_size, head_dim // 2)
-        return {"codes": self._code_field(codes), **scales}
+        return {"codes": self.code_field(codes), **scales}
 
     def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
         pairs, radius = self._radii(codes)
@@ -111,57 +109,28 @@ class PolarPair:
             angle = ((pairs & 15) + np.float32(0.5)) * _wide(codes["angle_step"]) + _wide(codes["angle_low"])
             cosine, sine = np.cos(angle), np.sin(angle)
         else:
-            cosine, sine = _COSINES[pairs & 15], _SINES[pairs & 15]
+            cosine, sine = COSINES[pairs & 15], SINES[pairs & 15]
         np.multiply(cosine, radius, out=values[..., 0])
         np.multiply(sine, radius, out=values[..., 1])
         return out
 
-    def scores(self, q: np.ndarray, codes: Mapping[str, np.ndarray]) -> np.ndarray:
-        """q (..., T, D) float32, permuted like keys, and fields (..., *shape) → q·k (..., T, N); no key is decoded.
-
-        §3.3: a product of q's half of a pair with each of the 2^m directions is formed once per group, or once for
-        all, where directions are fixed; a key then costs, per pair, one lookup and one product with its radius.
-        """
-        pairs, radius = self._radii(codes)
-        if self.ranged == "both":
-            steps = np.arange(_ANGLES, dtype=np.float32) + np.float32(0.5)
-            angles = steps * _wide(codes["angle_step"])[..., None] + _wide(codes["angle_low"])[..., None]
-            cosine, sine = np.cos(angles), np.sin(angles)  # (..., N/G, 1, D/2, 2^m)
-        else:
-            cosine, sine = _COSINES, _SINES
-        left, right = q[..., None, :, 0::2, None], q[..., None, :, 1::2, None]  # (..., 1, T, D/2, 1)
-        table = (left * cosine + right * sine)[..., None, :, :]  # (..., 1 or N/G, T, 1, D/2, 2^m)
-        angle = (pairs & 15)[..., None, :, :, None]  # (..., N/G, 1, G, D/2, 1)
-        product = np.take_along_axis(table, angle, axis=-1)[..., 0] * radius[..., None, :, :]
-        by_query = np.moveaxis(product.sum(-1), -3, -2)  # (..., T, N/G, G)
-        return by_query.reshape(*by_query.shape[:-2], -1)
-
-    def record(self, values: bool, block_size: int, head_dim: int) -> PolarPairRecord | None:
-        geometry, group = Geometry(values, block_size, head_dim), self.group or block_size
-        # A tile's tokens have one group, and the groups of a part are whole, or parts of one.
-        if values or group % 16 or (group % geometry.part and geometry.part % group):
-            return None
-        directions = np.stack([_COSINES, _SINES], -1)
-        coding = self._pair_codes, self._code_field
-        return PolarPairRecord(geometry, 4 + self.radius_bits, group, self._scales, directions, _TANGENTS, *coding)
-
     @property
-    def _scales(self) -> tuple[str, ...]:
+    def scales(self) -> tuple[str, ...]:
         """The fields of scales."""
         radius, angle = ("radius_step", "radius_low"), ("angle_step", "angle_low")
         return {"": radius[:1], "radius": radius, "both": radius + angle}[self.ranged]
 
-    def _pair_codes(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+    def pair_codes(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         """Fields → codes of pairs (..., N, D/2) uint8."""
         return fields["codes"] if self.radius_bits == 4 else unpack_row_of_sixes(fields["codes"])
 
-    def _code_field(self, codes: np.ndarray) -> np.ndarray:
-        """The inverse of `_pair_codes`: the field "codes"."""
+    def code_field(self, codes: np.ndarray) -> np.ndarray:
+        """The inverse of `pair_codes`: the field "codes"."""
         return codes if self.radius_bits == 4 else pack_row_of_sixes(codes)
 
     def _radii(self, codes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Fields → codes of pairs uint8 and their radii float32, (..., N/G, G, D/2) both."""
-        pairs = self._pair_codes(codes)
+        pairs = self.pair_codes(codes)
         *lead, groups, half = codes["radius_step"].shape
         pairs = pairs.reshape(*lead, groups, pairs.shape[-2] // groups, half)
         radius = (pairs >> 4).astype(np.float32)
@@ -208,7 +177,7 @@ def _from_lowest(x: np.ndarray, count: int, name: str) -> tuple[np.ndarray, dict
 
 def _direction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The nearest of the sixteen directions, uint8: by comparisons in a quadrant, so that no angle is computed."""
-    first, second = _TANGENTS
+    first, second = TANGENTS
     x, y = np.abs(a), np.abs(b)
     code = (y > first * x).view(np.uint8)
     for beyond in (y > second * x, second * y > x, first * y > x):

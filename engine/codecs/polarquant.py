@@ -8,8 +8,7 @@ Bits per value: (16 + 8·4 + 4·2 + 2·2 + 1·2) / 16 = 3.875. Mean squared erro
 Decode, per 8 values: 2 lookups of 4 values (a byte of level 1 each), 1 lookup of 8 factors (all levels above); then
 two multiplications a value, by the factor and by the radius.
 
-Options: how vectors are rotated, `+hadamard` (unless told otherwise), `+dense` or `+none`; `+online` after that, for
-measuring only: centres that are learned from the angles of the prompt itself (`_online`).
+Options: how vectors are rotated, `+hadamard` (unless told otherwise), `+dense` or `+none`.
 
 A head dim that is a multiple of 8 but not of 16 takes three levels, a radius for every 8 values: 4.75 bits per value.
 
@@ -56,13 +55,11 @@ import numpy as np
 from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
 from engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
-from engine.codecs._fragments import Geometry, Record
 from engine.codecs._refusals import check_block_size, check_head_dim
 from engine.codecs._rotation import preconditioning
 
 NAMES = ("polarquant",)
 PRECONDITIONINGS = ("hadamard", "dense", "none")
-ONLINE = "online"
 
 # Level → what its angles decode to, radians; `_lloyd.polar_angles` derives levels 2 to 4. They mirror at π/4.
 CENTRES = {
@@ -176,12 +173,6 @@ class PolarQuant:
             values *= np.repeat(radius[part], 2**levels).reshape(values.shape)
         return out
 
-    def record(self, values: bool, block_size: int, head_dim: int) -> Record | None:
-        from engine.codecs._polar_record import PolarRecord  # it needs this module complete
-
-        # Centres that are learned are tables of their own in every layer.
-        return None if self.per_layer else PolarRecord(Geometry(values, block_size, head_dim))
-
     def _quantize(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels).
 
@@ -238,17 +229,15 @@ def upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:
-    """Raises ValueError unless the options are at most one preconditioning and at most one "online", in that order."""
-    online = options[-1:] == (ONLINE,)
-    chosen = options[:-1] if online else options
-    if len(chosen) > 1 or not set(chosen) <= set(PRECONDITIONINGS):
-        raise ValueError(
-            f"Cache type {name} takes one option out of {', '.join(PRECONDITIONINGS)}, and {ONLINE} after it, "
-            f"as in {name}+{PRECONDITIONINGS[1]}+{ONLINE}: {'+'.join(options)!r} is something else."
-        )
-    full_name, preconditioning = "+".join((name, *options)), (chosen or PRECONDITIONINGS)[0]
-    if not online:
-        return PolarQuant(full_name, preconditioning)
-    from engine.codecs._online import OnlinePolarQuant  # it is a PolarQuant, and needs this module complete
+    """Raises ValueError unless the options are at most one preconditioning."""
+    return PolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))
 
-    return OnlinePolarQuant(full_name, preconditioning)
+
+def chosen_preconditioning(name: str, options: tuple[str, ...]) -> str:
+    """The one option there may be. Raises ValueError on any other."""
+    if len(options) > 1 or not set(options) <= set(PRECONDITIONINGS):
+        raise ValueError(
+            f"Cache type {name} takes one option out of {', '.join(PRECONDITIONINGS)}, "
+            f"as in {name}+{PRECONDITIONINGS[1]}: {'+'.join(options)!r} is something else."
+        )
+    return (*options, PRECONDITIONINGS[0])[0]

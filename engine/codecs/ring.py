@@ -36,10 +36,8 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs._fragments import Geometry, Record
 from engine.codecs._nearest import NearestPoint
 from engine.codecs._pair_codec import PairCodec, PairStore, parse_options
-from engine.codecs._pair_record import PairRecord
 from engine.codecs._pairs import PairPacking
 
 NAMES = ("ring3", "ring3.5", "ring4", "ring5")
@@ -137,11 +135,6 @@ class Ring(PairCodec):
 
     def lookup(self, fields: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return self.store.packing.units(fields), _table(self.store.bits)
-
-    def record(self, values: bool, block_size: int, head_dim: int) -> Record:
-        store, points = self.store, points_of(self.store.bits)
-        geometry, packing = Geometry(values, block_size, head_dim), store.packing
-        return PairRecord("ring", geometry, store.bits, store.norms, points, points, packing.codes, packing.pack)
 
 
 def create(name: str, options: tuple[str, ...]) -> Ring:

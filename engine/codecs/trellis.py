@@ -113,9 +113,6 @@ class Trellis(PairCodec):
         windows[..., 0] = units[..., 0]
         return windows, _table(bits, pairs)
 
-    def record(self, values: bool, block_size: int, head_dim: int) -> None:
-        """Windows reach into the codes of neighbouring channels, which other lanes hold."""
-
 
 def create(name: str, options: tuple[str, ...]) -> Trellis:
     """Raises ValueError unless the options are a preconditioning at most and `norm16`, once each, in any order."""

@@ -36,10 +36,8 @@ import numpy as np
 
 from engine.codecs import KEYS_AND_VALUES, Field
 from engine.codecs._arrays import checked, destination, slabs
-from engine.codecs._bits import pack_nibbles, pack_row_of_sixes, unpack_nibbles, unpack_row_of_sixes
-from engine.codecs._fragments import Geometry
+from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
 from engine.codecs._norms import HalfNorm
-from engine.codecs._pair_record import PairRecord
 from engine.codecs._refusals import check_head_dim
 from engine.codecs._rotation import twice_signed_hadamard
 
@@ -64,7 +62,7 @@ _CODES_PER_WORD = {2: 4, 3: 2, 4: 2}
 
 
 @cache
-def _levels(bits: int) -> np.ndarray:
+def levels_of(bits: int) -> np.ndarray:
     """All levels, ascending, (2^b,) float32."""
     half = np.array(LEVELS[bits], np.float32)
     return np.concatenate([-half[::-1], half])
@@ -73,7 +71,7 @@ def _levels(bits: int) -> np.ndarray:
 @cache
 def _thresholds(bits: int) -> np.ndarray:
     """Where one level's cell ends and the next begins, (2^b − 1,) float32. A value on a threshold goes down."""
-    levels = _levels(bits)
+    levels = levels_of(bits)
     return (levels[1:] + levels[:-1]) / 2
 
 
@@ -82,7 +80,7 @@ def _table(bits: int) -> np.ndarray:
     """Word → the levels of its codes, (2^(b·codes), codes) float32."""
     count = _CODES_PER_WORD[bits]
     words = np.arange(2 ** (bits * count))[:, None]
-    return _levels(bits)[words >> bits * np.arange(count) & 2**bits - 1]
+    return levels_of(bits)[words >> bits * np.arange(count) & 2**bits - 1]
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Slots:
         codes = np.zeros(len(x), np.uint8)
         for threshold in _thresholds(self.bits):  # vectorised comparisons beat a search in so short a list
             codes += x[:, 0] > threshold
-        return codes, _levels(self.bits)[codes][:, None]
+        return codes, levels_of(self.bits)[codes][:, None]
 
     def stored_norms(self, norms: np.ndarray) -> np.ndarray:
         """norms (...) float32 ≥ 0 → as they read back, float32."""
@@ -167,29 +165,6 @@ class Turbo:
             np.take(table, word, axis=0, mode="clip", out=tokens[part].reshape(*word.shape, -1))
             tokens[part] *= norm[part]
         return out
-
-    def record(self, values: bool, block_size: int, head_dim: int) -> PairRecord:
-        """A pair's code is that of its first value, and above it that of the second."""
-        levels, pair = _levels(self.bits), np.arange(4**self.bits)
-        pairs = np.stack([levels[pair & 2**self.bits - 1], levels[pair >> self.bits]], -1)
-        geometry, norms = Geometry(values, block_size, head_dim), self.rounding.norms
-        return PairRecord(
-            "turbo", geometry, 2 * self.bits, norms, levels[:, None], pairs, self._pair_codes, self._packed_pairs
-        )
-
-    def _pair_codes(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Fields → the codes of pairs (..., N, D/2) uint8."""
-        packed = fields["codes"]
-        if self.bits == 2:
-            return unpack_nibbles(packed)
-        return unpack_row_of_sixes(packed) if self.bits == 3 else packed
-
-    def _packed_pairs(self, codes: np.ndarray) -> dict[str, np.ndarray]:
-        """The inverse of `_pair_codes`, for codes of any integer type."""
-        codes = codes.astype(np.uint8)
-        if self.bits == 2:
-            return {"codes": pack_nibbles(codes)}
-        return {"codes": pack_row_of_sixes(codes) if self.bits == 3 else codes}
 
 
 def create(name: str, options: tuple[str, ...]) -> Turbo:

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from engine.backends.ops import CacheFormat
 from engine.codecs import Codec, get
-from engine.conditioning import mean_fields
-from engine.encoding.metric import Metric
 from engine.errors import EngineError
+from engine.quantization.conditioning import mean_fields
+from engine.quantization.metric import Metric
 
 
 @dataclass(frozen=True)

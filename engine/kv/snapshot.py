@@ -18,8 +18,8 @@ class Snapshot:
 
     length: tokens. dropped: for each group, coded blocks at the front that had left its window.
     stored_as: what coded blocks are stored as, see `Ops.stored_as`.
-    arrays: "<layer>.<place>.<name>" → array; places are "coded", with the names of `engine.backends.stored`, "sink" and
-    "tail", with "k" and "v" (K, tokens, D). A sequence that lacks a place, or has it empty, has no arrays for it.
+    arrays: "<layer>.<place>.<name>" → array; places are "coded", with the names of `engine.backends.transfer`, "sink"
+    and "tail", with "k" and "v" (K, tokens, D). A sequence that lacks a place, or has it empty, has no arrays for it.
     """
 
     length: int

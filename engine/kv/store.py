@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 
 from engine.backends.ops import Buffer, Cache, CacheSpan, Ops, Place
 from engine.codecs import NotFinite
-from engine.conditioning import Conditioning
-from engine.encoding.metric import Metric
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.plan import StorePlan
 from engine.kv.tables import BlockTable, Growth, TableGroup
-from engine.sampling import NOT_FINITE
+from engine.quantization.conditioning import Conditioning
+from engine.quantization.metric import Metric
+from engine.sampling.sample import NOT_FINITE
 
 # What an error of a layer's keys and of its values costs; None where the nearest code is taken.
 Metrics = tuple[Metric | None, Metric | None]

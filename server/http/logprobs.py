@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from engine import TokenLogprob
-from engine.detokenizer import Detokenizer
+from engine.sampling.detokenizer import Detokenizer
 from model_loaders.tokenizers import Tokenizer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine import Engine
-from engine.cache_types import chosen
+from engine.kv.cache_types import chosen
 from engine.outputs import Status
 from server.values import BadRequest
 

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from engine.backends import select as module
-from engine.backends.numpy_ops import NumpyOps
+from engine.backends.numpy.ops import NumpyOps
 from engine.backends.select import driver_version, select
 from engine.errors import EngineError
 
@@ -24,10 +24,10 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         find = importlib.util.find_spec
         fake = SimpleNamespace() if cupy else None
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake if name == "cupy" else find(name))
-        device = ModuleType("engine.backends.cupy_device")
+        device = ModuleType("engine.backends.cuda.cupy_device")
         if opens is not None:
             device.open_device = opens
-        monkeypatch.setitem(sys.modules, "engine.backends.cupy_device", device)
+        monkeypatch.setitem(sys.modules, "engine.backends.cuda.cupy_device", device)
 
     return has
 

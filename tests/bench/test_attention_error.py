@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.attention_error import Recorder, Recording, Replay
-from bench.exact import Change, Exact
+from bench.quality.attention_error import Recorder, Recording, Replay
+from bench.quality.exact import Change, Exact
 from engine import Engine
 from engine.flags import FlagError
-from engine.model import Model
+from engine.model.forward import Model
 from tests.tiny import make_model
 
 IDS = [1, *np.random.default_rng(0).integers(5, 96, 199).tolist()]

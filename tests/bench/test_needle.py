@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import needle
 from bench.command import CacheType
-from bench.exact import Exact
-from bench.needle import Cell, Prompt
+from bench.quality.__main__ import needle
+from bench.quality.exact import Exact
+from bench.quality.needle import Cell, Prompt
 from tests.shared_data import shared
 
 DEPTHS = (0, 25, 50, 75, 100)

@@ -16,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from bench import command, needle, plots, quality, quality_scores, report
+from bench import command, report
 from bench.command import CacheType, cache_types
-from bench.divergence import compare, perplexity
-from bench.exact import Exact
-from bench.quality_scores import Quality, measure, windows
+from bench.quality import __main__ as quality
+from bench.quality import needle, plots, scores
+from bench.quality.divergence import compare, perplexity
+from bench.quality.exact import Exact
+from bench.quality.scores import Quality, measure, windows
 from engine.flags import FlagError
 from tests.shared_data import shared
 
@@ -270,7 +272,7 @@ def test_examples_in_the_documentation_hold(module: object) -> None:
 def test_what_was_measured_is_kept_when_the_command_is_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, output, of_type = tmp_path / "story.txt", tmp_path / "out.json", quality_scores._measure_type
+    text, output, of_type = tmp_path / "story.txt", tmp_path / "out.json", scores._measure_type
     text.write_text(STORY, encoding="utf-8")
 
     def stopped_at_the_second(exact, exact_score, cache_type, *rest):
@@ -278,7 +280,7 @@ def test_what_was_measured_is_kept_when_the_command_is_stopped(
             raise KeyboardInterrupt
         return of_type(exact, exact_score, cache_type, *rest)
 
-    monkeypatch.setattr(quality_scores, "_measure_type", stopped_at_the_second)
+    monkeypatch.setattr(scores, "_measure_type", stopped_at_the_second)
     assert run(text, output, "--windows", "1", "--types", "f16,ring4,polarquant") == 130
     found = json.loads(output.read_text(encoding="utf-8"))
     assert [row["type"] for row in found["rows"]] == ["f16", "f16"]

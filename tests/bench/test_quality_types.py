@@ -6,11 +6,11 @@ from dataclasses import fields, replace
 
 import pytest
 
-from bench.quality_types import all_types, chosen_types
+from bench.quality.types import all_types, chosen_types
 from engine import codecs
-from engine.cache_types import PRESETS
 from engine.config import Encoding
 from engine.flags import FlagError
+from engine.kv.cache_types import PRESETS
 
 
 def test_all_types_are_all_there_are() -> None:

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from bench import full_precision, peer, speed
-from bench.timing import Rates, Streams, generation_rate, prompt_rate, weights_rate
+from bench.speed import __main__ as speed
+from bench.speed import full_precision, peer
+from bench.speed.timing import Rates, Streams, generation_rate, prompt_rate, weights_rate
 from engine import Engine
-from engine.backends.numpy_ops import NumpyOps
-from engine.model import Model
+from engine.backends.numpy.ops import NumpyOps
+from engine.model.forward import Model
 from tests.bare import bare_model, read_model
 from tests.conftest import FIXTURES
 from tests.shared_data import shared

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from engine.chat import main
+from engine.chat.terminal import main
 from engine.config import EngineConfig, PromptOptions, SamplingParams
 from engine.errors import EngineError
 from engine.outputs import CacheStats, Chunk, Status, Threads, Usage

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.chat import main
+from engine.chat.terminal import main
 from engine.config import PromptOptions
 from engine.errors import EngineError
 
@@ -85,7 +85,7 @@ def test_what_is_loaded_is_told_on_standard_error(chat):
     [([], None, False), (["-v"], None, True), (["-v"], 13000, False), (["-v", "--device", "cpu"], None, False)],
 )
 def test_why_there_is_no_gpu_is_said_with_verbose(chat, monkeypatch, argv, driver, said):
-    monkeypatch.setattr("engine.chat.driver_version", lambda: driver)
+    monkeypatch.setattr("engine.chat.terminal.driver_version", lambda: driver)
     assert ("No NVIDIA driver found: running on the CPU." in chat(*argv, "-p", "hi", "-st")[2]) == said
 
 

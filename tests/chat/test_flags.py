@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.chat_config import GROUPS, ChatConfig, read_command_line, read_prompt
+from engine.chat.config import GROUPS, ChatConfig, read_command_line, read_prompt
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError
 from engine.flags import FlagError, describe, in_flags

@@ -25,20 +25,20 @@ def error(codec, x):
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128])
 def test_at_least_as_good_as_offline_where_angles_are_not_gaussian(head_dim):
     x = outliers(2048, head_dim)
-    assert error(codecs.get("polarquant+none+online"), x) <= error(codecs.get("polarquant+none"), x)
+    assert error(codecs.get("polarquant-online+none"), x) <= error(codecs.get("polarquant+none"), x)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_no_better_than_offline_where_they_are(head_dim):
     """A codebook of samples of the density is that of the density, up to what samples tell."""
     x = gaussian(32, 64, head_dim)
-    assert error(codecs.get("polarquant+online"), x) == pytest.approx(error(codecs.get("polarquant"), x), rel=0.01)
+    assert error(codecs.get("polarquant-online"), x) == pytest.approx(error(codecs.get("polarquant"), x), rel=0.01)
 
 
 def test_each_level_has_less_angle_error_than_the_constants():
     """Angle errors of level 1 count from centre to angle on [0, 2π), as its codebook is a line and not a circle."""
     x = outliers(1024, 64)
-    codec = codecs.get("polarquant+none+online")
+    codec = codecs.get("polarquant-online+none")
     codec.encode(x)
     for level, angles in enumerate(polar_transform(x, 4)[0], start=1):
         learned, constant = (
@@ -54,7 +54,7 @@ def test_as_many_directions_as_codes_are_met_exactly():
     directions = np.sort(np.concatenate([random.uniform(0.1, 0.5, 8), random.uniform(3, 4, 8)]))
     angle = directions[random.integers(0, 16, (64, 8))]
     x = np.stack([np.cos(angle), np.sin(angle)], -1).reshape(64, 16).astype(np.float32)
-    codec = codecs.get("polarquant+none+online")
+    codec = codecs.get("polarquant-online+none")
     assert error(codec, x) < 1e-6 < error(codecs.get("polarquant+none"), x)
     assert np.allclose(codec.codebook[1], directions, atol=1e-6)
 
@@ -62,7 +62,7 @@ def test_as_many_directions_as_codes_are_met_exactly():
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 128])
 def test_codes_are_the_nearest_centres(head_dim):
     """Of the float64 transform, but for angles so near to a threshold that float32 may tell them otherwise."""
-    codec, x = codecs.get("polarquant+none+online"), outliers(256, head_dim)
+    codec, x = codecs.get("polarquant-online+none"), outliers(256, head_dim)
     stored = unpack(codec.encode(x))
     angles, _ = polar_transform(x, len(stored))
     for level, (codes, exact) in enumerate(zip(stored, angles, strict=True), start=1):
@@ -74,7 +74,7 @@ def test_codes_are_the_nearest_centres(head_dim):
 
 
 def test_decode_is_the_inverse_transform_of_its_own_centres():
-    codec, x = codecs.get("polarquant+none+online"), outliers(64, 64)
+    codec, x = codecs.get("polarquant-online+none"), outliers(64, 64)
     codes = codec.encode(x)
     radii = codes["radius"].astype(np.float64)
     for level, stored in reversed(list(enumerate(unpack(codes), start=1))):
@@ -85,13 +85,13 @@ def test_decode_is_the_inverse_transform_of_its_own_centres():
 
 
 def test_the_first_blocks_that_are_not_zero_fix_the_codebook():
-    codec, x = codecs.get("polarquant+online"), outliers(256, 64)
+    codec, x = codecs.get("polarquant-online"), outliers(256, 64)
     codec.encode(np.zeros((64, 64), np.float32))
     assert not codec.codebook
     codec.encode(x)
     learned = {level: centres.copy() for level, centres in codec.codebook.items()}
     codec.encode(gaussian(4, 64, 64))
-    again = codecs.get("polarquant+online")
+    again = codecs.get("polarquant-online")
     again.encode(x)
     for level in CENTRES:
         assert np.array_equal(codec.codebook[level], learned[level])
@@ -99,5 +99,5 @@ def test_the_first_blocks_that_are_not_zero_fix_the_codebook():
 
 
 def test_it_asks_for_an_instance_per_layer_and_gets_one():
-    assert codecs.get("polarquant+online").per_layer
-    assert codecs.get("polarquant+online").codebook is not codecs.get("polarquant+online").codebook
+    assert codecs.get("polarquant-online").per_layer
+    assert codecs.get("polarquant-online").codebook is not codecs.get("polarquant-online").codebook

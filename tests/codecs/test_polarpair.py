@@ -127,19 +127,6 @@ def test_decode_is_the_formula(name):
     assert np.allclose(codecs.get(name).decode(codes), exact, rtol=0, atol=(6 + 2 * np.pi * 3) * EPS * radius.max())
 
 
-@every_variant
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_scores_from_the_table_are_those_of_decoded_keys(name, head_dim):
-    """§3.3. Either way adds up D products; what is added up is at most |q|·|k|."""
-    codec = codecs.get(name)
-    q, codes = gaussian(2, 3, 5, head_dim), codec.encode(gaussian(2, 3, 64, head_dim, seed=1))
-    keys = codec.decode(codes)
-    scores = codec.scores(q, codes)
-    assert scores.shape == (2, 3, 5, 64)
-    scale = np.linalg.norm(q, axis=-1)[..., None] * np.linalg.norm(keys, axis=-1)[..., None, :]
-    assert (np.abs(scores - q @ keys.swapaxes(-1, -2)) <= head_dim * EPS * scale).all()
-
-
 @every_name
 def test_the_error_on_gaussian_pairs_is_that_of_uniform_cells(name, n):
     """The angle is off by up to π/16 either way, evenly, and independently of the radius, which is Rayleigh:

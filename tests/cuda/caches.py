@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine import codecs
-from engine.backends import records
-from engine.conditioning import centre, read_mean
+from engine import codecs, records
+from engine.quantization.conditioning import centre, read_mean
 from tests.cuda.formats import EPS32
 
 _HEADER = 8  # words of a row of spans before the block ids

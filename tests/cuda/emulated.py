@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.device import Device
+from engine.backends.cuda.device import Device
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
@@ -22,7 +22,7 @@ def _program(text: str, checked: bool) -> Program:
 
 
 class EmulatedDevice:
-    """See `engine.backends.device.Device`. New arrays hold NaN: whoever reads what nobody has written is found out."""
+    """See `engine.backends.cuda.device.Device`. New arrays hold NaN: a read of what has not been written shows."""
 
     name = "emulated GPU"
     processors = 6
@@ -88,7 +88,7 @@ class EmulatedDevice:
 def open_device(*, checked: bool = True) -> Device:
     """The device under test."""
     if os.environ.get("POLARLM_TEST_GPU"):
-        from engine.backends.cupy_device import open_device as open_gpu
+        from engine.backends.cuda.cupy_device import open_device as open_gpu
 
         return open_gpu()
     return EmulatedDevice(checked=checked)

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from engine.backends.kernels import OPTIONS
+from engine.backends.cuda.kernel_source import OPTIONS
 
 _WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every launch may have
 

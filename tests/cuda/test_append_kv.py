@@ -7,10 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.backends import records
-from engine.backends.kernels import source
-from engine.backends.records import Layout
+from engine import codecs, records
+from engine.backends.cuda.kernel_source import source
+from engine.records import Layout
 from tests.cuda.programs import Program
 
 SEEDS = [0, 1, 2]

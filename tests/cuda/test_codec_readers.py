@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.backends import records
-from engine.backends.kernels import with_readers
-from engine.backends.records import Layout
+from engine import codecs, records
+from engine.backends.cuda.kernel_source import with_readers
 from engine.codecs._norms import ByteNorm
-from engine.conditioning import centre, read_mean
+from engine.quantization.conditioning import centre, read_mean
+from engine.records import Layout
 from tests.cuda.nvrtc import SHARED_LIMIT, compile_text, compiler
 from tests.cuda.programs import Program
 from tests.cuda.readers import ENCODE, PACK, READ, read, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.backends.kernels import folder
+from engine.backends.cuda.kernel_source import folder
 from tests.cuda.nvrtc import SHARED_LIMIT, STATIC_LIMIT, Usage, compile_text, compiler
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 
@@ -48,7 +48,7 @@ def test_compiles(variant: Variant, arch: int) -> None:
 
 
 def test_every_kernel_has_variants() -> None:
-    assert set(VARIANTS) == {file.stem for file in folder().glob("*.cu")}
+    assert set(VARIANTS) == {file.stem for file in folder().rglob("*.cu")}
 
 
 def test_the_covering_set_covers_and_stays_small() -> None:

@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from engine.backends.cuda_ops import CudaOps
-from engine.backends.kernels import source
+from engine.backends.cuda.kernel_source import source
+from engine.backends.cuda.ops import CudaOps
 from engine.errors import EngineError
 from tests.cuda import fake_cupy
 from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError, Machine
@@ -19,7 +19,7 @@ from tests.cuda.formats import STEP, read, store
 from tests.cuda.test_model_emulated import talk
 
 SILU = source("silu_mul", ACT="float")
-NAME, RECORDING = "engine.backends.cupy_device", "engine.backends.cupy_recording"
+NAME, RECORDING = "engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_shared_memory_is_asked_for(device, machine: Machine) -> None:
     text = 'extern "C" __global__ void f(int *y) { DYNAMIC_SHARED(int, s); s[0] = 1; y[0] = s[0]; }'
     text = text.replace("void f", "void __launch_bounds__(32) f")
     y = device.from_host(np.zeros(1, np.int32))
-    from engine.backends.kernels import prelude
+    from engine.backends.cuda.kernel_source import prelude
 
     for size in (1 << 10, 96 << 10, 64 << 10):
         device.launch("f", prelude() + text, (1,), (1,), (y,), size)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends import cuda_shapes
-from engine.backends.kernels import source
-from engine.backends.records import table_bytes
+from engine.backends.cuda import launch_configs
+from engine.backends.cuda.kernel_source import source
 from engine.codecs._rotation import twice_signed_hadamard
+from engine.records import table_bytes
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.formats import EPS32
 from tests.cuda.nvrtc import SHARED_LIMIT, compile_text
@@ -181,7 +181,7 @@ def test_scores_of_any_size(rng: np.random.Generator) -> None:
 def test_the_tables_are_where_the_kernel_thinks(arch: int) -> None:
     """Where it knows the shared memory's address to be another one, the compiler leaves a kernel that only stops."""
     cache = Cache("ring4", "ring4", 64)
-    shape, _ = cuda_shapes.decode_attention(*cache.layouts(), 4)
+    shape, _ = launch_configs.decode_attention(*cache.layouts(), 4)
     (usage,) = compile_text(Variant("decode_attention", shape.defines, cache).text(), arch)
     assert usage.registers > 64  # of codes alone there are 32
 

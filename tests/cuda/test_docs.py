@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu_model import parameters
-from bench.gpu_setup import LLAMA_8B
-from engine import cache_types, codecs
-from engine.backends import cuda_shapes, kernels, records
-from engine.backends.cuda_ops import CudaOps
-from engine.backends.records import Layout
-from engine.codecs._pair_record import PairRecord
-from engine.conditioning import mean_fields
+from bench.gpu.model import parameters
+from bench.gpu.setup import LLAMA_8B
+from engine import codecs, records
+from engine.backends.cuda import kernel_source, launch_configs
+from engine.backends.cuda.ops import CudaOps
 from engine.config import EngineConfig
-from engine.sampling import Draw
+from engine.kv import cache_types
+from engine.quantization.conditioning import mean_fields
+from engine.records import Layout
+from engine.records.pair_table import PairRecord
+from engine.sampling.sample import Draw
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.nvrtc import SHARED_LIMIT
 from tests.cuda.test_model_emulated import GREEDY, N, model_of
@@ -137,7 +138,7 @@ def record_with(record: str, what: str, bits: int) -> np.ndarray:
         assert isinstance(layout.record, PairRecord)
         codes = np.zeros((BLOCK, 64), np.uint8)
         codes[place] = bits
-        fields |= layout.record.fields_of(codes)
+        fields |= layout.record.packing.pack(codes)
     else:
         name, kind = _NUMBERS[" ".join(what.split()[:3])]
         {**fields, **means}[name].view(kind)[place] = bits
@@ -271,12 +272,12 @@ def test_launches_are_those_of_the_document() -> None:
 
 
 def test_numbers_between_the_tables_are_those_of_the_code() -> None:
-    few, more = cuda_shapes.GEMV_ROWS, cuda_shapes.SMALL_ROWS
+    few, more = launch_configs.GEMV_ROWS, launch_configs.SMALL_ROWS
     *archs, last = SHARED_LIMIT
     llama = f"{LLAMA_8B.layers} layers, {LLAMA_8B.heads} query heads, {LLAMA_8B.kv_heads} KV heads"
     for phrase in (
         f"({llama}, D = {LLAMA_8B.head_dim}, hidden size {LLAMA_8B.hidden_size:,})",
-        f"from {few + 1} sequences on, up to {more} at a time; from {cuda_shapes.UNROUNDED_ROWS + 1} on `narrow`",
+        f"from {few + 1} sequences on, up to {more} at a time; from {launch_configs.UNROUNDED_ROWS + 1} on `narrow`",
         f"products of more than {more} rows are cuBLAS's",
         f"products of up to {few} rows",
         f"products of up to {more} rows",
@@ -286,13 +287,13 @@ def test_numbers_between_the_tables_are_those_of_the_code() -> None:
 
 
 def test_every_file_and_kernel_is_named() -> None:
-    for file in sorted(kernels.folder().rglob("*.cu*")):
+    for file in sorted(kernel_source.folder().rglob("*.cu*")):
         assert f"`{file.stem}`" in TEXT or f"`{file.name}`" in TEXT or f"/{file.name}`" in TEXT, file.name
         for kernel in re.findall(r"\b(\w+)_kernel\(", file.read_text(encoding="utf-8")):
             assert f"`{kernel}`" in TEXT, kernel
 
 
 def test_files_that_are_named_are_there() -> None:
-    root = kernels.folder().parent
+    root = kernel_source.folder().parent
     for name in re.findall(r"`((?:cuda|engine|tests|bench|scripts)/[\w./]+\.\w+)`", TEXT):
         assert (root / name).is_file(), name

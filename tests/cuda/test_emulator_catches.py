@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends import kernels
+from engine.backends.cuda.kernel_source import prelude
 from tests.cuda_emulator import EmulatorError, Program
 
 SEEDS = [0, 1, 2, 3]
@@ -20,9 +20,7 @@ SEEDS = [0, 1, 2, 3]
 
 def program(body: str, arguments: str = "float *y, const float *x") -> tuple[Program, list[int]]:
     """A kernel `planted` with this body, and the numbers of its lines that say `here`."""
-    text = (
-        f'{kernels.prelude()}\n#line 1 "cuda/planted.cu"\nextern "C" __global__ void planted({arguments}) {{{body}}}\n'
-    )
+    text = f'{prelude()}\n#line 1 "cuda/planted.cu"\nextern "C" __global__ void planted({arguments}) {{{body}}}\n'
     after = text.split('"cuda/planted.cu"\n')[1]
     return Program(text), [number for number, line in enumerate(after.splitlines(), 1) if "// here" in line]
 

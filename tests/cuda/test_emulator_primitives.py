@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.backends import kernels
+from engine.backends.cuda.kernel_source import prelude, source
 from tests.cuda.formats import read, store
 from tests.cuda_emulator import Program
 
@@ -14,9 +14,7 @@ LANES = np.arange(32)
 
 def run(body: str, arguments: str, *args: np.ndarray, threads: int = 32, seed: int = 0) -> None:
     """Run a kernel with this body in one block."""
-    text = (
-        f'{kernels.prelude()}\nextern "C" __global__ void tried({arguments}) {{ const int t = threadIdx.x;\n{body}}}\n'
-    )
+    text = f'{prelude()}\nextern "C" __global__ void tried({arguments}) {{ const int t = threadIdx.x;\n{body}}}\n'
     Program(text).launch("tried", (1,), (threads,), *args, seed=seed)
 
 
@@ -210,7 +208,7 @@ def test_seeds_change_the_order_of_threads() -> None:
 
 
 def test_launches_without_checks_give_the_same() -> None:
-    text = kernels.source("silu_mul", ACT="float")
+    text = source("silu_mul", ACT="float")
     gate_up = np.linspace(-4, 4, 32, dtype=np.float32).reshape(1, 32)
     results = []
     for checked in (True, False):

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.backends import cuda_shapes, records
-from engine.backends.candidates import ALL, candidates
-from engine.backends.kernels import source
-from engine.backends.records import Layout
+from engine import codecs, records
+from engine.backends.cuda import launch_configs
+from engine.backends.cuda.candidates import ALL, candidates
+from engine.backends.cuda.kernel_source import source
 from engine.codecs._nearest import NearestPoint
-from engine.codecs._pair_record import PairRecord
 from engine.codecs.ring import RINGS, points_of
-from engine.conditioning import centre
-from engine.encoding import encode_well
-from engine.encoding.metric import Metric, key_metric, value_metric
+from engine.quantization.conditioning import centre
+from engine.quantization.encode import encode_well
+from engine.quantization.metric import Metric, key_metric, value_metric
+from engine.records import Layout
+from engine.records.fragments import Geometry
+from engine.records.pair_table import PairRecord
 from tests.cuda.programs import Program
 
 
@@ -63,7 +64,7 @@ class Side:
 
 
 def shared_bytes(layout: Layout, warps: int, tokens: int) -> int:
-    """Room::BYTES of `cuda/encode_blocks.cu`, or what a codec takes that has no table."""
+    """Room::BYTES of `cuda/encode/encode_blocks.cu`, or what a codec takes that has no table."""
     size, dim = layout.record.geometry.block_size, layout.record.geometry.head_dim
     mean = 4 * dim * (layout.mean_bits > 0)
     if not isinstance(layout.record, PairRecord):
@@ -82,7 +83,7 @@ def program(name: str, shape: Shape) -> Program:
 
 @cache
 def near(name: str) -> np.ndarray | None:
-    record = codecs.get(name).record(False, 16, 16)
+    record = records.record_of(codecs.get(name), Geometry(False, 16, 16))
     pairs = isinstance(record, PairRecord) and record.points.shape[1] == 2
     return candidates(record.points) if pairs else None
 
@@ -255,7 +256,7 @@ def test_exceptional_blocks_with_a_metric(name: str) -> None:
 def test_as_the_engine_launches_it(rng: np.random.Generator) -> None:
     size, dim = 64, 128
     layouts = [records.layout(codecs.get("ring4"), values, size, dim, 8 * (not values)) for values in (False, True)]
-    plan = cuda_shapes.encode_blocks(*layouts)
+    plan = launch_configs.encode_blocks(*layouts)
     shape = Shape(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
     assert plan.shared == max(shared_bytes(layout, shape.warps, shape.tokens) for layout in layouts)
     for values in (False, True):

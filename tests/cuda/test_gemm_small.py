@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.kernels import source
+from engine.backends.cuda.kernel_source import source
 from tests.cuda.formats import EPS32, poisoned, read, store
 from tests.cuda.programs import Program
 

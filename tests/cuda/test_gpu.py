@@ -16,22 +16,22 @@ import numpy as np
 import pytest
 
 from bench.command import CacheType
-from bench.gpu_attention import layer_form
-from bench.gpu_cache import ALLOWED_ERROR, Content, Laid, attention_error, fill, read_tokens
-from bench.gpu_setup import CupyClock, Sizes
+from bench.gpu.attention import layer_form
+from bench.gpu.cache import ALLOWED_ERROR, Content, Laid, attention_error, fill, read_tokens
+from bench.gpu.setup import CupyClock, Sizes
 from engine import Engine, EngineError, SamplingParams, codecs
-from engine.backends.cuda_cache import Told
-from engine.backends.cuda_ops import CudaOps
+from engine.backends.cuda.cache import Told
+from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import CacheSpan, Place
-from engine.conditioning import Conditioning
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
-from engine.model import Model
-from engine.sampling import Draw, Sampling
-from engine.weights import load_weights
+from engine.model.forward import Model
+from engine.model.weights import load_weights
+from engine.quantization.conditioning import Conditioning
+from engine.sampling.sample import Draw, Sampling
 from model_loaders import demo
 from model_loaders import load_weights as open_weights
-from model_loaders.cache import cache_folder
+from model_loaders.user_dirs import cache_folder
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.shared_data import shared
@@ -119,7 +119,7 @@ def test_recorded_steps_are_the_steps_that_they_stand_for(types: tuple[str, str]
 @pytest.mark.parametrize("kept", [24, 2])
 def test_sequences_may_join_and_leave(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number of sequences has a recording of its own, and they take turns; some are let go and made again."""
-    monkeypatch.setattr("engine.backends.cupy_recording.MOST_RECORDINGS", kept)
+    monkeypatch.setattr("engine.backends.cuda.cupy_recording.MOST_RECORDINGS", kept)
     tokens = []
     for ops in (CudaOps(open_device()), Unrecorded(open_device())):
         model = small_model(ops, ("ring4", "ring3.5"))

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.kernels import source
-from engine.backends.numpy_ops import NumpyOps
+from engine.backends.cuda.kernel_source import source
+from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import StoredSpace
 from engine.codecs._rotation import signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import assert_as_exact_as_numpy, poisoned, read, store

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.kernels import source
-from engine.backends.numpy_ops import NumpyOps, rms_norm, rotate, silu_mul
+from engine.backends.cuda.kernel_source import source
+from engine.backends.numpy.ops import NumpyOps, rms_norm, rotate, silu_mul
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import assert_as_exact_as_numpy, poisoned, read, store
 from tests.cuda.programs import Program

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu_setup import LLAMA_8B
+from bench.gpu.setup import LLAMA_8B
 from engine import Engine, EngineConfig, EngineError, assembly, codecs
-from engine.backends.cuda_memory import prompt_bytes, step_bytes
-from engine.backends.cuda_ops import CudaOps
+from engine.backends.cuda.memory import prompt_bytes, step_bytes
+from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import Load
-from engine.conditioning import Conditioning
 from engine.kv.plan import CacheShape, LayerShape, plan_for_memory, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
-from engine.model import LayerWeights, Model, ModelWeights
-from engine.sampling import Draw, Sampling
+from engine.model.forward import LayerWeights, Model, ModelWeights
+from engine.quantization.conditioning import Conditioning
+from engine.sampling.sample import Draw, Sampling
 from model_loaders.config import ModelConfig
 from tests.cuda.emulated import EmulatedDevice
 

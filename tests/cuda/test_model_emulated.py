@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from engine import Engine, SamplingParams, assembly, codecs
-from engine.backends.cuda_ops import CudaOps
-from engine.backends.cuda_shapes import GEMV_ROWS
-from engine.backends.numpy_ops import NumpyOps, rms_norm
+from engine.backends.cuda.launch_configs import GEMV_ROWS
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps, rms_norm
 from engine.backends.ops import Ops
-from engine.conditioning import Conditioning, Scale
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
-from engine.model import Model
-from engine.sampling import Draw, Sampling
-from engine.weights import load_weights
+from engine.model.forward import Model
+from engine.model.weights import load_weights
+from engine.quantization.conditioning import Conditioning, Scale
+from engine.sampling.sample import Draw, Sampling
 from model_loaders import load_weights as open_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device

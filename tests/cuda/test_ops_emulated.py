@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from engine import codecs
-from engine.backends.cuda_ops import CudaOps
-from engine.backends.cuda_shapes import GEMV_ROWS
-from engine.backends.numpy_ops import NumpyOps, rms_norm
+from engine.backends.cuda.launch_configs import GEMV_ROWS
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps, rms_norm
 from engine.backends.ops import CacheFormat, Ops, StoredSpace
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
-from engine.conditioning import Conditioning
-from engine.encoding.metric import key_metric, value_metric
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.prefix import PrefixCache
 from engine.kv.store import KVStore, SequenceKV
-from engine.sampling import Draw, Penalties, Sampled, Sampling
+from engine.quantization.conditioning import Conditioning
+from engine.quantization.metric import key_metric, value_metric
+from engine.sampling.sample import Draw, Penalties, Sampled, Sampling
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 
@@ -76,7 +76,7 @@ def test_a_weight_too_large_for_half_precision_is_clipped(ops: CudaOps) -> None:
 def test_large_weights_come_in_parts(ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(rng, 7, 16)
     whole = ops.to_host(ops.weight(x, "BF16"))
-    monkeypatch.setattr("engine.backends.cuda_ops._UPLOAD_BYTES", 2 * 16 * 4)
+    monkeypatch.setattr("engine.backends.cuda.ops._UPLOAD_BYTES", 2 * 16 * 4)
     np.testing.assert_array_equal(ops.to_host(ops.weight(x, "BF16")), whole)
 
 

@@ -7,9 +7,10 @@ import os
 import numpy as np
 import pytest
 
-from engine import codecs
-from engine.backends.records import Layout, layout
+from engine import codecs, records
 from engine.codecs.polarpair import PolarPair
+from engine.records import Layout, layout
+from engine.records.fragments import Geometry
 from tests.codecs.data import gaussian
 from tests.cuda.nvrtc import compile_text, compiler
 from tests.cuda.programs import Program
@@ -88,8 +89,8 @@ def test_polarquant_encodes_as_its_codec_to_the_last_bit(values: bool, block_siz
 
 
 def test_learned_centres_have_no_kernel() -> None:
-    with pytest.raises(ValueError, match=r"polarquant\+online has no GPU kernel .*\."):
-        side("polarquant+online", False, 64, 64)
+    with pytest.raises(ValueError, match=r"polarquant-online has no GPU kernel .*\."):
+        side("polarquant-online", False, 64, 64)
 
 
 PAIRS = [base + option for base in ("polarpair-m4n4", "polarpair-m4n2") for option in ("", "+minmax-radius", "+minmax")]
@@ -244,7 +245,7 @@ def test_what_is_allowed_of_angles(name: str) -> None:
     ("name", "values"), [("polarpair-m4n4", True), ("polarpair-m4n4+g8", False), ("polarpair-m4n2+g48", False)]
 )
 def test_groups_that_cut_tiles_have_no_kernel_nor_have_values(name: str, values: bool) -> None:
-    assert codecs.get(name).record(values, 192, 64) is None
+    assert records.record_of(codecs.get(name), Geometry(values, 192, 64)) is None
 
 
 @pytest.mark.parametrize(

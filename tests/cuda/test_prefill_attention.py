@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends import cuda_shapes, records
-from engine.backends.cuda_launch import Shape
-from engine.backends.kernels import source
-from engine.backends.records import Layout
+from engine import records
+from engine.backends.cuda import launch_configs
+from engine.backends.cuda.kernel_source import source
+from engine.backends.cuda.launch import Shape
+from engine.records import Layout
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.programs import Program
 
@@ -49,7 +50,7 @@ def attend(
     keys, values = layouts or (paged.key_layout, paged.value_layout)
     rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
     group = heads // paged.kv_heads
-    shape = shape_of(keys, values, group, *warps) if warps else cuda_shapes.prefill_attention(keys, values, group)[0]
+    shape = shape_of(keys, values, group, *warps) if warps else launch_configs.prefill_attention(keys, values, group)[0]
     of_block = int(shape.defines["WARPS"]) * int(shape.defines["WARP_ROWS"])
     out = np.full((rows, heads, dim), np.nan, np.float32)
     pools = paged.keys, paged.values, paged.exact_keys, paged.exact_values, paged.now_keys, paged.now_values

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import codecs
-from engine.backends import records
-from engine.codecs._fragments import Geometry, pack_pairs, unpack_pairs, word_count
-from engine.conditioning import centre
+from engine import codecs, records
+from engine.quantization.conditioning import centre
+from engine.records.fragments import Geometry, pack_pairs, unpack_pairs, word_count
 
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
 BLOCK_SIZES = [16, 32, 64, 128]
@@ -22,7 +21,7 @@ PAIR_BITS = [4, 6, 7, 8, 10]
 def twins() -> list[str]:
     """Every codec that has a twin, with norms of either kind."""
     names = [name + option for name in codecs.available() for option in ("", "+norm16") if "ring" in name or not option]
-    return [name for name in names if codecs.get(name).record(False, 64, 64)]
+    return [name for name in names if records.record_of(codecs.get(name), Geometry(False, 64, 64))]
 
 
 @given(st.data())
@@ -32,7 +31,7 @@ def test_fields_survive_records(name: str, data: st.DataObject) -> None:
     head_dim, block_size = data.draw(st.sampled_from(HEAD_DIMS)), data.draw(st.sampled_from(BLOCK_SIZES))
     values = data.draw(st.booleans()) and "v" in codec.serves
     bits = 0 if values else data.draw(st.sampled_from([0, 8, 16]))
-    if codec.record(values, block_size, head_dim) is None:
+    if records.record_of(codec, Geometry(values, block_size, head_dim)) is None:
         return
     layout = records.layout(codec, values, block_size, head_dim, bits)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -71,7 +70,7 @@ def test_every_constant_reaches_the_struct() -> None:
 def test_sections_and_tables_are_aligned(name: str) -> None:
     for head_dim, block_size in itertools.product(HEAD_DIMS, BLOCK_SIZES):
         codec = codecs.get(name)
-        if codec.record(False, block_size, head_dim) is None:
+        if records.record_of(codec, Geometry(False, block_size, head_dim)) is None:
             continue
         layout = records.layout(codec, False, block_size, head_dim, 8)
         assert layout.nbytes % 128 == 0

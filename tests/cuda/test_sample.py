@@ -1,4 +1,4 @@
-"""The sampling kernel, run by the emulator with every check on, against `engine.sampling.sample`."""
+"""The sampling kernel, run by the emulator with every check on, against `engine.sampling.sample.sample`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.kernels import source
+from engine.backends.cuda.kernel_source import source
 from engine.limits import PENALTY_WINDOW
-from engine.sampling import Draw, Sampling, _adjust, sample
+from engine.sampling.sample import Draw, Sampling, _adjust, sample
 from tests.cuda.programs import Program
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine import codecs
-from engine.backends import cuda_shapes, records
-from engine.backends.cuda_shapes import GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+from engine import codecs, records
+from engine.backends.cuda import launch_configs
+from engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
 
 CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "polarquant"]
 WIDTHS = [8, 48, 576, 4096, 28672]
@@ -19,11 +19,11 @@ def test_attention_fits_into_shared_memory(head_dim: int, block_size: int) -> No
         for v in CODECS:
             keys = records.layout(codecs.get(k), False, block_size, head_dim, 8)
             values = records.layout(codecs.get(v), True, block_size, head_dim)
-            shapes = [cuda_shapes.encode_blocks(keys, values)]
+            shapes = [launch_configs.encode_blocks(keys, values)]
             for group in (1, 3, 8, 12):
                 shapes += [
                     shape(keys, values, group)[0]
-                    for shape in (cuda_shapes.decode_attention, cuda_shapes.prefill_attention)
+                    for shape in (launch_configs.decode_attention, launch_configs.prefill_attention)
                 ]
             assert max(shape.shared for shape in shapes) <= SHARED_BYTES
             assert block_size % shapes[0].defines["TOKENS"] == 0
@@ -34,12 +34,12 @@ def test_products_cover_every_output(processors: int) -> None:
     for width in WIDTHS:
         for out in (1, 40, 4096, 151936):
             for rows in range(1, GEMV_ROWS + 1):
-                shape, blocks = cuda_shapes.gemv(rows, out, width, processors)
+                shape, blocks = launch_configs.gemv(rows, out, width, processors)
                 columns = shape.defines["OUTPUTS"] * shape.threads // 32 // shape.defines["SPLIT"]
                 assert shape.defines["ROWS"] >= rows
                 assert (blocks - 1) * columns < out <= blocks * columns
             for rows in range(1, SMALL_ROWS + 1):
-                shape, blocks, parts = cuda_shapes.gemm_small(rows, out, width, processors, 228 << 10)
+                shape, blocks, parts = launch_configs.gemm_small(rows, out, width, processors, 228 << 10)
                 tile = 32 * shape.defines["WARPS_OUT"]
                 assert shape.defines["ROWS"] >= rows
                 assert shape.defines["ROWS"] * 8 // shape.defines["WARPS_OUT"] <= 128
@@ -52,7 +52,7 @@ def test_products_cover_every_output(processors: int) -> None:
 def test_splits_keep_the_machine_busy(processors: int) -> None:
     """A multiprocessor has one block at a time: of all their turns, four in five have work."""
     for blocks in range(1, 600):
-        splits = cuda_shapes.decode_splits(processors, blocks)
+        splits = launch_configs.decode_splits(processors, blocks)
         turns = -(-splits * blocks // processors) * processors
         assert splits * blocks / turns >= 0.8
 
@@ -73,7 +73,7 @@ def test_all_parts_of_a_product_run_at_the_same_time(
     """No more blocks than multiprocessors have shared memory and registers for: others would be a second turn."""
     shapes = (16, 4096, 14336), (32, 4096, 14336), (16, 1024, 65536), (64, 4096, 14336)  # rows, out, width
     for (rows, out, width), wanted in zip(shapes, parts, strict=True):
-        shape, blocks, chosen = cuda_shapes.gemm_small(rows, out, width, *machine)
+        shape, blocks, chosen = launch_configs.gemm_small(rows, out, width, *machine)
         assert chosen == wanted
         each = 1 if rows == 64 else blocks_each
         assert blocks * chosen <= max(blocks, each * machine[0])
@@ -81,6 +81,6 @@ def test_all_parts_of_a_product_run_at_the_same_time(
 
 
 def test_few_rows_are_not_multiplied_as_sixteen() -> None:
-    shapes = [cuda_shapes.gemm_small(rows, 4096, 4096, *H100)[0].defines["ROWS"] for rows in (1, 8, 9, 16, 17, 64)]
+    shapes = [launch_configs.gemm_small(rows, 4096, 4096, *H100)[0].defines["ROWS"] for rows in (1, 8, 9, 16, 17, 64)]
     assert shapes == [8, 8, 16, 16, 32, 64]
-    assert cuda_shapes.gemv(GEMV_ROWS, 4096, 4096, 132)[0].defines["ROWS"] == GEMV_ROWS
+    assert launch_configs.gemv(GEMV_ROWS, 4096, 4096, 132)[0].defines["ROWS"] == GEMV_ROWS

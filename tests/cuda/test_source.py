@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from engine import codecs
-from engine.backends import kernels
-from engine.backends.records import layout
+from engine.backends.cuda import kernel_source
+from engine.records import layout
 
-SOURCES = sorted(kernels.folder().rglob("*.cu*"))
+SOURCES = sorted(kernel_source.folder().rglob("*.cu*"))
 
 
 def test_one_text_of_constants_prelude_and_kernel() -> None:
-    text = kernels.source("embed", ACT="float", WEIGHT="__half")
-    order = ["#define ACT float", "#define WEIGHT __half", '#line 1 "cuda/prelude.cuh"', '#line 1 "cuda/embed.cu"']
+    text = kernel_source.source("embed", ACT="float", WEIGHT="__half")
+    order = ["#define ACT float", "#define WEIGHT __half"]
+    order += ['#line 1 "cuda/prelude.cuh"', '#line 1 "cuda/linear/embed.cu"']
     places = [text.index(part) for part in order]
     assert places == sorted(places)
     assert text.count("embed_kernel(") == 1
@@ -25,7 +26,7 @@ def test_one_text_of_constants_prelude_and_kernel() -> None:
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -2.5e-30, 1.0, 1e30])
 def test_a_float_constant_is_the_nearest_float32(value: float) -> None:
-    text = kernels.source("embed", VALUE=value)
+    text = kernel_source.source("embed", VALUE=value)
     literal = re.search(r"#define VALUE (\S+)f\n", text)
     assert literal
     assert float.fromhex(literal[1]) == np.float32(value)
@@ -35,7 +36,7 @@ def test_a_float_constant_is_the_nearest_float32(value: float) -> None:
 def test_every_text_is_ascii_and_only_comments_are_changed_for_it(file: Path) -> None:
     """The compiler's front end writes it in the encoding of the locale: cp1252 on Windows has no U+2212."""
     text = file.read_text(encoding="utf-8")
-    given = kernels._text(str(file.relative_to(kernels.folder())))
+    given = kernel_source._text(file.name)
     assert given.isascii()
     assert given.count("\n") == text.count("\n") + 2
     assert "/*" not in text
@@ -45,12 +46,16 @@ def test_every_text_is_ascii_and_only_comments_are_changed_for_it(file: Path) ->
 @pytest.mark.parametrize("kernel", [file.stem for file in SOURCES if file.suffix == ".cu"])
 def test_what_the_compiler_gets_is_ascii(kernel: str) -> None:
     keys, values = layout(codecs.get("polarquant"), False, 64, 128, 8), layout(codecs.get("ring4"), True, 64, 128)
-    assert kernels.source(kernel, keys, values, LENGTH=1, SCALE=0.5, ACT="float").isascii()
+    assert kernel_source.source(kernel, keys, values, LENGTH=1, SCALE=0.5, ACT="float").isascii()
+
+
+def test_no_two_files_have_one_name() -> None:
+    assert len({file.name for file in SOURCES}) == len(SOURCES)
 
 
 def test_an_unknown_kernel_is_an_error() -> None:
     with pytest.raises(FileNotFoundError, match=r"nonsense\.cu"):
-        kernels.source("nonsense")
+        kernel_source.source("nonsense")
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
@@ -77,11 +82,11 @@ def test_no_file_is_long(file: Path) -> None:
 
 
 def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
-    text = kernels._text("encode_blocks.cu")
+    text = kernel_source._text("encode_blocks.cu")
     (parts,) = re.findall(r"^// JOINS: (.+)\.$", text, re.MULTILINE)
     named = {part for file in SOURCES if file.suffix == ".cu" for part in _joined(file)}
-    readers = {"prelude.cuh", "fragments.cuh", "pair_table.cuh"}
-    assert named == {file.name for file in SOURCES if file.suffix == ".cuh" and file.parent.name == "cuda"} - readers
+    readers = {file.name for file in SOURCES if file.parent.name in {"cuda", "codecs"}}
+    assert named == {file.name for file in SOURCES if file.suffix == ".cuh"} - readers
     assert set(parts.split(", ")) <= named
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, SamplingParams, assembly
-from engine.backends import records, stored
-from engine.backends.cuda_ops import CudaOps
-from engine.backends.kernels import source
-from engine.backends.numpy_ops import NumpyOps
+from engine import Engine, SamplingParams, assembly, records
+from engine.backends import transfer
+from engine.backends.cuda.kernel_source import source
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Ops
 from engine.kv.snapshot import Snapshot, export, restore
 from engine.kv.store import KVStore
@@ -60,7 +60,7 @@ def as_fields(store: KVStore, snapshot: Snapshot) -> dict[str, np.ndarray]:
         prefix = f"{layer}.coded."
         of = {name.removeprefix(prefix): a for name, a in snapshot.arrays.items() if name.startswith(prefix)}
         count = len(of["keys"]) if "keys" in of else next(iter(of.values())).shape[1]
-        arrays |= {prefix + name: a for name, a in stored.as_fields(store.shape.form(layer), count, of).items()}
+        arrays |= {prefix + name: a for name, a in transfer.as_fields(store.shape.form(layer), count, of).items()}
     return arrays
 
 
@@ -95,7 +95,7 @@ def test_what_a_gpu_has_saved_goes_on_on_the_cpu_and_back(types: tuple[str, str]
     first = saved(on_gpu)
     second = export(cpu, restore(cpu, first))
     third = export(gpu, restore(gpu, second))
-    assert (first.stored_as, second.stored_as, third.stored_as) == (stored.RECORDS, stored.FIELDS, stored.RECORDS)
+    assert (first.stored_as, second.stored_as, third.stored_as) == (transfer.RECORDS, transfer.FIELDS, transfer.RECORDS)
     assert_same(as_fields(cpu, second), as_fields(gpu, first))
     assert_same(as_fields(gpu, third), as_fields(gpu, first))
 
@@ -134,7 +134,7 @@ WRONG = {
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_what_are_no_such_records_is_refused(change: str, on_gpu: bool) -> None:
     form = model_of(NumpyOps(), "qwen2_mixed_windows", ("ring4", "ring3.5")).store.shape.form(0)
-    keys, values = (np.zeros((3, form.kv_heads, of.nbytes), np.uint8) for of in stored.layouts(form))
+    keys, values = (np.zeros((3, form.kv_heads, of.nbytes), np.uint8) for of in transfer.layouts(form))
     ops: Ops = CudaOps(open_device()) if on_gpu else NumpyOps()
     with pytest.raises(ValueError, match=r"and not"):
         ops.write_blocks(ops.cache(form, 4, 2), [2, 0, 1], WRONG[change]({"keys": keys, "values": values}))

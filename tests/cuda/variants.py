@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engine import codecs
-from engine.backends import cuda_shapes, records
-from engine.backends.kernels import source
-from engine.backends.records import Layout
+from engine import codecs, records
+from engine.backends.cuda import launch_configs
+from engine.backends.cuda.kernel_source import source
+from engine.records import Layout
 from tests.cuda.nvrtc import SHARED_LIMIT
 
 Define = int | float | str
@@ -97,7 +97,7 @@ def _decode_attention() -> list[Variant]:
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     variants = []
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
-        shape, _ = cuda_shapes.decode_attention(*cache.layouts(), group)
+        shape, _ = launch_configs.decode_attention(*cache.layouts(), group)
         variants.append(Variant("decode_attention", shape.defines, cache, shape.shared))
     return variants
 
@@ -111,7 +111,7 @@ def _prefill_attention() -> list[Variant]:
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     variants = []
     for cache, group in zip(caches, itertools.cycle((1, 4, 8, 3)), strict=False):
-        shape, _ = cuda_shapes.prefill_attention(*cache.layouts(), group)
+        shape, _ = launch_configs.prefill_attention(*cache.layouts(), group)
         variants.append(Variant("prefill_attention", shape.defines, cache, shape.shared))
     return variants
 
@@ -123,7 +123,7 @@ def _encode_blocks() -> list[Variant]:
     caches += [Cache("ring4+norm16", "ring4+norm16", 8, mean_bits=16), Cache("polarpair-m4n4", "polarquant", 128)]
     variants = []
     for cache in caches:
-        shape = cuda_shapes.encode_blocks(*cache.layouts())
+        shape = launch_configs.encode_blocks(*cache.layouts())
         variants.append(Variant("encode_blocks", shape.defines, cache, shape.shared))
     return variants
 
@@ -144,9 +144,9 @@ def _gemm_small() -> list[Variant]:
     """Above a number of rows, x comes normalised and in the type of the weights."""
     variants = []
     for rows, weight in itertools.product((8, 16, 32, 48, 64), _SHORT):
-        shape, _, _ = cuda_shapes.gemm_small(rows, 4096, 4096, 132, 228 << 10)
+        shape, _, _ = launch_configs.gemm_small(rows, 4096, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in shape.defines.items()}
-        rounded = rows > cuda_shapes.UNROUNDED_ROWS
+        rounded = rows > launch_configs.UNROUNDED_ROWS
         act = weight if rounded else "float"
         variants += [
             replace(variant, dynamic_shared=shape.shared)

@@ -22,7 +22,7 @@ class EmulatorError(AssertionError):
 
 
 class Program:
-    """The kernels of one text (see `engine.backends.kernels.source`).
+    """The kernels of one text (see `engine.backends.cuda.kernel_source.source`).
 
     checked: stop at the first race, access out of bounds, misaligned vector access, load of shared memory that
     nobody has written, undefined shift or conversion. Without checks a launch takes less than half the time, and a

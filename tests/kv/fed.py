@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine import codecs
-from engine.backends.numpy_ops import NumpyOps
-from engine.conditioning import Conditioning
+from engine.backends.numpy.ops import NumpyOps
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
+from engine.quantization.conditioning import Conditioning
 from tests.kv.reference import as_read, attention
 
 N, HEADS, KV_HEADS, D = 8, 4, 2, 16

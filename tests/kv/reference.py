@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine import codecs
-from engine.conditioning import centre, read_mean
+from engine.quantization.conditioning import centre, read_mean
 
 
 def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, codec_v: str, mean_bits: int):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineError, SamplingParams
-from engine.chat import main
-from engine.sampling import Sampling, resolve
+from engine.chat.terminal import main
+from engine.sampling.sample import Sampling, resolve
 from model_loaders import demo
 
 CAPITAL = "What is the capital of France?"

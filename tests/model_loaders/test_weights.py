@@ -20,7 +20,7 @@ from model_loaders.file_bytes import FileBytes
 from model_loaders.folder import generation_defaults
 from model_loaders.gguf_file import GgufFile
 from model_loaders.safetensors_source import read_header
-from model_loaders.stored import READABLE, StoredTensor, StoredWeights
+from model_loaders.tensors import READABLE, StoredTensor, StoredWeights
 from model_loaders.weights import expected_shapes
 from tests.model_loaders.checkpoints import (
     MODELS,

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from model_loaders.cache import CACHE_VARIABLE
+from model_loaders.user_dirs import CACHE_VARIABLE
 from tests.server.lines import PATIENCE, Client
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Steps take their time, and one raises as soon as there is a file named in TROUBLE.
 TROUBLED = """
 import os, sys, time
-from engine.model import Model
+from engine.model.forward import Model
 from server.__main__ import main
 step = Model.step
 def troubled(*arguments):

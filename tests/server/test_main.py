@@ -147,7 +147,7 @@ def test_what_a_server_that_still_loads_has_is_told_before_a_model_is_loaded(tmp
 
 
 def test_packages_that_are_missing(capsys, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "server.web", raising=False)
+    monkeypatch.delitem(sys.modules, "server.http.uvicorn_server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["--weights", "/no/such/model"]) == 1
     assert "polarlm[serve]" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import PromptOptions, SamplingParams
-from engine.sampling import resolve
+from engine.sampling.sample import resolve
 from model_loaders.config import GenerationDefaults
 from server import parameters
 from server.fields import FIELDS

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from server import web, web_connection
 from server.config import ServerConfig
+from server.http import uvicorn_connection, uvicorn_server
+from server.http.uvicorn_connection import WebConnection
+from server.http.uvicorn_server import Web
 from server.listening import tcp_socket
-from server.web import Web
-from server.web_connection import WebConnection
 from tests.server.lines import PATIENCE, eventually
 
 MOST = 3
@@ -147,7 +147,7 @@ def test_a_request_has_to_begin_in_time(
     server: Serving, monkeypatch: pytest.MonkeyPatch, before: int, begun: bytes
 ) -> None:
     """The first one, and one behind others, as soon as there is a byte of it."""
-    monkeypatch.setattr(web_connection, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(uvicorn_connection, "HEAD_SECONDS", 0.1)
     with server.connect() as client:
         for _ in range(before):
             client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -161,7 +161,7 @@ def test_a_request_has_to_begin_in_time(
 def test_between_requests_a_connection_stays_longer_than_clients_keep_it(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_connection, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(uvicorn_connection, "HEAD_SECONDS", 0.05)
     with httpx.Client(base_url=server.url) as client:
         assert client.get("/").status_code == 200
         (before,) = server.connections
@@ -169,7 +169,7 @@ def test_between_requests_a_connection_stays_longer_than_clients_keep_it(
         assert client.get("/").status_code == 200
         assert server.connections == {before}
     assert httpx.Limits().keepalive_expiry is not None
-    assert 2 * httpx.Limits().keepalive_expiry < web._IDLE_SECONDS
+    assert 2 * httpx.Limits().keepalive_expiry < uvicorn_server._IDLE_SECONDS
 
 
 def test_who_comes_too_late_is_told_so_before_asking(server: Serving) -> None:
@@ -211,7 +211,7 @@ def test_a_body_that_has_its_answer_already_has_to_come_to_its_end(
     server: Serving, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     """However its bytes come: else anybody could hold all connections for ever."""
-    monkeypatch.setattr(web_connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(uvicorn_connection, "HEAD_SECONDS", 0.3)
     with server.connect() as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + body + b"\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200")

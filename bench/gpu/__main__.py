@@ -1,0 +1,215 @@
+"""`python -m bench.gpu`: what a GPU makes of the kernels, beside its own limits and other libraries' kernels.
+
+The most important measurements come first; what --budget leaves no time for is named. The JSON file is written after
+every one of them, so that a run that is stopped leaves what it had.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.command import TYPES_HELP, CacheType, at_least, cache_types, note, run
+from bench.gpu.attention import measure_attention, measure_encoding
+from bench.gpu.cache import Content
+from bench.gpu.model import RandomModel, default_type, random_metrics
+from bench.gpu.peer import PeerTime, half_attention
+from bench.gpu.setup import Gpu, Noise, Sizes, open_gpu
+from bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
+from bench.gpu.tables import Limits, Results, Row, format_tables
+from bench.report import Output
+from engine import EngineError, codecs
+from engine.config import setting
+from engine.flags import FlagError, parse
+from model_loaders.config import ModelConfig
+
+# A sequence has a sink, coded blocks, a tail, and begins a block and a bit before.
+_LEAST_BLOCKS = 4
+_STEP_CONTEXTS = (2048, 32768, 131072)
+_SMALL_ROWS = (8, 16, 64)
+_MATRICES = ("qkv", "out", "gate_up", "down", "head")
+
+Peers = Callable[[ModelConfig, int, int, int, int], "list[PeerTime]"]
+Task = tuple[str, Callable[[], Sequence[Row]]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    types: str = setting(
+        "f16,ring4/ring3.5,ring3/ring3.5,polarquant,turbo4", "--types", metavar="TYPES", help=TYPES_HELP
+    )
+    contexts: str = setting("2048,8192,32768,131072", "--contexts", metavar="N,N", help="tokens that attention sees")
+    batches: str = setting("1,16", "--batches", metavar="N,N", help="sequences of a step; the first ones matter most")
+    layers: int = setting(32, "--layers", metavar="N", help="layers of the model of random weights")
+    budget: int = setting(200, "--budget", metavar="SECONDS", help="begin nothing new after so many seconds")
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    gpu: Gpu | None = None,
+    sizes: Sizes | None = None,
+    peers: Peers = half_attention,
+    step_contexts: Sequence[int] = _STEP_CONTEXTS,
+) -> int:
+    """Measures, writes the JSON, prints the tables; returns the exit code. Without a `gpu`, that of the machine."""
+    return run(lambda given: _measure_and_report(given, gpu, sizes or Sizes(), peers, step_contexts), argv)
+
+
+def _measure_and_report(
+    argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peers: Peers, step_contexts: Sequence[int]
+) -> None:
+    started = time.monotonic()
+    options, destination = parse(
+        argv,
+        {"Kernels": Options, "Output": Output},
+        prog="python -m bench.gpu",
+        description="What a GPU makes of the kernels, beside its own limits and other libraries' kernels.",
+        checks={"layers": at_least(1), "budget": at_least(1)},
+    )
+    types = cache_types(options.types)
+    for cache_type in types:
+        cache_type.check(sizes.config.head_dim)
+    contexts = _numbers("--contexts", options.contexts, _LEAST_BLOCKS * sizes.block_size)
+    batches = _numbers("--batches", options.batches, 1)
+    gpu = gpu or open_gpu()
+    output = destination.path("gpu", gpu.about["name"])
+    note(f"Takes {report.duration(options.budget)} at most, and what the last task takes")
+    sizes = replace(sizes, config=replace(sizes.config, layers=options.layers))
+    plan = Plan(gpu, sizes, peers, types, contexts, batches, step_contexts)
+    results = Results()
+    for name, work in plan.tasks():
+        if time.monotonic() - started > options.budget:
+            results.missing.append((name, f"the {options.budget} s of --budget were over"))
+            continue
+        note(f"{time.monotonic() - started:6.1f} s  {name}")
+        _do(name, partial(_afresh, gpu, work), results)
+        _write(output, argv, results, gpu, complete=False)
+    _write(output, argv, results, gpu)
+    note(f"Written to {output}")
+    print(f"{', '.join(f'{name} {value}' for name, value in gpu.about.items()).removeprefix('name ')}\n")
+    print(format_tables(results))
+
+
+def _do(name: str, work: Callable[[], Sequence[Row]], results: Results) -> None:
+    """One task. What goes wrong in it stays in it: the others are still worth their time."""
+    try:
+        results.rows += work()
+    except EngineError as error:
+        results.missing.append((name, str(error).rstrip(".")))
+    except MemoryError:
+        results.missing.append((name, "there is not enough memory"))
+    except Exception as error:
+        traceback.print_exc()
+        results.missing.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0]))
+
+
+def _afresh(gpu: Gpu, work: Callable[[], Sequence[Row]]) -> Sequence[Row]:
+    """`work`, once the memory of what was measured before is free."""
+    gpu.clock.free()
+    return work()
+
+
+def _one(measure: Callable[..., Row], *given: Any) -> list[Row]:
+    return [measure(*given)]
+
+
+def _write(output: Path, argv: Sequence[str], results: Results, gpu: Gpu, *, complete: bool = True) -> None:
+    report.write(output, "gpu", argv, results.as_json(), gpu=gpu.about, complete=complete)
+
+
+def _numbers(flag: str, text: str, least: int) -> list[int]:
+    """Raises FlagError."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < least:
+        raise FlagError(f"{flag} takes numbers from {least} up, separated by commas, not {text!r}")
+    return list(dict.fromkeys(numbers))
+
+
+@dataclass
+class Plan:
+    """What is measured, in the order of its importance."""
+
+    gpu: Gpu
+    sizes: Sizes
+    peers: Peers
+    types: Sequence[CacheType]
+    contexts: Sequence[int]
+    batches: Sequence[int]
+    step_contexts: Sequence[int]
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        self._content = Content.random(sizes.blocks, sizes.block_size, sizes.config.kv_heads, sizes.config.head_dim)
+        self._model: RandomModel | None = None
+        self._no_model = False
+
+    def tasks(self) -> Iterator[Task]:
+        yield "limits of the device", self._limits
+        yield from self._attention(self.batches[0])
+        yield from self._of_model()
+        for batch in self.batches[1:]:
+            yield from self._attention(batch)
+        yield "encoding", self._encoding
+
+    def _limits(self) -> list[Row]:
+        _, device = self.gpu.open()
+        clock, sizes, n = self.gpu.clock, self.sizes, self.sizes.gemm
+        of = Noise(device, clock, sizes.noise).matrix(sizes.copied // 2, 1)
+        to = device.empty(of.shape, of.dtype)
+        copied = clock.seconds(lambda: clock.copy(to, of), sizes.runs)
+        noise = Noise(device, clock, sizes.noise)
+        x, weight, y = noise.matrix(n, n), noise.matrix(n, n), device.empty((n, n), "float32")
+        multiplied = clock.seconds(lambda: device.gemm(y, x, weight, add=False), sizes.runs)
+        return [Limits(2 * of.nbytes / copied, 2 * n**3 / multiplied)]
+
+    def _attention(self, batch: int) -> Iterator[Task]:
+        sizes = self.sizes
+        for context in self.contexts:
+            shape = sizes.config, context, batch, sizes.rotated, sizes.runs
+            yield f"fp16 kernels of others, {context} × {batch}", partial(self.peers, *shape)
+            for of in self.types:
+                given = self.gpu, sizes, self._content, of, context, batch
+                yield f"attention, {of.label}, {context} × {batch}", partial(_one, measure_attention, *given)
+
+    def _of_model(self) -> Iterator[Task]:
+        for context, batch in self._cells():
+            yield f"steps, {context} × {batch}", partial(self._with_model, measure_steps, context, batch)
+        for rows in (1, *_SMALL_ROWS):
+            for name in _MATRICES if rows == 1 else _MATRICES[:-1]:
+                yield f"{name} × {rows} rows", partial(self._with_model, measure_matrix, name, rows)
+        yield f"prefill of {self.sizes.prompt} tokens", partial(self._with_model, measure_prefill)
+        self._model = None  # its memory is needed
+
+    def _cells(self) -> list[tuple[int, int]]:
+        return [(context, batch) for batch in self.batches for context in self.step_contexts]
+
+    def _with_model(self, measure: Callable[..., Row], *of: Any) -> list[Row]:
+        """One measurement of the model, made when it is first wanted. Raises EngineError where there is none."""
+        if self._no_model:
+            raise EngineError("there is no model")
+        if self._model is None:
+            try:
+                self._model = RandomModel(self.gpu, self.sizes, self._content, self._cells())
+            except (EngineError, MemoryError) as error:
+                self._no_model = True
+                layers = self.sizes.config.layers
+                raise EngineError(f"no model of {layers} layers ({error}); choose fewer with --layers") from error
+        return [measure(self.gpu, self.sizes, self._model, *of)]
+
+    def _encoding(self) -> list[Row]:
+        key, value = default_type()
+        metrics = random_metrics(self.sizes, codecs.get(key), codecs.get(value))
+        return [*measure_encoding(self.gpu, self.sizes, self._content, CacheType.read(f"{key}/{value}"), *metrics)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

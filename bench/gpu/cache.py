@@ -1,0 +1,111 @@
+"""Caches of random K/V on a device, and what attention over them should give.
+
+Letters: K KV heads, G query heads of one, N tokens in a block, D head dim. A few random blocks are encoded by the
+device itself; pools hold their records over and over, block i of a pool being block i % `blocks` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.gpu.setup import Clock
+from engine import codecs
+from engine.backends.cuda.device import Array, Device
+from engine.backends.ops import CacheSpan, Ops, Place
+from engine.quantization.conditioning import read_mean
+
+# A whole step rounds q, k, v and the weights of tokens to half precision, of 11 bits, all of it relative to a value:
+# together they stay far within eight such roundings of the largest output.
+ALLOWED_ERROR = 2.0**-8
+
+
+@dataclass(frozen=True)
+class Content:
+    """K/V (blocks · N, K, D) float32."""
+
+    k: np.ndarray
+    v: np.ndarray
+
+    @classmethod
+    def random(cls, blocks: int, block_size: int, kv_heads: int, head_dim: int) -> Content:
+        rng = np.random.default_rng(1)
+        shape = blocks * block_size, kv_heads, head_dim
+        return cls(rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32))
+
+
+def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
+    """Fill the pools of one layer's cache, coded and exact, with `content`."""
+    n, rows = cache.form.block_size, len(content.k)
+    buffer, coded, blocks = ops.buffer(cache.form, rows), len(cache.keys.coded), rows // n
+    span = CacheSpan(slice(0, rows), 0, Place(buffer, 0), 0, None, (), n)
+    ops.append_kv(cache, ops.spans([span]), ops.to_device(content.k), ops.to_device(content.v))
+    if coded:
+        numbers = range(min(blocks, coded))
+        ops.encode_blocks([cache], numbers, [Place(buffer, i) for i in numbers])
+    for pool in (cache.keys.coded, cache.values.coded):
+        _repeat(clock, pool, min(blocks, coded))
+    for pool, source in zip(cache.exact, buffer, strict=True):
+        count = min(blocks, len(pool))
+        clock.copy(pool[:count], source[:count])
+        _repeat(clock, pool, count)
+
+
+def _repeat(clock: Clock, pool: Array, filled: int) -> None:
+    """Continue the first `filled` records of a pool to its end; they double, so that few copies do."""
+    while filled < len(pool):
+        count = min(filled, len(pool) - filled)
+        clock.copy(pool[filled : filled + count], pool[:count])
+        filled += count
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Where one sequence of `context` tokens lies: its sink, its coded blocks, its tail."""
+
+    context: int
+    sink: int
+    coded: Sequence[int]
+    tail: int
+
+    def span(self, row: int, block_size: int) -> CacheSpan:
+        """For a step whose token, row `row`, is the last of the context."""
+        newest = self.context - 1
+        start = newest // block_size * block_size
+        return CacheSpan(
+            slice(row, row + 1), newest, Place(None, self.tail), start, self.sink, self.coded, block_size
+        )  # fmt: skip
+
+
+def attention_error(device: Device, cache: Any, blocks: int, of: Laid, head: int, q: Any, out: Any) -> float:
+    """The largest error of out (G, D) over the largest value that attention of q (G, D) should give.
+
+    Against float64 over what NumPy's codecs read out of the device's records of KV head `head`.
+    """
+    k, v = (read_tokens(device, cache, side, blocks, of, head) for side in ("keys", "values"))
+    scores = q.astype(np.float64) @ k.T * q.shape[-1] ** -0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    exact = weights / weights.sum(-1, keepdims=True) @ v
+    return float(np.abs(out - exact).max() / np.abs(exact).max())
+
+
+def read_tokens(device: Device, cache: Any, side: str, blocks: int, of: Laid, head: int) -> np.ndarray:
+    """Keys or values (context, D) of one KV head of a sequence, float64."""
+    stored = getattr(cache, side)
+    codec = cache.form.codec_k if side == "keys" else cache.form.codec_v
+    exact = cache.exact.k if side == "keys" else cache.exact.v
+    parts = []
+    layout = stored.layout.exact
+    for slot in (of.sink, of.tail):
+        fields, _ = layout.unpack(device.to_host(exact[slot])[head])
+        parts.append(codecs.get("f16").decode(fields).astype(np.float64))
+    if of.coded:
+        fields, mean = stored.layout.unpack(device.to_host(stored.coded[:blocks])[:, head])
+        decoded = codec.decode(fields).astype(np.float64)
+        if mean:
+            decoded += read_mean(mean)[..., None, :]
+        parts.insert(1, decoded[np.asarray(of.coded) % len(decoded)].reshape(-1, decoded.shape[-1]))
+    return np.concatenate(parts)[: of.context]

@@ -1,0 +1,147 @@
+"""A model of random weights on a GPU, with sequences in its store that nobody has prefilled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from bench.gpu.cache import Content, fill
+from bench.gpu.setup import Gpu, Noise, Sizes
+from engine import EngineConfig
+from engine.backends.cuda.device import Array
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.ops import Load
+from engine.codecs import Codec
+from engine.errors import EngineError
+from engine.kv import cache_types
+from engine.kv.plan import CacheShape, LayerShape, StorePlan
+from engine.kv.store import KVStore, SequenceKV
+from engine.model.forward import LayerWeights, Model, ModelWeights
+from engine.quantization.conditioning import Conditioning, Scale
+from engine.quantization.metric import Metric, key_metric, value_metric
+from model_loaders.config import ModelConfig
+
+_BFLOAT16 = "BF16"
+_OUTPUT_ROWS = 512  # of the output projection that metrics are made of
+_TOKEN_CORRELATION = 0.9  # of a token's attention with the next one's
+
+# Beside what a sequence holds: the block that a measurement fills, and the slot of a tail that is just complete.
+_SPARE_BLOCKS = 2
+_SLOTS = 3
+
+
+class RandomModel:
+    """Weights, and a store of the default cache type whose records are random."""
+
+    def __init__(self, gpu: Gpu, sizes: Sizes, content: Content, cells: list[tuple[int, int]]):
+        """cells: contexts and batches that the store should hold, one at a time; those that do not fit are left out.
+
+        Raises EngineError, MemoryError where the weights do not fit.
+        """
+        self.ops, self.device = gpu.open()
+        self.config = sizes.config
+        self.ops.room_beside(sum(parameters(self.config)))
+        weights = _weights(self.ops, self.config, Noise(self.device, gpu.clock, sizes.noise))
+        shape = cache_shape(self.ops, sizes)
+        needed = {cell: _room(shape, sizes, *cell) for cell in cells}
+        batch = max((batch for _, batch in cells), default=1)
+        load = Load(self.config, shape.form(0), sizes.prompt, batch)
+        room = self.ops.room_beside(0) - self.ops.work_bytes(load)
+        self.fits = {cell: shape.bytes(*of) <= room for cell, of in needed.items()}
+        held = [needed[cell] for cell in cells if self.fits[cell]] or [_room(shape, sizes, sizes.prompt, 1)]
+        coded, slots = max(of[0][0] for of in held), max(of[1] for of in held)
+        plan = StorePlan(shape, coded * sizes.block_size, (coded,), slots)
+        codec_k, codec_v = shape.layers[0].codec_k, shape.layers[0].codec_v
+        dim, heads = self.config.head_dim, self.config.kv_heads
+        scale = Scale(np.ones((heads, dim), np.float32), np.ones(heads, np.float32))
+        conditioning = Conditioning(codec_k.rotation(dim), codec_v.rotation(dim), scale)
+        metrics = random_metrics(sizes, codec_k, codec_v)
+        store = KVStore(self.ops, plan, [conditioning] * self.config.layers, [metrics] * self.config.layers)
+        for layer in range(self.config.layers):
+            fill(self.ops, gpu.clock, store.cache(layer), content)
+        self.model = Model(self.ops, self.config, weights, store)
+
+    def laid(self, length: int) -> SequenceKV:
+        """A sequence of `length` tokens: whatever its blocks hold. Raises OutOfBlocks."""
+        store = self.model.store
+        sequence, n = store.new_sequence(), store.shape.block_size
+        complete, rest = divmod(length, n)
+        sequence.length = length
+        for group, table in zip(store.groups, sequence.tables, strict=True):
+            (table.sink,) = group.exact.allocate()
+            table.coded = group.coded.allocate(complete - 1)
+            table.tail = group.exact.allocate()[0] if rest else None
+        return sequence
+
+
+def parameters(config: ModelConfig) -> tuple[int, int]:
+    """Weights of the matrices of all layers together, and of embedding and head."""
+    e, f, width = config.hidden_size, config.ffn_size, config.head_dim
+    layer = (2 * config.heads + 2 * config.kv_heads) * width * e + 3 * f * e
+    return config.layers * layer, 2 * config.vocab_size * e
+
+
+def _weights(ops: CudaOps, config: ModelConfig, noise: Noise) -> ModelWeights:
+    e, f, attended = config.hidden_size, config.ffn_size, config.heads * config.head_dim
+
+    def norm() -> Array:
+        return ops.weight(np.ones(e, np.float32), _BFLOAT16)
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            attention_norm=norm(),
+            qkv=noise.matrix(attended + 2 * config.kv_heads * config.head_dim, e),
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            out=noise.matrix(e, attended),
+            out_bias=None,
+            ffn_norm=norm(),
+            gate_up=noise.matrix(2 * f, e),
+            gate_up_bias=None,
+            down=noise.matrix(e, f),
+            down_bias=None,
+        )
+
+    embedding, head = (noise.matrix(config.vocab_size, e) for _ in range(2))
+    layers = [layer() for _ in range(config.layers)]
+    return ModelWeights(embedding, layers, norm(), head, 2 * sum(parameters(config)))
+
+
+def default_type() -> tuple[str, str]:
+    """Names of what keys and values are stored as where nobody says otherwise."""
+    (_, key), (_, value) = cache_types.chosen(EngineConfig())
+    return key, value
+
+
+def cache_shape(ops: CudaOps, sizes: Sizes) -> CacheShape:
+    """The default cache of every layer."""
+    config = sizes.config
+    pairs = cache_types.layer_codecs(EngineConfig(), config.layers, config.head_dim)
+    layers = tuple(LayerShape(k, v, mean_bits=8) for k, v in pairs)
+    shape = CacheShape(sizes.block_size, config.kv_heads, config.head_dim, layers)
+    stored = tuple(ops.cache_bytes(shape.form(layer)) for layer in range(config.layers))
+    return replace(shape, stored=stored)
+
+
+def _room(shape: CacheShape, sizes: Sizes, context: int, batch: int) -> tuple[tuple[int], int]:
+    """Coded blocks and exact slots for sequences of `context` tokens, and for the prompt that is measured later."""
+    n = shape.block_size
+    coded = max(batch * (context // n + _SPARE_BLOCKS), sizes.prompt // n + _SPARE_BLOCKS)
+    return (coded,), _SLOTS * batch
+
+
+def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric, Metric]:
+    """What errors might cost: as much work for the encoder as what a calibration finds."""
+    config, rng = sizes.config, np.random.default_rng(3)
+    heads, dim = config.kv_heads, config.head_dim
+    if codec_k.rounding is None or codec_v.rounding is None:
+        raise EngineError("the default cache type has no table")
+    queries = rng.standard_normal((heads, 4 * dim, dim), np.float32) + rng.standard_normal((heads, 1, dim), np.float32)
+    second = queries.swapaxes(1, 2) @ queries / queries.shape[1]
+    ones = np.ones((heads, dim), np.float32)
+    k = key_metric(second, queries.mean(1), ones, codec_k.rotation(dim), codec_k.rounding)
+    output = rng.standard_normal((_OUTPUT_ROWS, config.heads * dim), np.float32)
+    near = _TOKEN_CORRELATION ** np.arange(sizes.block_size)
+    return k, value_metric(output, heads, dim, codec_v.rotation(dim), codec_v.rounding, near)

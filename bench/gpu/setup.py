@@ -1,0 +1,162 @@
+"""A GPU to be measured: how to get at it, what it is, and how long its work takes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine.backends.cuda.device import Array, Device
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.select import select
+from model_loaders.config import ModelConfig, RopeConfig
+
+LLAMA_8B = ModelConfig(
+    family="llama",
+    layers=32,
+    hidden_size=4096,
+    ffn_size=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_context=131072,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=500_000.0),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What everything is measured on."""
+
+    config: ModelConfig = LLAMA_8B
+    block_size: int = 64
+    blocks: int = 64  # of random K/V that a cache is filled with, over and over
+    rotated: int = 1 << 30  # bytes that are read before anything is read again: far more than a GPU's own caches hold
+    copied: int = 1 << 30  # bytes
+    noise: int = (1 << 24) + 999  # random weights that matrices are filled with, over and over; never whole rows
+    gemm: int = 8192  # rows and columns
+    prompt: int = 8192  # tokens
+    runs: int = 10  # of each kind; their median counts
+
+
+class Clock(Protocol):
+    """Time and memory of the device that was opened last."""
+
+    def seconds(self, work: Callable[[], object], runs: int) -> float:
+        """The median time of the device for what `work` launches, once it has been done often enough to be recorded."""
+
+    def copy(self, to: Array, of: Array) -> None:
+        """Copy contiguous arrays of the same size and type."""
+
+    def free(self) -> None:
+        """Give back the memory of arrays that are gone."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """open: ops that know nothing yet, and their device. What they have recorded keeps its memory while they live."""
+
+    open: Callable[[], tuple[CudaOps, Device]]
+    clock: Clock
+    about: dict[str, str]
+
+
+class CupyClock:
+    """Events of CuPy's device, on the stream that its calls make the current one."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy: Any = cupy
+
+    def seconds(self, work: Callable[[], object], runs: int) -> float:
+        for _ in range(3):  # once to compile, once to record, once as it will be
+            work()
+        cuda = self._cupy.cuda
+        stream = cuda.get_current_stream()
+        events = [cuda.Event() for _ in range(runs + 2)]
+        # The host is ahead of the device but for the first run, whose time is not counted.
+        for event in events[:-1]:
+            event.record(stream)
+            work()
+        events[-1].record(stream)
+        events[-1].synchronize()
+        times = [cuda.get_elapsed_time(*pair) for pair in itertools.pairwise(events)]
+        return statistics.median(times[1:]) / 1e3
+
+    def copy(self, to: Array, of: Array) -> None:
+        self._cupy.copyto(to, of)
+
+    def free(self) -> None:
+        gc.collect()  # a device and what it has recorded know each other
+        self._cupy.cuda.runtime.deviceSynchronize()
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
+
+def open_gpu() -> Gpu:
+    """Raises EngineError with the reason where there is none."""
+    select("cuda", 0)
+    from engine.backends.cuda.cupy_device import CupyDevice
+
+    def fresh() -> tuple[CudaOps, Device]:
+        device = CupyDevice()
+        return CudaOps(device), device
+
+    return Gpu(fresh, CupyClock(), about_gpu())
+
+
+def about_gpu() -> dict[str, str]:
+    """Name, driver and CUDA versions, for `report.write`."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    return {
+        "name": properties["name"].decode(),
+        "driver": _driver(),
+        "driver_cuda": _version(runtime.driverGetVersion()),
+        "runtime_cuda": _version(runtime.runtimeGetVersion()),
+        "cupy": cupy.__version__,
+    }
+
+
+def _version(number: int) -> str:
+    """13020 → "13.2"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _driver() -> str:
+    """The driver's version and what else its tool knows that speed depends on."""
+    fields = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
+
+
+class Noise:
+    """Random bfloat16 matrices on the device: as many bytes as real weights, without as many on the host."""
+
+    def __init__(self, device: Device, clock: Clock, count: int):
+        self._device, self._clock = device, clock
+        values = 0.02 * np.random.default_rng(0).standard_normal(count, np.float32)
+        self._piece = device.from_host((values.view(np.uint32) >> 16).astype(np.uint16))
+
+    def matrix(self, rows: int, columns: int) -> Array:
+        """(rows, columns) bits of bfloat16, standard deviation 0.02. Raises MemoryError."""
+        whole = self._device.empty((rows, columns), np.uint16)
+        flat, size = whole.reshape(-1), len(self._piece)
+        for first in range(0, rows * columns, size):
+            part = flat[first : first + size]
+            self._clock.copy(part, self._piece[: len(part)])
+        return whole

@@ -1,0 +1,177 @@
+"""A whole model on a GPU: its matrices one by one, steps of generation, the prefill of a prompt."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+
+from bench.gpu.model import RandomModel, parameters
+from bench.gpu.setup import Gpu, Sizes
+from engine.backends.cuda.device import Array
+from engine.config import SamplingParams
+from engine.errors import EngineError
+from engine.kv.store import SequenceKV
+from engine.model.forward import Model
+from engine.sampling.sample import Draw, Sampled, resolve
+from model_loaders.config import GenerationDefaults
+
+# Steps before those that count: the first compiles, the second is recorded and fills a block.
+_FIRST_STEPS = 4
+_PREFILLS = 3  # the first compiles
+
+
+@dataclass(frozen=True)
+class MatrixTime:
+    """Seconds of x (rows, in) times one matrix of so many bytes."""
+
+    name: str
+    rows: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, one token of each sequence. bytes: weights, codes and exact blocks that it reads.
+
+    seconds: mean over a whole block, so that encoding it is in there; median: of the steps; device: what the recorded
+    part takes on the device alone, without the host.
+    """
+
+    context: int
+    batch: int
+    seconds: float
+    median: float
+    device: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """Seconds of a prompt up to its first token, and of one layer's attention alone, with the work in them."""
+
+    tokens: int
+    seconds: float
+    matrix_flops: float
+    attention_seconds: float
+    attention_flops: float
+
+
+def measure_matrix(gpu: Gpu, sizes: Sizes, of: RandomModel, name: str, rows: int) -> MatrixTime:
+    """Every layer's matrix in turn; or the head over and over, which is larger than any cache but in tests."""
+    ops, weights = of.ops, of.model.weights
+    matrices = [weights.head] * 3 if name == "head" else [getattr(layer, name) for layer in weights.layers]
+    x = ops.to_device(np.random.default_rng(4).standard_normal((rows, matrices[0].shape[1]), np.float32))
+
+    def all_matrices(_: Array) -> Array:
+        for matrix in matrices:
+            y = ops.linear(x, matrix)
+        return y
+
+    nothing = np.zeros(1, np.int32)
+    seconds = gpu.clock.seconds(lambda: ops.replay((name, rows), all_matrices, [nothing]), sizes.runs)
+    return MatrixTime(name, rows, seconds / len(matrices), matrices[0].nbytes)
+
+
+def measure_steps(gpu: Gpu, sizes: Sizes, of: RandomModel, context: int, batch: int) -> StepTime:
+    """Steps around `context`. Raises EngineError where there is no room."""
+    if not of.fits[context, batch]:
+        raise EngineError("its K/V do not fit into the memory that the weights leave")
+    model, n = of.model, sizes.block_size
+    sequences = [of.laid(context - n - 2) for _ in range(batch)]
+    draws, ids, times = [_draw(model)] * batch, [1] * batch, []
+    try:
+        with mock.patch.object(model.ops, "replay", wraps=model.ops.replay) as replay:
+            for _ in range(_FIRST_STEPS):
+                ids = _step(model, sequences, ids, draws)
+            for _ in range(n):
+                started = time.perf_counter()
+                ids = _step(model, sequences, ids, draws)
+                times.append(time.perf_counter() - started)
+            recorded = replay.call_args.args
+        device = gpu.clock.seconds(lambda: model.ops.replay(*recorded), sizes.runs)
+        held = sum(model.store.bytes_held(sequence) for sequence in sequences)
+    finally:
+        for sequence in sequences:
+            model.store.release(sequence)
+    read = 2 * (parameters(of.config)[0] + of.config.vocab_size * of.config.hidden_size)
+    return StepTime(context, batch, statistics.fmean(times), statistics.median(times), device, read + held)
+
+
+def _step(model: Model, sequences: list[SequenceKV], ids: list[int], draws: list[Draw]) -> list[int]:
+    spans = [model.store.open(sequence, 1) for sequence in sequences]
+    following = _tokens(model.step(spans, ids, draws))
+    for span in spans:
+        model.store.commit(span)
+    return following
+
+
+def _tokens(chosen: list[Sampled]) -> list[int]:
+    for token in chosen:
+        if isinstance(token, EngineError):
+            raise token
+    return [token for token in chosen if isinstance(token, int)]
+
+
+def _draw(model: Model) -> Draw:
+    return Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, model.config.vocab_size)
+
+
+def measure_prefill(gpu: Gpu, sizes: Sizes, of: RandomModel) -> PrefillTime:
+    """A prompt of random tokens through the engine's own walk, and attention of all its rows in one layer."""
+    model, config, tokens = of.model, of.config, sizes.prompt
+    ids = np.random.default_rng(5).integers(config.vocab_size, size=tokens).tolist()
+    seconds = min([_timed(lambda: _prefill(model, ids)) for _ in range(_PREFILLS)][1:])
+    attention = _prompt_attention(gpu, sizes, of)
+    return PrefillTime(
+        tokens=tokens,
+        seconds=seconds,
+        matrix_flops=2.0 * parameters(config)[0] * tokens,
+        attention_seconds=attention,
+        # Two products; a row sees itself and all rows before it.
+        attention_flops=4.0 * config.heads * config.head_dim * tokens * (tokens + 1) / 2,
+    )
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _prefill(model: Model, ids: list[int]) -> int:
+    """The token behind the prompt, which is on the host only when the device is done."""
+    sequence = model.store.new_sequence()
+    span = model.store.open(sequence, len(ids))
+    units = model.walk([span], ids, outputs=1)
+    while True:
+        try:
+            next(units)
+        except StopIteration as end:
+            (token,) = _tokens(model.choose(end.value, [_draw(model)]))
+            model.store.commit(span)
+            model.store.release(sequence)
+            return token
+
+
+def _prompt_attention(gpu: Gpu, sizes: Sizes, of: RandomModel) -> float:
+    """Seconds of one layer's attention over all rows of the prompt at once."""
+    ops, store, config, tokens = of.ops, of.model.store, of.config, sizes.prompt
+    rng, cache = np.random.default_rng(6), store.cache(0)
+    sequence = store.new_sequence()
+    span = store.open(sequence, tokens)
+    spans = ops.spans([store.view(0, span, slice(0, tokens), 0)])
+
+    def random(heads: int) -> Array:
+        return ops.to_device(rng.standard_normal((tokens, heads, config.head_dim), np.float32))
+
+    ops.append_kv(cache, spans, random(config.kv_heads), random(config.kv_heads))
+    q = random(config.heads)
+    seconds = gpu.clock.seconds(lambda: ops.attention(q, cache, spans, config.head_dim**-0.5, None), sizes.runs)
+    store.abort(span)
+    return seconds

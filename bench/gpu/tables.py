@@ -1,0 +1,149 @@
+"""What was measured on a GPU, as JSON and as tables: each time beside what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench import report
+from bench.gpu.attention import AttentionTime, EncodeTime
+from bench.gpu.peer import PeerTime
+from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
+
+_NONE = "—"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the device can do: bytes a second of a copy, read and written; FLOPs a second of a bfloat16 product."""
+
+    copy: float
+    gemm: float
+
+
+Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | EncodeTime | Limits
+
+
+@dataclass
+class Results:
+    """Rows in the order in which they were measured, and what was not measured: its name and why."""
+
+    rows: list[Row] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)
+
+    def of(self, kind: type) -> list[Any]:
+        return [row for row in self.rows if isinstance(row, kind)]
+
+    @property
+    def limits(self) -> Limits | None:
+        return next(iter(self.of(Limits)), None)
+
+    def best_half(self, context: int, batch: int) -> tuple[float, str] | None:
+        """Seconds and name of the fastest attention over an fp16 cache, our own included."""
+        ours = [(row, "f16") for row in self.of(AttentionTime) if row.cache_type == "f16" and row.right]
+        named = [*((row, row.name) for row in self.of(PeerTime)), *ours]
+        times = [(row.seconds, name) for row, name in named if row.seconds and _at(row, context, batch)]
+        return min(times, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        kinds = {
+            "limits": Limits,
+            "attention": AttentionTime,
+            "attention_peers": PeerTime,
+            "steps": StepTime,
+            "matrices": MatrixTime,
+            "prefill": PrefillTime,
+            "encoding": EncodeTime,
+        }
+        rows = {name: [asdict(row) for row in self.of(kind)] for name, kind in kinds.items()}
+        return {**rows, "not_measured": [{"what": what, "why": why} for what, why in self.missing]}
+
+
+def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:
+    return (row.context, row.batch) == (context, batch)
+
+
+def format_tables(results: Results) -> str:
+    """Every table that has rows, then a line for each thing that was not measured."""
+    parts = [_limits(results), _attention(results), _steps(results), _matrices(results), _prefill(results)]
+    parts += [_encoding(results), "\n".join(f"Not measured: {what}: {why}." for what, why in results.missing)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    rows = list(rows)
+    return f"{title}\n\n{report.table(header, rows)}" if rows else ""
+
+
+def _limits(results: Results) -> str:
+    rows = [(f"{row.copy / 1e9:,.0f}", f"{row.gemm / 1e12:,.0f}") for row in results.of(Limits)]
+    return _table("The device alone", ("copy GB/s, read + written", "bf16 product TFLOP/s"), rows)
+
+
+def _share_of_copy(results: Results, rate: float) -> str:
+    return f"{100 * rate / results.limits.copy:.0f} %" if results.limits else _NONE
+
+
+def _attention(results: Results) -> str:
+    """Shape after shape, the fp16 kernels of others first."""
+    rows, measured = [], [*results.of(PeerTime), *results.of(AttentionTime)]
+    for context, batch in dict.fromkeys((row.context, row.batch) for row in measured):
+        best = results.best_half(context, batch)
+        for row in (row for row in measured if _at(row, context, batch)):
+            place = f"{context:,}", str(batch)
+            is_peer = isinstance(row, PeerTime)
+            ratio = f"{best[0] / row.seconds:.2f}" if best and row.seconds and (is_peer or row.right) else _NONE
+            if is_peer:
+                time = f"{1e6 * row.seconds:,.1f}" if row.seconds else row.note
+                rows.append((row.name, *place, time, _NONE, _NONE, ratio, row.note if row.seconds else _NONE))
+            else:
+                rate, error = row.bytes / row.seconds, f"{'' if row.right else 'WRONG '}{row.error:.1e}"
+                figures = f"{1e6 * row.seconds:,.1f}", f"{rate / 1e9:,.0f}", _share_of_copy(results, rate), ratio, error
+                rows.append((row.cache_type, *place, *figures))
+    title = "Attention of one token per sequence; × fp16: the best fp16 kernel's time over this one"
+    return _table(title, ("cache", "context", "batch", "µs", "GB/s", "of copy", "× fp16", "error"), rows)
+
+
+def _steps(results: Results) -> str:
+    rows = []
+    for row in results.of(StepTime):
+        floor = row.bytes / results.limits.copy if results.limits else None
+        rows.append(
+            (
+                f"{row.context:,}",
+                str(row.batch),
+                *(f"{1e3 * seconds:.2f}" for seconds in (row.seconds, row.median, row.device)),
+                f"{1e3 * floor:.2f}" if floor else _NONE,
+                f"{100 * floor / row.seconds:.0f} %" if floor else _NONE,
+                f"{row.batch / row.seconds:,.0f}",
+            )
+        )
+    header = ("context", "batch", "ms a step", "median", "device alone", "floor", "floor / step", "tokens/s")
+    return _table("Whole steps; floor: the bytes of weights and K/V at the speed of a copy", header, rows)
+
+
+def _matrices(results: Results) -> str:
+    rows = []
+    for row in results.of(MatrixTime):
+        rate = row.bytes / row.seconds
+        share = _share_of_copy(results, rate)
+        rows.append((row.name, str(row.rows), f"{1e6 * row.seconds:,.1f}", f"{rate / 1e9:,.0f}", share))
+    return _table("Products with weights", ("matrix", "rows", "µs", "GB/s", "of copy"), rows)
+
+
+def _prefill(results: Results) -> str:
+    rows = []
+    for row in results.of(PrefillTime):
+        rate = row.matrix_flops / row.seconds
+        share = f"{100 * rate / results.limits.gemm:.0f} %" if results.limits else _NONE
+        attention = row.attention_flops / row.attention_seconds / 1e12
+        rates = f"{row.tokens / row.seconds:,.0f}", share, f"{attention:,.0f}"
+        rows.append((f"{row.tokens:,}", f"{1e3 * row.seconds:,.1f}", *rates))
+    header = ("tokens", "ms", "tokens/s", "of bf16 product", "attention TFLOP/s")
+    return _table("Prefill of a prompt", header, rows)
+
+
+def _encoding(results: Results) -> str:
+    rows = [(row.cache_type, str(row.blocks), f"{1e6 * row.seconds:,.1f}") for row in results.of(EncodeTime)]
+    return _table("Encoding, with metrics", ("cache", "blocks at once", "µs a block"), rows)

@@ -1,0 +1,1 @@
+"""What cache types cost."""

@@ -1,0 +1,180 @@
+"""`python -m bench.quality`: what each cache type costs in perplexity and in divergence from full precision.
+
+A text is cut into consecutive windows of tokens, and every token of a window is predicted from those before it. "As
+served" is what steps see: complete blocks as codes, the first and the current one exact. "Every token coded" reads
+the current block as codes too. The reference is a plain prefill in float32 that never meets a code.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, note, run
+from bench.quality import angles, needle, plots
+from bench.quality.exact import Exact
+from bench.quality.scores import SCORINGS, Quality, format_table, measure, one_line, passes, windows
+from bench.quality.types import FULL_PRECISION, all_types, chosen_types
+from bench.report import Output
+from engine.config import setting
+from engine.flags import FlagError, parse
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is scored, and with which cache types."""
+
+    text: str | None = setting(None, "--text", metavar="FILE", help="UTF-8 text to score; this flag is needed")
+    weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
+    types: str | None = setting(None, "--types", metavar="TYPES", help=f"{TYPES_HELP}; all, if not given")
+    windows: int = setting(4, "--windows", metavar="N", help="windows to score at most, from the start of the text")
+    window: int = setting(2048, "--window", metavar="N", help="tokens in a window, the one that starts it included")
+    key_conditioning: bool = setting(
+        True, "--no-key-conditioning", help="quantize the keys of every type as they come, as :plain does for one"
+    )
+    ablate: str | None = setting(
+        None, "--ablate", metavar="TYPE", help="one type with the parts of encoding left out, each alone and all"
+    )
+    key_bias: float = setting(
+        0.0, "--key-bias", metavar="X", help="measure the model with X times the keys' RMS added to its keys"
+    )
+    needle: bool = setting(False, "--needle", help="hide a sentence in the text and ask for it, too; takes minutes")
+    needle_lengths: str = setting(
+        "512,1024,2048,4096", "--needle-lengths", metavar="N,N", help="tokens of the prompts that hide one"
+    )
+    needle_depths: str = setting(
+        "0,25,50,75,100", "--needle-depths", metavar="P,P", help="how deep it lies, percent of the text"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes JSON and pictures, prints the tables; returns the exit code."""
+    return run(_measure_and_report, argv)
+
+
+def _measure_and_report(argv: Sequence[str]) -> None:
+    options, destination = parse(
+        argv,
+        {"Quality": Options, "Output": Output},
+        prog="python -m bench.quality",
+        description="Perplexity, and divergence from full precision, of each cache type on a text.",
+        checks={"windows": at_least(1), "window": at_least(2), "key_bias": _times},
+    )
+    types = chosen_types(options.types, options.ablate, key_conditioning=options.key_conditioning)
+    text = _read(options.text)
+    with Exact(options.weights, options.window) as exact:
+        name = exact.model.name + (f" with key bias {options.key_bias:g}" if options.key_bias else "")
+        output = destination.path("quality", name)
+        _check_context("--window", options.window, exact)
+        ids = exact.tokenize(text)
+        cut = windows(ids, options.window, exact.model.tokenizer.bos_id)[: options.windows]
+        if not cut:
+            raise FlagError(f"--text {options.text} is too short: there is no token to predict")
+        types = types or all_types(exact.model.config.head_dim, key_conditioning=options.key_conditioning)
+        prompts = _prompts(options, exact, ids)
+        if options.key_bias:
+            exact.bias_keys(options.key_bias, cut[0])
+        about = {
+            "model": name,
+            "weights": exact.model.dtype,
+            "text": Path(str(options.text)).name,
+            "threads": report.blas_threads(),
+            "window": options.window,
+            "windows": len(cut),
+        }
+        started = time.perf_counter()
+        recording = exact.record(cut[0])
+        seconds = time.perf_counter() - started
+        expected = report.duration(seconds * len(types) * passes(len(cut)))
+        note(
+            f"{len(types)} cache types on {len(cut)} windows of {len(cut[0]):,} tokens, {about['threads']} threads: "
+            f"about {expected}. Figures are kept in {output} as they come"
+        )
+        result: dict[str, Any] = {"angles": angles.histograms(recording.keys)}
+
+        def keep(quality: Quality) -> None:
+            report.write(output, "quality", argv, {**about, **result, **asdict(quality)}, complete=False)
+            for row in quality.rows[-len(SCORINGS) :]:
+                note(one_line(row, quality.exact_perplexity))
+
+        quality = measure(exact, types, cut, recording, keep)
+        result |= asdict(quality)
+        del recording
+        cells = needle.find(exact, _with_full_precision(types), prompts) if prompts else []
+        result["needle"] = [asdict(cell) for cell in cells]
+    report.write(output, "quality", argv, {**about, **result})
+    note(f"Written to {output}")
+    note(plots.draw_all(result, name, output))
+    _print(quality, cells, about)
+
+
+def _prompts(options: Options, exact: Exact, ids: Sequence[int]) -> list[needle.Prompt]:
+    """All cells of the needle's grid; none without --needle. Raises FlagError."""
+    if not options.needle:
+        return []
+    lengths = _numbers("--needle-lengths", options.needle_lengths, 2**31)
+    depths = _numbers("--needle-depths", options.needle_depths, 100)
+    _check_context("--needle-lengths", max(lengths), exact)
+    return [needle.hide(exact, ids, length, depth) for length in lengths for depth in depths]
+
+
+def _numbers(flag: str, text: str, most: int) -> list[int]:
+    numbers = [int(word) if word.strip().isdecimal() else -1 for word in text.split(",")]
+    if not all(0 <= number <= most for number in numbers):
+        limit = f" up to {most}" if most <= 100 else ""
+        raise FlagError(f"{flag} takes whole numbers{limit}, separated by commas, not {text!r}")
+    return sorted(set(numbers))
+
+
+def _times(number: float) -> str | None:
+    return None if 0 <= number <= 1000 else "must be from 0 to 1000"
+
+
+def _check_context(flag: str, tokens: int, exact: Exact) -> None:
+    context = exact.model.config.max_context
+    if tokens > context:
+        raise FlagError(f"{flag} {tokens} is more than the {context} tokens of context that {exact.model.name} has")
+
+
+def _with_full_precision(types: Sequence[CacheType]) -> list[CacheType]:
+    """What no cache type can be blamed for is what full precision does not find either."""
+    rest = [one for one in types if one.label != FULL_PRECISION]
+    return [CacheType.read(FULL_PRECISION), *rest]
+
+
+def _print(quality: Quality, cells: Sequence[needle.Cell], about: dict[str, Any]) -> None:
+    if cells:
+        print(
+            "The number in the haystack: whether each token of the answer is the most likely one, and the "
+            f"log-probability of all of them, nats. With {FULL_PRECISION}, as served, it is found at "
+            f"{needle.retrieved(cells, FULL_PRECISION)} tokens.\n"
+        )
+        print(needle.format_grid(cells), end="\n\n")
+    print(
+        f"{about['model']} ({about['weights']} weights, float32 arithmetic) on {about['text']}: {about['windows']} "
+        f"windows of up to {about['window']} tokens, {quality.scored_tokens} tokens scored.\n"
+        "KL: of the float32 prefill's distributions against the cache type's, nats. Bits/value: of complete blocks.\n"
+        "Attention error: relative, of each layer's attention given its exact input; the mean of all layers.\n"
+    )
+    print(format_table(quality))
+
+
+def _read(file: str | None) -> str:
+    """The text of --text with plain line ends. Raises FlagError."""
+    if file is None:
+        raise FlagError("--text is missing: give a UTF-8 text file to score, such as the test part of WikiText-2")
+    try:
+        return Path(file).read_text(encoding="utf-8")  # universal newlines: CRLF becomes LF
+    except OSError as error:
+        raise FlagError(f"--text {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FlagError(f"--text {file} is not UTF-8 text") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The model that everything is compared with: the same weights, scored without a code, and engines beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import model_loaders
+from bench.command import note
+from bench.quality.attention_error import Recorder, Recording
+from engine import Engine, Score, assembly
+from engine.flags import FlagError
+from engine.model.forward import Model
+
+Change = Callable[[Model], None]
+
+_BIASED_PAIRS = 4  # rotary pairs of the lowest frequencies, which position hardly turns
+
+
+def open_engine(
+    weights: str | None, *changes: Change, verbose: Callable[[str], None] | None = None, **settings: Any
+) -> Engine:
+    """`Engine.load`, with `changes` made to the loaded model before anything runs."""
+    parts = assembly.assemble(assembly.settle(weights, None, settings), verbose)
+    for change in changes:
+        change(parts.model)
+    return Engine(parts)
+
+
+class Exact:
+    """Scores up to `window` tokens without a code: all are in the first block, which stays exact. A context manager."""
+
+    def __init__(self, weights: str | None, window: int):
+        """Raises LoadError or EngineError."""
+        self._recorder = Recorder()
+        self._bias: Change | None = None
+        self._engine = open_engine(
+            weights,
+            self._recorder.install,
+            verbose=note,
+            cache_type_k="f16",
+            cache_type_v="f16",
+            ctx_size=window,
+            block_size=-(-window // 4) * 4,
+            kept_sequences=0,
+        )
+
+    @property
+    def model(self) -> model_loaders.Model:
+        return self._engine.model
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._engine.tokenize(text)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._engine.detokenize(ids)
+
+    def score(self, ids: Sequence[int]) -> Score:
+        return self._engine.score(ids, logits=True)
+
+    def record(self, ids: Sequence[int]) -> Recording:
+        """What goes through each layer for `ids` (T,)."""
+        return self._recorder.record(self._engine, ids)
+
+    def bias_keys(self, times: float, ids: Sequence[int]) -> None:
+        """Add a constant of `times` the keys' RMS over `ids` to the keys, here and in all engines opened from now on.
+
+        On the rotary pairs of the lowest frequencies, and hence nearly the same for all tokens of a block: what a bias
+        of the key projection does in some model families. Statistics that an engine fits its cache to are taken without
+        the bias, which hardly changes them. Raises FlagError for a model that normalises its keys.
+        """
+        if self.model.config.qk_norm:
+            raise FlagError(
+                f"--key-bias: {self.model.name} normalises its keys, and a bias with them; take another model"
+            )
+        rms = [float(np.sqrt(np.square(keys, dtype=np.float64).mean())) for keys in self.record(ids).keys]
+
+        def add_bias(model: Model) -> None:
+            biased = [_with_key_bias(model, i, times * rms[i]) for i in range(len(rms))]
+            model.weights = replace(model.weights, layers=biased)
+
+        add_bias(self._recorder.model)
+        self._bias = add_bias
+
+    def open(self, *changes: Change, **settings: Any) -> Engine:
+        """An engine of the same model with a cache of its own."""
+        return open_engine(str(self.model.path), *([self._bias] if self._bias else []), *changes, **settings)
+
+    def __enter__(self) -> Exact:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.close()
+
+
+def _with_key_bias(model: Model, index: int, amount: float) -> Any:
+    """The layer's weights, with `amount` added to both channels of the last pairs of every key."""
+    config, layer = model.config, model.weights.layers[index]
+    pairs = min(_BIASED_PAIRS, config.head_dim // 2)
+    bias = np.zeros((config.heads + 2 * config.kv_heads, config.head_dim), np.float32)
+    if layer.qkv_bias is not None:
+        bias += model.ops.to_host(layer.qkv_bias).reshape(bias.shape)
+    for end in (config.head_dim // 2, config.head_dim):
+        bias[config.heads : config.heads + config.kv_heads, end - pairs : end] += amount
+    return replace(layer, qkv_bias=model.ops.to_device(bias.reshape(-1)))

@@ -1,0 +1,196 @@
+"""Perplexity, divergence from full precision, and attention error of cache types on windows of a text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from bench import report
+from bench.command import CacheType
+from bench.quality.attention_error import Recording, Replay
+from bench.quality.divergence import Divergence, compare, perplexity
+from bench.quality.exact import Exact
+from engine import Engine, Score
+
+_KEPT_LOGITS = 2 << 30  # bytes
+
+# The name of a way of scoring → `every_token_coded` of Engine.score.
+SCORINGS = {"as served": False, "every token coded": True}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Figures of one cache type, scored in one way, over all windows. `type` is the label of a CacheType."""
+
+    type: str
+    bits_per_value: float  # of complete blocks, as stored
+    scored_as: str
+    perplexity: float
+    nll_per_token: float
+    kl_mean: float  # nats
+    kl_99th_percentile: float
+    same_top1: float  # share of positions
+    attention_error: list[float]  # for each layer, relative, over the first window
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A whole measurement."""
+
+    scored_tokens: int
+    exact_perplexity: float  # of the plain prefill
+    rows: list[Row]
+
+
+def windows(ids: Sequence[int], window: int, bos_id: int | None) -> list[list[int]]:
+    """Consecutive windows of at most `window` ids; the last may be shorter, and each has an id to predict.
+
+    With a BOS every window begins with one and has one text id less, so that every text id is predicted; without, the
+    first id of a window is only read.
+    """
+    start = [] if bos_id is None else [bos_id]
+    step = window - len(start)
+    cut = [[*start, *ids[first : first + step]] for first in range(0, len(ids), step)]
+    return [one for one in cut if len(one) >= 2]
+
+
+def measure(
+    exact: Exact,
+    types: Sequence[CacheType],
+    cut: Sequence[Sequence[int]],
+    recording: Recording | None = None,
+    told: Callable[[Quality], None] = lambda quality: None,
+) -> Quality:
+    """Score the windows `cut` (ids, BOS included) with every type; `recording`, if there is one, is of the first.
+
+    told: called with all that is measured so far after each type.
+
+    Each type gets an engine of its own, one after the other, so that two copies of the weights are held at a time.
+    Exact logits, (window, V) float32 for each window, are kept for all types where they are no more than 2 GiB, and
+    computed again for each where they are more. Raises FlagError or EngineError.
+    """
+    for cache_type in types:
+        cache_type.check(exact.model.config.head_dim)
+    recording = recording or exact.record(cut[0])
+    rows: list[Row] = []
+
+    def exact_score(window: int) -> Score:
+        return exact.score(cut[window])
+
+    if 4 * exact.model.config.vocab_size * sum(map(len, cut)) <= _KEPT_LOGITS:
+        exact_score = functools.cache(exact_score)
+
+    with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window") as bar:
+        for cache_type in types:
+            bar.set_postfix_str(cache_type.label)
+            exact_logprobs, of_type = _measure_type(exact, exact_score, cache_type, cut, recording, bar.update)
+            rows += of_type
+            quality = Quality(len(exact_logprobs), perplexity(exact_logprobs), list(rows))
+            told(quality)
+    return quality
+
+
+def passes(windows: int) -> int:
+    """Passes over a window for each type: exact and as each scoring sees it, and attention errors over the first."""
+    return windows * (1 + len(SCORINGS)) + len(SCORINGS)
+
+
+def one_line(row: Row, exact_perplexity: float) -> str:
+    """A row in a line of text."""
+    change = 100 * (row.perplexity / exact_perplexity - 1)
+    return f"{row.type}, {row.scored_as}: perplexity {change:+.2f} %, KL {_small(row.kl_mean)}"
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """One window, scored in one way: what every predicted token got."""
+
+    logprobs: np.ndarray  # (T − 1,) float32
+    divergence: Divergence
+
+
+def _measure_type(
+    exact: Exact,
+    exact_score: Callable[[int], Score],
+    cache_type: CacheType,
+    cut: Sequence[Sequence[int]],
+    recording: Recording,
+    progress: Callable[[], Any],
+) -> tuple[np.ndarray, list[Row]]:
+    """Exact log-probabilities of every predicted token, and the type's rows."""
+    exact_logprobs: list[np.ndarray] = []
+    scored: dict[str, list[_Scored]] = {name: [] for name in SCORINGS}
+    attention: dict[str, list[float]] = {}
+    replay = Replay()
+    longest = max(map(len, cut))
+    with exact.open(replay.install, ctx_size=longest, kept_sequences=0, **cache_type.settings()) as engine:
+        for window, ids in enumerate(cut):
+            reference = exact_score(window)
+            exact_logprobs.append(reference.logprobs)
+            progress()
+            for name in SCORINGS:
+                scored[name].append(_score(engine, ids, name, reference.logits))
+                progress()
+            del reference  # its logits, before the next ones are made
+        for name, coded in SCORINGS.items():
+            attention[name] = replay.errors(engine, cut[0], recording, every_token_coded=coded)
+            progress()
+        bits = engine.cache_stats().bits_per_value
+    rows = [_row(cache_type, bits, name, scored[name], attention[name]) for name in SCORINGS]
+    return np.concatenate(exact_logprobs), rows
+
+
+def _score(engine: Engine, ids: Sequence[int], scoring: str, exact_logits: np.ndarray) -> _Scored:
+    """The logits behind the last id predict nothing of the text and are left out."""
+    score = engine.score(ids, every_token_coded=SCORINGS[scoring], logits=True)
+    return _Scored(score.logprobs, compare(exact_logits[:-1], score.logits[:-1]))
+
+
+def _row(
+    cache_type: CacheType, bits_per_value: float, scoring: str, scored: Sequence[_Scored], attention: list[float]
+) -> Row:
+    logprobs = np.concatenate([window.logprobs for window in scored])
+    kl = np.concatenate([window.divergence.kl for window in scored])
+    return Row(
+        type=cache_type.label,
+        bits_per_value=bits_per_value,
+        scored_as=scoring,
+        perplexity=perplexity(logprobs),
+        nll_per_token=float(-np.mean(logprobs, dtype=np.float64)),
+        kl_mean=float(kl.mean()),
+        kl_99th_percentile=float(np.quantile(kl, 0.99)),
+        same_top1=float(np.mean(np.concatenate([window.divergence.same_top1 for window in scored]))),
+        attention_error=[float(f"{error:.4g}") for error in attention],
+    )
+
+
+def format_table(quality: Quality) -> str:
+    """All figures; the change of perplexity is against the float32 prefill."""
+    header = ["cache type", "scored", "bits/value", "PPL", "change", "KL mean", "KL 99 %", "same top-1"]
+    header += ["attention error", "worst layer"]
+    exact = ("float32 prefill", "exact", "—", f"{quality.exact_perplexity:.3f}", "—", "0", "0", "100.0 %", "0", "0")
+    rows = [
+        (
+            row.type,
+            row.scored_as,
+            f"{row.bits_per_value:.3f}",
+            f"{row.perplexity:.3f}",
+            f"{100 * (row.perplexity / quality.exact_perplexity - 1):+.2f} %",
+            _small(row.kl_mean),
+            _small(row.kl_99th_percentile),
+            f"{100 * row.same_top1:.1f} %",
+            _small(float(np.mean(row.attention_error))),
+            _small(max(row.attention_error)),
+        )
+        for row in quality.rows
+    ]
+    return report.table(header, [exact, *rows])
+
+
+def _small(figure: float) -> str:
+    return f"{figure:.1e}" if figure < 1e-3 else f"{figure:.4f}"

@@ -1,0 +1,135 @@
+"""Rates of an engine, through its public interface, and the rate that reading its weights would allow."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from engine import Engine, SamplingParams
+from engine.kv.prefix import PrefixCache
+from engine.kv.store import SequenceKV
+from engine.model.forward import Model
+from engine.sampling.sample import Draw, resolve
+from model_loaders.config import GenerationDefaults
+
+_UNTIL_RECORDED = 2  # calls of `replay` after which a device launches what it recorded
+_GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=True)
+
+
+def prompt_rate(engine: Engine, ids: Sequence[int]) -> float:
+    """Tokens a second of a prompt that is not cached, up to the logits of its last token."""
+    return _usage(engine, ids, 1).prompt_rate
+
+
+def generation_rate(engine: Engine, ids: Sequence[int], steps: int) -> float:
+    """Steps a second behind the prompt `ids`."""
+    return _usage(engine, ids, steps + 1).generation_rate  # the first token comes out of the prefill
+
+
+def _usage(engine: Engine, ids: Sequence[int], tokens: int) -> Any:
+    usage = engine.generate(ids, replace(_GREEDY, max_tokens=tokens)).usage
+    if usage.cached_tokens or usage.completion_tokens != tokens:
+        raise RuntimeError(f"not the run that was to be measured: {usage}")
+    return usage
+
+
+def weights_rate(model: Model, passes: int) -> float:
+    """Steps a second if a step were its weight matrices alone: matrix-vector products, one after the other."""
+    ops, layers = model.ops, model.weights.layers
+    matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    matrices.append(model.weights.head)
+    widths = sorted({matrix.shape[1] for matrix in matrices})
+
+    def products(*vectors: Any) -> Any:
+        of_width = dict(zip(widths, vectors, strict=True))
+        for matrix in matrices:
+            y = ops.linear(of_width[matrix.shape[1]], matrix)
+        return y
+
+    def one_pass() -> None:
+        # As a step's logits go to the host; only then is a device certain to be done.
+        ops.to_host(ops.replay("weights", products, [np.ones((1, width), np.float32) for width in widths]))
+
+    for _ in range(_UNTIL_RECORDED):
+        one_pass()
+    started = time.perf_counter()
+    for _ in range(passes):
+        one_pass()
+    return passes / (time.perf_counter() - started)
+
+
+class Streams:
+    """Sequences behind prompts of their own that take steps together, as those of an engine's requests do.
+
+    Prompts are whole blocks, so that every run goes on from the same ones.
+    """
+
+    def __init__(self, model: Model, prompts: Sequence[Sequence[int]]) -> None:
+        self._model, self._store = model, model.store
+        self._draw = Draw(resolve(_GREEDY, GenerationDefaults()), [], 0.5, model.config.vocab_size)
+        self._prefixes = PrefixCache(model.store)
+        self._prompts = prompts
+        self._held = [self._prefill(ids) for ids in prompts]
+
+    def _prefill(self, ids: Sequence[int]) -> SequenceKV:
+        assert len(ids) % self._store.shape.block_size == 0
+        sequence = self._store.new_sequence()
+        span = self._store.open(sequence, len(ids))
+        self._model.run([span], ids)
+        self._store.commit(span)
+        self._prefixes.publish(sequence, ids)
+        return sequence
+
+    def rate(self, batch: int, steps: int) -> float:
+        """Tokens a second, of all together, where the first `batch` sequences take so many steps from their prompts."""
+        sequences = [self._prefixes.resume(ids) for ids in self._prompts[:batch]]
+        try:
+            for _ in range(_UNTIL_RECORDED):
+                self._step(sequences)
+            started = time.perf_counter()
+            for _ in range(steps - _UNTIL_RECORDED):
+                self._step(sequences)
+            return batch * (steps - _UNTIL_RECORDED) / (time.perf_counter() - started)
+        finally:
+            for sequence in sequences:
+                self._store.release(sequence)
+
+    def _step(self, sequences: Sequence[SequenceKV]) -> None:
+        """The same token for all: what comes out makes no difference to the time."""
+        spans = [self._store.open(sequence, 1) for sequence in sequences]
+        self._model.step(spans, [0] * len(spans), [self._draw] * len(spans))
+        for span in spans:
+            self._store.commit(span)
+
+
+@dataclass
+class Rates:
+    """Repeated measurements of one rate, per thread count, in tokens a second."""
+
+    runs: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, threads: int, rate: float) -> None:
+        self.runs.setdefault(threads, []).append(rate)
+
+    @property
+    def threads(self) -> int:
+        """The thread count with the best median."""
+        return max(self.runs, key=lambda threads: statistics.median(self.runs[threads]))
+
+    @property
+    def median(self) -> float:
+        """Of the best thread count."""
+        return statistics.median(self.runs[self.threads])
+
+    @property
+    def fastest(self) -> float:
+        return max(rate for rates in self.runs.values() for rate in rates)
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"median": self.median, "threads": self.threads, "fastest": self.fastest, "runs": self.runs}

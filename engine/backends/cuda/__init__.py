@@ -1,0 +1,1 @@
+"""The op set on a GPU of NVIDIA's: launches of the kernels in `cuda/`."""

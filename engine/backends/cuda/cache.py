@@ -1,0 +1,117 @@
+"""The KV store on a GPU: pools of records, and what kernels are told of sequences in them.
+
+Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `engine.records`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.backends.cuda.device import Array, Device
+from engine.backends.ops import CacheFormat, CacheSpan
+from engine.records import Layout
+
+HEADER = 8  # words of a sequence before the ids of its blocks
+_LEAST_IDS = 16
+
+Layouts = tuple[Layout, Layout]  # of keys and of values
+
+
+class Buffer(NamedTuple):
+    """Full-precision K/V of one layer: pools of exact records."""
+
+    k: Array
+    v: Array
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values of one layer; None where the codec, or the metric, has no such thing.
+
+    near: `candidates` of the codec's points. The rest is of a `Metric`, feedback transposed.
+    """
+
+    layout: Layout
+    coded: Array
+    tables: Array | None
+    near: Array | None
+    feedback: Array | None = None
+    matrix: Array | None = None
+    tilt_second: Array | None = None
+    tilt_mean: Array | None = None
+    token_feedback: Array | None = None
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The stored K/V of one layer. exact: full precision, sinks and tails."""
+
+    form: CacheFormat
+    keys: Side
+    values: Side
+    exact: Buffer
+    exact_layouts: Layouts
+
+    @property
+    def layouts(self) -> Layouts:
+        return self.keys.layout, self.values.layout
+
+    @property
+    def padded(self) -> int:
+        """D rounded up to what the kernels take at once."""
+        return self.keys.layout.record.geometry.padded
+
+    def pools(self, buffer: Buffer | None) -> Buffer:
+        return self.exact if buffer is None else buffer
+
+
+@dataclass
+class Told:
+    """Words that the host tells the device. device: the table there, once it has been brought."""
+
+    table: np.ndarray
+    device: Array | None = field(default=None, kw_only=True)
+
+    def on(self, device: Device) -> Array:
+        if self.device is None:
+            self.device = device.from_host(self.table)
+        return self.device
+
+
+@dataclass
+class Spans(Told):
+    """Descriptors of sequences.
+
+    table: int32 (B, 8 + W) on the host: [0] first row, [1] rows, [2] position of the first, [3] exact slot of the sink
+    or −1, [4] number of the first coded block, [5] coded blocks, [6] index of the record of block [7], with which `now`
+    begins, [8 …] ids of the coded blocks.
+    buffer: where the new tokens go; None in a step, whose tokens go to the exact slots.
+    """
+
+    rows: int
+    buffer: Buffer | None
+
+
+def table_width(blocks: int) -> int:
+    """Room for the ids of so many blocks: few different widths, since every one is recorded for itself."""
+    return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
+
+
+def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
+    """What the kernels need to know of `spans`."""
+    width = table_width(max(len(span.table) for span in spans))
+    table = np.zeros((len(spans), HEADER + width), np.int32)
+    for row, span in zip(table, spans, strict=True):
+        count = span.rows.stop - span.rows.start
+        sink = -1 if span.sink is None else span.sink
+        first_coded, now = span.table_start // block_size, span.now_start // block_size
+        row[:HEADER] = (
+            span.rows.start, count, span.position, sink, first_coded, len(span.table), span.now.block, now
+        )  # fmt: skip
+        row[HEADER : HEADER + len(span.table)] = span.table
+    rows = sum(span.rows.stop - span.rows.start for span in spans)
+    return Spans(table, rows, spans[0].now.buffer)

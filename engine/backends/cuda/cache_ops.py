@@ -1,0 +1,295 @@
+"""The launches that fill the KV store and attend to it; the part of `CudaOps` that concerns it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from engine import codecs, records
+from engine.backends import transfer
+from engine.backends.cuda import launch_configs
+from engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, Spans, describe
+from engine.backends.cuda.candidates import candidates
+from engine.backends.cuda.device import Array, Device
+from engine.backends.cuda.heads import NO_TURN, HeadOps, Norms, Turns
+from engine.backends.cuda.launch import Shape, row_stride, threads_for
+from engine.backends.cuda.rotation import OnDevice
+from engine.backends.numpy.encoding import as_codes
+from engine.backends.ops import CacheFormat, CacheSpan, Place, StoredSpace
+from engine.codecs import Codec
+from engine.errors import EngineError
+from engine.quantization.metric import Metric
+from engine.records import Layout
+
+# Threads of a block.
+_COPY_THREADS = 256
+_COMBINE_THREADS = 256  # COMBINE_WARPS in cuda/attention/combine.cu
+
+
+class _Call(NamedTuple):
+    """The arguments of `attention` for a launch; a window of 0 hides nothing, factors (H,) are of the results."""
+
+    scale: float
+    window: int
+    factors: Array | None
+
+
+class CacheOps(HeadOps):
+    """The ops of `engine.backends.ops.Ops` that concern the KV store."""
+
+    forkable = False
+    stored_as = transfer.RECORDS
+
+    def __init__(self, device: Device):
+        super().__init__(device)
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._tables: dict[Layout, tuple[Array | None, Array | None]] = {}  # and candidates
+        self._block_size: int | None = None  # of all caches: spans are in tokens, and the kernels count blocks
+
+    # -- what it takes -----------------------------------------------------------------------------------------
+
+    def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
+        keys, values = self._layouts_of(form)
+        launch_configs.encode_blocks(keys, values)
+        exact = sum(layout.nbytes for layout in self._exact_layouts(form))
+        return form.kv_heads * (keys.nbytes + values.nbytes), form.kv_heads * exact
+
+    def _layouts_of(self, form: CacheFormat) -> Layouts:
+        return self._layout(form, form.codec_k, False, form.mean_bits), self._layout(form, form.codec_v, True)
+
+    def _exact_layouts(self, form: CacheFormat) -> Layouts:
+        return self._layout(form, codecs.get("f16"), False), self._layout(form, codecs.get("f16"), True)
+
+    def _layout(self, form: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
+        """The same object for the same layout: launches are told apart by it."""
+        key = (codec.name, values, form.block_size, form.head_dim, mean_bits)
+        if key not in self._layouts:
+            self._layouts[key] = records.layout(codec, values, form.block_size, form.head_dim, mean_bits)
+        return self._layouts[key]
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def cache(self, form: CacheFormat, coded: int, exact: int) -> LayerCache:
+        assert self._block_size in (None, form.block_size), "a store has one block size"
+        self._block_size = form.block_size
+        keys, values = self._layouts_of(form)
+        try:
+            sides = self._side(keys, form, form.metric_k, coded), self._side(values, form, form.metric_v, coded)
+            return LayerCache(form, *sides, self._pools(form, exact), self._exact_layouts(form))
+        except MemoryError:
+            left = self._device.memory()[0] / 2**30
+            raise EngineError(
+                f"The KV store does not fit into the GPU's memory, of which {left:.1f} GiB are left for the next "
+                "layer: choose a smaller kv_memory or ctx_size",
+                "out_of_memory",
+                ("kv_memory", "ctx_size"),
+            ) from None
+
+    def buffer(self, form: CacheFormat, rows: int) -> Buffer:
+        return self._pools(form, -(-rows // form.block_size))
+
+    def _pools(self, form: CacheFormat, count: int) -> Buffer:
+        """Of exact records."""
+        keys, values = self._exact_layouts(form)
+        return Buffer(*(self._device.empty((count, form.kv_heads, of.nbytes), np.uint8) for of in (keys, values)))
+
+    def _side(self, layout: Layout, form: CacheFormat, metric: Metric | None, coded: int) -> Side:
+        if layout not in self._tables:
+            self._tables[layout] = self._upload(layout.tables if layout.tables.size else None), self._near(layout)
+        # Kernels write the fields of a record alone: what is between and behind them stays zero, and goes into files.
+        pool = self._device.zeros((coded, form.kv_heads, layout.nbytes), np.uint8)
+        side = Side(layout, pool, *self._tables[layout])
+        if metric is None:
+            return side
+
+        tokens = metric.token_feedback  # (1, N, 1, N): codecs with kernels round every token in a turn of its own
+        return replace(
+            side,
+            feedback=self._upload(metric.feedback.swapaxes(1, 2)),
+            matrix=self._upload(metric.matrix),
+            tilt_second=self._upload(metric.tilt_second),
+            tilt_mean=self._upload(metric.tilt_mean),
+            token_feedback=self._upload(None if tokens is None else tokens[0, :, 0].T),
+        )
+
+    def _near(self, layout: Layout) -> Array | None:
+        points = layout.record.points
+        return None if points is None or points.shape[1] == 1 else self._upload(candidates(points))
+
+    def _upload(self, x: np.ndarray | None) -> Array | None:
+        return None if x is None else self._device.from_host(np.ascontiguousarray(x))
+
+    # -- from and to it ----------------------------------------------------------------------------------------
+
+    def spans(self, spans: Sequence[CacheSpan]) -> Spans:
+        assert self._block_size is not None, "spans lead into a cache"
+        return describe(spans, self._block_size)
+
+    def append_kv(self, cache: LayerCache, spans: Spans, k: Array, v: Array) -> None:
+        count, width = spans.table.shape
+        groups = -(-(spans.rows + 15) // 16) if count == 1 else count
+        args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, count, cache.form.kv_heads)
+        self._launch(
+            "append_kv",
+            (groups, cache.form.kv_heads),
+            Shape({}, threads_for(2 * cache.padded)),
+            *(*args, row_stride(k), row_stride(v)),
+            layouts=cache.exact_layouts,
+        )
+
+    def place_kv(
+        self,
+        qkv: Array,
+        turns: Turns,
+        space: StoredSpace,
+        cache: LayerCache,
+        spans: Spans,
+        norms: Norms = None,
+    ) -> Array:
+        (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
+        dense = any(self._turn(rotation).matrix is not None for rotation in (space.key_rotation, space.value_rotation))
+        if rows > count or dense:  # the kernel for one row a sequence would write rows of a block in small pieces
+            q, k, v = self.condition(qkv, turns, space, norms)
+            self.append_kv(cache, spans, k, v)
+            return q
+        q = self._device.empty((rows, heads - 2 * space.kv_heads, dim), np.float32)
+        outputs, of_spans = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width)
+        inputs = qkv, turns, space, norms, rows * heads
+        self._of_heads("place_kv", outputs, *inputs, *of_spans, layouts=cache.exact_layouts)
+        return q
+
+    def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+        pools = (*cache.pools(target.buffer), *cache.pools(source.buffer))
+        sizes = (target.block, source.block, tokens, cache.form.kv_heads)
+        grid = (cache.form.kv_heads, 2)
+        self._launch("copy_exact", grid, Shape({}, _COPY_THREADS), *pools, *sizes, layouts=cache.exact_layouts)
+
+    def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
+        """See `Ops.round_trip`; done on the host, since only measurements ask for it."""
+        form, layouts = cache.form, cache.exact_layouts
+        pools, exact = cache.pools(place.buffer), []
+        for pool, layout in zip(pools, layouts, strict=True):
+            fields, _ = layout.unpack(self._device.to_host(pool[place.block]))
+            exact.append(fields["values"][:, :tokens].astype(np.float32))
+        halves = np.zeros((2, form.kv_heads, form.block_size, form.head_dim), np.float16)
+        halves[:, :, :tokens] = as_codes(form, *exact)
+        coded = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
+        self.copy_exact(cache, place, Place(Buffer(*coded), 0), tokens)
+
+    def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
+        moves = np.array([(source.block, block) for source, block in zip(sources, blocks, strict=True)], np.int32)
+        moves = self._device.from_host(moves)
+        for cache in caches:
+            self._encode(cache, moves, cache.pools(sources[0].buffer))
+
+    def _encode(self, cache: LayerCache, moves: Array, exact: Buffer) -> None:
+        keys, values, heads = cache.keys, cache.values, cache.form.kv_heads
+        shape, grid = launch_configs.encode_blocks(*cache.layouts), (len(moves), heads)
+        costs_k = (keys.feedback, keys.tilt_second, keys.tilt_mean, keys.matrix)
+        costs_v = (values.feedback, values.matrix, values.token_feedback)
+        sides = (("encode_keys", keys, exact.k, costs_k), ("encode_values", values, exact.v, costs_v))
+        for kernel, side, pool, costs in sides:
+            args = (side.coded, pool, moves, side.tables, side.near, *costs, heads)
+            self._launch(kernel, grid, shape, *args, file="encode_blocks", layouts=cache.layouts)
+
+    # -- to the host, and back ---------------------------------------------------------------------------------
+
+    def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
+        arrays = {}
+        for name, pool in (("keys", cache.keys.coded), ("values", cache.values.coded)):
+            gathered = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
+            self._copy_records(gathered, pool, np.asarray(blocks), np.arange(len(blocks)))
+            arrays[name] = self._device.to_host(gathered)
+        return arrays
+
+    def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+        given = transfer.as_records(cache.form, len(blocks), arrays)
+        for pool, packed in zip((cache.keys.coded, cache.values.coded), given, strict=True):
+            self._copy_records(pool, self._upload(packed), np.arange(len(blocks)), np.asarray(blocks))
+
+    def read_exact(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = (
+            layout.unpack(self._device.to_host(pool[slot]))[0]["values"][:, :tokens]
+            for pool, layout in zip(cache.exact, cache.exact_layouts, strict=True)
+        )
+        return k, v
+
+    def write_exact(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+        form = cache.form
+        tokens = transfer.exact_tokens(form, k, v)
+        for pool, layout, given in zip(cache.exact, cache.exact_layouts, (k, v), strict=True):
+            block = np.zeros((form.kv_heads, form.block_size, form.head_dim), np.float32)
+            block[:, :tokens] = given
+            record = layout.pack(codecs.get("f16").encode(block))
+            self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
+
+    def _copy_records(self, to: Array, of: Array, origins: np.ndarray, targets: np.ndarray) -> None:
+        """Records `origins` of one pool become records `targets` of another."""
+        moves = self._upload(np.stack([origins, targets], axis=1).astype(np.int32))
+        bytes_each = to.shape[1] * to.shape[2]
+        self._launch("copy_records", (len(origins),), Shape({}, _COPY_THREADS), to, of, moves, bytes_each)
+
+    # -- attention ---------------------------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: Array,
+        cache: LayerCache,
+        spans: Spans,
+        scale: float,
+        window: int | None,
+        back: np.ndarray | None = None,
+        scale_back: np.ndarray | None = None,
+    ) -> Array:
+        turn, factors = self._turn(back), None if scale_back is None else self._scales(scale_back)
+        call = _Call(float(scale), window or 0, factors)
+        if spans.buffer is not None:
+            out = self._attend_rows(q, cache, spans, spans.buffer, call)
+            return self._rotate(out, turn)
+        by_signs = turn if turn.matrix is None else NO_TURN
+        return self._dense(self._attend_steps(q, cache, spans, call, by_signs), turn)
+
+    def _attend_rows(self, q: Array, cache: LayerCache, spans: Spans, now: Buffer, call: _Call) -> Array:
+        """Of the new rows of one sequence, which are in a buffer."""
+        (rows, heads, _), kv_heads = q.shape, cache.form.kv_heads
+        group = heads // kv_heads
+        # Without coded blocks, as in every first turn, the kernel for exact records is the faster one.
+        layouts = cache.layouts if spans.table[0, 5] else cache.exact_layouts
+        shape, tile = launch_configs.prefill_attention(*layouts, group)
+        out = self._device.empty(q.shape, np.float32)
+        self._launch(
+            "prefill_attention",
+            (-(-rows * group // tile), kv_heads),
+            shape,
+            *(out, q, cache.keys.coded, cache.values.coded, *cache.exact, *now, spans.on(self._device)),
+            *(cache.keys.tables, cache.values.tables, call.factors, spans.table.shape[1], kv_heads, heads),
+            *(row_stride(q), call.window, call.scale),
+            layouts=layouts,
+        )
+        return out
+
+    def _attend_steps(self, q: Array, cache: LayerCache, spans: Spans, call: _Call, turn: OnDevice) -> Array:
+        """Of one row of each sequence, which is in its exact slot; `turn`ed, which is by signs."""
+        (count, heads, dim), kv_heads = q.shape, cache.form.kv_heads
+        group = heads // kv_heads
+        shape, chunks = launch_configs.decode_attention(*cache.layouts, group)
+        splits = launch_configs.decode_splits(self._device.processors, kv_heads * chunks * count)
+        parts = self._device.empty((count, heads, splits, cache.padded), np.float32)
+        sums = self._device.empty((count, heads, splits, 2), np.float32)
+        self._launch(
+            "decode_attention",
+            (splits, kv_heads * chunks, count),
+            shape,
+            *(parts, sums, q, cache.keys.coded, cache.values.coded, *cache.exact),
+            *(spans.on(self._device), cache.keys.tables, cache.values.tables, spans.table.shape[1], kv_heads),
+            *(call.window, call.scale),
+            layouts=cache.layouts,
+        )
+        out = self._device.empty(q.shape, np.float32)
+        shape = Shape({"D": dim, "ORDER": turn.order}, _COMBINE_THREADS)
+        args = out, parts, sums, call.factors, turn.before, turn.behind, heads, splits
+        self._launch("combine", (count * heads,), shape, *args)
+        return out

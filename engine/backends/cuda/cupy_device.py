@@ -1,0 +1,198 @@
+"""The GPU through CuPy, which this file and `cupy_recording` alone import. See `engine.backends.cuda.device.Device`.
+
+CuPy gives us memory, compilation, launches, cuBLAS and graphs; all arithmetic is in `cuda/`, but for copies between
+strided arrays. Everything happens on one stream. Which stream is the current one is a matter of each thread in CuPy, so
+every call here that CuPy might put on a stream says ours first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.libs import cublas
+
+from engine.backends.cuda.cupy_recording import Recordings, memory_errors, pinned
+from engine.backends.cuda.device import Result
+from engine.backends.cuda.kernel_source import OPTIONS, source
+from engine.errors import EngineError
+
+_runtime = cupy.cuda.runtime
+
+_SHARED_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every launch may have
+_STAGED_BYTES = 1 << 20  # larger arrays are not worth a copy in pinned memory
+
+# Attributes of a device: its compute capability, and the shared memory of a multiprocessor.
+_MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
+_NO_DEVICE, _OLD_DRIVER = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDriver
+_LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
+
+_ARGUMENTS = (cupy.ndarray, np.int32, np.int64, np.float32)
+_GEMM_TYPES = {"float16": _runtime.CUDA_R_16F, "uint16": _runtime.CUDA_R_16BF}
+
+
+def open_device() -> CupyDevice:
+    """The GPU of this process. EngineError, "device_unavailable", with the reason where it cannot be used."""
+    try:
+        count = _runtime.getDeviceCount()
+    except _runtime.CUDARuntimeError as error:
+        if error.status == _OLD_DRIVER:
+            raise _unavailable("The NVIDIA driver is older than the CUDA of the installed CuPy: update it") from None
+        if error.status != _NO_DEVICE:
+            raise _unavailable(f"CUDA does not start ({error})") from None
+        count = 0
+    if count == 0:
+        raise _unavailable("The NVIDIA driver shows no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi")
+    device = CupyDevice()
+    capability = tuple(_runtime.deviceGetAttribute(of, _runtime.getDevice()) for of in (_MAJOR, _MINOR))
+    if capability < _LEAST_CAPABILITY:
+        raise _unavailable(
+            f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"
+        )
+    try:  # what is missing shows only when it is used: the compiler, its headers, cuBLAS
+        gate_up = device.from_host(np.zeros((1, 16), np.float32))
+        args = (device.empty((1, 8), np.float32), gate_up, np.int32(8))
+        device.launch("silu_mul_kernel", source("silu_mul", ACT="float"), (1, 1), (32,), args)
+        half = device.from_host(np.zeros((8, 8), np.float16))
+        device.gemm(device.empty((8, 8), np.float32), half, half, add=False)
+        device.to_host(gate_up)
+    except Exception as error:
+        raise _unavailable(f"CUDA's compiler or libraries do not work ({_first_line(error)})") from error
+    return device
+
+
+def _unavailable(reason: str) -> EngineError:
+    return EngineError(reason, "device_unavailable")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class CupyDevice:
+    """The current GPU of the process; CUDA_VISIBLE_DEVICES chooses among several."""
+
+    def __init__(self) -> None:
+        number = _runtime.getDevice()
+        properties = _runtime.getDeviceProperties(number)
+        self.name = properties["name"].decode()
+        self.processors = int(properties["multiProcessorCount"])
+        self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._modules: dict[str, cupy.RawModule] = {}
+        self._kernels: dict[tuple[str, str], _Kernel] = {}
+        self._uploads: deque[tuple[cupy.cuda.Event, Any]] = deque()
+        self._recordings = Recordings(self._stream)
+        self._factors = np.array([0, 1], np.float32)  # of cuBLAS, on the host
+
+    def memory(self) -> tuple[int, int]:
+        free, total = _runtime.memGetInfo()
+        return free + cupy.get_default_memory_pool().free_bytes(), total
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+        self._stream.use()
+        return cupy.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+        y = self.empty(shape, dtype)
+        if y.nbytes:
+            _runtime.memsetAsync(y.data.ptr, 0, y.nbytes, self._stream.ptr)
+        return y
+
+    # -- copies ------------------------------------------------------------------------------------------------
+
+    def from_host(self, x: np.ndarray) -> cupy.ndarray:
+        # What comes from the host may be kept, and recorded memory is where the next graph writes.
+        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
+            y = self.empty(x.shape, x.dtype)
+        x = np.ascontiguousarray(x)
+        if x.nbytes > _STAGED_BYTES:
+            self._copy_in(y, x.ctypes.data, x.nbytes)
+            self._stream.synchronize()
+        elif x.nbytes:
+            while self._uploads and self._uploads[0][0].done:
+                self._uploads.popleft()
+            staged = pinned(x.nbytes)  # not touched again until it has been copied
+            staged[:] = x.reshape(-1).view(np.uint8)
+            self._copy_in(y, staged.ctypes.data, x.nbytes)
+            self._uploads.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), staged))
+        return y
+
+    def to_host(self, x: cupy.ndarray) -> np.ndarray:
+        self._stream.use()
+        x = cupy.ascontiguousarray(x)
+        y = np.empty(x.shape, x.dtype)
+        if x.nbytes:
+            _runtime.memcpyAsync(y.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
+        self._stream.synchronize()
+        return y
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+    def _copy_in(self, y: cupy.ndarray, address: int, size: int) -> None:
+        _runtime.memcpyAsync(y.data.ptr, address, size, _runtime.memcpyHostToDevice, self._stream.ptr)
+
+    # -- work --------------------------------------------------------------------------------------------------
+
+    def launch(
+        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
+    ) -> None:
+        self._stream.use()
+        known = self._kernels.get((kernel, text))
+        if known is None:
+            if text not in self._modules:
+                self._modules[text] = cupy.RawModule(code=text, options=OPTIONS)
+            known = self._kernels[kernel, text] = _Kernel(self._modules[text].get_function(kernel))
+        known.allow(shared)
+        known.function(tuple(grid), tuple(block), tuple(map(_argument, args)), shared_mem=shared)
+
+    def gemm(self, y: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray, *, add: bool) -> None:
+        (rows, width), out = x.shape, len(weight)
+        assert x.dtype == weight.dtype
+        assert y.dtype == np.float32
+        assert all(array.flags.c_contiguous for array in (y, x, weight))
+        kind = _GEMM_TYPES[x.dtype.name]
+        self._stream.use()
+        # cuBLAS counts columns first: a matrix of ours is its transpose there, so this is yᵀ = weight · xᵀ.
+        with memory_errors():
+            cublas.gemmEx(
+                cupy.cuda.get_cublas_handle(),
+                *(cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, out, rows, width),
+                *(self._factors[1:].ctypes.data, weight.data.ptr, kind, width, x.data.ptr, kind, width),
+                *(self._factors[int(add) :].ctypes.data, y.data.ptr, _runtime.CUDA_R_32F, out),
+                *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
+            )
+
+    def set_aside(self, size: int) -> None:
+        self._stream.use()
+        self._recordings.set_aside(size)
+
+    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
+        self._stream.use()
+        return self._recordings.replay(key, work, inputs)
+
+
+class _Kernel:
+    """A compiled kernel, and the dynamic shared memory that it may have."""
+
+    def __init__(self, function: cupy.RawKernel):
+        self.function = function
+        self._allowed = _SHARED_WITHOUT_ASKING
+
+    def allow(self, shared: int) -> None:
+        if shared > self._allowed:
+            self.function.max_dynamic_shared_size_bytes = shared
+            self._allowed = shared
+
+
+def _argument(arg: Any) -> Any:
+    """An argument of a launch as CuPy takes it. TypeError for what would arrive as another type than it looks."""
+    if arg is None:
+        return np.uintp(0)  # a None of CuPy is no argument at all
+    if isinstance(arg, _ARGUMENTS):
+        return arg
+    raise TypeError(f"a kernel takes device arrays, None, np.int32, np.int64 and np.float32, not {type(arg).__name__}")

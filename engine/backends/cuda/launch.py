@@ -1,0 +1,82 @@
+"""Launches of the kernels in `cuda/`: their texts, put together once, and the shapes of grids and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.backends.cuda.device import Device
+from engine.backends.cuda.kernel_source import source
+from engine.records import Layout
+
+WARP = 32
+MOST_THREADS = 1024
+
+# The CUDA type of each array's numbers: NumPy knows no bfloat16, its bits travel as uint16.
+CUDA_TYPES = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
+
+
+class Shape(NamedTuple):
+    """Constants that a kernel is compiled with, threads of a block, bytes of dynamic shared memory."""
+
+    defines: Mapping[str, int | str]
+    threads: int
+    shared: int = 0
+
+
+class Launcher:
+    """Runs kernels of `cuda/` on a device."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._texts: dict[tuple[Any, ...], str] = {}
+
+    def __call__(
+        self,
+        kernel: str,
+        grid: tuple[int, ...],
+        shape: Shape,
+        *args: Any,
+        file: str = "",
+        layouts: tuple[Layout | None, Layout | None] = (None, None),
+    ) -> None:
+        """Run `<kernel>_kernel` of `cuda/<kernel>.cu`, or of another `file`.
+
+        args: as `Device.launch` wants them, but Python's int and float stand for int32 and float32. layouts: of keys
+        and values, the same objects each time, for a kernel that reads or writes records.
+        """
+        name = (file or kernel, layouts, *shape.defines.items())
+        text = self._texts.get(name)
+        if text is None:
+            keys, values = layouts
+            text = self._texts[name] = source(file or kernel, keys, values, **shape.defines)
+        numbers = [_number(arg) for arg in args]
+        self._device.launch(f"{kernel}_kernel", text, grid, (shape.threads,), numbers, shape.shared)
+
+
+def _number(arg: Any) -> Any:
+    if isinstance(arg, int):
+        return np.int32(arg)
+    return np.float32(arg) if type(arg) is float else arg
+
+
+def type_of(x: Any) -> str:
+    """The CUDA type of an array's numbers."""
+    return CUDA_TYPES[x.dtype.name]
+
+
+def threads_for(work: int, most: int = 256) -> int:
+    """Whole warps with a thread for each piece of work, at most `most`."""
+    return min(most, -(-work // WARP) * WARP)
+
+
+def row_stride(x: Any) -> np.int64:
+    """Elements from one row of x (T, …) to the next; what is inside a row is contiguous."""
+    inner = x.itemsize
+    for axis in range(x.ndim - 1, 0, -1):
+        assert x.shape[axis] == 1 or x.strides[axis] == inner, "the inner axes of a strided array are contiguous"
+        inner *= x.shape[axis]
+    # With a single row any stride will do, and NumPy and CuPy differ in the one they give.
+    return np.int64(inner // x.itemsize if x.shape[0] == 1 else x.strides[0] // x.itemsize)

@@ -1,0 +1,84 @@
+"""How much memory work takes on a GPU beside weights and KV store: what a prompt, and a step, have at the same time.
+
+Bytes of what is in `engine.model.forward` and the ops at the fullest moment, counted by shapes; letters as in
+`engine.backends.ops`. Where a branch takes less than another, the larger one counts.
+"""
+
+from __future__ import annotations
+
+from engine.backends.cuda import launch_configs
+from engine.backends.cuda.cache import HEADER, table_width
+from engine.backends.cuda.device import MOST_RECORDINGS, Device
+from engine.backends.cuda.launch_configs import SMALL_ROWS
+from engine.backends.ops import Load
+from model_loaders.config import ModelConfig
+
+_FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one in the weights' type
+_DRAW_WORDS = 72  # of a row of `cuda_draws.Draws`
+
+
+def prompt_bytes(load: Load, exact_bytes: int, chunk: int) -> int:
+    """Bytes that the longest prompt takes, in chunks of `chunk` rows.
+
+    exact_bytes: of a block in the prompt's buffer, all KV heads.
+    """
+    model, tokens, size = load.model, load.tokens, load.form.block_size
+    e, f, queries, heads = _widths(model)
+    chunk = min(tokens, chunk)
+    whole = _FLOAT * tokens * (e + model.head_dim + 1)  # hidden states, cosines and sines, ids
+    buffer = exact_bytes * (tokens // size + 2)
+    spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
+    project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # conditioned, then turned by a matrix
+    attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after it is turned
+    forward = _FLOAT * (heads + queries) + max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f)
+    logits = _FLOAT * min(tokens, size) * model.vocab_size  # of all rows of a block that is scored
+    return whole + buffer + spans + max(chunk * max(project, attend, forward), logits)
+
+
+def step_bytes(load: Load, device: Device) -> int:
+    """Bytes that recorded steps of at most `load.rows` sequences take, inputs of all recordings included."""
+    model, rows = load.model, load.rows
+    e, f, queries, heads = _widths(model)
+    table = HEADER + table_width(load.tokens // load.form.block_size)
+    inputs = MOST_RECORDINGS * rows * _FLOAT * (1 + model.head_dim + _DRAW_WORDS + _groups(model) * table)
+    project = 3 * _FLOAT * heads + _NARROW * e
+    forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries)
+    layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_splits(load, device), _parts(load, device))
+    head = _logits(model, rows) + rows * _NARROW * e + _parts(load, device)
+    return inputs + rows * _FLOAT * (e + 1) + max(layer, head)
+
+
+def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
+    """E, F, and the numbers of a token's queries, and of its queries, keys and values."""
+    queries = model.heads * model.head_dim
+    return model.hidden_size, model.ffn_size, queries, queries + 2 * model.kv_heads * model.head_dim
+
+
+def _groups(model: ModelConfig) -> int:
+    return len(set(model.windows)) or 1
+
+
+def _logits(model: ModelConfig, rows: int) -> int:
+    """Bytes of logits, and of their copy in rows that begin at multiples of 16 bytes."""
+    return _FLOAT * rows * (model.vocab_size + (model.vocab_size + 3 if model.vocab_size % 4 else 0))
+
+
+def _splits(load: Load, device: Device) -> int:
+    """Bytes of what splits of attention leave for `combine`."""
+    model = load.model
+    blocks = model.kv_heads * -(-model.heads // model.kv_heads // launch_configs.DECODE_HEADS)
+    splits = launch_configs.decode_splits
+    most = max(rows * splits(device.processors, rows * blocks) for rows in range(1, load.rows + 1))
+    return _FLOAT * most * model.heads * (-(-model.head_dim // 16) * 16 + 2)
+
+
+def _parts(load: Load, device: Device) -> int:
+    """Bytes of the sums that parts of a product leave for `gemm_small_sum`."""
+    model, machine = load.model, (device.processors, device.shared_memory)
+    e, f, queries, heads = _widths(model)
+    most = 0
+    for rows in range(1, min(load.rows, SMALL_ROWS) + 1):
+        for out, width in ((heads, e), (e, queries), (2 * f, e), (e, f), (model.vocab_size, e)):
+            _, _, parts = launch_configs.gemm_small(rows, out, width, *machine)
+            most = max(most, parts * rows * out if parts > 1 else 0)
+    return _FLOAT * most

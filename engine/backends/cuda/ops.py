@@ -1,0 +1,265 @@
+"""Every op as launches of the kernels in `cuda/`; see `engine.backends.ops.Ops`.
+
+Activations are float32. Weights are half precision or, where the file has bfloat16, that; products with them take x in
+their type and add in float32. Few rows go through our own kernels, bound by the bytes of the weights; many through the
+device's matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.backends.cuda import launch_configs
+from engine.backends.cuda.cache import Told
+from engine.backends.cuda.cache_ops import CacheOps
+from engine.backends.cuda.device import Array, Device
+from engine.backends.cuda.draws import Draws, describe_draws
+from engine.backends.cuda.launch import MOST_THREADS, Shape, threads_for, type_of
+from engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
+from engine.backends.cuda.memory import prompt_bytes, step_bytes
+from engine.backends.ops import Load, Result
+from engine.errors import EngineError
+from engine.sampling.sample import NOT_FINITE, Draw, Sampled, sample_all, token_logprob
+
+_UPLOAD_BYTES = 64 << 20  # of float32, while weights become narrow on the device
+# Left free for what nobody counts: compiled kernels, graphs, the libraries' own, pieces too small to be of use. That it
+# is enough has not been seen on a GPU.
+_UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # of the free memory at most
+_SAMPLE_THREADS = 512
+
+
+class _Product(NamedTuple):
+    """The arguments of `linear` beside x. add: to what is there."""
+
+    weight: Array
+    bias: Array | None
+    norm: tuple[Array, float] | None
+    add: bool
+    gated: bool
+
+    def typed(self, x: Array, shape: Shape) -> Shape:
+        """For one of our own kernels, with x like this one."""
+        flags = {"NORMED": int(self.norm is not None), "ADD": int(self.add), "GATED": int(self.gated)}
+        types = {"ACT": type_of(x), "WEIGHT": type_of(self.weight)}
+        return shape._replace(defines={**types, **flags, **shape.defines})
+
+
+class CudaOps(CacheOps):
+    """The ops on one GPU."""
+
+    prefill_rows = 2048
+
+    def __init__(self, device: Device):
+        super().__init__(device)
+        self.name = device.name
+        self._recording = False
+
+    def parts(self, rows: slice) -> list[slice]:
+        return [rows]
+
+    def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
+        return [work(i) for i in range(count)]
+
+    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+        def on_device(*arrays: Array) -> Result:
+            given = [
+                replace(host, device=array) if isinstance(host, Told) else array
+                for host, array in zip(inputs, arrays, strict=True)
+            ]
+            self._recording = True
+            try:
+                return work(*given)
+            finally:
+                self._recording = False
+
+        tables = [host.table if isinstance(host, Told) else np.ascontiguousarray(host) for host in inputs]
+        return self._device.replay((key, work), on_device, tables)
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        self._device.wait()
+
+    def threads(self) -> None:
+        return None
+
+    def room_beside(self, weights: int) -> int:
+        free, total = self._device.memory()
+        if 2 * weights > free:
+            raise EngineError(
+                f"The model's weights take {_gib(2 * weights)} on the GPU, but only {_gib(free)} of its "
+                f"{_gib(total)} are free: choose a smaller model, or run it with device=cpu",
+                "out_of_memory",
+                ("device",),
+            )
+        uncounted = min(_UNCOUNTED_BYTES, int(_UNCOUNTED_SHARE * free))
+        return max(0, free - uncounted - 2 * weights)
+
+    def work_bytes(self, load: Load) -> int:
+        return prompt_bytes(load, self.cache_bytes(load.form)[1], self.prefill_rows) + step_bytes(load, self._device)
+
+    def set_aside(self, load: Load) -> None:
+        self._device.set_aside(step_bytes(load, self._device))
+
+    def weight_type(self, stored: str) -> str:
+        return "bfloat16" if stored == "BF16" else "float16"
+
+    def weight(self, x: np.ndarray, stored: str) -> Array:
+        if x.shape[-1] % 8:
+            raise EngineError(
+                f"This model has matrices with rows of {x.shape[-1]} numbers, and the GPU takes multiples of 8: "
+                "run it with device=cpu",
+                settings=("device",),
+            )
+        weight = self._device.empty(x.shape, np.uint16 if stored == "BF16" else np.float16)
+        # Float32 copies of a few rows at a time: the whole would take twice the room of the weight itself.
+        host, flat = x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1])
+        step = max(1, _UPLOAD_BYTES // host[0].nbytes)
+        for first in range(0, len(host), step):
+            rows = slice(first, first + step)
+            part = self._device.from_host(np.ascontiguousarray(host[rows], np.float32))
+            self._narrow(flat[rows], part)
+        return weight
+
+    def to_device(self, x: Any) -> Array:
+        x = np.asarray(x)
+        return self._device.from_host(np.ascontiguousarray(x, np.int32 if x.dtype.kind in "iu" else np.float32))
+
+    def to_host(self, x: Array) -> np.ndarray:
+        host = self._device.to_host(x)
+        if host.dtype == np.uint16:  # bfloat16 is the upper half of a float32
+            return (host.astype(np.uint32) << 16).view(np.float32)
+        return host.astype(np.float32, copy=False)
+
+    # -- the forward pass --------------------------------------------------------------------------------------
+
+    def embed(self, table: Array, ids: Array) -> Array:
+        width = table.shape[1]
+        x = self._device.empty((len(ids), width), np.float32)
+        self._launch("embed", (len(ids),), _typed(table, Shape({}, threads_for(width // 8))), x, table, ids, width)
+        return x
+
+    def linear(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        norm: tuple[Array, float] | None = None,
+        onto: Array | None = None,
+        gated: bool = False,
+    ) -> Array:
+        rows, out = len(x), len(weight) // 2 if gated else len(weight)
+        product = _Product(weight, bias, norm, onto is not None, gated)
+        y = self._device.empty((rows, out), np.float32) if onto is None else onto
+        if rows > SMALL_ROWS and not self._recording:
+            self._large(y, x, product)
+            return y
+        for first in range(0, rows, SMALL_ROWS):
+            part = slice(first, first + SMALL_ROWS)
+            self._small(y[part], x[part], product)
+        return y
+
+    def _small(self, y: Array, x: Array, of: _Product) -> None:
+        """`linear` of at most SMALL_ROWS rows into y."""
+        (rows, width), processors = x.shape, self._device.processors
+        if rows > GEMV_ROWS:
+            if rows > UNROUNDED_ROWS:
+                x, of = self._narrowed(x, of), of._replace(norm=None)
+            self._tensor_cores(y, x, of)
+            return
+        gain, eps = of.norm or (None, 0.0)
+        shape, blocks = launch_configs.gemv(rows, len(of.weight), width, processors)
+        sizes = rows, width, y.shape[1]
+        self._launch("gemv", (blocks,), of.typed(x, shape), y, x, of.weight, of.bias, gain, *sizes, float(eps))
+
+    def _tensor_cores(self, y: Array, x: Array, of: _Product) -> None:
+        """`linear` of at most SMALL_ROWS rows into y, x float32 or of the weights' type."""
+        (rows, width), out, device = x.shape, y.shape[1], self._device
+        gain, eps = of.norm or (None, 0.0)
+        machine = device.processors, device.shared_memory
+        plain, blocks, parts = launch_configs.gemm_small(rows, len(of.weight), width, *machine)
+        shape, sizes = of.typed(x, plain), (rows, width, out)
+        if parts == 1 or of.norm is not None:
+            self._launch("gemm_small", (blocks, 1), shape, y, x, of.weight, of.bias, gain, *sizes, float(eps))
+            return
+        sums = device.empty((parts, rows, len(of.weight)), np.float32)
+        self._launch("gemm_small", (blocks, parts), shape, sums, x, of.weight, None, None, *sizes, 0.0)
+        grid = (-(-rows * out // shape.threads),)
+        args = (y, sums, of.bias, parts, rows, out)
+        self._launch("gemm_small_sum", grid, shape._replace(shared=0), *args, file="gemm_small")
+
+    def _large(self, y: Array, x: Array, of: _Product) -> None:
+        """`linear` of any number of rows into y."""
+        rows, out = len(x), len(of.weight)
+        product = self._device.empty((rows, out), np.float32) if of.gated else y
+        self._device.gemm(product, self._narrowed(x, of), of.weight, add=of.add)
+        if of.bias is not None:
+            shape = _typed(of.bias, Shape({}, threads_for(out)))
+            self._launch("add_bias", (-(-out // shape.threads), rows), shape, product, of.bias, out)
+        if of.gated:
+            shape, half = Shape({"ACT": "float"}, threads_for(-(-out // 16))), out // 2
+            self._launch("silu_mul", (-(-half // (8 * shape.threads)), rows), shape, y, product, half)
+
+    def _narrowed(self, x: Array, of: _Product) -> Array:
+        """x (T, in) in the weights' type, normalised before where there is a norm."""
+        narrow = self._device.empty(x.shape, of.weight.dtype)
+        self._narrow(narrow, x, of.norm)
+        return narrow
+
+    def _narrow(self, y: Array, x: Array, norm: tuple[Array, float] | None = None) -> None:
+        """y = x (T, n) in y's own type, normalised before where there is a norm."""
+        gain, eps = norm or (None, 0.0)
+        rows, n = x.shape
+        # Few rows leave most of the machine idle: as many threads to each as there may be.
+        most = MOST_THREADS if rows <= SMALL_ROWS else 256
+        shape = _typed(y, Shape({}, threads_for(-(-n // 8), most)), NORMED=int(norm is not None))
+        self._launch("narrow", (rows,), shape, y, x, gain, n, float(eps))
+
+    # -- the next token ----------------------------------------------------------------------------------------
+
+    def draws(self, draws: Sequence[Draw]) -> Draws:
+        return describe_draws(draws)
+
+    def sample(self, logits: Array, draws: Draws) -> Array:
+        rows, ids = _in_fours(self._device, logits), self._device.empty((len(logits),), np.int32)
+        args = ids, rows, draws.on(self._device), draws.vocabulary, np.int64(rows.shape[1])
+        self._launch("sample", (len(logits),), Shape({}, _SAMPLE_THREADS), *args)
+        return ids
+
+    def sampled(self, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
+        chosen = self._device.to_host(ids).tolist()
+        return [self._told(token, logits[row], draws[row]) for row, token in enumerate(chosen)]
+
+    def _told(self, token: int, logits: Array, draw: Draw) -> Sampled:
+        """What the kernel chose for a row (V,) of logits. The host gets to see them for what the kernel does not do."""
+        if token < 0:
+            return EngineError(NOT_FINITE, "model_damaged")
+        if draw.sampling.logit_bias or draw.dry is not None:
+            return sample_all(self.to_host(logits)[None], [draw])[0]
+        if draw.logprobs is None:
+            return token
+        return token_logprob(self.to_host(logits[: draw.vocabulary]), token, draw.logprobs)
+
+
+def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:
+    """For a kernel of float32 activations and of weights like this one."""
+    return shape._replace(defines={"ACT": "float", "WEIGHT": type_of(weight), **flags, **shape.defines})
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _in_fours(device: Device, logits: Array) -> Array:
+    """logits (B, V) in rows that begin at multiples of 16 bytes."""
+    count, width = logits.shape
+    if width % 4 == 0:
+        return logits
+    rows = device.empty((count, -(-width // 4) * 4), np.float32)
+    rows[:, :width] = logits
+    return rows

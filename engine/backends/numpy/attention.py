@@ -1,0 +1,175 @@
+"""Attention over the KV store in NumPy: exact K/V and decoded blocks, tile by tile, with online softmax."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.backends.ops import CacheFormat, CacheSpan, Place
+from engine.quantization.conditioning import read_mean
+
+# Rows of queries per KV head that attend together.
+_QUERY_TILE = 768
+
+# Keys, and coded blocks that are decoded at once.
+_KEY_TILE = 1024
+_BLOCK_TILE = 64
+
+Fields = dict[str, np.ndarray]
+Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D)
+
+
+@dataclass
+class LayerCache:
+    """The stored K/V of one layer.
+
+    k, v: field name → (K, coded blocks, *field shape), in the codec's dtypes.
+    mean: the fields of the block means of keys (K, coded blocks, …); empty when keys are not centred.
+    exact_k, exact_v: (exact slots, K, N, D) full precision: sinks and tails.
+    """
+
+    form: CacheFormat
+    k: Mapping[str, np.ndarray]
+    v: Mapping[str, np.ndarray]
+    mean: Mapping[str, np.ndarray]
+    exact_k: np.ndarray
+    exact_v: np.ndarray
+
+    @property
+    def coded(self) -> Fields:
+        """All coded blocks, named as in `engine.backends.transfer`."""
+        sides = {"k": self.k, "v": self.v, "mean": self.mean}
+        return {f"{side}.{name}": array for side, of in sides.items() for name, array in of.items()}
+
+    def exact(self, place: Place) -> Buffer:
+        """k, v (K, S, D) from a place on: a slot's N tokens, or all that the buffer has from that block on."""
+        if place.buffer is None:
+            return self.exact_k[place.block], self.exact_v[place.block]
+        first = place.block * self.form.block_size
+        return place.buffer[0][:, first:], place.buffer[1][:, first:]
+
+    def complete(self, places: Sequence[Place]) -> Buffer:
+        """k, v (K, B, N, D) of B complete blocks: in exact slots, or one behind the other in a buffer."""
+        if places[0].buffer is None:
+            slots = [place.block for place in places]
+            return self.exact_k[slots].swapaxes(0, 1), self.exact_v[slots].swapaxes(0, 1)
+        form, count = self.form, len(places)
+        shape = form.kv_heads, count, form.block_size, form.head_dim
+        k, v = (x[:, : count * form.block_size].reshape(shape) for x in self.exact(places[0]))
+        return k, v
+
+
+def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: CacheSpan, window: int | None) -> None:
+    """Attention of q (T, K, G, D), scaled, all rows of one sequence, tile by tile, into out (T, H, D)."""
+    tile = max(1, _QUERY_TILE // q.shape[2])
+    for first in range(0, len(q), tile):
+        # (T, K, G, D) → (K, G, T, D): the query group of a KV head shares one pass over its keys.
+        grouped = q[first : first + tile].transpose(1, 2, 0, 3)
+        tile_out = attend(grouped, span.position + first, cache, span, window)
+        into = out[first : first + tile]
+        into[...] = tile_out.transpose(2, 0, 1, 3).reshape(into.shape)
+
+
+def attend(q: np.ndarray, position: int, cache: LayerCache, span: CacheSpan, window: int | None) -> np.ndarray:
+    """Attention of q (K, G, T, D), scaled, whose first row stands at `position`, by online softmax over tiles."""
+    tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, window)
+    whole = functools.reduce(_merge, (_partial(q, position, tile, window) for tile in tiles))
+    return (whole.mix / whole.total).reshape(q.shape)
+
+
+class _Tile(NamedTuple):
+    """Keys and values that stand next to each other: k, v (K, S, D), the first of them at position `start`.
+
+    mean: (K, S/N, D), one for each block of N keys, when they have been taken out of k; else None.
+    """
+
+    start: int
+    k: np.ndarray
+    v: np.ndarray
+    mean: np.ndarray | None = None
+
+
+class _Partial(NamedTuple):
+    """Attention over some of the keys: maximum score (K, R, 1), sum of exp (K, R, 1), weighted values (K, R, D)."""
+
+    top: np.ndarray
+    total: np.ndarray
+    mix: np.ndarray
+
+
+def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _Partial:
+    """q (K, G, T, D) over one tile, with R = G·T."""
+    kv_heads, group, count, dim = q.shape
+    flat = q.reshape(kv_heads, group * count, dim)
+    scores = flat @ tile.k.swapaxes(1, 2)  # (K, R, S)
+    if tile.mean is not None:  # q·k = q·(k − μ) + q·μ, one μ per block of N keys
+        by_block = scores.reshape(*scores.shape[:2], tile.mean.shape[1], -1)
+        by_block += (flat @ tile.mean.swapaxes(1, 2))[..., None]
+    _mask(scores.reshape(kv_heads, group, count, -1), position, tile.start, window)
+    top = scores.max(axis=-1, keepdims=True)
+    scores -= _finite(top)
+    np.exp(scores, out=scores)
+    return _Partial(top, scores.sum(axis=-1, keepdims=True), scores @ tile.v)
+
+
+def _merge(a: _Partial, b: _Partial) -> _Partial:
+    """Attention over the keys of both."""
+    top = np.maximum(a.top, b.top)
+    fade_a, fade_b = np.exp(a.top - _finite(top)), np.exp(b.top - _finite(top))
+    return _Partial(top, a.total * fade_a + b.total * fade_b, a.mix * fade_a + b.mix * fade_b)
+
+
+def _finite(top: np.ndarray) -> np.ndarray:
+    """0 for a row that a window lets see nothing here: exp(−inf − 0) = 0 where −inf − −inf would be NaN."""
+    return np.where(np.isneginf(top), np.float32(0), top)
+
+
+def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> None:
+    """Hide from scores (K, G, T, S), rows from `position` and keys from `start`, what a row may not see."""
+    count, size = scores.shape[2:]
+    ahead = start + size - 1 > position
+    behind = window is not None and start <= position + count - 1 - window
+    if not (ahead or behind):
+        return
+    # Where nothing is behind the window, only the keys after the first row's own need a look.
+    seen = 0 if behind else max(0, position + 1 - start)
+    rows = position + np.arange(count)[:, None]
+    keys = start + np.arange(seen, size)
+    hidden = keys > rows
+    if window is not None:
+        hidden |= keys <= rows - window
+    np.copyto(scores[..., seen:], -np.inf, where=hidden)
+
+
+def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int, window: int | None) -> Iterator[_Tile]:
+    """Every tile that a row from `position` to `last` sees."""
+    block_size = cache.exact_k.shape[2]
+    oldest = 0 if window is None else max(0, position - window + 1)
+    if span.sink is not None and oldest < block_size:
+        yield _Tile(0, cache.exact_k[span.sink], cache.exact_v[span.sink])
+
+    ids = np.asarray(span.table, np.intp)
+    skipped = max(0, (oldest - span.table_start) // block_size)
+    for first in range(skipped, len(ids), _BLOCK_TILE):
+        part = ids[first : first + _BLOCK_TILE]
+        yield _Tile(span.table_start + first * block_size, *read_blocks(cache, part))
+
+    size = last + 1 - span.now_start
+    now_k, now_v = (whole[:, :size] for whole in cache.exact(span.now))
+    skipped = max(0, (oldest - span.now_start) // _KEY_TILE * _KEY_TILE)
+    for first in range(skipped, size, _KEY_TILE):
+        rows = slice(first, first + _KEY_TILE)
+        yield _Tile(span.now_start + first, now_k[:, rows], now_v[:, rows])
+
+
+def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Decode coded blocks: k without its means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
+    kv_heads, _, dim = cache.exact_k.shape[1:]
+    k = cache.form.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})
+    v = cache.form.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})
+    mean = read_mean({field: part.take(ids, axis=1) for field, part in cache.mean.items()}) if cache.mean else None
+    return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean

@@ -1,0 +1,69 @@
+"""Blocks of K/V into codes in NumPy, those of several layers at once.
+
+A block of one layer is too small to hide what NumPy takes for a call: a step that fills a block encodes it for as many
+layers together as store their K/V alike. Heads of layers stand one behind the other then, as heads of one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from engine.backends.numpy.attention import Buffer, Fields, LayerCache
+from engine.backends.ops import CacheFormat, Place
+from engine.codecs import Codec
+from engine.quantization.conditioning import centre, read_mean
+from engine.quantization.encode import encode_well
+from engine.quantization.metric import Metric, together
+
+_VALUES = 1 << 19  # of all layers that are encoded together
+
+
+def alike(caches: Sequence[LayerCache], blocks: int) -> Iterator[list[LayerCache]]:
+    """Layers next to each other whose blocks, so many of each, can be encoded together."""
+
+    def kind(cache: LayerCache) -> tuple[object, ...]:
+        form = cache.form
+        own = id(cache) if form.codec_k.per_layer or form.codec_v.per_layer else None
+        return own, form.codec_k, form.codec_v, form.mean_bits, form.metric_k is None, form.metric_v is None
+
+    for _, group in itertools.groupby(caches, kind):
+        layers = list(group)
+        form = layers[0].form
+        size = max(1, _VALUES // (blocks * form.kv_heads * form.block_size * form.head_dim))
+        yield from (layers[first : first + size] for first in range(0, len(layers), size))
+
+
+def encode_side(layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
+    """The keys (side 0) or values (1) at `sources` in all of `layers` → what `encode` gives, heads of all layers."""
+    form = layers[0].form
+    x = np.concatenate([layer.complete(sources)[side] for layer in layers])
+    if side == 0:
+        return encode(form.codec_k, x, together([layer.form.metric_k for layer in layers]), form.mean_bits)
+    return encode(form.codec_v, x, together([layer.form.metric_v for layer in layers]))
+
+
+def encode(codec: Codec, x: np.ndarray, metric: Metric | None, mean_bits: int = 0) -> tuple[Fields, Fields]:
+    """x (K, B, N, D) → the codec's fields, and those of the means (none where they are not taken out)."""
+    mean: Fields = {}
+    if mean_bits:
+        x, mean = centre(x, mean_bits)
+    return encode_well(codec, x, metric), mean
+
+
+def as_codes(form: CacheFormat, k: np.ndarray, v: np.ndarray) -> Buffer:
+    """k, v (K, S ≤ N, D) as they read back from one encoded block. A part of a block is filled up with its mean."""
+    count, block_size = k.shape[1], form.block_size
+
+    def fill(x: np.ndarray) -> np.ndarray:
+        mean = np.broadcast_to(x.mean(axis=1, keepdims=True), (x.shape[0], block_size - count, x.shape[2]))
+        return np.concatenate([x, mean], axis=1)[:, None]
+
+    coded_k, mean = encode(form.codec_k, fill(k), form.metric_k, form.mean_bits)
+    coded_v, _ = encode(form.codec_v, fill(v), form.metric_v)
+    k, v = form.codec_k.decode(coded_k)[:, 0], form.codec_v.decode(coded_v)[:, 0]
+    if mean:
+        k = k + read_mean(mean)
+    return k[:, :count], v[:, :count]

@@ -1,0 +1,297 @@
+"""Every op in NumPy: the definition of correct for the other backends, and the fallback without a GPU.
+
+All arithmetic is float32 through BLAS. Loops run over sequences and over tiles of a size that fits the cache, never
+over tokens, heads or blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.backends import transfer
+from engine.backends.numpy import host_memory
+from engine.backends.numpy.attention import Buffer, LayerCache, attend_alone
+from engine.backends.numpy.cores import cores
+from engine.backends.numpy.encoding import alike, as_codes, encode_side
+from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
+from engine.backends.numpy.thread_choice import StepThreads
+from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, StoredSpace
+from engine.errors import EngineError
+from engine.outputs import Threads
+from engine.sampling.sample import Draw, Sampled, sample_all
+
+_GIB = 1 << 30
+
+# Fewer rows than this are memory-bound on the weights: BLAS reads them once for all cores.
+_PARALLEL_ROWS = 32
+
+
+# Damaged weights make NaN of infinities; logits and codecs are looked at, and NumPy's warnings would only add to that.
+_quiet = np.errstate(invalid="ignore")
+
+
+class NumpyOps:
+    """See `engine.backends.ops.Ops`."""
+
+    name = "cpu"
+    forkable = True
+    stored_as = transfer.FIELDS
+    prefill_rows = 512  # the feed-forward activations stay near the cache
+
+    def __init__(self, threads: int = 0):
+        """threads: for BLAS and for the parts of a prompt; 0 leaves BLAS as it is, and measures whether steps are
+        faster with one.
+        """
+        self._cores = cores()
+        if threads:
+            self._cores.use(threads)
+        self._steps = StepThreads(self._cores, is_set=threads > 0)
+        kernels = self._cores.kernels
+        self._in_place = kernels != set() and all(map(multiplies_in_place, kernels))
+
+    def parts(self, rows: slice) -> list[slice]:
+        threads = self._cores.number
+        if threads == 1 or rows.stop - rows.start < _PARALLEL_ROWS:
+            return [rows]
+        edges = np.linspace(rows.start, rows.stop, threads + 1).astype(int).tolist()
+        return list(itertools.starmap(slice, itertools.pairwise(edges)))
+
+    def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
+        return self._cores.each(work, count)
+
+    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+        return self._steps.run(len(inputs[0]), lambda: work(*inputs))
+
+    def threads(self) -> Threads:
+        return self._steps.now()
+
+    def wait(self) -> None:
+        """Every op is done when it returns."""
+
+    def room_beside(self, weights: int) -> int:
+        needed = 4 * weights
+        if needed > (most := host_memory.most()):
+            raise EngineError(
+                f"The model's weights take {needed / _GIB:.1f} GiB as float32, and {most / _GIB:.1f} GiB of memory can "
+                "be had here: choose a smaller model, end other programs, or raise the limit of this container",
+                "out_of_memory",
+            )
+        return max(0, host_memory.available() - needed) // 2
+
+    def work_bytes(self, load: Load) -> int:
+        return 0  # half of what is available beside the weights is for it
+
+    def set_aside(self, load: Load) -> None:
+        """Nothing: memory is found when it is needed."""
+
+    def weight_type(self, stored: str) -> str:
+        return "float32"
+
+    def weight(self, x: np.ndarray, stored: str) -> np.ndarray:
+        return np.ascontiguousarray(x, np.float32)
+
+    def to_device(self, x: Any) -> np.ndarray:
+        return np.ascontiguousarray(x, np.int32 if np.asarray(x).dtype.kind in "iu" else np.float32)
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    def embed(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        return table[ids]
+
+    @_quiet
+    def linear(
+        self,
+        x: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray | None = None,
+        *,
+        norm: tuple[np.ndarray, float] | None = None,
+        onto: np.ndarray | None = None,
+        gated: bool = False,
+    ) -> np.ndarray:
+        x = x if norm is None else rms_norm(x, *norm)
+        y = thin_product(x, weight) if self._in_place and is_thin(len(x)) else x @ weight.T
+        if bias is not None:
+            y += bias
+        if gated:
+            return silu_mul(y)
+        if onto is None:
+            return y
+        onto += y
+        return onto
+
+    @_quiet
+    def condition(
+        self,
+        qkv: np.ndarray,
+        turns: tuple[np.ndarray, np.ndarray],
+        space: StoredSpace,
+        norms: tuple[np.ndarray, np.ndarray, float] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        keys = qkv.shape[1] - space.kv_heads
+        queries = keys - space.kv_heads
+        scale_qk, scale_v = (None, None) if space.scale is None else (space.scale[:keys], space.scale[keys:])
+        qk, v = qkv[:, :keys], qkv[:, keys:]
+        if norms is not None:
+            q_norm, k_norm, eps = norms
+            qk[:, :queries] = rms_norm(qk[:, :queries], q_norm, eps)
+            qk[:, queries:] = rms_norm(qk[:, queries:], k_norm, eps)
+        rope(qk, *turns)
+        qk = rotate(qk, space.key_rotation, scale_qk)
+        return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation, scale_v)
+
+    def draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
+        return draws
+
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+        return sample_all(logits, draws)
+
+    def sampled(self, chosen: list[Sampled], logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+        return chosen
+
+    def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
+        coded = sum(
+            field.nbytes for field in itertools.chain(*(fields.values() for fields in transfer.fields(form).values()))
+        )
+        return form.kv_heads * coded, 2 * form.kv_heads * form.block_size * form.head_dim * 4
+
+    def cache(self, form: CacheFormat, coded: int, exact: int) -> LayerCache:
+        """Pages that are never written take no memory where the system allows that."""
+        k, v, mean = (
+            {name: np.zeros((form.kv_heads, coded, *field.shape), field.dtype) for name, field in fields.items()}
+            for fields in transfer.fields(form).values()
+        )
+        shape = (exact, form.kv_heads, form.block_size, form.head_dim)
+        return LayerCache(form, k, v, mean, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+
+    def buffer(self, form: CacheFormat, rows: int) -> Buffer:
+        shape = (form.kv_heads, rows, form.head_dim)
+        return np.empty(shape, np.float32), np.empty(shape, np.float32)
+
+    def spans(self, spans: Sequence[CacheSpan]) -> Sequence[CacheSpan]:
+        return StepSpans(spans) if is_step(spans) else spans
+
+    def append_kv(self, cache: LayerCache, spans: Sequence[CacheSpan], k: np.ndarray, v: np.ndarray) -> None:
+        for span in spans:
+            start = span.position - span.now_start
+            slots = slice(start, start + span.rows.stop - span.rows.start)
+            for now, new in zip(cache.exact(span.now), (k, v), strict=True):
+                now[:, slots] = new[span.rows].swapaxes(0, 1)
+
+    def place_kv(
+        self,
+        qkv: np.ndarray,
+        turns: tuple[np.ndarray, np.ndarray],
+        space: StoredSpace,
+        cache: LayerCache,
+        spans: Sequence[CacheSpan],
+        norms: tuple[np.ndarray, np.ndarray, float] | None = None,
+    ) -> np.ndarray:
+        q, k, v = self.condition(qkv, turns, space, norms)
+        self.append_kv(cache, spans, k, v)
+        return q
+
+    @_quiet
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: LayerCache,
+        spans: Sequence[CacheSpan],
+        scale: float,
+        window: int | None,
+        back: np.ndarray | None = None,
+        scale_back: np.ndarray | None = None,
+    ) -> np.ndarray:
+        out = np.empty(q.shape, np.float32)
+        kv_heads = cache.form.kv_heads
+        heads, dim = q.shape[1:]
+        q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(scale)
+        parts = spans.parts if isinstance(spans, StepSpans) else [[span] for span in spans]
+        for number, part in enumerate(parts):
+            rows = slice(part[0].rows.start, part[-1].rows.stop)
+            if isinstance(spans, StepSpans) and len(part) > 1:
+                layout = spans.layout(number, cache.form.block_size)
+                out[rows] = attend_together(q[rows], cache, layout, window).reshape(out[rows].shape)
+            else:
+                attend_alone(q[rows], out[rows], cache, part[0], window)
+        return rotate(out, back, None if scale_back is None else scale_back[:, None])
+
+    def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
+        for layers in alike(caches, len(blocks)):
+            # One thread of BLAS for the thin products of an encoder; keys and values on a core each.
+            (k, mean), (v, _) = self.each(functools.partial(encode_side, layers, sources), 2)
+            for number, cache in enumerate(layers):
+                heads = slice(number * cache.form.kv_heads, (number + 1) * cache.form.kv_heads)
+                for fields, values in ((cache.mean, mean), (cache.k, k), (cache.v, v)):
+                    for name in fields:
+                        fields[name][:, blocks] = values[name][heads]
+
+    def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+        for to, of in zip(cache.exact(target), cache.exact(source), strict=True):
+            to[:, :tokens] = of[:, :tokens]
+
+    def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
+        k, v = (exact[:, :tokens] for exact in cache.exact(place))
+        k[...], v[...] = as_codes(cache.form, k, v)
+
+    def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
+        ids = np.asarray(blocks, np.intp)
+        return {name: array.take(ids, axis=1) for name, array in cache.coded.items()}
+
+    def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+        given = transfer.as_fields(cache.form, len(blocks), arrays)
+        for name, array in cache.coded.items():
+            array[:, blocks] = given[name]
+
+    def read_exact(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = cache.exact(Place(None, slot))
+        return k[:, :tokens].copy(), v[:, :tokens].copy()
+
+    def write_exact(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+        tokens = transfer.exact_tokens(cache.form, k, v)
+        for to, given in zip(cache.exact(Place(None, slot)), (k, v), strict=True):
+            to[:, :tokens] = given
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """x (..., n) / rms(x) * weight (n,)."""
+    mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
+    normed = x * (1 / np.sqrt(mean_square + np.float32(eps)))
+    normed *= weight
+    return normed
+
+
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Turn channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    low, high = x[..., :half], x[..., half:]
+    turned = low * cos - high * sin
+    high *= cos
+    high += low * sin
+    low[...] = turned
+
+
+def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:
+    """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None leaves a factor out."""
+    x = x if scale is None else x * scale
+    return x if rotation is None else x @ rotation
+
+
+def silu_mul(gate_up: np.ndarray) -> np.ndarray:
+    """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
+    half = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :half], gate_up[..., half:]
+    # exp overflows to inf for gates below −88, where silu is 0 = gate / inf.
+    with np.errstate(over="ignore"):
+        y = np.exp(-gate)
+    y += 1
+    np.divide(gate, y, out=y)
+    y *= up
+    return y

@@ -1,0 +1,132 @@
+"""What makes a step of many sequences cheap in NumPy: thin products, and attention of all of them at once.
+
+A step has a row for each sequence. Taken one by one, sequences of moderate length cost more in calls than in
+arithmetic; and BLAS, whose products of many rows first copy the matrix into an order of its own, does so for a few
+rows as well.
+
+Letters: B rows, a sequence each; M blocks that they see, in full precision or coded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.backends.numpy.attention import LayerCache, read_blocks
+from engine.backends.ops import CacheSpan
+
+# OpenBLAS's kernels for AVX-512 multiply matrices as they lie, as long as a product takes so few multiplications.
+_IN_PLACE = 1_000_000
+_IN_PLACE_KERNELS = {"SkylakeX", "Cooperlake", "SapphireRapids"}
+_ALIGNED = 16  # rows of the matrix that a kernel takes together
+_MOST_ROWS = 32
+
+# Blocks of all sequences that are read at once; a sequence that has more goes by itself.
+_MOST_BLOCKS = 64
+
+
+def multiplies_in_place(architecture: str) -> bool:
+    """Whether the BLAS kernels of that name gain by `thin_product`."""
+    return architecture in _IN_PLACE_KERNELS
+
+
+def is_thin(rows: int) -> bool:
+    """Whether a product of so many rows is one for `thin_product`."""
+    return 1 < rows <= _MOST_ROWS
+
+
+def thin_product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x (T, in) @ weight (out, in).T in pieces that BLAS does not copy first, on one thread."""
+    columns = np.ascontiguousarray(x.T)
+    size = max(_ALIGNED, _IN_PLACE // x.size // _ALIGNED * _ALIGNED)
+    y = np.empty((len(x), len(weight)), np.float32)
+    for first in range(0, len(weight), size):
+        y[:, first : first + size] = (weight[first : first + size] @ columns).T
+    return y
+
+
+class StepSpans(tuple[CacheSpan, ...]):
+    """The spans of a step, cut into parts whose sequences attend together; the same ones in all layers of a group."""
+
+    def __init__(self, spans: Sequence[CacheSpan]) -> None:
+        self.parts: list[list[CacheSpan]] = []
+        room = 0
+        for span in spans:
+            blocks = len(span.table) + 2
+            if blocks > room:
+                self.parts.append([])
+                room = _MOST_BLOCKS
+            self.parts[-1].append(span)
+            room -= blocks
+        self._layouts: dict[int, Layout] = {}
+
+    def layout(self, part: int, block_size: int) -> Layout:
+        if part not in self._layouts:
+            self._layouts[part] = Layout(self.parts[part], block_size)
+        return self._layouts[part]
+
+
+def is_step(spans: Sequence[CacheSpan]) -> bool:
+    """Whether these are rows of several sequences, whose newest tokens all lie in exact slots."""
+    return len(spans) > 1 and all(span.rows.stop - span.rows.start == 1 and span.now.buffer is None for span in spans)
+
+
+class Layout:
+    """The M blocks that B rows see: first those in exact `slots`, then the coded ones, `ids`.
+
+    owner (M,): the row that sees a block. positions (M, N): of its tokens. seen (B, 1): the position of each row.
+    order (M,): the blocks by owner. first (B,): where each row's blocks begin in that order.
+    """
+
+    def __init__(self, spans: Sequence[CacheSpan], block_size: int) -> None:
+        rows = range(len(spans))
+        sinks = [row for row in rows if spans[row].sink is not None]
+        tables = [spans[row].table for row in rows]
+        starts = [spans[row].now_start for row in rows] + [0] * len(sinks)
+        starts += [span.table_start + block_size * i for span in spans for i in range(len(span.table))]
+        self.owner = np.array([*rows, *sinks, *(row for row in rows for _ in tables[row])])
+        self.slots = np.array([*(span.now.block for span in spans), *(spans[row].sink for row in sinks)])
+        self.ids = np.array([i for table in tables for i in table], np.intp)
+        self.positions = np.array(starts)[:, None] + np.arange(block_size)
+        self.seen = np.array([span.position for span in spans])[self.owner, None]
+        self.order = np.argsort(self.owner, kind="stable")
+        self.first = np.searchsorted(self.owner[self.order], rows)
+
+    def hidden(self, window: int | None) -> np.ndarray:
+        """(M, N): tokens that a block's owner does not see, behind its own one or before its window."""
+        hidden = self.positions > self.seen
+        return hidden if window is None else hidden | (self.positions <= self.seen - window)
+
+
+def attend_together(q: np.ndarray, cache: LayerCache, layout: Layout, window: int | None) -> np.ndarray:
+    """Attention of q (B, K, G, D), scaled, over all blocks of `layout` at once: (B, K, G, D)."""
+    exact = len(layout.slots)
+    asked = q[layout.owner].swapaxes(0, 1)  # (K, M, G, D): a row's queries for each of its blocks
+    hidden = layout.hidden(window)
+    k, v = (whole[layout.slots].swapaxes(0, 1) for whole in (cache.exact_k, cache.exact_v))
+    # Behind its last token a slot may hold anything, and not even nothing times NaN is nothing.
+    v[np.broadcast_to(hidden[:exact], v.shape[:3])] = 0
+    scores, values = [asked[:, :exact] @ k.swapaxes(2, 3)], [v]
+    if len(layout.ids):
+        coded_k, coded_v, mean = read_blocks(cache, layout.ids)
+        by_block = (len(coded_k), len(layout.ids), -1, q.shape[-1])
+        of_coded = asked[:, exact:] @ coded_k.reshape(by_block).swapaxes(2, 3)
+        if mean is not None:
+            of_coded += asked[:, exact:] @ mean[..., None]
+        scores.append(of_coded)
+        values.append(coded_v.reshape(by_block))
+    weights = np.concatenate(scores, axis=1)  # (K, M, G, N)
+    np.copyto(weights, -np.inf, where=hidden[:, None])
+    # Every row sees itself, so that no maximum is −inf.
+    weights -= _over_blocks(np.maximum, weights.max(axis=-1, keepdims=True), layout)[:, layout.owner]
+    np.exp(weights, out=weights)
+    total = _over_blocks(np.add, weights.sum(axis=-1, keepdims=True), layout)
+    edges = [0, exact, len(layout.owner)]
+    mixed = [weights[:, a:b] @ of for a, b, of in zip(edges, edges[1:], values, strict=False)]
+    return (_over_blocks(np.add, np.concatenate(mixed, axis=1), layout) / total).swapaxes(0, 1)
+
+
+def _over_blocks(reduce: np.ufunc, x: np.ndarray, layout: Layout) -> np.ndarray:
+    """x (K, M, …), reduced over the blocks of each row: (K, B, …)."""
+    return reduce.reduceat(x[:, layout.order], layout.first, axis=1)

@@ -1,0 +1,87 @@
+"""Coded blocks on the host: as the fields of their codecs, or as the records of a GPU; and from one to the other.
+
+B blocks of K KV heads. Fields are arrays (K, B, *shape) under the names "k.<field>", "v.<field>" and "mean.<field>";
+records are "keys" and "values", uint8 (B, K, bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from engine import records
+from engine.backends.ops import CacheFormat
+from engine.codecs import Field
+from engine.quantization.conditioning import mean_fields
+from engine.records import Layout
+
+Arrays = Mapping[str, np.ndarray]
+
+FIELDS = "fields"
+RECORDS = f"records {records.VERSION}"
+
+
+def fields(form: CacheFormat) -> dict[str, dict[str, Field]]:
+    """The arrays of one coded block of one KV head: of keys ("k"), values ("v") and means ("mean")."""
+    n, d = form.block_size, form.head_dim
+    means = {name: Field(*of) for name, of in mean_fields(form.mean_bits, d).items()} if form.mean_bits else {}
+    return {"k": form.codec_k.fields(n, d), "v": form.codec_v.fields(n, d), "mean": means}
+
+
+def layouts(form: CacheFormat) -> tuple[Layout, Layout]:
+    """The records of keys and of values. Raises ValueError where no kernel reads them."""
+    n, d = form.block_size, form.head_dim
+    return records.layout(form.codec_k, False, n, d, form.mean_bits), records.layout(form.codec_v, True, n, d)
+
+
+def as_fields(form: CacheFormat, blocks: int, arrays: Arrays) -> dict[str, np.ndarray]:
+    """So many blocks, which may be records, as fields. Raises ValueError where the arrays are no such blocks."""
+    if "keys" not in arrays:
+        return _checked_fields(form, blocks, arrays)
+    keys, values = (
+        layout.unpack(pool) for layout, pool in zip(layouts(form), as_records(form, blocks, arrays), strict=True)
+    )
+    sides = {"k": keys[0], "v": values[0], "mean": keys[1]}
+    return {f"{side}.{name}": array.swapaxes(0, 1) for side, of in sides.items() for name, array in of.items()}
+
+
+def as_records(form: CacheFormat, blocks: int, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """So many blocks, which may be fields, as records. Raises ValueError where the arrays are no such blocks."""
+    keys, values = layouts(form)
+    if "keys" in arrays:
+        k, v = (
+            _checked(arrays, name, (blocks, form.kv_heads, layout.nbytes), np.dtype(np.uint8))
+            for name, layout in (("keys", keys), ("values", values))
+        )
+        return k, v
+    given = _checked_fields(form, blocks, arrays)
+    of_k, of_v, mean = (
+        {name: given[f"{side}.{name}"].swapaxes(0, 1) for name in of} for side, of in fields(form).items()
+    )
+    return keys.pack(of_k, mean), values.pack(of_v)
+
+
+def exact_tokens(form: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:
+    """How many tokens k and v (K, tokens, D) have. Raises ValueError where a block cannot hold them."""
+    tokens = k.shape[1] if k.ndim == 3 else 0
+    fits = 0 < tokens <= form.block_size and k.shape == v.shape == (form.kv_heads, tokens, form.head_dim)
+    if not fits or {k.dtype, v.dtype} - {np.dtype(np.float16), np.dtype(np.float32)}:
+        raise ValueError(f"{k.dtype} {k.shape} and {v.dtype} {v.shape} are no K/V of a block")
+    return tokens
+
+
+def _checked_fields(form: CacheFormat, blocks: int, arrays: Arrays) -> dict[str, np.ndarray]:
+    return {
+        f"{side}.{name}": _checked(arrays, f"{side}.{name}", (form.kv_heads, blocks, *field.shape), field.dtype)
+        for side, of in fields(form).items()
+        for name, field in of.items()
+    }
+
+
+def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    array = arrays.get(name)
+    if array is None or array.shape != shape or array.dtype != dtype:
+        found = "nothing" if array is None else f"{array.dtype} {array.shape}"
+        raise ValueError(f"{name} is {found}, and not {dtype} {shape}")
+    return array

@@ -1,0 +1,1 @@
+"""The chat in a terminal: `python -m engine.chat`."""

@@ -1,0 +1,8 @@
+"""`python -m engine.chat`."""
+
+import sys
+
+from engine.chat.terminal import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The chat's terminal: messages, the model's text, notes and progress.
+
+Standard output carries the model's text and nothing else; notes, errors and progress go to standard error. The input
+prompt is only drawn when a person is there: standard input and one of the two outputs are terminals.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from engine.chat.line_editor import PROMPT, LineEditor
+from engine.errors import EngineError
+
+try:
+    import termios
+except ModuleNotFoundError:  # Windows, whose console does not write ^C
+    termios = None  # type: ignore[assignment]
+
+_DIM, _RED, _GREEN, _PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
+# A model's text must not move the cursor or retitle the window: control characters but \t and \n show as symbols.
+_VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+
+
+class Console:
+    """Reads messages from standard input and keeps the model's text apart from everything else."""
+
+    def __init__(self, color: str = "auto") -> None:
+        """`color` is on, off or auto."""
+        # A process started without standard input has nothing to read.
+        self._in, self._out, self._err = sys.stdin or io.StringIO(), sys.stdout, sys.stderr
+        self.on_terminal = self._out.isatty()
+        self.interactive = self._in.isatty() and (self.on_terminal or self._err.isatty())
+        self._colored = color == "on" or (color == "auto" and self._err.isatty() and _colors_wanted())
+        self._line_open = False
+        self._bar: tqdm[None] | None = None
+        self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored) if self.interactive else None
+
+    def read(self) -> str:
+        """The next message; piped input gives a line, or several where each but the last ends in a backslash.
+
+        Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C at the empty prompt, and EngineError for
+        piped input that is not UTF-8.
+        """
+        if self._editor is not None:
+            return self._editor.read()
+        lines: list[str] = []
+        while line := self._piped(self._in.readline):
+            lines.append(line.removesuffix("\n"))
+            if not lines[-1].endswith("\\"):
+                break
+            lines[-1] = lines[-1][:-1]
+        if not lines:
+            raise EOFError
+        return "\n".join(lines)
+
+    def read_all(self) -> str:
+        """What is left of piped input, without its last line end. Raises EngineError where it is not UTF-8."""
+        return self._piped(self._in.read).removesuffix("\n")
+
+    def keep_message(self) -> None:
+        """Puts the last message into the history, if it was not dropped; `read` does so before the next one."""
+        if self._editor is not None:
+            self._editor.history.keep()
+
+    def drop_message(self) -> None:
+        """Leaves the last message out of the history if it is long, as a paste is that was refused."""
+        if self._editor is not None:
+            self._editor.history.drop()
+
+    def show_message(self, text: str) -> None:
+        """Shows a message that came from the command line as if it had been typed."""
+        if self.interactive:
+            print(
+                "\n" + self._paint(_GREEN, PROMPT) + text, file=self._out if self.on_terminal else self._err, flush=True
+            )
+
+    def write(self, text: str) -> None:
+        """The model's text, at once."""
+        if text:
+            self.end_progress()
+            self._out.write(text.translate(_VISIBLE) if self.on_terminal else text)
+            self._out.flush()
+            self._line_open = not text.endswith("\n")
+
+    def end_answer(self) -> None:
+        """Ends the line of the model's text, if it is open."""
+        if self._line_open:
+            self._out.write("\n")
+            self._out.flush()
+            self._line_open = False
+
+    def note(self, text: str) -> None:
+        self._tell(self._paint(_DIM, self._visible(text)))
+
+    def error(self, text: str) -> None:
+        self._tell(self._paint(_RED, "error: ") + self._visible(text))
+
+    def prefill(self, done: int, total: int) -> None:
+        """How many tokens of the prompt have been read, as a bar that appears after a second."""
+        self._progress("reading the prompt", "{n:.0f}/{total} tokens, ", done, total)
+
+    def transfer(self, what: str, done: int, total: int) -> None:
+        """How many bytes have come or gone, likewise; `what` says which way."""
+        self._progress(what, "", done, total)
+
+    def end_progress(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _progress(self, what: str, amount: str, done: int, total: int) -> None:
+        if self._bar is None and self._err.isatty():
+            layout = f"{what} {{percentage:3.0f}}% |{{bar:30}}| {amount}{{remaining}} left"
+            self._bar = tqdm(total=total, file=self._err, delay=1, leave=False, bar_format=layout)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def _visible(self, text: str) -> str:
+        """Notes tell what is in files and in messages, too."""
+        return text.translate(_VISIBLE) if self._err.isatty() else text
+
+    def _piped(self, read: Callable[[], str]) -> str:
+        try:
+            return read()
+        except UnicodeDecodeError:
+            raise EngineError("Standard input is not UTF-8 text: convert it first") from None
+
+    def _tell(self, text: str) -> None:
+        self.end_progress()
+        if self.on_terminal and self._err.isatty():
+            self.end_answer()
+        print(text, file=self._err, flush=True)
+
+    def _paint(self, code: str, text: str) -> str:
+        return f"{code}{text}{_PLAIN}" if self._colored else text
+
+
+@contextmanager
+def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
+    """Makes Ctrl-C a question for the loop inside, so that the engine is never stopped half way through a step.
+
+    A second Ctrl-C, before the first was answered, raises KeyboardInterrupt.
+    """
+    asked = False
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        with _ctrl_c_unseen():
+            yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _ctrl_c_unseen() -> Iterator[None]:
+    """Keeps the terminal from writing ^C into the model's text."""
+    terminal = _own_terminal()
+    if terminal is None:
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    flags = before[3] & ~termios.ECHOCTL
+    termios.tcsetattr(terminal, termios.TCSANOW, [*before[:3], flags, *before[4:]])
+    try:
+        yield
+    finally:
+        if _own_terminal() is not None:
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def _own_terminal() -> int | None:
+    """Standard input, if it is a terminal that this process may set: one in the background would be stopped for it."""
+    if termios is None or sys.stdin is None or not sys.stdin.isatty():
+        return None
+    try:
+        number = sys.stdin.fileno()
+        return number if os.tcgetpgrp(number) == os.getpgrp() else None
+    except OSError:  # a terminal, but not the one that controls this process
+        return None
+
+
+def use_utf8() -> None:
+    """Input must be UTF-8; output never fails for a character that its encoding lacks."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def discard_output() -> None:
+    """Points both outputs at nothing, so that the interpreter's last flush does not meet a closed pipe again."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nothing, stream.fileno())
+
+
+def _colors_wanted() -> bool:
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,252 @@
+"""A conversation: its messages, the turns that add to them, and the numbers of a turn."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from engine.chat.console import Console, ctrl_c_asked
+from engine.chat.line_editor import PROMPT, state_folder
+from engine.config import PromptOptions, SamplingParams
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.outputs import Usage
+from engine.sampling.repeats import Repeats
+from engine.sessions import Progress
+
+_MIB = 1 << 20
+_LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer that ends in so many, of so many rounds or more, is stopped
+_BRIEF = 200  # characters of a message that reminds of where a conversation was
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What came of one prompt.
+
+    `finish_reason` is "cancelled" after Ctrl-C, and "loop" for an answer that was stopped because it went round in
+    circles; `usage` is None then.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage | None
+    seconds: float = 0.0  # from its first token to its last
+
+
+class Session:
+    """The messages of a conversation, and its last turn.
+
+    A turn that fails, or is stopped before its first token, leaves the messages as they were: a prompt would
+    otherwise hold two messages of the user in a row.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        console: Console,
+        system: str | None = None,
+        *,
+        loop_check: bool = True,
+    ) -> None:
+        self.engine, self.params = engine, params
+        self._console = console
+        self._loop_check = loop_check
+        self.last: Turn | None = None
+        self.set_system(system)
+
+    def set_system(self, text: str | None) -> None:
+        """Starts anew with `text` as the system prompt; None leaves it out."""
+        self.system = text
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all but the system prompt."""
+        self.messages: list[Mapping[str, Any]] = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+
+    def send(self, text: str) -> Turn:
+        """Answers a message. Raises EngineError."""
+        return self._answer([*self.messages, {"role": "user", "content": text}])
+
+    def regenerate(self) -> Turn | None:
+        """Answers the last message once more; None when nothing was answered yet. Raises EngineError."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            return None
+        return self._answer(self.messages[:-1])
+
+    def save(self, path: str) -> str:
+        """Writes the conversation and its cache to a file, and says so; an empty path is the one of `/load`.
+
+        Raises EngineError, or KeyboardInterrupt after Ctrl-C; what is in the file is as it was then.
+        """
+        if not any(message["role"] == "assistant" for message in self.messages):
+            raise EngineError("There is no answer yet, and so nothing to save", "session")
+        file = _session_file(path)
+        with self._transfer("saving") as progress:
+            count = self.engine.save_session(file, note={"messages": self.messages}, progress=progress)
+        return f"The conversation is saved in {file}: {count} tokens."
+
+    def load(self, path: str) -> str:
+        """Goes on with a conversation that was saved, in place of this one; says how that one ended.
+
+        Raises EngineError, or KeyboardInterrupt after Ctrl-C; the conversation is as it was then.
+        """
+        file = _session_file(path)
+        with self._transfer("loading") as progress:
+            session = self.engine.load_session(file, progress=progress)
+        messages = _messages(session.note)
+        if messages is None:
+            raise EngineError(f"{file} holds no conversation: give a file that /save has written", "session")
+        self.messages, self.last = messages, None
+        self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        question, answer = (shorten(message["content"], _BRIEF, placeholder=" …") for message in messages[-2:])
+        return (
+            f"The conversation saved in {file} goes on: {len(session.token_ids)} tokens.\n{PROMPT}{question}\n{answer}"
+        )
+
+    @contextmanager
+    def _transfer(self, what: str) -> Iterator[Progress]:
+        """Shows progress; Ctrl-C ends it between two pieces."""
+        with ctrl_c_asked() as asked:
+
+            def progress(done: int, total: int) -> None:
+                self._console.transfer(what, done, total)
+                if asked():
+                    raise KeyboardInterrupt
+
+            try:
+                yield progress
+            finally:
+                self._console.end_progress()
+
+    def complete(self, prompt: str) -> Turn:
+        """Goes on from plain text, outside the conversation. Raises EngineError."""
+        return self._stream(prompt)
+
+    def _answer(self, messages: list[Mapping[str, Any]]) -> Turn:
+        turn = self._stream(messages)
+        if turn.token_ids or turn.finish_reason != "cancelled":
+            # The ids go along, so that the next prompt starts with exactly the tokens that are in the cache.
+            answer = {"role": "assistant", "content": turn.text, "token_ids": turn.token_ids}
+            self.messages = [*messages, answer]
+        return turn
+
+    def _stream(self, prompt: str | list[Mapping[str, Any]]) -> Turn:
+        """Writes the answer as it comes; Ctrl-C ends it after the token, or the piece of the prompt, in progress.
+
+        So does an answer that repeats itself over and over, where that is looked for.
+        """
+        pieces: list[str] = []
+        ids: list[int] = []
+        repeats = Repeats()
+        reason, usage = None, None
+        times: list[float] = []
+        as_written = PromptOptions(parse_special=True)  # a raw prompt is whole: it brings its own template along
+        answer = self.engine.stream(prompt, self.params, as_written, progress=True)
+        try:
+            with ctrl_c_asked() as asked, closing(answer) as chunks:
+                for chunk in chunks:
+                    if chunk.prompt_tokens:
+                        self._console.prefill(chunk.prefilled, chunk.prompt_tokens)
+                    else:
+                        self._console.write(chunk.text)
+                    pieces.append(chunk.text)
+                    ids.extend(chunk.token_ids)
+                    if chunk.token_ids:
+                        times = [*times[:1], time.monotonic()]
+                    reason, usage = chunk.finish_reason, chunk.usage
+                    if asked():
+                        break
+                    if self._loop_check and reason is None:
+                        repeats.extend(chunk.token_ids)
+                        if repeats.circle(_LOOP_TOKENS, _LOOP_ROUNDS):
+                            reason = "loop"
+                            break
+        finally:
+            self._console.end_progress()
+            self._console.end_answer()
+        seconds = times[-1] - times[0] if times else 0.0
+        self.last = Turn("".join(pieces), tuple(ids), reason or "cancelled", usage, seconds)
+        return self.last
+
+
+def _session_file(path: str) -> Path:
+    """The file that a person named, else the one that is used without a name. Raises EngineError without a home."""
+    if path:
+        return Path(os.path.expanduser(path))
+    folder = state_folder()
+    if folder is None:
+        raise EngineError("There is no home folder for a file without a name: give a path", "storage")
+    with suppress(OSError):  # whoever opens the file finds a better sentence
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / "chat_session.safetensors"
+
+
+def _messages(note: Any) -> list[Mapping[str, Any]] | None:
+    """The messages of a conversation that `Session.save` noted, ending with an answer; None for anything else."""
+    messages = note.get("messages") if isinstance(note, dict) else None
+    if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
+        return None
+    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
+        return None
+    return messages if messages[-1]["role"] == "assistant" else None
+
+
+def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
+    """A sentence for an answer that the model did not end itself, else None."""
+    if turn.finish_reason == "cancelled":
+        return "The answer was stopped." if turn.token_ids else "Stopped before the first token."
+    if turn.finish_reason == "loop":
+        return (
+            f"The answer was stopped: its last {_LOOP_TOKENS} tokens are the same ones over and over. "
+            "--no-loop-check lets such an answer go on."
+        )
+    if turn.finish_reason != "length":
+        return None
+    if 0 <= params.max_tokens <= len(turn.token_ids):
+        return f"The answer ends here: it has the {params.max_tokens} tokens that -n/--predict allows."
+    return "The answer ends here: the context is full; /clear starts anew, and -c/--ctx-size sets its size."
+
+
+def numbers(turn: Turn, engine: Engine) -> str:
+    """Two lines: the speed of a turn, and the context and the cache of its sequence."""
+    rate = f"{(len(turn.token_ids) - 1) / turn.seconds:.1f} tokens/s, " if turn.seconds else ""
+    speed = f"answer: {len(turn.token_ids)} tokens, {rate}stopped"
+    if (usage := turn.usage) is not None:
+        speed = (
+            f"prompt: {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached, "
+            f"{usage.prompt_rate:.1f} tokens/s | "
+            f"answer: {usage.completion_tokens} tokens, {usage.generation_rate:.1f} tokens/s"
+        )
+    cache = engine.cache_stats()
+    return (
+        f"{speed}\ncontext: {cache.tokens} of {cache.context} tokens | "
+        f"cache: {cache.bytes / _MIB:.1f} MiB, {cache.bits_per_value:.2f} bits per value "
+        f"(f16: {cache.f16_bytes / _MIB:.1f} MiB, 16 bits)"
+    )
+
+
+def why_larger(engine: Engine) -> str | None:
+    """A sentence for a cache that takes more than half precision would, as it does in a short conversation."""
+    cache, size = engine.cache_stats(), engine.config.block_size
+    if cache.bytes <= cache.f16_bytes:
+        return None
+    return (
+        f"The first {size} tokens, and the block of {size} that is being filled, are kept in full precision: in a "
+        "short conversation, they take more than the whole cache would as f16."
+    )
+
+
+def cpu(engine: Engine) -> str | None:
+    """How many threads of the CPU compute a step, and why; None on a GPU."""
+    threads = engine.status().threads
+    return None if threads is None else f"CPU threads of a step: {threads.number} ({threads.why})"

@@ -1,0 +1,236 @@
+"""The terminal chat: `python -m engine.chat`. It folds `Engine.stream`.
+
+Piped input holds one message per line, and the answers, each ending in a line end, are all that standard output gets.
+Exit codes: 0; 1 for an unexpected error; 2 for a sentence about a flag, the model or, without a terminal, a message;
+130 after Ctrl-C outside a conversation at the terminal; 141 when the reader of the output is gone.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from engine.backends.select import NO_DRIVER, driver_version
+from engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
+from engine.chat.console import Console, discard_output, use_utf8
+from engine.chat.session import Session, Turn, cpu, numbers, why_it_ended, why_larger
+from engine.config import EngineConfig, SamplingParams
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.flags import FlagError, close_to, in_flags
+
+_BAD_REQUEST, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
+
+_HELP = """\
+/help           show this list
+/clear          forget the conversation, keep the system prompt
+/regen          answer the last message again
+/system         show the system prompt
+/system TEXT    start anew with TEXT as the system prompt
+/save [PATH]    write the conversation and its cache to a file
+/load [PATH]    go on with a conversation that was saved
+/stats          show speed, context and cache of the last answer
+/exit           leave, as Ctrl-D does
+Enter sends; a \\ at the end of the line, or Alt-Enter, starts a new line. Ctrl-C stops an answer.
+Begin a message with // to send one that starts with /."""
+_COMMANDS = [line.split()[0] for line in _HELP.splitlines() if line.startswith("/")]
+
+
+def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Engine.load) -> int:
+    """Runs the chat and returns its exit code."""
+    use_utf8()
+    verbose = False
+    try:
+        config, params, chat = read_command_line(sys.argv[1:] if argv is None else argv)
+        verbose = chat.verbose
+        return _run(config, params, chat, load)
+    except FlagError as error:
+        _complain(f"{error}; --help lists the flags")
+    except EngineError as error:
+        _complain(in_flags(error))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        with suppress(io.UnsupportedOperation):
+            discard_output()
+        return _BROKEN_PIPE
+    except Exception as error:
+        if verbose:
+            traceback.print_exc()
+        else:
+            _complain(f"unexpected {type(error).__name__}: {error}; run with --verbose to see where")
+        return 1
+    return _BAD_REQUEST
+
+
+def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: Callable[..., Engine]) -> int:
+    prompt = read_prompt(chat)
+    console = Console(chat.color)
+    for sentence in ignored_flags(chat):
+        console.note(f"note: {sentence}")
+    if chat.conversation and prompt == "":
+        raise FlagError("-p/--prompt and -f/--file need a text that is not empty")
+    if not chat.conversation:
+        prompt = _raw_prompt(prompt, chat, console)
+    if chat.verbose and config.device == "auto" and driver_version() is None:
+        console.note(f"{NO_DRIVER}: running on the CPU.")
+    with load(config.weights, config=config, verbose=console.note) as engine:
+        console.note(engine.fit_line())
+        system = chat.system_prompt if chat.conversation else None
+        session = Session(engine, params, console, system, loop_check=chat.loop_check)
+        conversation = _Conversation(session, console, chat)
+        return conversation.run(prompt) if chat.conversation else conversation.complete(prompt or "")
+
+
+def _raw_prompt(prompt: str | None, chat: ChatConfig, console: Console) -> str:
+    """The text that -no-cnv goes on from: the prompt, else all of piped input."""
+    if chat.system_prompt is not None:
+        console.note("note: -sys has no effect with -no-cnv, which uses no chat template")
+    if prompt is not None:
+        return prompt
+    if console.interactive:
+        raise FlagError("-no-cnv/--no-conversation needs a prompt; give one with -p/--prompt or -f/--file")
+    return console.read_all()
+
+
+class _Conversation:
+    """Takes messages and commands until there are no more, and collects the exit code."""
+
+    def __init__(self, session: Session, console: Console, chat: ChatConfig) -> None:
+        self._session, self._console, self._chat = session, console, chat
+        self._one_turn = chat.single_turn or not chat.conversation
+        self._code = 0
+        self._over = False
+        self._ctrl_c = False  # whether the last thing that happened was Ctrl-C
+
+    def run(self, prompt: str | None) -> int:
+        """Answers `prompt` first, if there is one."""
+        if self._console.interactive and not self._one_turn:
+            self._console.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
+        if prompt is not None:
+            self._console.show_message(prompt)
+            self._send(prompt)
+        try:
+            while not self._over:
+                text = self._read()
+                if text.startswith("/") and not text.startswith("//"):
+                    self._command(text)
+                elif text.strip():
+                    self._send(text[1:] if text.startswith("//") else text)
+        finally:
+            self._console.keep_message()
+        return self._code
+
+    def complete(self, prompt: str) -> int:
+        """Goes on from plain text, which a terminal shows ahead of what the model adds."""
+        if self._console.on_terminal:
+            self._console.write(prompt)
+        self._turn(lambda: self._session.complete(prompt))
+        return self._code
+
+    def _read(self) -> str:
+        """The next line of input; empty where there is nothing to do."""
+        try:
+            text = self._console.read()
+        except EOFError:
+            self._over = True
+            return ""
+        except KeyboardInterrupt:
+            if not self._console.interactive:
+                raise
+            if not self._ctrl_c:
+                self._console.note("Ctrl-C again, or Ctrl-D, leaves.")
+            self._over, self._ctrl_c = self._ctrl_c, True
+            return ""
+        self._ctrl_c = False
+        return text
+
+    def _send(self, message: str) -> None:
+        self._over = self._one_turn
+        self._turn(lambda: self._session.send(message))
+
+    def _turn(self, answer: Callable[[], Turn | None]) -> None:
+        watched = self._watched
+        try:
+            turn = answer()
+        except EngineError as error:
+            self._failed(error)
+            if error.code == "context_length_exceeded" and watched:
+                self._console.drop_message()
+                self._console.note("/clear forgets the conversation so far.")
+            return
+        if turn is None:
+            self._console.note("There is no answer yet.")
+            return
+        self._ctrl_c = turn.finish_reason == "cancelled"
+        if self._ctrl_c and not watched:
+            raise KeyboardInterrupt
+        if (sentence := why_it_ended(turn, self._session.params)) is not None:
+            self._console.note(sentence)
+        if self._chat.show_timings:
+            self._console.note(numbers(turn, self._session.engine))
+
+    @property
+    def _watched(self) -> bool:
+        """Whether a person is there who sees what goes wrong and can do something else."""
+        return self._console.interactive and not self._one_turn
+
+    def _failed(self, error: EngineError) -> None:
+        self._console.error(in_flags(error))
+        self._code = 0 if self._watched else _BAD_REQUEST
+
+    def _transfer(self, work: Callable[[], str]) -> None:
+        """Saves or loads, and tells what came of it."""
+        try:
+            self._console.note(work())
+        except EngineError as error:
+            self._failed(error)
+        except KeyboardInterrupt:
+            if not self._watched:
+                raise
+            self._console.note("Stopped; the conversation and the file are as they were.")
+
+    def _stats(self) -> str:
+        session = self._session
+        if session.last is None:
+            return "There is no answer yet."
+        lines = [numbers(session.last, session.engine), why_larger(session.engine), cpu(session.engine)]
+        return "\n".join(line for line in lines if line)
+
+    def _command(self, text: str) -> None:
+        name, argument = [*text.split(maxsplit=1), ""][:2]
+        session, tell = self._session, self._console.note
+        match name:
+            case "/help":
+                tell(_HELP)
+            case "/clear":
+                session.clear()
+                tell("The conversation is forgotten.")
+            case "/regen":
+                self._turn(session.regenerate)
+            case "/system" if argument:
+                session.set_system(argument.strip())
+                tell("A new conversation with this system prompt.")
+            case "/system":
+                tell(session.system or "There is no system prompt; /system TEXT sets one.")
+            case "/save":
+                self._transfer(lambda: session.save(argument.strip()))
+            case "/load":
+                self._transfer(lambda: session.load(argument.strip()))
+            case "/stats":
+                tell(self._stats())
+            case "/exit":
+                self._over = True
+            case _:
+                close = close_to(name, _COMMANDS)
+                meant = f"Did you mean {close}? " if close else ""
+                tell(
+                    f"There is no command {name}. {meant}/help lists them, and // begins a message that starts with /."
+                )
+
+
+def _complain(sentence: str) -> None:
+    print(f"error: {sentence}", file=sys.stderr)

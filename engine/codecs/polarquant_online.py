@@ -1,0 +1,143 @@
+"""PolarQuant with codebooks of its own for every prompt and layer, for measuring only.
+
+The codes, the bytes and the bits per value are those of `polarquant`; the centres are not constants but the k-means of
+the angles in the first blocks that the codec is given: sixteen on [0, 2π) for level 1, four on [0, π/2] for each level
+above. So the codec is not a function of its name any more. What one instance encoded, only that instance can decode:
+no prefix is shared, nothing is kept for another session, and every layer's keys and values need an instance each.
+
+Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025, §4.1 and the online variant of
+§5 (1-D k-means++ on the angles of the prompt, at prefill). Seeds: Arthur and Vassilvitskii, "k-means++: The Advantages
+of Careful Seeding", 2007. One start is the offline codebook, so that no level ever does worse on what it learned from.
+Decode, per value: one lookup of a cosine or a sine and one multiplication for level 1, and nearly as many again for
+all levels above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.codecs._arrays import checked, destination
+from engine.codecs.polarquant import CENTRES, PolarQuant, chosen_preconditioning, level_count, unpack
+
+NAMES = ("polarquant-online",)
+
+_TOKENS = 4096  # to learn from at most
+_STARTS = 4  # of k-means++, beside the offline codebook
+_SEED = 20250204
+
+
+@dataclass(frozen=True)
+class OnlinePolarQuant(PolarQuant):
+    """The codec before or after it has learned; a copy by name or comparison is one that has not.
+
+    codebook: level → ascending centres, (16,) or (4,) float32, radians. Empty until the first block of other than
+    zeros is encoded, and fixed from then on.
+    """
+
+    codebook: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+
+    per_layer = True
+
+    def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        x = checked(x, self.name)
+        self.check(x.shape[-1], x.shape[-2])
+        if not self.codebook and x.any():
+            self.codebook.update(_learn(x.reshape(-1, x.shape[-1])))
+        return super().encode(x)
+
+    def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+        angles = unpack(codes)
+        *lead, pairs = angles[0].shape
+        out = destination(out, (*lead, 2 * pairs))
+        radii = codes["radius"].astype(np.float32)
+        for level, code in reversed(list(enumerate(angles, start=1))):
+            split = out.reshape(*code.shape, 2) if level == 1 else np.empty((*code.shape, 2), np.float32)
+            centres = self._centres(level)
+            np.multiply(np.cos(centres)[code], radii, out=split[..., 0])
+            np.multiply(np.sin(centres)[code], radii, out=split[..., 1])
+            radii = split.reshape(*lead, 2 * code.shape[-1])
+        return out
+
+    def _quantize(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+        codes, radii = [], x
+        for level in range(1, level_count(x.shape[-1]) + 1):
+            centres = self._centres(level)
+            angles, radii = _polar(radii, level)
+            codes.append(np.searchsorted((centres[1:] + centres[:-1]) / 2, angles).astype(np.uint8))
+        return codes, radii
+
+    def _centres(self, level: int) -> np.ndarray:
+        return self.codebook.get(level, np.array(CENTRES[level], np.float32))
+
+
+def _polar(radii: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
+    """radii (..., 2n), those of level 1 being values → angles (..., n) in [0, 2π) or [0, π/2], radii (..., n)."""
+    a, b = radii[..., 0::2], radii[..., 1::2]
+    angles = np.arctan2(b, a)
+    if level == 1:
+        angles = np.where(angles < 0, angles + np.float32(2 * np.pi), angles)
+    with np.errstate(over="ignore"):
+        return angles, np.hypot(a, b)
+
+
+def _learn(tokens: np.ndarray) -> dict[int, np.ndarray]:
+    """tokens (M, D), not all zero → level → centres. Angles between zeros say nothing, and are left out."""
+    radii = tokens[:: 1 + len(tokens) // _TOKENS]
+    codebook = {}
+    for level in range(1, level_count(tokens.shape[-1]) + 1):
+        angles, radii = _polar(radii, level)
+        codebook[level] = _k_means(angles[radii > 0], np.array(CENTRES[level])).astype(np.float32)
+    return codebook
+
+
+def _k_means(samples: np.ndarray, offline: np.ndarray) -> np.ndarray:
+    """The best of several local optima for samples (S,): as many ascending centres as `offline` has, float64."""
+    values = np.sort(samples.astype(np.float64))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+
+    def spread(centres: np.ndarray) -> float:
+        """What the centres explain of Σ value²: the more, the smaller the squared error."""
+        edges = _edges(values, centres)
+        return float((2 * centres * np.diff(sums[edges]) - centres**2 * np.diff(edges)).sum())
+
+    starts = [offline, *_seeds(values, len(offline))]
+    return max((_settled(values, sums, start) for start in starts), key=spread)
+
+
+def _edges(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Ascending values, ascending centres (C,) → where the cells begin and end among the values, (C + 1,)."""
+    return np.concatenate([[0], np.searchsorted(values, (centres[1:] + centres[:-1]) / 2), [len(values)]])
+
+
+def _settled(values: np.ndarray, sums: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Lloyd's iteration from `centres` until no sample changes its cell; `sums` are the running sums of the values."""
+    edges = _edges(values, centres)
+    while True:
+        counts = np.diff(edges)
+        means = np.diff(sums[edges]) / np.maximum(counts, 1)
+        centres = np.where(counts > 0, means, centres)
+        moved = _edges(values, centres)
+        if np.array_equal(moved, edges):
+            return centres
+        edges = moved
+
+
+def _seeds(values: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """k-means++: each centre a sample drawn with a chance that grows as its squared distance from those before."""
+    random = np.random.default_rng(_SEED)
+    for _ in range(_STARTS):
+        centres = [random.choice(values)]
+        squared = np.square(values - centres[0])
+        while len(centres) < count:
+            total = np.cumsum(squared)
+            centres.append(values[min(np.searchsorted(total, random.random() * total[-1]), len(values) - 1)])
+            squared = np.minimum(squared, np.square(values - centres[-1]))
+        yield np.sort(centres)
+
+
+def create(name: str, options: tuple[str, ...]) -> OnlinePolarQuant:
+    """Raises ValueError unless the options are at most one preconditioning."""
+    return OnlinePolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))

@@ -1,0 +1,1 @@
+"""The forward pass and the weights that it takes."""

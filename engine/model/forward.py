@@ -1,0 +1,241 @@
+"""The Llama-family forward pass, written once over the op set.
+
+Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, D head dim, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backends.ops import Array, Draws, Ops, Spans, StoredSpace
+from engine.errors import EngineError
+from engine.kv.store import KVStore, Span
+from engine.sampling.sample import NOT_FINITE, Draw, Sampled
+from model_loaders.config import ModelConfig
+from model_loaders.rope import rope_frequencies
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. Matrices are (out, in); None where the family has no such term."""
+
+    attention_norm: Array  # (E,)
+    qkv: Array  # ((H + 2K)·D, E): q heads, k heads, v heads
+    qkv_bias: Array | None
+    q_norm: Array | None  # (D,)
+    k_norm: Array | None
+    out: Array  # (E, H·D)
+    out_bias: Array | None
+    ffn_norm: Array  # (E,)
+    gate_up: Array  # (2F, E)
+    gate_up_bias: Array | None
+    down: Array  # (E, F)
+    down_bias: Array | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a prompt that go through a layer together, and where their K/V go."""
+
+    rows: slice
+    spans: Sequence[Spans]  # for each group of layers
+    skipped: int  # rows of the last layer that only leave their K/V: nobody reads their outputs
+    last: Spans  # for the last layer, without the rows skipped
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All weights on the device."""
+
+    embedding: Array  # (V, E)
+    layers: Sequence[LayerWeights]
+    norm: Array  # (E,)
+    head: Array  # (V, E); the embedding itself where they are tied
+    bytes: int
+
+
+class Model:
+    """Token ids in, logits out; K/V go to the store on the way."""
+
+    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, store: KVStore):
+        self.ops = ops
+        self.config = config
+        self.weights = weights
+        self.store = store
+        self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim)
+        self._scale = config.head_dim**-0.5
+        self._spaces = [
+            StoredSpace(config.kv_heads, stored.scales(config.heads), stored.key_rotation, stored.value_rotation)
+            for stored in store.conditioning
+        ]
+        self._back = [
+            (None if stored.value_rotation is None else stored.value_rotation.T, stored.scales_back(config.heads))
+            for stored in store.conditioning
+        ]
+
+    # -- prefill ------------------------------------------------------------------------------------------------
+
+    def walk(
+        self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, *, by_layer: bool = False
+    ) -> Generator[int, None, Array]:
+        """Take the new tokens `ids` of `spans`, in order, through all layers, and their K/V into the store.
+
+        A generator, so that other work can stand between its units: it yields the rows done after each unit and returns
+        the hidden states of the last `outputs` rows (all for None), (outputs, E). A unit is `prefill_rows` rows of a
+        layer, or fewer rows of as many layers as are no more work; with `by_layer`, never of two layers. All layers
+        are sealed then; commit is the caller's. Several spans must be of one token each.
+        Cost per token: 2 FLOPs per weight, and attention that grows with the tokens before it; memory: T·E for the
+        prompt, and one layer's K/V.
+        """
+        # A block that is seen through its codes is encoded as a whole before any of its tokens attends.
+        count, whole = len(ids), any(span.round_trip for span in spans)
+        step = count if whole else self.ops.prefill_rows
+        first_output = 0 if outputs is None else count - outputs
+        x = self.ops.embed(self.weights.embedding, self.ops.to_device(np.asarray(ids, np.int32)))
+        turns = [self.ops.to_device(turn) for turn in self._turns(spans)]
+        units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
+        parts = [[self._part(spans, rows, first_output) for rows in self.ops.parts(unit)] for unit in units]
+        done, last = 0, (self.config.layers - 1, units[-1])
+        for layer in range(self.config.layers):
+            for span in spans:
+                self.store.begin_layer(layer, span)
+            for unit, of in zip(units, parts, strict=True):
+                self._layer(layer, x, turns, of, spans if unit is units[-1] else ())
+                rows = unit.stop - unit.start
+                done += rows
+                if by_layer or done + rows > step or (layer, unit) == last:
+                    yield done
+                    done = 0
+        return x[first_output:]
+
+    def run(self, spans: Sequence[Span], ids: Sequence[int]) -> Array:
+        """`walk` without stops: hidden states (T, E)."""
+        units = self.walk(spans, ids)
+        while True:
+            try:
+                next(units)
+            except StopIteration as end:
+                return end.value
+
+    def logits(self, hidden: Array) -> np.ndarray:
+        """Hidden states (T, E) → logits (T, V) float32 on the host. Raises EngineError where they are not finite."""
+        logits = self.ops.to_host(self._head(hidden))
+        if not np.isfinite(logits.max(axis=1)).all():  # NaN is the maximum of whatever holds it
+            raise EngineError(NOT_FINITE, "model_damaged")
+        return logits
+
+    def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[Sampled]:
+        """The token that follows each of hidden (B, E), or why none can be chosen."""
+        logits = self._head(hidden)
+        return self.ops.sampled(self.ops.sample(logits, self.ops.draws(draws)), logits, draws)
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[Sampled]:
+        """One more token `ids` (B,) of each sequence through all layers → the tokens that follow, or why there is none.
+
+        All layers are sealed then; commit is the caller's. Cost: the weights are read once for all sequences.
+        """
+        seen = [
+            self.ops.spans([self.store.view(layers[0], s, slice(i, i + 1), s.start) for i, s in enumerate(spans)])
+            for _, layers in self.store.shape.groups
+        ]
+        inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.draws(draws), *seen]
+        chosen, logits = self.ops.replay("step", self._step, inputs)
+        filled = any(growth.coded for span in spans for growth in span.growth)
+        damaged = self._seal_steps(spans) if filled else {}
+        return [damaged.get(i, token) for i, token in enumerate(self.ops.sampled(chosen, logits, draws))]
+
+    def _seal_steps(self, spans: Sequence[Span]) -> dict[int, Sampled]:
+        """Encode the blocks that a step has filled → the errors of sequences with a damaged block, by their numbers."""
+        try:
+            self.store.seal_steps(spans)
+        except EngineError as error:
+            if len(spans) == 1:
+                return {0: error}
+            return {i: found[0] for i, span in enumerate(spans) if (found := self._seal_steps([span]))}
+        return {}
+
+    def _step(self, ids: Array, cos: Array, sin: Array, draws: Draws, *spans: Spans) -> tuple[Array, Array]:
+        """ids (B,) int32, cos and sin (B, D/2), spans of each group of layers → tokens (B,), logits (B, V)."""
+        x = self.ops.embed(self.weights.embedding, ids)
+        for layer in range(self.config.layers):
+            seen = spans[self.store.group_of(layer)]
+            self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
+        logits = self._head(x)
+        return self.ops.sample(logits, draws), logits
+
+    # -- one layer ----------------------------------------------------------------------------------------------
+
+    def _turns(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin (T, D/2) of every position's RoPE angles; formed in float64, since positions grow large."""
+        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
+        angles = positions[:, None] * self._frequencies
+        cos, sin = np.cos(angles) * self._rope_factor, np.sin(angles) * self._rope_factor
+        return cos.astype(np.float32), sin.astype(np.float32)
+
+    def _part(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Part:
+        count = rows.stop - rows.start
+        skipped = min(max(0, first_output - rows.start), count)
+        seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
+        last = self.config.layers - 1
+        if not skipped:
+            return _Part(rows, seen, 0, seen[self.store.group_of(last)])
+        return _Part(rows, seen, skipped, self._spans(last, spans, slice(rows.start + skipped, rows.stop)))
+
+    def _spans(self, layer: int, spans: Sequence[Span], rows: slice) -> Spans:
+        """Each span's part in `rows`, counted from the first of them."""
+        if len(spans) == 1:
+            views = [self.store.view(layer, spans[0], slice(0, rows.stop - rows.start), spans[0].start + rows.start)]
+        else:
+            views = [self.store.view(layer, s, slice(i, i + 1), s.start) for i, s in enumerate(spans[rows])]
+        return self.ops.spans(views)
+
+    def _layer(
+        self, layer: int, x: Array, turns: Sequence[Array], parts: Sequence[_Part], complete: Sequence[Span]
+    ) -> None:
+        """Take the rows of `parts` of x (T, E) through one decoder layer, in place, and seal the spans `complete`."""
+        cos, sin = turns
+        group, is_last = self.store.group_of(layer), layer == self.config.layers - 1
+
+        def project(i: int) -> Array:
+            rows = parts[i].rows
+            return self._project(layer, x[rows], cos[rows], sin[rows], parts[i].spans[group])
+
+        def mix(i: int) -> None:
+            part, skipped = parts[i], parts[i].skipped if is_last else 0
+            if skipped < len(queries[i]):
+                spans = part.last if is_last else part.spans[group]
+                self._mix(layer, x[part.rows][skipped:], queries[i][skipped:], spans)
+
+        # A row attends to all K/V before it: every part is projected before the first one attends.
+        queries = self.ops.each(project, len(parts))
+        for span in complete:
+            self.store.seal(layer, span)
+            if span.round_trip:
+                self.store.round_trip(layer, span)
+        self.ops.each(mix, len(parts))
+
+    def _project(self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans) -> Array:
+        """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them."""
+        ops, config, w = self.ops, self.config, self.weights.layers[layer]
+        qkv = ops.linear(x, w.qkv, w.qkv_bias, norm=(w.attention_norm, config.norm_eps))
+        qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
+        norms = None if w.q_norm is None else (w.q_norm, w.k_norm, config.norm_eps)
+        return ops.place_kv(qkv, (cos, sin), self._spaces[layer], self.store.cache(layer), spans, norms)
+
+    def _mix(self, layer: int, x: Array, q: Array, spans: Spans) -> None:
+        """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place."""
+        ops, config, w = self.ops, self.config, self.weights.layers[layer]
+        cache, window = self.store.cache(layer), config.window(layer)
+        mixed = ops.attention(q, cache, spans, self._scale, window, *self._back[layer])
+        ops.linear(mixed.reshape(len(x), config.heads * config.head_dim), w.out, w.out_bias, onto=x)
+        activated = ops.linear(x, w.gate_up, w.gate_up_bias, norm=(w.ffn_norm, config.norm_eps), gated=True)
+        ops.linear(activated, w.down, w.down_bias, onto=x)
+
+    def _head(self, hidden: Array) -> Array:
+        """hidden (T, E) → logits (T, V)."""
+        return self.ops.linear(hidden, self.weights.head, norm=(self.weights.norm, self.config.norm_eps))

@@ -1,0 +1,55 @@
+"""Teacher-forced scoring through the cache, as steps would see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.kv.store import SequenceKV
+from engine.model.forward import Model
+from engine.outputs import Score
+from engine.sampling.sample import log_softmax
+
+# Rows of logits at once: a vocabulary of 128 K takes 128 MiB.
+_ROWS = 256
+
+
+def score(
+    model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False, logits: bool = False
+) -> Score:
+    """Feed `ids` (T,) to the empty sequence `kv` in chunks of one block each, and score every next id.
+
+    A step sees complete blocks as codes, the first and the current block exact; a chunk of one block sees the same.
+    With `every_token_coded` a chunk is seen as its whole block reads back after encoding, by all of its tokens: the
+    block's codes may depend on tokens behind them. Logits are kept where `logits` asks for them. Raises OutOfBlocks.
+    """
+    size = model.store.shape.block_size
+    logprobs = np.empty(len(ids) - 1, np.float32)
+    kept = np.empty((len(ids) if logits else 0, model.config.vocab_size), np.float32)
+    for start in range(0, len(ids), size):
+        chunk = ids[start : start + size]
+        span = model.store.open(kv, len(chunk), round_trip=every_token_coded)
+        try:
+            hidden = model.run([span], chunk)
+        except BaseException:
+            model.store.abort(span)
+            raise
+        model.store.commit(span)
+        for first in range(0, len(chunk), _ROWS):
+            rows = model.logits(hidden[first : first + _ROWS])
+            at = start + first
+            if logits:
+                kept[at : at + len(rows)] = rows
+            following = ids[at + 1 : at + 1 + len(rows)]
+            logprobs[at : at + len(following)] = logprobs_of(rows[: len(following)], following)
+    return Score(logprobs, kept)
+
+
+def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+    """log softmax of logits (T, V) at ids (T,) → (T,) float32, computed in float64."""
+    found = np.empty(len(logits), np.float32)
+    for first in range(0, len(logits), 64):  # float64 copies of 64 rows at a time
+        rows = slice(first, first + 64)
+        found[rows] = np.take_along_axis(log_softmax(logits[rows]), np.asarray(ids[rows])[:, None], axis=1)[:, 0]
+    return found

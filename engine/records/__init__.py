@@ -1,0 +1,145 @@
+"""What the pools of a GPU hold: a record for each block of each KV head, keys and values apart.
+
+A record is the codec's sections (`Record`), then for centred keys the block's mean, then zeros up to 128 bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from engine import codecs
+from engine.codecs import Codec
+from engine.records.fragments import Geometry, Record, aligned, as_bytes, from_bytes
+
+VERSION = 1  # of what the bytes of records mean: files hold them
+
+_LINE = 128  # bytes: what a record is a multiple of
+_LARGEST_HEAD_DIM = 256
+_HALF = np.dtype(np.float16)
+_MEAN_TYPES: dict[int, np.dtype] = {8: np.dtype(np.int8), 16: _HALF}
+
+# Rows of shared memory are shared by both sides: 128 bytes for the keys' tables, 128 for the values'.
+ROW_BYTES = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The bytes of one block of one KV head, one side. mean_bits: 0 where vectors are not centred, 8 or 16."""
+
+    record: Record
+    mean_bits: int = 0
+
+    @property
+    def codec(self) -> str:
+        """Name of `cuda/codecs/<codec>.cuh` and of the struct template in it."""
+        return self.record.codec
+
+    @property
+    def tables(self) -> np.ndarray:
+        """What the kernels get as the side's tables, (bytes,) uint8, a multiple of 16."""
+        return self.record.tables
+
+    @property
+    def nbytes(self) -> int:
+        """Of a record: a multiple of 128."""
+        end = self._scale_at + (16 if self.mean_bits == 8 else 0)
+        return -(-end // _LINE) * _LINE
+
+    @property
+    def exact(self) -> Layout:
+        """The layout of full-precision records of the same side and shape."""
+        shape = self.record.geometry
+        return layout(codecs.get("f16"), shape.values, shape.block_size, shape.head_dim)
+
+    def text(self, struct_name: str) -> str:
+        """C++: a struct of constants, the parameter of the codec's template."""
+        constants = {
+            **self.record.geometry.constants,
+            "NBYTES": self.nbytes,
+            "ROWS": self.record.rows,
+            "MEAN_BITS": self.mean_bits,
+            "MEAN": self.record.nbytes,
+            "MEAN_SCALE": self._scale_at,
+            **self.record.constants,
+        }
+        lines = "".join(f"    static constexpr int {name} = {value};\n" for name, value in constants.items())
+        return f"struct {struct_name} {{\n{lines}}};\n"
+
+    def pack(self, fields: Mapping[str, np.ndarray], mean_fields: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
+        """Fields of `Codec.encode` (..., *shape) and of `conditioning.centre` → records (..., nbytes) uint8."""
+        sections = [self.record.pack(fields)]
+        if self.mean_bits:
+            assert mean_fields is not None, "centred keys have a mean"
+            sections.append(as_bytes(self.record.geometry.channels(mean_fields["mean"])))
+            if self.mean_bits == 8:
+                sections.append(as_bytes(mean_fields["mean_scale"][..., None]))
+        lead = sections[0].shape[:-1]
+        rest = self.nbytes - sum(section.shape[-1] for section in sections)
+        return np.concatenate([*sections, np.zeros((*lead, rest), np.uint8)], -1)
+
+    def unpack(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The inverse of `pack`; no mean fields where there is no mean."""
+        fields, geometry, mean_fields = self.record.unpack(records[..., : self.record.nbytes]), self.record.geometry, {}
+        if self.mean_bits:
+            mean = from_bytes(records[..., self.record.nbytes :], _MEAN_TYPES[self.mean_bits], geometry.padded)
+            mean_fields["mean"] = geometry.from_channels(mean)
+        if self.mean_bits == 8:
+            mean_fields["mean_scale"] = from_bytes(records[..., self._scale_at :], _HALF, 1)[..., 0]
+        return fields, mean_fields
+
+    @property
+    def _scale_at(self) -> int:
+        mean_type = _MEAN_TYPES.get(self.mean_bits)
+        return self.record.nbytes + (aligned(self.record.geometry.padded * mean_type.itemsize) if mean_type else 0)
+
+
+def record_of(codec: Codec, geometry: Geometry) -> Record | None:
+    """How a codec lays out a block: its file here is called like its file in `engine.codecs`.
+
+    None where there is no kernel that reads it.
+    """
+    name = codecs.file_of(codec)
+    if name not in _names():
+        return None
+    return importlib.import_module(f"{__name__}.{name}").record(codec, geometry)
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits: int = 0) -> Layout:
+    """The layout of keys, or of values, in blocks of `block_size` tokens.
+
+    Raises ValueError, with a sentence for the user, where no kernel reads this codec or serves this shape.
+    """
+    if head_dim % 8 or head_dim > _LARGEST_HEAD_DIM:
+        raise ValueError(
+            f"On a GPU a head dimension is a multiple of 8 and at most {_LARGEST_HEAD_DIM}, "
+            f"and this model's is {head_dim}: run it on the CPU."
+        )
+    part = 64 if head_dim <= 128 else 32
+    if block_size % 16 or block_size % min(block_size, part):
+        raise ValueError(
+            f"On a GPU a block has 16, 32 or a multiple of {part} tokens, and not {block_size}: "
+            "choose another block size."
+        )
+    record = record_of(codec, Geometry(values, block_size, head_dim))
+    if record is None:
+        raise ValueError(
+            f"Cache type {codec.name} has no GPU kernel for head dimension {head_dim}: "
+            "choose another cache type, such as ring4."
+        )
+    return Layout(record, mean_bits)
+
+
+def table_bytes(keys: Layout, values: Layout) -> int:
+    """Shared memory that the tables of both sides take in a CTA."""
+    return ROW_BYTES * max(keys.record.rows, values.record.rows)

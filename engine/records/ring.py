@@ -1,0 +1,13 @@
+"""Records of `ring`: a code of a pair is a row of one table. Twin: `cuda/codecs/ring.cuh`."""
+
+from __future__ import annotations
+
+from engine.codecs.ring import Ring, points_of
+from engine.records.fragments import Geometry
+from engine.records.pair_table import PairRecord
+
+
+def record(codec: Ring, geometry: Geometry) -> PairRecord:
+    """The record of a block."""
+    store, points = codec.store, points_of(codec.store.bits)
+    return PairRecord("ring", geometry, store.bits, store.norms, points, points, store.packing)

@@ -1,0 +1,1 @@
+"""Requests: from a prompt to chunks of text, many at a time."""

@@ -1,0 +1,215 @@
+"""The engine's work, unit by unit: parts of prompts, steps of all that run, and who gives way when blocks run out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from engine.kv.blocks import OutOfBlocks
+from engine.kv.prefix import PrefixCache
+from engine.kv.store import SequenceKV, Span
+from engine.model.forward import Model
+from engine.outputs import Status
+from engine.requests.request import Request, Walk
+from engine.requests.scheduler import Scheduler, Sequence
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a sequence left in the store."""
+
+    ids: tuple[int, ...] = ()  # of its stored tokens
+    bytes: int = 0
+    salt: str = ""  # with which they are found
+
+
+class Work:
+    """All requests that wait or are being computed. One thread at a time."""
+
+    def __init__(self, model: Model, prefixes: PrefixCache, scheduler: Scheduler):
+        self._model, self._store, self._prefixes = model, model.store, prefixes
+        self._scheduler = scheduler
+        self.requests: dict[Sequence, Request] = {}
+        self.newest = Held()
+
+    def submit(self, request: Request) -> None:
+        self.requests[request.sequence] = request
+        self._scheduler.submit(request.sequence)
+
+    def step(self) -> None:
+        """One unit: a part of a prompt's prefill, or one more token of all that run.
+
+        An error ends the requests that the unit is about, and no other.
+        """
+        unit = self._scheduler.schedule()
+        if unit is None:
+            return
+        requests = [self.requests[sequence] for sequence in unit.sequences]
+        started = time.perf_counter()
+        for request in requests:
+            request.clock.begin(unit.is_prefill)
+        try:
+            if unit.is_prefill:
+                self._prefill(requests[0])
+                if self._scheduler.running:
+                    self._model.ops.wait()  # what a device has not done yet would count as the next step's time
+            else:
+                self._step_all(requests)
+        except Exception as error:
+            for request in self._concerned(requests, unit.is_prefill):
+                request.fail(error)
+        except BaseException:  # Ctrl-C, maybe in a thread that waits for another request and works on this one
+            for request in self._concerned(requests, unit.is_prefill):
+                request.finish("cancelled")
+            raise
+        finally:
+            self._scheduler.spent(unit, time.perf_counter() - started)
+            for request in requests:
+                request.clock.lap()
+            self.sweep()
+
+    @staticmethod
+    def _concerned(requests: Many[Request], is_prefill: bool) -> list[Request]:
+        """Those that an error ends: who has given way before it has nothing to do with it."""
+        return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
+
+    def status(self) -> Status:
+        blocks = [group.coded for group in self._store.groups]
+        size, free, kept = (sum(getattr(group, name) for group in blocks) for name in ("size", "free", "kept"))
+        running = self._scheduler.running
+        return Status(
+            running=running,
+            waiting=len(self.requests) - running,
+            blocks=size,
+            blocks_used=size - free,
+            blocks_kept=kept,
+            blocks_free=free - kept,
+            threads=self._model.ops.threads(),
+        )
+
+    def sweep(self) -> None:
+        """Take out what is finished or cancelled; what it computed stays for a next turn."""
+        for request in [request for request in self.requests.values() if request.sequence.finished]:
+            self._scheduler.remove(request.sequence)
+            del self.requests[request.sequence]
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Let go of the store; what is in there can be found again until its room is needed, unless it is damaged."""
+        walk, kv, request.walk, request.kv = request.walk, request.kv, None, None
+        if walk is not None:
+            self._store.abort(walk.span)
+        if kv is None:
+            return
+        if request.damaged:
+            self._prefixes.discard(kv)
+        else:
+            self.leave(request.sequence.ids, kv, request.options.cache_salt)
+
+    def leave(self, ids: Many[int], kv: SequenceKV, salt: str) -> None:
+        """Let go of a sequence whose first tokens are those of `ids`: it is the newest that can be found again."""
+        if kv.length:
+            self.newest = Held(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
+        self._prefixes.release(kv, ids)
+
+    def _commit(self, request: Request, span: Span) -> None:
+        """A span is in the store; whoever comes next may find its blocks."""
+        self._store.commit(span)
+        self._prefixes.publish(span.sequence, request.sequence.ids)
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def _prefill(self, request: Request) -> None:
+        """One unit of a prompt, or of what a request that gave way had computed before."""
+        try:
+            if request.kv is None:
+                request.kv = self._resume(request)
+                request.found(request.kv.length)
+            if request.walk is None and request.kv.length < request.sequence.computable:
+                request.walk = self._walk(request)
+        except OutOfBlocks:
+            self._leave(request)
+            if not self._scheduler.wait(request.sequence):
+                request.finish("length")
+            return
+        self._scheduler.admit(request.sequence)
+        if request.walk is not None:
+            self._advance(request, request.walk)
+        if request.walk is None and request.kv.length == request.sequence.computable:
+            self._scheduler.prefilled(request.sequence)
+
+    def _resume(self, request: Request) -> SequenceKV:
+        """What the store has of a request's tokens. Raises OutOfBlocks."""
+        options = request.options
+        ids = request.sequence.ids[:-1] if options.cache_prompt else ()
+        kv = self._prefixes.resume(ids, options.cache_salt)
+        if request.goes_on_from(kv.length):
+            return kv
+        self._prefixes.release(kv, ids)
+        return self._prefixes.resume(ids[: request.cached], options.cache_salt)
+
+    def _walk(self, request: Request) -> Walk:
+        """The next tokens of a request on their way. Raises OutOfBlocks."""
+        assert request.kv is not None
+        start = request.kv.length
+        stop = request.next_stop(start, self._store.shape.block_size)
+        span = self._store.open(request.kv, stop - start)
+        return Walk(span, self._model.walk([span], request.sequence.ids[start:stop], outputs=1))
+
+    def _advance(self, request: Request, walk: Walk) -> None:
+        """One unit of a walk; behind the last one of a prompt comes its first token."""
+        layers = self._model.config.layers
+        try:
+            walk.rows += next(walk.units)
+            request.report_progress(layers)
+            if walk.rows == walk.span.count * layers:
+                next(walk.units)  # nothing is left but the result
+        except StopIteration as end:
+            self._commit(request, walk.span)
+            request.walk = None
+            if request.sequence.generated:
+                return
+            if request.sequence.max_tokens == 0:
+                request.clock.lap()
+                request.finish("length")
+            else:
+                (sampled,) = self._model.choose(end.value, [request.draw()])
+                request.clock.lap()
+                request.take(sampled)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _step_all(self, requests: Many[Request]) -> None:
+        """One more token of every request, oldest first: the newest token of each is fed."""
+        spans: dict[Request, Span] = {}
+        for request in requests:
+            span = self._open_step(request)
+            if span is not None:
+                spans[request] = span
+        if not spans:
+            return
+        ids, draws = [request.sequence.ids[-1] for request in spans], [request.draw() for request in spans]
+        try:
+            tokens = self._model.step(list(spans.values()), ids, draws)
+        except BaseException:
+            for span in spans.values():
+                self._store.abort(span)
+            raise
+        for request, span in spans.items():
+            self._commit(request, span)
+        for request, token in zip(spans, tokens, strict=True):
+            request.take(token)
+
+    def _open_step(self, request: Request) -> Span | None:
+        """Room for one more token; None where there is none, or where the request is preempted."""
+        while request.kv is not None:
+            try:
+                return self._store.open(request.kv, 1)
+            except OutOfBlocks:
+                youngest = self._scheduler.preempt()
+                if youngest is None:
+                    request.finish("length")
+                    return None
+                self._leave(self.requests[youngest])
+        return None

@@ -1,0 +1,1 @@
+"""From logits to text: samplers, penalties, stop conditions and the detokenizer."""

@@ -1,0 +1,73 @@
+"""uvicorn in an event loop that is not its own, with signals left to whoever runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from server.config import ServerConfig
+from server.http.uvicorn_connection import WebConnection
+from server.listening import BACKLOG, ListenError, address_of
+
+_LAST_SECONDS = 5  # for clients to take what is on its way to them
+# Longer than clients keep a connection that they may use again (5 seconds is usual): where both let go of it at the
+# same time, the next request meets a server that has just hung up.
+_IDLE_SECONDS = 30
+
+
+class Web(uvicorn.Server):
+    """Serves an ASGI application at a socket that listens; see `server.listening`."""
+
+    def __init__(self, app: Any, config: ServerConfig, bound: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=WebConnection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,  # anybody could name any client
+                backlog=BACKLOG,
+                limit_concurrency=config.max_connections,
+                timeout_keep_alive=_IDLE_SECONDS,
+                timeout_graceful_shutdown=_LAST_SECONDS,
+            )
+        )
+        self._bound = bound
+
+    async def start(self) -> None:
+        """Accept connections from now on. Raises ListenError."""
+        self._listens = asyncio.Event()
+        self._task = asyncio.create_task(self.serve(sockets=[self._bound]))
+        listens = asyncio.create_task(self._listens.wait())
+        await asyncio.wait({self._task, listens}, return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            listens.cancel()
+            where, error = address_of(self._bound), self._task.exception()
+            raise ListenError(f"Cannot listen at {where}: {error or 'unknown reason'}") from None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listens.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are not uvicorn's here."""
+        yield
+
+    def refuse(self) -> None:
+        """Take no more connections; those there are go on."""
+        for server in self.servers:
+            server.close()
+
+    async def close(self) -> None:
+        """Let responses end, for a few seconds, and hang up."""
+        self.should_exit = True
+        await self._task

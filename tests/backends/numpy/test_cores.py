@@ -1,0 +1,143 @@
+"""The number of BLAS threads is one for the process: however many set it back, it is right at the end."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine.backends.numpy.cores import Cores, cores
+
+PATIENCE = 60
+
+
+class Library:
+    """What threadpoolctl knows of a BLAS."""
+
+    internal_api = "openblas"
+
+    def __init__(self, number: int) -> None:
+        self.num_threads = number
+
+    def set_num_threads(self, number: int) -> None:
+        self.num_threads = number
+
+    def info(self) -> dict[str, str]:
+        return {"architecture": "Haswell"}
+
+
+def test_the_number_is_back_when_the_last_of_two_threads_is_done() -> None:
+    """In the order in which saving and restoring by each of them leaves one thread for good."""
+    library = Library(4)
+    shared = Cores([library])  # type: ignore[list-item]
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with shared.one_each():
+            first_in.set()
+            assert second_in.wait(PATIENCE)
+        first_out.set()
+
+    def second() -> None:
+        assert first_in.wait(PATIENCE)
+        with shared.one_each():
+            second_in.set()
+            assert first_out.wait(PATIENCE)
+            assert (library.num_threads, shared.number) == (1, 4)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(first), pool.submit(second)]:
+            done.result(PATIENCE)
+    assert (library.num_threads, shared.number) == (4, 4)
+
+
+def test_a_number_that_is_set_meanwhile_holds_afterwards() -> None:
+    library = Library(4)
+    shared = Cores([library])  # type: ignore[list-item]
+    with shared.one_each():
+        shared.use(3)
+        assert (library.num_threads, shared.number) == (1, 3)
+    assert (library.num_threads, shared.number) == (3, 3)
+
+
+def test_work_goes_to_as_many_threads_and_is_waited_for() -> None:
+    shared = Cores([Library(2)])  # type: ignore[list-item]
+    together = threading.Barrier(2)
+
+    def work(i: int) -> int:
+        together.wait(PATIENCE)
+        return i
+
+    assert shared.each(work, 2) == [0, 1]
+    done: list[int] = []
+
+    def fails(i: int) -> None:
+        together.wait(PATIENCE)
+        if i == 0:
+            raise ValueError("no")
+        done.append(i)
+
+    with pytest.raises(ValueError, match="no"):
+        shared.each(fails, 2)
+    assert done == [1]
+
+
+class OfEachThread(Library):
+    """A BLAS on OpenMP, which keeps a number for each thread; a new one has as many as there are cores."""
+
+    threading_layer = "openmp"
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    @property
+    def num_threads(self) -> int:
+        return getattr(self._own, "number", 4)
+
+    def set_num_threads(self, number: int) -> None:
+        self._own.number = number
+
+
+def test_each_part_has_one_core_where_every_thread_has_a_number_of_its_own() -> None:
+    library, together = OfEachThread(), threading.Barrier(3)
+    shared = Cores([library])  # type: ignore[list-item]
+
+    def work(i: int) -> int:
+        together.wait(PATIENCE)
+        return library.num_threads
+
+    assert shared.each(work, 3) == [1, 1, 1]
+    assert (library.num_threads, shared.number) == (4, 4)
+
+
+def test_one_core_does_it_all_in_order_and_in_this_thread() -> None:
+    shared = Cores([Library(1)])  # type: ignore[list-item]
+    assert shared.each(lambda i: (i, threading.get_ident()), 3) == [(i, threading.get_ident()) for i in range(3)]
+
+
+def test_without_a_library_that_can_be_asked_there_is_one_thread() -> None:
+    shared = Cores([])
+    with shared.one_each():
+        assert shared.number == 1
+    assert (shared.number, shared.kernels) == (1, set())
+
+
+@pytest.mark.skipif(not cores().kernels, reason="NumPy's BLAS here has no number of threads that can be set")
+def test_any_thread_sets_the_number_for_all_of_them() -> None:
+    """The thread of a server that works is not the one that loaded the model and set -t."""
+    before = cores().number
+
+    def inside() -> int:
+        with cores().one_each():
+            return cores()._now
+
+    try:
+        cores().use(2)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(inside).result(PATIENCE) == 1
+            assert cores()._now == 2
+            pool.submit(cores().use, 3).result(PATIENCE)
+        assert cores()._now == 3
+    finally:
+        cores().use(before)

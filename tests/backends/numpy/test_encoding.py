@@ -1,0 +1,70 @@
+"""Blocks of several layers encoded together have the codes that they have alone, to the last bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import codecs
+from engine.backends.numpy import encoding
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import CacheFormat, Place
+from engine.quantization.metric import Metric, key_metric, value_metric
+
+K, N, D = 2, 8, 16
+BLOCKS, SLOTS = (4, 0), (1, 2)
+
+
+def spread(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    mix = rng.standard_normal((*shape[:-1], shape[-1], shape[-1]))
+    return (mix @ mix.swapaxes(-1, -2)).astype(np.float32)
+
+
+def layer(types: tuple[str, str], rng: np.random.Generator, *, mean_bits: int, metrics: bool) -> CacheFormat:
+    codec_k, codec_v = (codecs.get(name) for name in types)
+    metric_k: Metric | None = None
+    metric_v: Metric | None = None
+    if metrics and codec_k.rounding is not None:
+        second, mean = spread(rng, K, D), rng.standard_normal((K, D))
+        metric_k = key_metric(second, mean, np.ones((K, D)), codec_k.rotation(D), codec_k.rounding)
+    if metrics and codec_v.rounding is not None:
+        output, tokens = rng.standard_normal((8, 2 * K * D)), (0.9 ** np.arange(N)).astype(np.float32)
+        metric_v = value_metric(output, K, D, codec_v.rotation(D), codec_v.rounding, tokens)
+    return CacheFormat(codec_k, codec_v, metric_k, metric_v, mean_bits, N, K, D)
+
+
+@pytest.mark.parametrize("most", [1, 5 * K * N * D, 1 << 20])
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("mean_bits", [0, 8])
+def test_layers_are_encoded_together_as_they_are_alone(
+    metrics: bool, mean_bits: int, most: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "_VALUES", most)
+    types = [("ring4", "ring3.5")] * 5 + [("turbo3", "ring3")] * 2 + [("ring4", "ring3.5"), ("f16", "turbo3")]
+    ops = NumpyOps()
+    forms = [layer(of, rng, mean_bits=mean_bits, metrics=metrics) for of in types]
+    alone, together = ([ops.cache(form, 6, 4) for form in forms] for _ in range(2))
+    for one, other in zip(alone, together, strict=True):
+        for slot in range(4):
+            k, v = rng.standard_normal((2, K, N, D)).astype(np.float32)
+            for cache in (one, other):
+                ops.write_exact(cache, slot, k + 1, v)
+    sources = [Place(None, slot) for slot in SLOTS]
+    for cache in alone:
+        ops.encode_blocks([cache], BLOCKS, sources)
+    ops.encode_blocks(together, BLOCKS, sources)
+    for one, other in zip(alone, together, strict=True):
+        assert all((one.coded[name] == other.coded[name]).all() for name in one.coded)
+        assert any(one.coded[name][:, BLOCKS].any() for name in one.coded)
+
+
+def test_a_codec_that_learns_from_a_layer_is_not_shared(rng: np.random.Generator) -> None:
+    ops = NumpyOps()
+    forms = [layer(("polarquant-online", "ring4"), rng, mean_bits=0, metrics=False) for _ in range(3)]
+    caches = [ops.cache(form, 1, 1) for form in forms]
+    for cache in caches:
+        ops.write_exact(cache, 0, *rng.standard_normal((2, K, N, D)).astype(np.float32))
+    ops.encode_blocks(caches, [0], [Place(None, 0)])
+    learned = [cache.form.codec_k.codebook for cache in caches]
+    assert all(learned)
+    assert not np.array_equal(learned[0][1], learned[1][1])

@@ -1,0 +1,105 @@
+"""A step of many sequences gives each what it gets alone, only faster."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.backends.numpy import steps
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import CacheSpan, Place
+from engine.kv.store import KVStore, SequenceKV, Span
+from tests.kv.fed import HEADS, KV_HEADS, D, N, make_store
+
+LENGTHS = [0, 3, N - 1, N, N + 1, 2 * N, 5 * N + 3, 9 * N - 1]
+
+
+def filled(store: KVStore, length: int, rng: np.random.Generator) -> SequenceKV:
+    kv = store.new_sequence()
+    if length:
+        span = store.open(kv, length)
+        k, v = rng.standard_normal((2, length, KV_HEADS, D)).astype(np.float32)
+        for layer in range(len(store.shape.layers)):
+            store.begin_layer(layer, span)
+            store.ops.append_kv(store.cache(layer), [store.view(layer, span, slice(0, length), 0)], k + 1, v)
+            store.seal(layer, span)
+        store.commit(span)
+    return kv
+
+
+def begun(store: KVStore, rng: np.random.Generator) -> tuple[list[Span], np.ndarray]:
+    """A step of sequences of all LENGTHS, whose K/V are there, and its queries."""
+    spans = [store.open(filled(store, length, rng), 1) for length in LENGTHS]
+    k, v = rng.standard_normal((2, len(spans), KV_HEADS, D)).astype(np.float32)
+    for layer in range(len(store.shape.layers)):
+        store.ops.append_kv(store.cache(layer), views(store, layer, spans), k, v)
+    return spans, rng.standard_normal((len(spans), HEADS, D)).astype(np.float32)
+
+
+def views(store: KVStore, layer: int, spans: list[Span]) -> list[CacheSpan]:
+    return [store.view(layer, span, slice(i, i + 1), span.start) for i, span in enumerate(spans)]
+
+
+def alone(store: KVStore, layer: int, spans: list[Span], q: np.ndarray, window: int | None) -> np.ndarray:
+    ops, cache = store.ops, store.cache(layer)
+    return np.concatenate(
+        [
+            ops.attention(q[i : i + 1], cache, [store.view(layer, span, slice(0, 1), span.start)], 0.3, window)
+            for i, span in enumerate(spans)
+        ]
+    )
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
+@pytest.mark.parametrize("most", [4, 9, 64])
+def test_attention_of_all_is_that_of_each(
+    types: tuple[str, str], most: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_MOST_BLOCKS", most)
+    windows = (None, 11, 3 * N)
+    store = make_store(*types, windows=windows, sequences=len(LENGTHS))
+    spans, q = begun(store, rng)
+    for layer, window in enumerate(windows):
+        together = store.ops.spans(views(store, layer, spans))
+        out = store.ops.attention(q, store.cache(layer), together, 0.3, window)
+        np.testing.assert_allclose(out, alone(store, layer, spans, q, window), atol=2e-6)
+    parts = steps.StepSpans(views(store, 0, spans)).parts
+    assert [span for part in parts for span in part] == views(store, 0, spans)
+    assert all(len(part) == 1 or sum(len(span.table) + 2 for span in part) <= most for part in parts)
+
+
+def test_what_is_left_in_a_slot_reaches_nobody(rng: np.random.Generator) -> None:
+    """A sequence whose numbers went wrong has gone, and another one has its slots."""
+    store = make_store(sequences=len(LENGTHS))
+    cache = store.cache(0)
+    cache.exact_k[:], cache.exact_v[:] = np.nan, np.inf
+    spans, q = begun(store, rng)
+    out = store.ops.attention(q, cache, store.ops.spans(views(store, 0, spans)), 0.3, None)
+    np.testing.assert_allclose(out, alone(store, 0, spans, q, None), atol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8, 16, 32])
+@pytest.mark.parametrize("shape", [(5, 3), (96, 64), (1000, 576), (40, 5000)])
+def test_a_thin_product_is_the_product(rows: int, shape: tuple[int, int], rng: np.random.Generator) -> None:
+    weight = rng.standard_normal(shape).astype(np.float32)
+    x = rng.standard_normal((rows, shape[1])).astype(np.float32)
+    y = steps.thin_product(x, weight)
+    exact = x.astype(np.float64) @ weight.T
+    np.testing.assert_allclose(y, exact, atol=1e-5 * np.sqrt(shape[1]) * np.abs(exact).max())
+    assert y.flags.c_contiguous
+
+
+def test_only_steps_take_the_short_way() -> None:
+    step = CacheSpan(slice(0, 1), 5, Place(None, 0), 0, None, [], N)
+    other = CacheSpan(slice(1, 2), 5, Place(None, 1), 0, None, [], N)
+    prompt = CacheSpan(slice(1, 3), 5, Place(None, 1), 0, None, [], N)
+    assert steps.is_step([step, other])
+    assert not steps.is_step([step])
+    assert not steps.is_step([step, prompt])
+    assert not isinstance(NumpyOps().spans([prompt]), steps.StepSpans)
+
+
+@pytest.mark.parametrize(("architecture", "gains"), [("SkylakeX", True), ("Haswell", False), ("", False)])
+def test_only_kernels_known_to_gain_take_products_in_pieces(architecture: str, gains: bool) -> None:
+    assert steps.multiplies_in_place(architecture) == gains
+    assert [steps.is_thin(rows) for rows in (1, 2, 32, 33)] == [False, True, True, False]

@@ -1,0 +1,484 @@
+"""The measurement of a GPU's kernels, on CuPy's stand-in: what is measured, in which order, and what is left out.
+
+The emulator computes; times are what the stand-in's events say. No test looks at a clock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.command import CacheType
+from bench.gpu import __main__ as kernels
+from bench.gpu import setup
+from bench.gpu.attention import AttentionTime, EncodeTime, layer_form, measure_attention
+from bench.gpu.cache import Content, fill
+from bench.gpu.peer import FLASHINFER, TORCH, TORCH_ROWS, PeerTime, half_attention
+from bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
+from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
+from bench.gpu.tables import Limits, Results, format_tables
+from engine.backends.cuda.ops import CudaOps
+from engine.errors import EngineError
+from tests.cuda import fake_cupy
+from tests.cuda.emulated import EmulatedDevice
+
+CONFIG = replace(
+    LLAMA_8B, layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64, max_context=128
+)
+SIZES = Sizes(CONFIG, block_size=16, blocks=3, rotated=1 << 13, copied=1 << 12, noise=999, gemm=32, prompt=48, runs=1)
+DEVICE, RECORDING = "engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"
+
+
+# -- the machine ---------------------------------------------------------------------------------------------------
+
+
+class HostClock:
+    """Does the work once; everything takes a millisecond."""
+
+    def seconds(self, work: Callable[[], object], runs: int) -> float:
+        work()
+        return 1e-3
+
+    def copy(self, to: np.ndarray, of: np.ndarray) -> None:
+        assert to.shape == of.shape
+        to[...] = of
+
+    def free(self) -> None:
+        pass
+
+
+def emulated(free: int = 1 << 30) -> Gpu:
+    def fresh() -> tuple[CudaOps, EmulatedDevice]:
+        device = EmulatedDevice(checked=False)
+        device.memory = lambda: (free, 2 << 30)
+        return CudaOps(device), device
+
+    return Gpu(fresh, HostClock(), {"name": "Emulated GPU", "driver": "1.2"})
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`open_gpu` finds CuPy's stand-in, with what a clock wants beside what the engine uses."""
+    machine, modules = fake_cupy.make()
+    cupy, cuda = modules["cupy"], modules["cupy.cuda"]
+
+    class Event:
+        done = True
+        count = itertools.count()
+
+        def __init__(self, disable_timing: bool = False):
+            self.timing = not disable_timing
+
+        def record(self, stream: Any) -> None:
+            assert stream is machine.stream
+            assert machine.recorded is None
+            self.time = next(self.count)
+
+        def synchronize(self) -> None:
+            pass
+
+    def elapsed(first: Event, second: Event) -> float:
+        assert first.timing
+        assert second.timing
+        return 2.0 * (second.time - first.time)
+
+    def copy(to: np.ndarray, of: np.ndarray) -> None:
+        assert to.shape == of.shape
+        machine.do(lambda: np.copyto(to, of))
+
+    cuda.Event, cuda.get_elapsed_time, cuda.get_current_stream = Event, elapsed, lambda: machine.stream
+    cuda.runtime.deviceSynchronize = lambda: None
+    cuda.runtime.driverGetVersion, cuda.runtime.runtimeGetVersion = lambda: 13020, lambda: 13000
+    cupy.copyto, cupy.__version__ = copy, "14.0"
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in (DEVICE, RECORDING):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(setup, "select", lambda device, threads: importlib.import_module(DEVICE))
+    yield machine
+    for name in (DEVICE, RECORDING):
+        sys.modules.pop(name, None)
+
+
+def no_peers(config: Any, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
+    return [PeerTime("one", context, batch, 4e-3), PeerTime("two", context, batch, None, "not installed")]
+
+
+def run(output: Path, *flags: str, gpu: Gpu | None = None, sizes: Sizes = SIZES, peers: Any = no_peers) -> int:
+    argv = ["--output", str(output), "--layers", "1", "--contexts", "64", *flags]
+    return kernels.main(argv, gpu, sizes, peers, step_contexts=(64,))
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_measured_in_the_order_of_its_importance(
+    fake_gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    types = "f16,ring4/ring3.5"
+    assert run(tmp_path / "out.json", "--types", types, "--batches", "1,2", "--budget", "100000") == 0
+    printed = capsys.readouterr()
+    assert "Not measured" not in printed.out
+    parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[1:-1]]
+    attention = ["fp16 kernels of others", "attention", "attention"]
+    products = ["qkv", "out", "gate_up", "down"]
+    model = ["steps", "steps", *products, "head", *products, *products, *products, "prefill of 48 tokens"]
+    assert parts == ["limits of the device", *attention, *model, *attention, "encoding"]
+
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert found["machine"]["gpu"]["name"] == "Fake GPU"
+    assert (found["machine"]["gpu"]["driver_cuda"], found["machine"]["gpu"]["runtime_cuda"]) == ("13.2", "13.0")
+    assert [(row["cache_type"], row["batch"]) for row in found["attention"]] == [
+        (name, batch) for batch in (1, 2) for name in types.split(",")
+    ]
+    assert all(0 < row["error"] < 4e-3 for row in found["attention"])
+    assert [row["batch"] for row in found["steps"]] == [1, 2]
+    assert [row["rows"] for row in found["matrices"]] == 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
+    assert [row["blocks"] for row in found["encoding"]] == [3, 1]
+    assert len(found["limits"]) == len(found["prefill"]) == 1
+    assert not found["not_measured"]
+    table = printed.out.split("Attention of one token")[1].splitlines()[2:]
+    assert [cells(line)[0] for line in table[2:10]] == 2 * ["one", "two", "f16", "ring4/ring3.5"]
+
+
+def test_what_the_budget_cuts_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = itertools.chain([0, 1, 2, 3, 4], itertools.repeat(11))  # the start, two looks at the time for each task
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert run(tmp_path / "out.json", "--budget", "10", gpu=emulated()) == 0
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert len(found["limits"]) == 1
+    assert len(found["attention_peers"]) == 2
+    assert not found["attention"]
+    cut = [one["what"] for one in found["not_measured"]]
+    assert cut[0] == "attention, f16, 64 × 1"
+    assert cut[-1] == "encoding"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Not measured: encoding: the 10 s of --budget were over."
+
+
+def only(*names: str) -> Callable[[kernels.Plan], Any]:
+    """Tasks whose names begin so."""
+    tasks = kernels.Plan.tasks
+
+    return lambda plan: (task for task in tasks(plan) if task[0].startswith(names))
+
+
+def test_a_task_that_fails_leaves_the_others_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*shape: Any) -> list[PeerTime]:
+        raise RuntimeError("an illegal access\nwas encountered")
+
+    monkeypatch.setattr(kernels.Plan, "tasks", only("fp16", "limits", "attention"))
+    assert run(tmp_path / "out.json", "--types", "f16", "--batches", "1", gpu=emulated(), peers=broken) == 0
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert [(one["what"], one["why"]) for one in found["not_measured"]] == [
+        ("fp16 kernels of others, 64 × 1", "failed: RuntimeError: an illegal access")
+    ]
+    assert len(found["attention"]) == 1
+    assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
+
+
+def test_a_device_that_is_lost_ends_nothing_else(tmp_path: Path) -> None:
+    """After a fault every call fails: what was measured before is printed all the same."""
+    gpu = emulated()
+
+    def free() -> None:
+        raise RuntimeError("an illegal access was encountered")
+
+    gpu.clock.free = free
+    assert run(tmp_path / "out.json", gpu=gpu) == 0
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert {one["why"] for one in found["not_measured"]} == {"failed: RuntimeError: an illegal access was encountered"}
+
+
+def test_the_file_is_there_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*shape: Any) -> list[PeerTime]:
+        raise KeyboardInterrupt
+
+    assert run(tmp_path / "out.json", gpu=emulated(), peers=stopped) == 130
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["limits"]
+
+
+def test_what_does_not_fit_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.Plan, "tasks", only("attention", "steps", "qkv"))
+    assert run(tmp_path / "out.json", "--types", "f16", "--batches", "1", gpu=emulated(free=8000)) == 0
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    reasons = {one["what"]: one["why"] for one in found["not_measured"]}
+    assert reasons["attention, f16, 64 × 1"] == "its 8.0 KiB do not fit into the 7.0 KiB that are free"
+    assert reasons["steps, 64 × 1"].startswith("no model of 1 layers (The model's weights take 0.0 GiB on the GPU")
+    assert reasons["qkv × 1 rows"] == "there is no model"
+
+
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = CudaOps.attention
+
+    def off(self: CudaOps, q: Any, *rest: Any) -> Any:
+        out = attention(self, q, *rest)
+        return out + 0.01 * np.abs(out).max()
+
+    content = Content.random(3, 16, 2, 16)
+    given = SIZES, content, CacheType.read("f16"), 64, 1
+    assert measure_attention(emulated(), *given).right
+    monkeypatch.setattr(CudaOps, "attention", off)
+    wrong = measure_attention(emulated(), *given)
+    assert not wrong.right
+    assert wrong.error == pytest.approx(0.01, rel=0.5)
+
+
+def test_a_type_without_a_kernel_gets_a_sentence() -> None:
+    with pytest.raises(EngineError, match="kivi4 has no GPU kernel"):
+        measure_attention(emulated(), SIZES, Content.random(3, 16, 2, 16), CacheType.read("kivi4"), 64, 1)
+
+
+def test_records_repeat_to_the_end_of_every_pool() -> None:
+    ops, _ = emulated().open()
+    form = layer_form(SIZES, CacheType.read("ring4/ring3.5"), None, None)
+    cache = ops.cache(form, 11, 7)
+    fill(ops, HostClock(), cache, Content.random(3, 16, 2, 16))
+    for pool in (cache.keys.coded, cache.values.coded, *cache.exact):
+        assert len(np.unique(pool.reshape(len(pool), -1), axis=0)) == 3
+        np.testing.assert_array_equal(pool, pool[np.arange(len(pool)) % 3])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--types", "int3"], "--types int3: There is no cache type 'int3'"),
+        (["--contexts", "63"], "--contexts takes numbers from 64 up, separated by commas, not '63'"),
+        (["--batches", "0"], "--batches takes numbers from 1 up, separated by commas, not '0'"),
+        (["--layers", "0"], "--layers: must be at least 1"),
+        (["--output", "{tmp}/none/out.json"], "--output {tmp}/none/out.json cannot be written"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / "out.json", *(flag.format(tmp=tmp_path) for flag in flags), gpu=emulated()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(device: str, threads: int) -> Any:
+        raise EngineError("device=cuda: No NVIDIA driver found", "device_unavailable", ("device",))
+
+    monkeypatch.setattr(setup, "select", missing)
+    assert run(tmp_path / "out.json") == 2
+    assert capsys.readouterr().err == "error: --device cuda: No NVIDIA driver found\n"
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> None:
+    results = Results(
+        [
+            Limits(copy=4e12, gemm=800e12),
+            PeerTime("torch", 1024, 1, 30e-6),
+            PeerTime("other", 1024, 1, None, "not installed"),
+            AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4),
+            AttentionTime("ring4", 1024, 1, 10e-6, 10_000_000, 2e-4),
+            AttentionTime("ring4", 1024, 16, 10e-6, 10_000_000, 2e-4),
+            AttentionTime("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
+            AttentionTime("ring3", 1024, 1, 1e-6, 10_000_000, float("nan")),
+            StepTime(1024, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000),
+            MatrixTime("qkv", 1, 10e-6, 30_000_000),
+            PrefillTime(1000, 0.5, 200e12, 1e-3, 300e9),
+            EncodeTime("ring4", 64, 5e-6),
+        ],
+        [("encoding", "there is not enough memory")],
+    )
+    lines = [cells(line) for line in format_tables(results).splitlines()]
+    assert ["torch", "1,024", "1", "30.0", "—", "—", "0.67", ""] in lines
+    assert ["other", "1,024", "1", "not installed", "—", "—", "—", "—"] in lines
+    assert ["f16", "1,024", "1", "20.0", "2,000", "50 %", "1.00", "1.0e-04"] in lines
+    assert ["ring4", "1,024", "1", "10.0", "1,000", "25 %", "2.00", "2.0e-04"] in lines
+    assert ["ring4", "1,024", "16", "10.0", "1,000", "25 %", "—", "2.0e-04"] in lines
+    assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
+    assert ["ring3", "1,024", "1", "1.0", "10,000", "250 %", "—", "WRONG nan"] in lines
+    assert ["1,024", "4", "10.00", "9.00", "8.00", "5.00", "50 %", "400"] in lines
+    assert ["qkv", "1", "10.0", "3,000", "75 %"] in lines
+    assert ["1,000", "500.0", "2,000", "50 %", "300"] in lines
+    assert ["ring4", "64", "5.0"] in lines
+    assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
+
+
+def test_without_limits_there_are_no_shares() -> None:
+    results = Results([AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4), StepTime(8, 1, 1e-3, 1e-3, 1e-3, 9)])
+    lines = [cells(line) for line in format_tables(results).splitlines()]
+    assert ["f16", "1,024", "1", "20.0", "2,000", "—", "1.00", "1.0e-04"] in lines
+    assert ["8", "1", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
+
+
+# -- other libraries -----------------------------------------------------------------------------------------------
+
+
+class FakeTorch(ModuleType):
+    """As much of PyTorch as is used; tensors are their shapes, a call of a kernel takes a millisecond."""
+
+    float16 = uint8 = int32 = "type"
+
+    def __init__(self, *, recordable: bool = True, gpu: bool = True):
+        super().__init__("torch")
+        self.calls: list[tuple[Any, ...]] = []
+        self.now = 0.0
+        self.recording: list[Any] | None = None
+        self.tensors = 0
+        owner = self
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self) -> None:
+                self.time = owner.now
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, later: Event) -> float:
+                return later.time - self.time
+
+        class Graph:
+            def replay(self) -> None:
+                owner.now += len(self.work)
+
+        class Recording:
+            def __init__(self, graph: Any):
+                self.graph = graph
+
+            def __enter__(self) -> None:
+                if not recordable:
+                    raise RuntimeError("capture failed")
+                owner.recording = self.graph.work = []
+
+            def __exit__(self, *error: object) -> None:
+                owner.recording = None
+
+        self.cuda = SimpleNamespace(
+            is_available=lambda: gpu,
+            mem_get_info=lambda: (1 << 30, 2 << 30),
+            empty_cache=lambda: None,
+            synchronize=lambda: None,
+            Event=Event,
+            CUDAGraph=Graph,
+            graph=Recording,
+        )
+        self.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=self.attention))
+
+    def randn(self, shape: Sequence[int], device: str, dtype: str) -> tuple[int, ...]:
+        self.tensors += 1
+        return tuple(shape)
+
+    def empty(self, size: int, device: str, dtype: str) -> tuple[int, ...]:
+        return (size,)
+
+    def tensor(self, values: list[int], device: str, dtype: str) -> list[int]:
+        assert isinstance(values, list)
+        return values
+
+    def attention(self, *shapes: Any, **options: Any) -> None:
+        self.calls.append((*shapes, *options))
+        if self.recording is None:
+            self.now += 1
+        else:
+            self.recording.append(shapes)
+
+
+@pytest.fixture
+def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+
+
+@pytest.mark.usefixtures("no_flashinfer")
+@pytest.mark.parametrize("recordable", [True, False])
+def test_pytorch_is_timed_in_two_forms(monkeypatch: pytest.MonkeyPatch, recordable: bool) -> None:
+    torch = FakeTorch(recordable=recordable)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    size = 2 * 2 * 3 * 2 * 64 * 16
+    times = half_attention(CONFIG, 64, 3, rotated=5 * size - 1, runs=3)
+    note = "" if recordable else "not recorded"
+    assert [(time.name, time.seconds, time.note) for time in times] == [
+        (TORCH, pytest.approx(1e-3), note),
+        (TORCH_ROWS, pytest.approx(1e-3), note),
+        (FLASHINFER, None, "not installed"),
+    ]
+    assert ((3, 4, 1, 16), (3, 2, 64, 16), (3, 2, 64, 16), "enable_gqa") in torch.calls
+    assert ((3, 2, 2, 16), (3, 2, 64, 16), (3, 2, 64, 16)) in torch.calls
+    assert torch.tensors == 2 * (1 + 2 * 5), "queries, and five sets of keys and values"
+
+
+def test_flashinfer_reads_pages_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = FakeTorch()
+    planned: list[Any] = []
+
+    class Wrapper:
+        def __init__(self, workspace: Any, layout: str, use_tensor_cores: bool):
+            assert (layout, use_tensor_cores) == ("NHD", True)
+
+        def plan(self, *given: Any) -> None:
+            planned.extend(given)
+
+        run = staticmethod(torch.attention)
+
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper))
+    times = half_attention(CONFIG, 70, 2, rotated=1, runs=2)
+    assert times[-1].seconds == pytest.approx(1e-3)
+    assert planned == [[0, 5, 10], list(range(10)), [6, 6], 4, 2, 16, 16]
+    assert torch.calls[-1] == ((2, 4, 16), (10, 2, 16, 2, 16))
+
+
+def test_a_peer_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*given: Any, **options: Any) -> None:
+        raise RuntimeError("no kernel for this shape\nand more")
+
+    def notes() -> set[str]:
+        return {time.note for time in half_attention(CONFIG, 64, 1, 1, 1)}
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert notes() == {"PyTorch is not installed"}
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch(gpu=False))
+    assert notes() == {"PyTorch sees no GPU"}
+    broken = FakeTorch()
+    broken.nn.functional.scaled_dot_product_attention = no_kernel
+    monkeypatch.setitem(sys.modules, "torch", broken)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert notes() == {"does not work: no kernel for this shape", "not installed"}
+
+
+def test_a_cache_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = FakeTorch()
+    torch.cuda.mem_get_info = lambda: (1000, 2000)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    first = half_attention(CONFIG, 64, 1, 1, 1)[0]
+    assert first.note == "does not work: there is too little memory for an fp16 cache of this size"
+
+
+def test_the_clock_counts_events_of_the_device_s_stream(fake_gpu: Any) -> None:
+    gpu = open_gpu()
+    _, device = gpu.open()
+    done: list[int] = []
+    assert gpu.clock.seconds(lambda: (device.empty((1,), np.float32), done.append(1)), 4) == pytest.approx(2e-3)
+    assert len(done) == 3 + 1 + 4, "unmeasured, one that the host may be late for, measured"
+    assert gpu.about["name"] == "Fake GPU"

@@ -1,0 +1,194 @@
+"""The benchmark of the server: what arrives when, what is counted, and how it is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from bench.serving import __main__ as serve
+from bench.serving import load
+from bench.serving.load import Answer, Plan, Seen, _ask, poisson, prompts
+
+OPTIONS = serve.Options()
+
+
+# -- what is asked, and when ---------------------------------------------------------------------------------------
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    starts = poisson(50, 100, None, np.random.default_rng(1))
+    assert starts == sorted(starts)
+    assert 0 < starts[0] < starts[-1] < 100
+    assert len(starts) == pytest.approx(5000, rel=0.05)
+    gaps = np.diff(starts)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # of the exponential distribution
+    assert poisson(50, 100, 7, np.random.default_rng(1)) == starts[:7]
+
+
+def test_prompts_share_their_beginning_and_nothing_else() -> None:
+    found = prompts(range(5, 500), 9, 20, 30, np.random.default_rng(1))
+    assert {len(prompt) for prompt in found} == {50}
+    assert len({tuple(prompt[:20]) for prompt in found}) == 1
+    assert len({tuple(prompt[20:]) for prompt in found}) == 9
+
+
+# -- what a client sees --------------------------------------------------------------------------------------------
+
+
+def asked(status: int, lines: Sequence[str]) -> Answer:
+    """What a client makes of a response."""
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        assert (body["prompt"], body["max_tokens"], body["stream"]) == ([5, 6], 3, True)
+        return httpx.Response(status, text="".join(f"{line}\n\n" for line in lines))
+
+    async def main() -> Answer:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://server") as http:
+            return await _ask(http, Plan(1, [0.5], [[5, 6]], 3), 0, 0.0)
+
+    return asyncio.run(main())
+
+
+TEXT = 'data: {"choices": [{"text": "a"}], "usage": null}'
+END = 'data: {"choices": [{"text": "", "finish_reason": "length"}], "usage": null}'
+USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
+ERROR = 'data: {"error": {"message": "…", "type": "server_error", "param": null, "code": "internal"}}'
+
+
+def test_an_answer() -> None:
+    answer = asked(200, [TEXT, TEXT, END, f'data: {{"choices": [], "usage": {json.dumps(USAGE)}}}', "data: [DONE]"])
+    assert answer.error is None
+    assert len(answer.pieces) == 2
+    assert 0.5 < answer.sent <= answer.pieces[0] <= answer.pieces[1] <= answer.ended
+    assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "kind"),
+    [
+        (429, [ERROR.removeprefix("data: ").replace("internal", "busy")], "429 busy"),
+        (502, ["Bad Gateway"], "502 no error of the API"),
+        (200, [TEXT, ERROR], "internal"),
+        (200, [TEXT, END], "cut off"),
+        (200, ["<html>"], "JSONDecodeError"),
+    ],
+)
+def test_errors_have_a_kind(status: int, lines: Sequence[str], kind: str) -> None:
+    assert asked(status, lines).error == kind
+
+
+# -- what is made of it --------------------------------------------------------------------------------------------
+
+
+def test_what_is_counted() -> None:
+    answers = [
+        Answer(0.0, 0.0, [0.5, 0.6, 0.8], 0.8, prompt_tokens=10, cached_tokens=0, completion_tokens=3),
+        Answer(0.5, 1.0, [1.1, 1.2, 1.5], 1.5, prompt_tokens=10, cached_tokens=8, completion_tokens=3),
+        Answer(0.6, 1.0, [], 1.1, error="429 busy"),
+        Answer(0.7, 1.5, [1.9], 2.0, error="cut off"),
+    ]
+    found = serve.summary(OPTIONS, Seen(2.0, answers, 30, 12, 2))
+    assert found["errors"] == {"429 busy": 1, "cut off": 1}
+    assert (found["requests"], found["requests_per_second"], found["tokens_per_second"]) == (4, 1.0, 3.0)
+    assert found["prefix_hit_rate"] == 0.4
+    assert (found["blocks"], found["peak_blocks"], found["peak_running"]) == (30, 12, 2)
+    assert found["tokens_each_second"] == [3, 4, 0]
+    waits = {
+        name: (of["count"], of["percentiles"][0], of["percentiles"][100]) for name, of in found["latencies"].items()
+    }
+    assert waits["first_token_seconds"] == pytest.approx((2, 0.1, 0.5))
+    assert waits["between_tokens_seconds"] == pytest.approx((4, 0.1, 0.3))
+    assert waits["request_seconds"] == pytest.approx((2, 0.5, 0.8))
+    assert waits["behind_arrival_seconds"] == pytest.approx((4, 0.0, 0.8))
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_a_server_of_its_own_is_measured(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, which the extra `bench` has")
+    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
+    flags = ["--clients", "3", "--rate", "40", "--seconds", "30", "--requests", "12", "--max-tokens", "9"]
+    flags += ["--prompt-tokens", "10", "--shared-prefix", "70", "--output", str(tmp_path / "out.json")]
+    assert serve.main(["--weights", str(tiny_path), *flags]) == 0
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert {"cpu", "cores", "numpy", "blas"} <= found["machine"].keys()
+    assert found["command"].startswith("python -m bench.serving --weights ")
+    assert (found["requests"], found["errors"], found["prompt_tokens"]) == (12, {}, 12 * 80)
+    assert found["load"]["clients"] == 3
+    assert 0 < found["prefix_hit_rate"] < 1
+    assert found["latencies"]["first_token_seconds"]["count"] == 12
+    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(12 * 9)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("tiny")
+    assert [line.split("|")[1].strip() for line in printed[-6:]] == [
+        "milliseconds",
+        ":------------------------",
+        "first token",
+        "between two tokens",
+        "whole answer",
+        "until a client was free",
+    ]
+
+
+def test_what_was_seen_is_kept_when_the_command_is_stopped(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, monkeypatched = [], load._ask
+
+    async def stopped_at_the_third(http, plan, number, begun):
+        if len(answers) == 2:
+            raise KeyboardInterrupt
+        answers.append(await monkeypatched(http, plan, number, begun))
+        return answers[-1]
+
+    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(load, "_ask", stopped_at_the_third)
+    monkeypatch.setattr(serve.plot, "draw", lambda *given: "No picture")
+    flags = ["--clients", "1", "--rate", "40", "--seconds", "30", "--requests", "5", "--max-tokens", "3"]
+    flags += ["--prompt-tokens", "10", "--shared-prefix", "10", "--output", str(tmp_path / "out.json")]
+    assert serve.main(["--weights", str(tiny_path), *flags]) == 130
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert (found["requests"], found["complete"]) == (2, False)
+    printed = capsys.readouterr()
+    assert "| first token " in printed.out
+    assert "Requests arrive for 30 s" in printed.err
+
+
+def closed_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--url", "http://127.0.0.1:{port}"], "--url http://127.0.0.1:{port}: no such server answers there"),
+        (["--url", "nonsense"], "--url nonsense: no such server answers there"),
+        (["--url", "http://a", "--weights", "b"], "--url and --weights both say which server it is"),
+        (["--rate", "0"], "--rate: must be more than 0"),
+        (["--clients", "0"], "--clients: must be at least 1"),
+        (["--weights", "{tmp}/none"], "The server did not start: {tmp}/none does not exist"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"port": closed_port(), "tmp": tmp_path}
+    assert serve.main([flag.format(**known) for flag in flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(**known)}")
+    assert "Traceback" not in printed.err

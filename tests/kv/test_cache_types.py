@@ -1,0 +1,108 @@
+"""Names of cache types, for keys and values, for all layers or some of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import codecs
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.kv.cache_types import PRESETS, chosen, layer_codecs
+
+LAYERS, HEAD_DIM = 6, 64
+
+
+def names(**settings: str) -> list[tuple[str, str]]:
+    return [(k.name, v.name) for k, v in layer_codecs(EngineConfig(**settings), LAYERS, HEAD_DIM)]
+
+
+def refusal(**settings: str) -> str:
+    with pytest.raises(EngineError) as raised:
+        layer_codecs(EngineConfig(**settings), LAYERS, HEAD_DIM)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", codecs.available())
+def test_one_type_serves_keys_and_values(name: str) -> None:
+    if codecs.get(name).serves == codecs.KEYS_AND_VALUES:
+        assert names(cache_type=name) == [(name, name)] * LAYERS
+    else:
+        assert names(cache_type_k=name, cache_type_v="f16") == [(name, "f16")] * LAYERS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_name_types_that_exist(preset: str) -> None:
+    assert names(cache_type=preset) == [PRESETS[preset]] * LAYERS
+
+
+def test_keys_and_values_go_before_the_common_type() -> None:
+    assert names(cache_type="f16", cache_type_k="polarquant") == [("polarquant", "f16")] * LAYERS
+    assert names(cache_type="f16", cache_type_v="polarquant") == [("f16", "polarquant")] * LAYERS
+    assert chosen(EngineConfig(cache_type="f16", cache_type_v="turbo3")) == (
+        ("cache_type", "f16"),
+        ("cache_type_v", "turbo3"),
+    )
+
+
+def test_a_pair_is_keys_and_values() -> None:
+    assert names(cache_type="ring5/ring4") == [("ring5", "ring4")] * LAYERS
+    assert names(cache_type="polarpair-m4n4/f16") == [("polarpair-m4n4", "f16")] * LAYERS
+    assert names(cache_type="ring4@0-1,ring3.5/f16")[1:3] == [("ring4", "f16"), ("ring3.5", "f16")]
+    assert names(cache_type="ring5/ring4", cache_type_v="f16") == [("ring5", "f16")] * LAYERS
+
+
+@pytest.mark.parametrize("types", ["ring5/", "/ring4", "ring5/ring4/ring3", "/"])
+def test_half_a_pair_is_refused(types: str) -> None:
+    assert "KEYS/VALUES as in ring5/ring4" in refusal(cache_type=types)
+
+
+def test_a_type_that_there_is_not_is_answered_with_what_there_is() -> None:
+    sentence = refusal(cache_type="rign4")
+    assert sentence.startswith("cache_type=rign4: there is no such type")
+    assert all(word in sentence for word in (*PRESETS, *codecs.available(), "KEYS/VALUES", "cache_type_k"))
+    assert "KEYS/VALUES is for cache_type" in refusal(cache_type_k="ring5/ring4")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cache_type_k": "balanced"}, {"cache_type": "f16/balanced"}, {"cache_type": "balanced@0,f16"}]
+)
+def test_a_preset_stands_alone(settings: dict[str, str]) -> None:
+    assert "a preset stands alone, as cache_type=balanced; choose one of f16" in refusal(**settings)
+
+
+def test_layers_may_differ() -> None:
+    keys = [k for k, _ in names(cache_type_k="ring4@0-1,ring3.5,f16@5")]
+    assert keys == ["ring4", "ring4", "ring3.5", "ring3.5", "ring3.5", "f16"]
+    assert [v for _, v in names(cache_type_v="ring3@0-5")] == ["ring3"] * LAYERS
+
+
+def test_every_layer_has_codecs_of_its_own_where_they_learn() -> None:
+    online = [k for k, _ in layer_codecs(EngineConfig(cache_type_k="polarquant-online"), LAYERS, HEAD_DIM)]
+    assert len({id(codec) for codec in online}) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("types", "words"),
+    [
+        ("ring9", ["ring9", "ring3"]),
+        ("ring4@0-9,f16", ["layers 0-9", "0 to 5"]),
+        ("ring4@3-1,f16", ["layers 3-1"]),
+        ("ring4@0-1", ["layer 2 has no type"]),
+        ("ring4,ring3", ["ring4 and ring3"]),
+        ("ring4@x,ring3", ["ring4@0-1"]),
+        ("", ["ring4@0-1"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_setting(types: str, words: list[str]) -> None:
+    sentence = refusal(cache_type_k=types)
+    assert sentence.startswith("cache_type_k=")
+    assert all(word in sentence for word in words), sentence
+
+
+def test_keys_only_and_unserved_head_dims_are_refused() -> None:
+    assert "keys only; give the others a type of their own, as in polarpair-m4n4/f16" in refusal(
+        cache_type="polarpair-m4n4"
+    )
+    assert "keys only; choose another type here" in refusal(cache_type_v="polarpair-m4n4")
+    with pytest.raises(EngineError, match="cache_type_v=q8_0"):
+        layer_codecs(EngineConfig(cache_type_v="q8_0"), LAYERS, 48)

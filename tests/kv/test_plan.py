@@ -1,0 +1,154 @@
+"""How much fits: the plan is the largest that fits, and its bytes are those of the arrays."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from engine import Engine, EngineError, codecs
+from engine.assembly import fit_line
+from engine.backends.numpy.ops import NumpyOps
+from engine.kv.plan import (
+    CacheShape,
+    LayerShape,
+    StorePlan,
+    f16_tokens,
+    format_bytes,
+    parse_size,
+    plan_for_memory,
+    plan_for_tokens,
+)
+from engine.kv.store import KVStore
+from engine.quantization.conditioning import Conditioning
+
+codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])
+windows = st.one_of(st.none(), st.integers(1, 300))
+
+
+@st.composite
+def shapes(draw, windows=windows) -> CacheShape:
+    means = st.sampled_from([0, 8, 16])
+    layer = st.builds(LayerShape, codec_names.map(codecs.get), codec_names.map(codecs.get), means, windows)
+    return CacheShape(
+        block_size=draw(st.sampled_from([4, 8, 64])),
+        kv_heads=draw(st.integers(1, 4)),
+        head_dim=draw(st.sampled_from([8, 48, 64])),
+        layers=tuple(draw(st.lists(layer, min_size=1, max_size=5))),
+    )
+
+
+def sequences_of(plan: StorePlan) -> int:
+    """For how many sequences a plan has exact slots."""
+    return next(n for n in range(1, 100) if plan_for_tokens(plan.shape, 0, n).exact_slots == plan.exact_slots)
+
+
+@given(shapes(), st.integers(1, 1 << 24), st.integers(1, 5000), st.integers(1, 5))
+def test_the_plan_is_the_longest_sequence_that_fits(shape, memory, max_tokens, sequences) -> None:
+    assume(max_tokens >= 2 * shape.block_size)
+    if plan_for_tokens(shape, 2 * shape.block_size, 1).bytes > memory:
+        with pytest.raises(EngineError, match=re.escape(format_bytes(memory))) as raised:
+            plan_for_memory(shape, memory, max_tokens, sequences)
+        assert raised.value.code == "out_of_memory"
+        return
+    plan = plan_for_memory(shape, memory, max_tokens, sequences)
+    assert plan.bytes <= memory
+    assert 1 <= sequences_of(plan) <= sequences
+    assert plan == plan_for_tokens(shape, plan.tokens, sequences_of(plan))
+    one_more = plan_for_tokens(shape, plan.tokens + 1, sequences_of(plan))
+    assert plan.tokens == max_tokens or one_more.bytes > memory
+
+
+@given(shapes(), st.integers(0, 600), st.integers(1, 5))
+def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
+    plan = plan_for_tokens(shape, tokens, sequences)
+    store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(shape.layers))
+    allocated = 0
+    for layer in range(len(shape.layers)):
+        cache = store.cache(layer)
+        arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values(), cache.exact_k, cache.exact_v]
+        allocated += sum(array.nbytes for array in arrays)
+    assert plan.bytes == allocated
+
+
+@given(shapes(), st.integers(1, 3000), st.integers(1, 5))
+def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> None:
+    """A prompt of any length, then steps to the end; integers only, nothing is computed."""
+    few_heads = replace(shape, kv_heads=1, head_dim=8)
+    plan = plan_for_tokens(few_heads, tokens, sequences)
+    store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
+    sequence = store.new_sequence()
+    for count in (tokens // 3, tokens // 3, *[1] * min(200, tokens - 2 * (tokens // 3))):
+        if count:
+            store.commit(store.open(sequence, count))
+    if sequence.length < tokens:
+        store.commit(store.open(sequence, tokens - sequence.length))
+    assert sequence.length == tokens
+
+
+@given(shapes(st.none()), st.integers(200, 5000), st.integers(1, 5))
+def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
+    plan = plan_for_tokens(shape, tokens, sequences)
+    half = codecs.get("f16")
+    plain = replace(shape, layers=tuple(LayerShape(half, half, window=layer.window) for layer in shape.layers))
+    held = f16_tokens(plan, tokens)
+    assert 0 < held <= tokens
+    assert plan_for_tokens(plain, held, sequences).bytes <= plan.bytes
+    assert held == tokens or plan_for_tokens(plain, held + 1, sequences).bytes > plan.bytes
+    assert f16_tokens(plan_for_tokens(plain, tokens, sequences), tokens) == tokens
+
+
+@given(shapes(st.integers(1, 64)), st.integers(1, 5))
+def test_where_every_layer_has_a_window_no_length_is_too_long(shape, sequences) -> None:
+    enough = plan_for_tokens(shape, 10_000, sequences).bytes * 4
+    assert plan_for_memory(shape, enough, 10**7, sequences).tokens == 10**7
+
+
+@given(st.floats(1e-3, 1e4), st.sampled_from(["k", "K", "M", "G", "T"]), st.sampled_from(["", "B", "iB", "ib"]))
+def test_sizes_are_read_in_binary_units(number: float, unit: str, end: str) -> None:
+    expected = int(float(f"{number:.3f}") * 1024 ** ("kmgt".index(unit.lower()) + 1))
+    assume(expected > 0)
+    assert parse_size(f"{number:.3f}{unit}{end}") == expected
+    assert parse_size(f" {number:.3f} {unit}{end} ") == expected
+
+
+@pytest.mark.parametrize("text", ["", "M", "b", "0", "-1G", "nan", "inf", "infG", "1e400", "5X", "1,5G", "2GG", "0x10"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(EngineError, match=r"kv_memory=.*is not a size"):
+        parse_size(text)
+
+
+@given(st.integers(1, 1 << 50))
+def test_sizes_for_people_can_be_read_back(size: int) -> None:
+    written = format_bytes(size)
+    unit = 1024 ** ["B", "KiB", "MiB", "GiB"].index(written.split()[1])
+    assert abs(parse_size(written) - size) <= 0.05 * unit + 1
+
+
+def test_the_line_at_the_start_has_the_numbers_of_the_plan(tiny: Engine) -> None:
+    line, plan = tiny.fit_line(), tiny._parts.plan
+    assert line == fit_line(tiny._parts)
+    words = re.search(
+        r"([\d.]+ \w+) on the cpu; KV store ([\d.]+ \w+), (\d+) blocks of (\d+) as polarquant \(([\d.]+) bits/value\): "
+        r"(\d+) tokens fit \(with an f16 cache: (\d+)\)",
+        line,
+    )
+    assert words is not None
+    weights, store, blocks, size, bits, tokens, plain = words.groups()
+    assert weights == format_bytes(tiny._model.weights.bytes)
+    assert store == format_bytes(plan.bytes)
+    # Of a whole context, the first block is exact: the others are the coded ones.
+    assert (int(blocks) + 1) * int(size) == int(tokens) == tiny.context
+    layers = len(plan.shape.layers)
+    values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels
+    assert float(bits) == round(plan.shape.coded_bytes(range(layers)) * 8 / values, 2)
+    assert int(plain) == f16_tokens(plan, plan.tokens) < int(tokens)
+
+
+def test_the_line_of_an_f16_store_does_not_compare_it_with_itself(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16") as engine:
+        assert engine.fit_line().endswith("tokens fit")

@@ -1,0 +1,124 @@
+"""The size of keys and values, told from weights, and what is stored not depending on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Engine
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import Place, StoredSpace
+from engine.model.magnitudes import Variances, scale, variances
+from model_loaders.rope import rope_frequencies
+from tests.bare import bare_model, kl, prefill_logits, read_model
+from tests.conftest import FIXTURES
+from tests.rescaled import rescale
+from tests.shared_data import shared
+from tests.tiny import make_model
+
+OPS = NumpyOps()
+N = 16
+TYPES = {
+    "default": {"cache_type": "balanced"},
+    "polarquant": {"cache_type": "polarquant"},
+    "as published": {"cache_type": "turbo3", "key_conditioning": False},
+    "rings, as published": {"cache_type": "ring3", "key_conditioning": False},
+}
+
+
+# -- what is stored does not depend on the size ----------------------------------------------------------------------
+
+
+def logits(path: Path, ids: list[int], block_size: int = N, **settings) -> list[np.ndarray]:
+    """As served, and with every token coded."""
+    with Engine.load(path, device="cpu", block_size=block_size, **settings) as engine:
+        scored = [engine.score(ids, coded, logits=True).logits for coded in (False, True)]
+    assert len(scored[0]) == len(ids)
+    return scored
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("fixture", ["llama_gqa_llama3_tied", "qwen2_bias", "qwen3_qk_norm_tied"])
+def test_powers_of_two_change_no_bit(tmp_path: Path, fixture: str, types: str) -> None:
+    path = make_model(tmp_path, fixture)
+    ids = np.random.default_rng(1).integers(5, 96, 100).tolist()
+    plain = logits(path, ids, calibration=False, **TYPES[types])
+    for side in ("keys", "values"):
+        for factor in (2.0**-12, 2.0**12):
+            with pytest.MonkeyPatch.context() as patch:
+                rescale(patch, side, factor)
+                for given, wanted in zip(logits(path, ids, calibration=False, **TYPES[types]), plain, strict=True):
+                    np.testing.assert_array_equal(given, wanted)
+
+
+def test_a_real_model_diverges_alike_whatever_the_size() -> None:
+    """Fitted to the model. The scale may be another power of two then, so that other codes are nearest."""
+    path = shared("models", "stories15M")
+    text = shared("text", "tinystories_dedup.txt").read_text()[:2000]
+    with Engine.load(path, device="cpu", cache_type="f16") as engine:
+        ids = [1, *engine.tokenize(text)][:128]
+        exact = engine.score(ids, logits=True).logits
+    plain = [kl(exact, given) for given in logits(path, ids, 32)]
+    for side, factor in (("keys", 1e-3), ("keys", 1e3), ("values", 1e-3), ("values", 1e3)):
+        with pytest.MonkeyPatch.context() as patch:
+            rescale(patch, side, factor)
+            scaled = [kl(exact, given) for given in logits(path, ids, 32)]
+        np.testing.assert_allclose(scaled, plain, rtol=0.25, err_msg=f"{side} times {factor}")
+
+
+# -- what the weights tell -------------------------------------------------------------------------------------------
+
+
+def test_of_a_real_model_they_tell_the_size_within_a_factor_of_three() -> None:
+    path = shared("models", "stories15M")
+    config, weights = read_model(path)
+    with Engine.load(path, device="cpu", cache_type="f16") as engine:
+        ids = [1, *engine.tokenize(shared("text", "tinystories_dedup.txt").read_text()[:800])][:127]
+    model = bare_model(config, weights, block_size=128)
+    prefill_logits(model, ids)
+    for index, layer in enumerate(weights.layers):
+        (k, v), told = model.store.cache(index).exact(Place(None, 0)), variances(OPS, config, layer)
+        for side, variance in zip((k[:, 16:127], v[:, 16:127]), told, strict=True):
+            ratio = np.sqrt(variance.mean(axis=1) / np.square(side).mean(axis=(1, 2)))
+            assert (ratio < 3).all()
+            assert (ratio > 1 / 3).all()
+
+
+@pytest.mark.parametrize("block_size", [None, 64])
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+def test_of_inputs_that_have_nothing_to_do_with_each_other_they_are_exact(
+    name: str, block_size: int | None, rng: np.random.Generator
+) -> None:
+    """Keys and values of random inputs at consecutive positions; a bias that outweighs all else, where there is one."""
+    config, weights = read_model(FIXTURES / name)
+    layer, count = weights.layers[1], 4096
+    if layer.qkv_bias is not None:
+        layer = replace(layer, qkv_bias=20 * layer.qkv_bias)
+    x = rng.standard_normal((count, config.hidden_size)).astype(np.float32)
+    qkv = OPS.linear(x, layer.qkv, layer.qkv_bias, norm=(layer.attention_norm, config.norm_eps))
+    norms = None if layer.k_norm is None else (layer.q_norm, layer.k_norm, config.norm_eps)
+    angles = np.outer(np.arange(count), rope_frequencies(config.rope, config.head_dim)[0])
+    turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    _, k, v = OPS.condition(qkv.reshape(count, -1, config.head_dim), turns, StoredSpace(config.kv_heads), norms)
+    if block_size is not None:
+        blocks = k.reshape(-1, block_size, *k.shape[1:])
+        k = (blocks - blocks.mean(axis=1, keepdims=True)).reshape(k.shape)
+    told = variances(OPS, config, layer, block_size)
+    for side, variance in zip((k, v), told, strict=True):
+        np.testing.assert_allclose(variance.mean(-1), np.square(side).mean((0, 2)), rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rms", "expected"),
+    [(1, 1), (1.99, 1), (2, 2), (0.5, 0.5), (0.499, 0.25), (1e-12, 2.0**-40), (1e40, 2.0**64), (0, 1), (np.inf, 1)],
+)
+def test_the_scale_is_the_power_of_two_at_the_rms_or_below(rms: float, expected: float) -> None:
+    variance = np.full((2, 8), np.square(float(rms)))
+    balance = np.repeat(np.float32([[2], [0.25]]), 8, axis=1)
+    keys, values = scale(Variances(variance * np.square(balance), variance), balance)
+    np.testing.assert_array_equal(keys, expected * balance, strict=False)
+    np.testing.assert_array_equal(values, [expected] * 2)
+    assert keys.dtype == values.dtype == np.float32

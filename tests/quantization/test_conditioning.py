@@ -1,0 +1,72 @@
+"""Conditioning changes what the codec sees, and nothing of attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from engine.backends.numpy.ops import rotate
+from engine.codecs import get
+from engine.quantization.conditioning import Conditioning, Scale, centre, mean_fields, read_mean
+from tests.kv.reference import attention
+
+KV_HEADS, HEADS, D, N = 2, 6, 16, 8
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("rotation", ["none", "hadamard", "dense"])
+def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, balanced: bool, bits: int) -> None:
+    """Keys k/s·W − μ with queries s∘q·W and q·μ added back, values v/s·W turned back, times s: plain attention."""
+    q = rng.standard_normal((5, HEADS, D)).astype(np.float32)
+    k = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32) + 5  # a mean worth taking out
+    v = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32)
+    half = rng.uniform(0.2, 5, (KV_HEADS, D // 2)).astype(np.float32)
+    w = get(f"polarquant+{rotation}").rotation(D)
+    factors = np.array([0.25, 8], np.float32)
+    stored = Conditioning(w, w, Scale(np.concatenate([half, half], 1), factors) if balanced else None)
+
+    scales = stored.scales(HEADS)
+    parts = [None] * 3 if scales is None else np.split(scales, [HEADS, HEADS + KV_HEADS])
+    turned, keys, values = (rotate(x, w, part) for x, part in zip((q, k, v), parts, strict=True))
+    residual, fields = centre(keys.reshape(4, N, KV_HEADS, D).swapaxes(1, 2), bits)
+    back = residual + read_mean(fields)[..., None, :]  # the products with q are what counts: (k − μ) + μ
+    mixed = attention(turned, back.swapaxes(1, 2).reshape(k.shape), values, 4 * N - 5, 0.25, None)
+    mixed = mixed if w is None else mixed @ w.T.astype(np.float64)
+    if scales is not None:
+        mixed = mixed * stored.scales_back(HEADS)[:, None]
+    np.testing.assert_allclose(mixed, attention(q, k, v, 4 * N - 5, 0.25, None), atol=1e-5)
+
+
+@given(hnp.arrays(np.float32, (3, 4, 8), elements=st.floats(-(2.0**100), 2.0**100, width=32)), st.sampled_from([8, 16]))
+def test_the_mean_is_taken_out_as_it_reads_back(keys: np.ndarray, bits: int) -> None:
+    residual, fields = centre(keys, bits)
+    expected = mean_fields(bits, 8)
+    assert {name: (array.shape[1:], array.dtype) for name, array in fields.items()} == expected
+    mean = read_mean(fields)
+    assert np.isfinite(mean).all()
+    np.testing.assert_array_equal(residual, keys - mean[:, None])
+
+
+@given(hnp.arrays(np.float32, (2, 16, 8), elements=st.floats(-100, 100, width=32)), st.sampled_from([8, 16]))
+def test_little_of_the_mean_is_left(keys: np.ndarray, bits: int) -> None:
+    """A step of the 8-bit mean is its largest channel over 127; of half precision, 2^−10 of the channel."""
+    residual, _ = centre(keys, bits)
+    largest = np.abs(keys.mean(axis=1)).max(axis=1, keepdims=True)
+    step = largest / 127 if bits == 8 else largest / 1024
+    assert (np.abs(residual.mean(axis=1)) <= 0.51 * step + 2e-3 * largest / 127 + 1e-4).all()
+
+
+def test_queries_and_outputs_take_the_scale_of_the_head_they_read() -> None:
+    s = np.arange(1, KV_HEADS * D + 1, dtype=np.float32).reshape(KV_HEADS, D)
+    of_values = np.array([0.5, 4], np.float32)
+    stored = Conditioning(scale=Scale(s, of_values))
+    scales, back = stored.scales(HEADS), stored.scales_back(HEADS)
+    for head in range(HEADS):
+        np.testing.assert_array_equal(scales[head], s[head // (HEADS // KV_HEADS)])
+        assert back[head] == of_values[head // (HEADS // KV_HEADS)]
+    np.testing.assert_array_equal(scales[HEADS:-KV_HEADS] * s, np.ones_like(s))
+    np.testing.assert_array_equal(scales[-KV_HEADS:], np.repeat([[2], [0.25]], D, axis=1))

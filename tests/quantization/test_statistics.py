@@ -1,0 +1,196 @@
+"""Statistics of queries and keys, against their definitions written out; and the balance they give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from engine.quantization.statistics import LayerStatistics, balance, measure, neutral
+
+Shape = tuple[int, int, int, int]  # T, H, K, D
+N = 8
+
+
+def serial(work, count):
+    return [work(i) for i in range(count)]
+
+
+def drawn(rng: np.random.Generator, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and keys whose channels and tokens differ in size, so that no two of them can be confused."""
+    tokens, heads, kv_heads, dim = shape
+    q = rng.normal(0.3, 1, (tokens, heads, dim)) * rng.uniform(0.2, 2, (tokens, heads, 1))
+    k = rng.normal(0, 1, (kv_heads, tokens, dim)) * np.linspace(0.5, 2, dim) + rng.normal(0, 2, (kv_heads, 1, dim))
+    return q.astype(np.float32), k.astype(np.float32)
+
+
+def probabilities(q: np.ndarray, k: np.ndarray, scale: float, window: int | None) -> np.ndarray:
+    """Attention (T, T) of one head in float64, row by row; the first block's columns are 0."""
+    p = np.zeros((len(q), len(q)))
+    for i in range(len(q)):
+        seen = [t for t in range(i + 1) if window is None or t > i - window]
+        scores = np.array([scale * (q[i] @ k[t]) for t in seen])
+        weights = np.exp(scores - scores.max())
+        p[i, seen] = weights / weights.sum()
+    p[:, :N] = 0
+    return p
+
+
+def reference(q: np.ndarray, k: np.ndarray, scale: float, window: int | None) -> LayerStatistics:
+    """The definitions, in float64 and one token after the other."""
+    q, k = q.astype(np.float64), k.astype(np.float64)
+    kv_heads, tokens, dim = k.shape
+    group = q.shape[1] // kv_heads
+    blocks = range(N, tokens - N + 1, N)
+    second, mean, variance, key_variance = (np.zeros((kv_heads, *s)) for s in ((dim, dim), (dim,), (dim,), (dim,)))
+    products = np.zeros(N)
+    for head in range(q.shape[1]):
+        kv, x = head // group, q[:, head]
+        p = probabilities(x, k[kv], scale, window)
+        w = [sum(p[i, t] * (1 - p[i, t]) for t in range(tokens)) for i in range(tokens)]
+        second[kv] += sum(w[i] * np.outer(x[i], x[i]) for i in range(tokens)) / sum(w) / group
+        mean[kv] += sum(w[i] * x[i] for i in range(tokens)) / sum(w) / group
+        variance[kv] += sum(x[i] ** 2 for i in range(tokens)) / tokens / group
+        for lag in range(N):
+            pairs = [p[:, b + t] @ p[:, b + t + lag] for b in blocks for t in range(N - lag)]
+            products[lag] += np.mean(pairs)
+    for b in blocks:
+        key_variance += np.square(k[:, b : b + N] - k[:, b : b + N].mean(1, keepdims=True)).mean(1) / len(blocks)
+    return LayerStatistics(key_variance, second, mean, variance, products / products[0])
+
+
+def assert_close(measured: LayerStatistics, expected: LayerStatistics, rtol: float = 1e-4) -> None:
+    """Probabilities are float32, of scores that are some ten times larger than their differences."""
+    for name, values in vars(expected).items():
+        one = getattr(measured, name)
+        assert one.dtype == np.float32
+        np.testing.assert_allclose(one, values, rtol=rtol, atol=rtol * np.abs(values).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("window", [None, 5, 21])
+@pytest.mark.parametrize("shape", [(40, 2, 2, 8), (37, 6, 2, 4), (24, 3, 1, 6)])
+def test_statistics_are_their_definitions(shape: Shape, window: int | None, rng: np.random.Generator) -> None:
+    q, k = drawn(rng, shape)
+    assert_close(measure(q, k, 0.4, window, N, serial), reference(q, k, 0.4, window))
+
+
+def test_a_window_and_the_scale_matter(rng: np.random.Generator) -> None:
+    q, k = drawn(rng, (40, 2, 2, 8))
+    plain = measure(q, k, 0.4, None, N, serial)
+    for other in (measure(q, k, 0.4, 5, N, serial), measure(q, k, 0.1, None, N, serial)):
+        assert np.abs(other.query_second - plain.query_second).max() > 0.01 * np.abs(plain.query_second).max()
+        assert np.abs(other.token_correlation - plain.token_correlation).max() > 0.01
+
+
+def test_query_heads_are_grouped_by_the_kv_head_they_read(rng: np.random.Generator) -> None:
+    _, k = drawn(rng, (16, 4, 2, 2))
+    q = np.broadcast_to(np.array([1, 2, 3, 4], np.float32)[:, None], (16, 4, 2))
+    statistics = measure(q, k, 1.0, None, N, serial)
+    squares = [(1 + 4) / 2, (9 + 16) / 2]
+    np.testing.assert_allclose(statistics.query_mean, [[1.5, 1.5], [3.5, 3.5]], rtol=1e-6)
+    np.testing.assert_allclose(statistics.query_variance, [[s, s] for s in squares], rtol=1e-6)
+    np.testing.assert_allclose(statistics.query_second, [np.full((2, 2), s) for s in squares], rtol=1e-6)
+
+
+def test_a_constant_in_the_keys_is_no_variance(rng: np.random.Generator) -> None:
+    q, k = drawn(rng, (32, 2, 2, 4))
+    biased = measure(q, k + np.float32(100), 0.4, None, N, serial)
+    np.testing.assert_allclose(
+        biased.key_variance, measure(q, k, 0.4, None, N, serial).key_variance, rtol=1e-4
+    )  # 100 in float32 leaves keys an error of 1e-5
+
+
+def test_a_head_that_sees_the_first_block_alone_weighs_all_queries_alike(rng: np.random.Generator) -> None:
+    q = np.ones((24, 1, 4), np.float32) * rng.uniform(1, 2, (24, 1, 1)).astype(np.float32)
+    k = np.zeros((1, 24, 4), np.float32)
+    k[:, 0] = 1000
+    statistics = measure(q, k, 1.0, None, N, serial)
+    np.testing.assert_allclose(statistics.query_mean[0], q[:, 0].mean(axis=0), rtol=1e-5)
+    np.testing.assert_array_equal(statistics.token_correlation, np.eye(N)[0])
+
+
+def test_the_token_correlation_is_one_that_can_be() -> None:
+    # All attention goes to the first and the last token of one block, which stand as far apart as can be.
+    q, k = np.ones((20 * N, 1, 2), np.float32), np.zeros((1, 20 * N, 2), np.float32)
+    k[:, [N, 2 * N - 1]] = 30
+    r = measure(q, k, 1.0, None, N, serial).token_correlation.astype(np.float64)
+    lags = np.abs(np.subtract.outer(np.arange(N), np.arange(N)))
+    assert np.linalg.eigvalsh(r[lags])[0] > -1e-6
+    assert r[0] == 1
+    assert 0.5 < r[-1] <= 1
+    np.testing.assert_allclose(r[1:-1], 0, atol=1e-6)
+
+
+def test_less_than_two_blocks_are_refused(rng: np.random.Generator) -> None:
+    q, k = drawn(rng, (2 * N - 1, 2, 2, 4))
+    with pytest.raises(ValueError, match=f"fewer than two blocks of {N}"):
+        measure(q, k, 1.0, None, N, serial)
+
+
+# -- balance ---------------------------------------------------------------------------------------------------------
+
+
+def with_variances(keys: np.ndarray, queries: np.ndarray) -> LayerStatistics:
+    plain = neutral(*keys.shape, N)
+    return LayerStatistics(keys, plain.query_second, plain.query_mean, queries, plain.token_correlation)
+
+
+VARIANCES = arrays(np.float32, (2, 8), elements=st.floats(2**-10, 2**10, width=32))
+
+
+@given(keys=VARIANCES, queries=VARIANCES)
+def test_balance_is_its_formula_over_rope_pairs(keys: np.ndarray, queries: np.ndarray) -> None:
+    s = balance(with_variances(keys, queries)).astype(np.float64)
+    assert (s[:, :4] == s[:, 4:]).all()
+    np.testing.assert_allclose(np.log(s).mean(axis=1), 0, atol=1e-6)
+    sigma_k, sigma_q = (np.sqrt((v[:, :4].astype(np.float64) + v[:, 4:]) / 2) for v in (keys, queries))
+    ratio = s[:, :4] / (sigma_k**0.75 / sigma_q**0.25)
+    np.testing.assert_allclose(ratio, np.broadcast_to(ratio[:, :1], ratio.shape), rtol=1e-5)
+
+
+@given(pairs=arrays(np.float32, (2, 4), elements=st.floats(2**-10, 2**10, width=32)))
+def test_balance_evens_out_the_keys(pairs: np.ndarray) -> None:
+    keys = np.tile(pairs, 2)
+    balanced = keys / balance(with_variances(keys, np.ones_like(keys))).astype(np.float64) ** 2
+    # With queries alike, what a channel has above the others is left as its fourth root.
+    np.testing.assert_allclose(np.ptp(np.log(balanced), axis=1), np.ptp(np.log(keys), axis=1) / 4, atol=1e-5)
+
+
+@given(keys=VARIANCES, queries=VARIANCES, a=st.floats(0.01, 100), b=st.floats(0.01, 100))
+def test_balance_does_not_depend_on_the_size_of_keys_and_queries(
+    keys: np.ndarray, queries: np.ndarray, a: float, b: float
+) -> None:
+    scaled = balance(with_variances(keys * np.float32(a), queries * np.float32(b)))
+    np.testing.assert_allclose(scaled, balance(with_variances(keys, queries)), rtol=1e-5)
+
+
+def test_channels_that_never_move_are_balanced_by_something_finite() -> None:
+    keys, queries = np.ones((3, 8), np.float32), np.ones((3, 8), np.float32)
+    keys[0, [1, 5]] = 0
+    queries[1, [2, 6]] = 0
+    keys[2], queries[2] = 0, 0
+    s = balance(with_variances(keys, queries))
+    assert np.isfinite(s).all()
+    assert (s > 0).all()
+    assert s[0, 1] < s[0, 0]
+    assert s[1, 2] > s[1, 0]
+    np.testing.assert_array_equal(s[2], 1)
+
+
+def test_nothing_is_balanced_where_nothing_is_known() -> None:
+    statistics = neutral(2, 6, N)
+    np.testing.assert_array_equal(balance(statistics), np.ones((2, 6)))
+    np.testing.assert_array_equal(statistics.query_second, np.stack([np.eye(6)] * 2))
+    np.testing.assert_array_equal(statistics.token_correlation, np.eye(N)[0])
+
+
+def test_balance_changes_no_attention(rng: np.random.Generator) -> None:
+    q, k = drawn(rng, (40, 4, 2, 8))
+    s = balance(measure(q, k, 0.35, None, N, serial))
+    assert s.max() / s.min() > 1.5  # it does something
+    for head in range(4):
+        plain = probabilities(q[:, head], k[head // 2], 0.35, None)
+        balanced = probabilities(q[:, head] * s[head // 2], k[head // 2] / s[head // 2], 0.35, None)
+        np.testing.assert_allclose(balanced, plain, atol=1e-5)

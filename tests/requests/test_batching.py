@@ -1,0 +1,313 @@
+"""Many requests at once: steps are shared, nobody waits for a long answer or prompt, and giving way loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Completion, Engine, PromptOptions, SamplingParams
+from engine.backends.numpy.ops import NumpyOps
+from engine.outputs import Chunk, fold
+from tests.tiny import assert_idle, by_count
+
+BLOCK = 8
+REQUESTS = 7
+
+
+@pytest.fixture
+def engine(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Full precision, so that what is computed again is what it was to the last bits but one."""
+    settings = {"device": "cpu", "block_size": BLOCK, "kept_sequences": 1, "cache_type": "f16", "parallel": 4}
+    with Engine.load(tiny_path, **settings) as engine:
+        by_count(engine, monkeypatch)
+        yield engine
+        assert_idle(engine)
+
+
+def job(number: int, tokens: int = 40) -> tuple[list[int], SamplingParams]:
+    prompt = np.random.default_rng(number).integers(5, 96, 9 + 13 * number).tolist()
+    return prompt, SamplingParams(temperature=1.5, seed=number, max_tokens=tokens, ignore_eos=True)
+
+
+def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, how many sequences each step has."""
+    seen: list[int] = []
+    step = engine._model.step
+
+    def counted(spans, ids, draws):
+        seen.append(len(spans))
+        return step(spans, ids, draws)
+
+    monkeypatch.setattr(engine._model, "step", counted)
+    return seen
+
+
+def all_at_once(engine: Engine, count: int = REQUESTS) -> list[Completion]:
+    """Every stream is opened before any is read to its end."""
+    streams = [engine.stream(*job(number)) for number in range(count)]
+    begun: list[list[Chunk]] = [[next(stream)] for stream in streams]
+    return [fold([*chunks, *stream]) for chunks, stream in zip(begun, streams, strict=True)]
+
+
+def test_steps_are_shared_and_everyone_gets_what_it_gets_alone(engine: Engine, monkeypatch) -> None:
+    alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
+    seen = batches(engine, monkeypatch)
+    for answer, expected in zip(all_at_once(engine), alone, strict=True):
+        assert (answer.text, answer.token_ids, answer.finish_reason) == (
+            expected.text,
+            expected.token_ids,
+            expected.finish_reason,
+        )
+    assert max(seen) == 4  # `parallel`
+    assert sum(seen) == sum(len(answer.token_ids) - 1 for answer in alone)
+
+
+@pytest.mark.parametrize("spare", [0, 3, 8])
+@pytest.mark.parametrize("type", ["f16", "polarquant", "ring4"])
+def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, type: str, spare: int) -> None:
+    """With codes, too: of its prompt no more is found again than was at first, for it has been read exact."""
+    settings = {"device": "cpu", "block_size": BLOCK, "cache_type": type, "calibration": False, "parallel": 4}
+    with Engine.load(tiny_path, **settings) as engine:
+        alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
+        by_count(engine, monkeypatch)
+        engine._prefixes.clear()
+        coded = engine._store.groups[0].coded
+        longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
+        taken = coded.allocate(coded.free - longest - spare)  # little more than the longest needs for itself
+        given_way = []
+        preempt = engine._scheduler.preempt
+        monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
+        answers = all_at_once(engine)
+        for block in taken:
+            coded.release(block)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
+        assert any(given_way)
+        assert None not in given_way
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dry_multiplier": 3.0, "dry_allowed_length": 1},
+        {"dry_multiplier": 3.0, "dry_allowed_length": 1, "dry_penalty_last_n": -2},
+        {"min_tokens": 20, "stop_token_ids": tuple(range(5, 25)), "ignore_eos": False},
+        {"repeat_penalty": 1.5, "frequency_penalty": 0.5, "repeat_last_n": 30, "logprobs": 3},
+    ],
+    ids=["DRY", "DRY of the answer", "ends", "penalties"],
+)
+def test_who_gives_way_is_drawn_with_what_came_before(tiny_path: Path, monkeypatch, more: dict[str, Any]) -> None:
+    """What a draw looks at goes on where it was, though blocks are computed again."""
+
+    def asked(number: int) -> tuple[list[int], SamplingParams]:
+        prompt, params = job(number)
+        return prompt, replace(params, **more)
+
+    settings = {"device": "cpu", "block_size": BLOCK, "cache_type": "f16", "parallel": 4}
+    with Engine.load(tiny_path, **settings) as engine:
+        alone = [engine.generate(*asked(number)) for number in range(REQUESTS)]
+        assert [answer.token_ids for answer in alone] != [engine.generate(*job(n)).token_ids for n in range(REQUESTS)]
+        by_count(engine, monkeypatch)
+        engine._prefixes.clear()
+        coded = engine._store.groups[0].coded
+        taken = coded.allocate(coded.free - (len(job(REQUESTS - 1)[0]) + 40) // BLOCK)
+        given_way = []
+        preempt = engine._scheduler.preempt
+        monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
+        trays = [Tray() for _ in alone]
+        for number, tray in enumerate(trays):
+            engine.submit(*asked(number), into=tray)
+        while engine.work():
+            pass
+        for block in taken:
+            coded.release(block)
+        for tray, expected in zip(trays, alone, strict=True):
+            assert (tray.answer.token_ids, tray.answer.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert any(given_way)
+        assert_idle(engine)
+
+
+def test_who_gives_way_does_not_report_its_prompt_again(engine: Engine) -> None:
+    """It has been read: what comes behind the first token is text, and would be taken for a bar in the middle of it."""
+    params, anew = SamplingParams(max_tokens=20, ignore_eos=True), PromptOptions(cache_prompt=False)
+    chunks = engine.stream([*range(5, 45)], params, anew, progress=True)
+    told = [next(chunk for chunk in chunks if chunk.token_ids)]
+    (request,) = engine._work.requests.values()
+    engine._work._leave(request)  # as `preempt` does
+    engine._scheduler.remove(request.sequence)
+    engine._scheduler.submit(request.sequence)
+    told += chunks
+    assert sum(len(chunk.token_ids) for chunk in told) == 20
+    assert [chunk.prefilled for chunk in told] == [0] * 20
+
+
+def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engine: Engine) -> None:
+    """Its first token comes when the whole prompt has been computed, whatever was found at an earlier try."""
+    late, greedy = [5, *range(6, 90)], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    alone = engine.generate(late, greedy)
+    engine._prefixes.clear()
+    engine.generate([5, 90, 91], greedy)  # begins like the late one
+    large, small = Tray(), Tray()
+    engine.submit([7] * 200, greedy, into=large)
+    while engine.status().running == 0:
+        engine.work()
+    engine.submit(late, greedy, into=small)
+    (waiting,) = [request for request in engine._work.requests.values() if request.outbox is small]
+    while waiting.cached is None:
+        engine.work()
+    assert waiting.cached == 1
+    assert waiting.kv is None  # there was no room
+    engine._prefixes.clear()
+    while engine.work():
+        pass
+    assert large.answer.finish_reason == "length"
+    assert small.answer.token_ids == alone.token_ids
+    assert small.answer.usage.cached_tokens == 0
+
+
+def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    seen = batches(engine, monkeypatch)
+    short = engine.stream(*job(0, tokens=30))
+    next(short)
+    long = engine.stream(list(range(5, 90)) * 2, SamplingParams(max_tokens=1, ignore_eos=True), progress=True)
+    units = sum(1 for chunk in long if not chunk.token_ids)
+    assert units > 10
+    assert len(seen) >= min(units, 29)  # a step between any two units
+    fold(short)
+
+
+def test_a_short_prompt_does_not_wait_for_a_step_behind_each_layer(engine: Engine, monkeypatch) -> None:
+    """Otherwise, where layers are many and answers short, requests end faster than new ones can join them."""
+    running = engine.stream(*job(0))
+    next(running)
+    seen = batches(engine, monkeypatch)
+    units = list(engine.stream([*range(5, 90)], SamplingParams(max_tokens=1, ignore_eos=True), progress=True))
+    assert [chunk.prefilled for chunk in units[:-1]] == [85]  # both layers in one
+    assert len(seen) <= 2
+    fold(running)
+
+
+def test_an_error_in_a_step_ends_who_took_part(engine: Engine, monkeypatch) -> None:
+    streams = [engine.stream(*job(number)) for number in range(3)]
+    for stream in streams:
+        next(stream)
+
+    def failing(spans, ids, draws):
+        raise ZeroDivisionError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "step", failing)
+        for stream in streams:
+            with pytest.raises(ZeroDivisionError, match="broken"):
+                list(stream)
+    assert len(engine.generate(*job(5)).token_ids) == 40
+
+
+def test_an_error_that_a_device_tells_late_ends_the_prompt_that_it_is_about(engine: Engine, monkeypatch) -> None:
+    """What a device was given to do fails when it is waited for, and who calls `work` hears nothing of it."""
+    running, broken = engine.stream(*job(1)), Tray()
+    next(running)
+
+    def failing(self):
+        raise ZeroDivisionError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyOps, "wait", failing)
+        engine.submit(*job(6), into=broken)
+        while not broken:
+            assert engine.work()
+    assert isinstance(broken[-1], ZeroDivisionError)
+    assert fold(running).finish_reason == "length"
+
+
+def test_a_request_that_can_choose_no_token_ends_alone(engine: Engine) -> None:
+    good = engine.stream(*job(1))
+    next(good)
+    banned = dict.fromkeys(range(96), float("-inf"))
+    with pytest.raises(Exception, match="bans every token"):
+        engine.generate([5, 6], SamplingParams(logit_bias=banned))
+    assert fold(good).finish_reason == "length"
+
+
+def test_a_cancelled_request_leaves_its_room_to_others(engine: Engine) -> None:
+    streams = [engine.stream(*job(number)) for number in range(6)]
+    for stream in streams[:4]:
+        next(stream)
+    for stream in streams[:4]:
+        stream.close()
+    assert [fold(stream).finish_reason for stream in streams[4:]] == ["length", "length"]
+
+
+class Tray(list):
+    """Where chunks of a submitted request go."""
+
+    @property
+    def answer(self) -> Completion:
+        return fold(self)
+
+
+def test_a_submitted_request_is_worked_on_by_whoever_calls_work(engine: Engine) -> None:
+    alone = [engine.generate(*job(number)) for number in range(3)]
+    trays = [Tray() for _ in alone]
+    tickets = [engine.submit(*job(number), into=tray) for number, tray in enumerate(trays)]
+    assert [ticket.prompt_tokens for ticket in tickets] == [len(job(number)[0]) for number in range(3)]
+    assert engine.status().waiting == 3
+    while engine.work():
+        pass
+    assert engine.status().running == engine.status().waiting == 0
+    assert [tray.answer.text for tray in trays] == [answer.text for answer in alone]
+
+
+def test_a_ticket_cancels_its_request_alone(engine: Engine) -> None:
+    trays = [Tray(), Tray()]
+    first, _ = [engine.submit(*job(number), into=tray) for number, tray in enumerate(trays)]
+    for _ in range(10):
+        engine.work()
+    first.cancel()
+    first.cancel()
+    while engine.work():
+        pass
+    assert trays[1].answer.finish_reason == "length"
+    assert not engine.work()
+    assert trays[0][-1].finish_reason is None
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
+def test_a_long_prompt_gets_its_share_of_the_time(tiny_path: Path, monkeypatch, share: float) -> None:
+    """Where a step takes ten times as long as a unit of the prompt, by a clock of its own."""
+    now, spent = [0.0], {True: 0.0, False: 0.0}
+    monkeypatch.setattr("engine.requests.runner.time.perf_counter", lambda: now[0])
+    with Engine.load(tiny_path, device="cpu", block_size=BLOCK, cache_type="f16", prefill_share=share) as engine:
+        work, ticks = engine._work, {"_prefill": 0.1, "_step_all": 1.0}
+
+        def timed(name: str):
+            unit = getattr(work, name)
+
+            def run(requests):
+                unit(requests)
+                now[0] += ticks[name]
+                if not done and begun:
+                    spent[name == "_prefill"] += ticks[name]
+
+            monkeypatch.setattr(work, name, run)
+
+        for name in ticks:
+            timed(name)
+        monkeypatch.setattr(NumpyOps, "prefill_rows", 4)  # 25 units in each of the two layers
+        begun, done = [], []
+        others = [engine.stream(*job(number, 100)) for number in range(3)]
+        for other in others:
+            next(other)
+        begun.append(True)
+        next(engine.stream(list(range(5, 95)) + list(range(5, 15)), SamplingParams(max_tokens=1, ignore_eos=True)))
+        done.append(True)
+        total = sum(spent.values())
+        assert abs(spent[True] - share * total) <= 1.1 + 0.1 * total
+        for other in others:
+            other.close()

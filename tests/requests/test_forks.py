@@ -1,0 +1,244 @@
+"""A process and the child that it forks: both go on, and neither sees what the other asks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, EngineError, SamplingParams
+from engine.backends.numpy.cores import cores
+from engine.backends.numpy.ops import NumpyOps
+from model_loaders.templates import ChatTemplate
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+PATIENCE = 60  # seconds until a child that hangs is ended and the test fails
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """What `work` returns in a forked process."""
+    return begun_in_child(work)()
+
+
+def begun_in_child(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Fork now; the result comes when it is asked for."""
+    context = multiprocessing.get_context("fork")
+    mine, its = context.Pipe()
+
+    def send(end: Connection) -> None:
+        try:
+            end.send(work())
+        except BaseException as error:
+            end.send(repr(error))
+
+    child = context.Process(target=send, args=(its,), daemon=True)
+    child.start()
+
+    def result() -> Any:
+        try:
+            assert mine.poll(PATIENCE), "the child hangs"
+            return mine.recv()
+        finally:
+            child.kill()
+            child.join(PATIENCE)
+
+    return result
+
+
+def template() -> ChatTemplate:
+    return ChatTemplate("{{ messages[0].content }}", origin="model")
+
+
+def answers(of: ChatTemplate, who: str, count: int = 100) -> set[str]:
+    return {of.render([{"role": "user", "content": who}]) for _ in range(count)}
+
+
+def test_templates_answer_the_process_that_asks() -> None:
+    shared = template()
+    answers(shared, "before", 1)
+    child = begun_in_child(lambda: answers(shared, "child"))
+    assert answers(shared, "parent") == {"parent"}
+    assert child() == {"child"}
+    assert answers(shared, "parent") == {"parent"}
+
+
+def test_a_template_that_a_thread_is_rendering_is_free_in_the_child() -> None:
+    shared = template()
+    rendering = threading.Event()
+    ask = shared._process._ask
+
+    def watched(request: object, seconds: float) -> str:
+        rendering.set()
+        assert forked.wait(PATIENCE)
+        return ask(request, seconds)
+
+    answers(shared, "before", 1)
+    forked = threading.Event()
+    shared._process._ask = watched  # type: ignore[method-assign]
+    thread = threading.Thread(target=answers, args=(shared, "thread", 1))
+    thread.start()
+    assert rendering.wait(PATIENCE)
+    shared._process._ask = ask  # type: ignore[method-assign]
+    child = begun_in_child(lambda: answers(shared, "child", 1))
+    forked.set()
+    thread.join(PATIENCE)
+    assert child() == {"child"}
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPT = np.random.default_rng(0).integers(5, 96, 120).tolist()  # long enough to be computed in parts
+
+
+@pytest.fixture
+def two_cores() -> Iterator[None]:
+    before = cores().number
+    yield
+    cores().use(before)
+
+
+def load(path: Path) -> Engine:
+    return Engine.load(path, device="cpu", threads=2, block_size=8, kept_sequences=0)
+
+
+def test_an_engine_answers_in_parent_and_child(tiny_path: Path, two_cores: None) -> None:
+    with load(tiny_path) as engine:
+        alone = engine.generate(PROMPT, GREEDY).token_ids
+        assert cores().number == 2
+        child = begun_in_child(lambda: [engine.generate(PROMPT, GREEDY).token_ids for _ in range(3)])
+        assert [engine.generate(PROMPT, GREEDY).token_ids for _ in range(3)] == [alone] * 3
+        assert child() == [alone] * 3
+        assert in_child(lambda: (engine.close(), os.getpid())[1]) != os.getpid()
+        assert engine.generate(PROMPT, GREEDY).token_ids == alone
+
+
+def test_a_chat_goes_on_in_parent_and_child(tiny_path: Path, two_cores: None) -> None:
+    def chat(who: str) -> str:
+        return engine.chat([{"role": "user", "content": who}], GREEDY).text
+
+    with load(tiny_path) as engine:
+        alone = {who: chat(who) for who in ("parent", "child")}
+        child = begun_in_child(lambda: [chat("child") for _ in range(3)])
+        assert [chat("parent") for _ in range(3)] == [alone["parent"]] * 3
+        assert child() == [alone["child"]] * 3
+
+
+def test_a_stream_goes_on_in_the_child_of_who_reads_it(tiny_path: Path, two_cores: None) -> None:
+    with load(tiny_path) as engine:
+        alone = list(engine.generate(PROMPT, GREEDY).token_ids)
+        stream = engine.stream(PROMPT, GREEDY)
+        begun = list(next(stream).token_ids)
+        assert in_child(lambda: begun + [i for chunk in stream for i in chunk.token_ids]) == alone
+        assert begun + [i for chunk in stream for i in chunk.token_ids] == alone
+
+
+def test_an_engine_in_the_middle_of_a_unit_of_work_says_so_in_the_child(
+    tiny_path: Path, two_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working, forked = threading.Event(), threading.Event()
+    linear = NumpyOps.linear
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "worker":
+            working.set()
+            assert forked.wait(PATIENCE)
+        return linear(*arguments, **options)
+
+    def complaint() -> tuple[str, str]:
+        with pytest.raises(EngineError) as raised:
+            engine.generate(PROMPT, GREEDY)
+        engine.close()
+        return raised.value.code, str(raised.value)
+
+    monkeypatch.setattr(NumpyOps, "linear", watched)
+    with load(tiny_path) as engine:
+        answers: list[object] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(engine.generate(PROMPT, GREEDY).token_ids), name="worker"
+        )
+        thread.start()
+        assert working.wait(PATIENCE)
+        child = begun_in_child(complaint)
+        forked.set()
+        thread.join(PATIENCE)
+        code, sentence = child()
+        assert code == "forked"
+        assert "no request is under way" in sentence
+        assert answers == [engine.generate(PROMPT, GREEDY).token_ids]
+
+
+def test_an_engine_on_a_gpu_says_that_a_child_needs_its_own(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def complaint() -> str:
+        with pytest.raises(EngineError) as raised:
+            engine.generate(PROMPT, GREEDY)
+        engine.close()
+        return str(raised.value)
+
+    monkeypatch.setattr(NumpyOps, "forkable", False)  # as it is of the ops on a GPU
+    with load(tiny_path) as engine:
+        assert "GPU" in in_child(complaint)
+        assert engine.generate(PROMPT, GREEDY).token_ids
+        inside, forked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with engine._exclusive():
+                inside.set()
+                assert forked.wait(PATIENCE)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert inside.wait(PATIENCE)
+        child = begun_in_child(complaint)
+        forked.set()
+        thread.join(PATIENCE)
+        assert "GPU" in child()
+
+
+# -- the number of BLAS threads ------------------------------------------------------------------------------------
+
+
+def test_a_child_forked_by_who_has_one_core_each_goes_on_with_all_of_them(two_cores: None) -> None:
+    cores().use(2)
+    reading, writing = os.pipe()
+    inside = cores().one_each()
+    inside.__enter__()
+    child = os.fork()
+    if child == 0:
+        try:
+            inside.__exit__(None, None, None)
+            os.write(writing, str(cores()._now).encode())
+        finally:
+            os._exit(0)
+    inside.__exit__(None, None, None)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b"2"
+    assert (cores().number, cores()._now) == (2, 2)
+
+
+def test_a_child_forked_while_another_thread_has_one_core_each_has_all_of_them(two_cores: None) -> None:
+    cores().use(2)
+    inside, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cores().one_each():
+            inside.set()
+            assert forked.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(PATIENCE)
+    child = begun_in_child(lambda: (cores().number, cores()._now))
+    forked.set()
+    thread.join(PATIENCE)
+    assert child() == (2, 2)
+    assert (cores().number, cores()._now) == (2, 2)

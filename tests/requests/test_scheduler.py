@@ -1,0 +1,273 @@
+"""Who computes next: everyone gets there, the oldest never gives way, prompts and steps share the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kv.blocks import BlockAllocator, OutOfBlocks
+from engine.requests.scheduler import Scheduler, Sequence, Work
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence((1,), -1) for _ in range(count)]
+
+
+def running(scheduler: Scheduler, count: int) -> list[Sequence]:
+    """So many sequences that are past their prompts."""
+    new = sequences(count)
+    for sequence in new:
+        scheduler.submit(sequence)
+        scheduler.admit(sequence)
+        scheduler.prefilled(sequence)
+    return new
+
+
+def test_nothing_to_do() -> None:
+    assert Scheduler(1).schedule() is None
+
+
+def shared(scheduler: Scheduler, prompt: Sequence, seconds: dict[bool, float], units: int) -> list[bool]:
+    """Whether each of so many units is one of the prompt; seconds: what a unit of a prompt and a step take."""
+    kinds = []
+    for _ in range(units):
+        unit = scheduler.schedule()
+        assert unit is not None
+        if unit.is_prefill:
+            scheduler.admit(prompt)
+        scheduler.spent(unit, seconds[unit.is_prefill])
+        kinds.append(unit.is_prefill)
+    return kinds
+
+
+@given(st.floats(0.05, 0.95), st.floats(0.001, 1), st.floats(0.001, 1))
+def test_prompts_and_steps_share_the_time(share: float, prefill: float, step: float) -> None:
+    """Whatever a unit takes: off by no more than what stands between two changes, one unit and one step."""
+    scheduler = Scheduler(8, share)
+    running(scheduler, 2)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    kinds = shared(scheduler, new, {True: prefill, False: step}, 400)
+    of_prompts = prefill * sum(kinds)
+    total = of_prompts + step * (len(kinds) - sum(kinds))
+    assert abs(of_prompts - share * total) <= prefill + step
+
+
+def test_a_slow_step_does_not_wait_for_units_that_are_quick() -> None:
+    scheduler = Scheduler(8, 0.5)
+    running(scheduler, 2)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    assert shared(scheduler, new, {True: 1, False: 4}, 11) == [False, *[True] * 5, False, *[True] * 4]
+
+
+def test_a_step_that_fills_a_block_does_not_wait_for_a_prompt_as_well() -> None:
+    """Such a step takes ten times as long here: between it and the step before it the prompt takes nothing."""
+    scheduler = Scheduler(8, 0.5, block_size=16)
+    (answering,) = running(scheduler, 1)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    seen = []
+    for _ in range(600):
+        unit = scheduler.schedule()
+        assert unit is not None
+        if unit.is_prefill:
+            scheduler.spent(unit, 0.25)
+        else:
+            assert unit.fills_a_block == (len(answering.ids) % 16 == 0)
+            scheduler.spent(unit, 10 if unit.fills_a_block else 1)
+            answering.ids.append(1)
+        seen.append(unit)
+    filling = [number for number, unit in enumerate(seen) if unit.fills_a_block]
+    assert len(filling) > 5
+    assert not any(seen[number - 1].is_prefill for number in filling[1:])  # the first one is how it is found out
+    seconds = [0.25 if unit.is_prefill else 10 if unit.fills_a_block else 1 for unit in seen]
+    of_prompts = sum(s for s, unit in zip(seconds, seen, strict=True) if unit.is_prefill)
+    assert 0.4 < of_prompts / sum(seconds) < 0.6
+
+
+def test_behind_a_step_that_is_slow_for_once_comes_another_step() -> None:
+    scheduler = Scheduler(8, 0.5)
+    running(scheduler, 2)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    shared(scheduler, new, {True: 0.25, False: 1}, 40)
+    while True:
+        unit = scheduler.schedule()
+        assert unit is not None
+        scheduler.spent(unit, 0.25 if unit.is_prefill else 100)
+        if not unit.is_prefill:
+            break
+    kinds = shared(scheduler, new, {True: 0.25, False: 1}, 200)
+    assert kinds[:8] == [False, *[True] * 6, False]  # and then 1.5 times what a step usually takes
+    # What prefill has missed comes bit by bit.
+    assert sum(kinds) / (sum(kinds) + 4 * (200 - sum(kinds))) == pytest.approx(0.6, abs=0.02)
+
+
+def test_no_time_is_saved_up_while_there_is_nothing_to_share() -> None:
+    scheduler = Scheduler(8, 0.5)
+    running(scheduler, 1)
+    for _ in range(100):
+        unit = scheduler.schedule()
+        assert unit is not None
+        assert not unit.is_prefill
+        scheduler.spent(unit, 1)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    # A prompt that comes late gets as much as one step has taken, not as much as all of them.
+    assert shared(scheduler, new, {True: 0.5, False: 1}, 6) == [True, True, True, False, True, True]
+
+
+def test_no_more_than_the_most_compute() -> None:
+    scheduler = Scheduler(2)
+    running(scheduler, 2)
+    scheduler.submit(Sequence((1,), -1))
+    assert not any(unit.is_prefill for unit in [scheduler.schedule() for _ in range(4)] if unit)
+
+
+def test_the_youngest_gives_way_and_comes_back_in_its_old_place() -> None:
+    scheduler = Scheduler(8)
+    old, young = running(scheduler, 2)
+    (new,) = sequences(1)
+    scheduler.submit(new)
+    assert scheduler.preempt() is young
+    assert scheduler.preempt() is None  # the last one goes on
+    assert [scheduler.schedule() for _ in range(3)] == [Work(False, (old,))] * 3
+    scheduler.remove(old)
+    assert scheduler.schedule() == Work(True, (young,))
+
+
+def test_who_finds_no_room_waits_for_somebody_to_leave() -> None:
+    scheduler = Scheduler(8)
+    (old,) = running(scheduler, 1)
+    first, second = sequences(2)
+    scheduler.submit(first)
+    scheduler.submit(second)
+    assert scheduler.wait(first)
+    assert [scheduler.schedule() for _ in range(3)] == [Work(False, (old,))] * 3
+    scheduler.remove(old)
+    assert scheduler.schedule() == Work(True, (first,))
+    assert not scheduler.wait(first)  # nobody is left who could leave room
+
+
+@dataclass
+class Job:
+    """A request of a simulated engine: prompt units of blocks, then a block every `pace` tokens."""
+
+    prompt: int  # blocks
+    tokens: int
+    arrives: int
+    cancelled: int | None
+    held: list[int] = field(default_factory=list)
+    done: int = 0
+
+
+JOBS = st.lists(
+    st.builds(
+        Job,
+        prompt=st.integers(1, 6),
+        tokens=st.integers(1, 12),
+        arrives=st.integers(0, 40),
+        cancelled=st.none() | st.integers(0, 60),
+    ),
+    min_size=1,
+    max_size=12,
+)
+PACE = 3  # tokens in a block
+
+
+@given(JOBS, st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
+    """Random arrivals, lengths and cancellations: all end, no block is lost, the oldest is never set back."""
+    allocator = BlockAllocator(max(job.prompt + job.tokens // PACE + 1 for job in jobs))
+    scheduler, alive = Scheduler(most), dict[Sequence, Job]()
+    time, pending = 0, sorted(jobs, key=lambda job: job.arrives)
+
+    def give_back(job: Job) -> None:
+        for block in job.held:
+            allocator.release(block)
+        job.held = []
+
+    def end(sequence: Sequence) -> None:
+        give_back(alive.pop(sequence))
+        scheduler.remove(sequence)
+
+    def prefill(sequence: Sequence) -> None:
+        job = alive[sequence]
+        try:
+            job.held += allocator.allocate(1)
+        except OutOfBlocks:
+            give_back(job)
+            assert scheduler.wait(sequence), "alone, everyone fits"
+            return
+        scheduler.admit(sequence)
+        if len(job.held) >= job.prompt + job.done // PACE:
+            scheduler.prefilled(sequence)
+
+    def step(unit: Work) -> None:
+        oldest = min(alive, key=lambda one: one.arrival)
+        for sequence in unit.sequences:
+            job = alive[sequence]
+            while job.held and len(job.held) < job.prompt + (job.done + 1) // PACE:
+                try:
+                    job.held += allocator.allocate(1)
+                except OutOfBlocks:
+                    youngest = scheduler.preempt()
+                    assert youngest is not None, "alone, everyone fits"
+                    assert youngest is not oldest
+                    give_back(alive[youngest])
+            if job.held:
+                job.done += 1
+            if job.done == job.tokens:
+                end(sequence)
+
+    budget = 100 + 50 * sum(job.prompt + job.tokens for job in jobs)
+    while pending or alive:
+        while pending and pending[0].arrives <= time:
+            sequence = Sequence((1,), -1)
+            alive[sequence] = pending.pop(0)
+            scheduler.submit(sequence)
+        for sequence in [one for one, job in alive.items() if job.cancelled is not None and job.cancelled <= time]:
+            end(sequence)
+        unit = scheduler.schedule()
+        assert unit is not None or not alive, "somebody waits and nobody works"
+        if unit is not None and unit.is_prefill:
+            prefill(unit.sequences[0])
+        elif unit is not None:
+            step(unit)
+        if unit is not None:
+            scheduler.spent(unit, 1)
+        time += 1
+        assert time < budget, "somebody starves"
+    assert allocator.free == allocator.size
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=50, max_size=50), st.floats(0.1, 0.9))
+def test_a_prompt_delays_steps_by_its_share_and_one_unit_at_most(
+    times: list[tuple[float, float]], share: float
+) -> None:
+    scheduler = Scheduler(7, share)
+    running(scheduler, 3)
+    for sequence in sequences(4):
+        scheduler.submit(sequence)
+    steps: list[float] = []
+    delay = allowed = longest = 0.0
+    for prefill, step in times:
+        unit = scheduler.schedule()
+        assert unit is not None
+        if unit.is_prefill:
+            scheduler.admit(unit.sequences[0])
+            scheduler.spent(unit, prefill)
+            delay, longest = delay + prefill, max(longest, prefill)
+            assert delay <= allowed + longest + 1e-9
+        else:
+            scheduler.spent(unit, step)
+            steps.append(step)
+            usual = median(steps[-8:])
+            room = 1.5 * usual * share / (1 - share) - max(0.0, step - usual)
+            delay, longest, allowed = 0.0, 0.0, max(0.0, room)

@@ -1,0 +1,45 @@
+"""The time that an answer's usage tells: of its prompt, and of the steps that gave it tokens, the last one too."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import Engine, SamplingParams, Usage
+from engine.backends.numpy.ops import NumpyOps
+from tests.tiny import EOS
+
+PROMPT = list(range(5, 65))
+UNITS = 8  # of 16 tokens, in two layers
+
+
+@pytest.fixture
+def timed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """By a clock of its own, a unit of a prompt takes 2 s, a step 1 s, and nothing else takes any time."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    for name, seconds in (("_layer", 2.0), ("_step", 1.0)):
+        work = getattr(tiny._model, name)
+
+        def run(*given, work=work, seconds=seconds):
+            now[0] += seconds
+            return work(*given)
+
+        monkeypatch.setattr(tiny._model, name, run)
+    return tiny
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5])
+def test_the_last_unit_counts(timed: Engine, tokens: int) -> None:
+    usage = timed.generate(PROMPT, SamplingParams(max_tokens=tokens, ignore_eos=True)).usage
+    steps = max(0, tokens - 1)
+    assert usage == Usage(len(PROMPT), 0, tokens, 2.0 * UNITS, 1.0 * steps)
+    assert usage.prompt_rate == len(PROMPT) / (2 * UNITS)
+    assert usage.generation_rate == (1 if steps else 0)
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(0, 0), (1, 0), (2, 1), (4, 3)])
+def test_the_step_that_gives_an_end_and_no_token_does_not(timed: Engine, tokens: int, steps: int) -> None:
+    params = SamplingParams(temperature=0, min_tokens=tokens, logit_bias={EOS[0]: 1e5})
+    usage = timed.generate(PROMPT, params).usage
+    assert usage == Usage(len(PROMPT), 0, tokens, 2.0 * UNITS, 1.0 * steps)

@@ -1,0 +1,188 @@
+"""DRY: the penalty against repetitions, against its definition in plain Python, and in an engine's answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine import Engine, SamplingParams
+from engine.sampling.dry import Dry
+from engine.sampling.repeats import Repeats
+from engine.sampling.sample import Draw, Penalties, Sampling, resolve, sample
+from model_loaders.config import GenerationDefaults
+
+WORDS = [b"a", b"b", b" c", b".\n", b"d:", b"<", b"s", b"top", b">", b"x<stop>y"]
+"""Texts of ids; the breakers are "\\n", ":" and "<stop>", which may be spread over four tokens, or stand in one."""
+
+BREAKERS = ("\n", ":", "<stop>")
+
+
+def repetitive(seed: int, length: int) -> list[int]:
+    """Ids of words that go on, again and again, with a piece of what has been there."""
+    rng = np.random.default_rng(seed)
+    words = rng.choice(len(WORDS), rng.integers(1, len(WORDS) + 1), replace=False)
+    ids = rng.choice(words, rng.integers(1, 5)).tolist()
+    while len(ids) < length:
+        begin = rng.integers(0, len(ids))
+        ids += ids[begin : begin + rng.integers(1, 12)] if rng.random() < 0.6 else [int(rng.choice(words))]
+    return ids[:length]
+
+
+sequences = st.builds(repetitive, st.integers(0, 2**32 - 1), st.integers(1, 90))
+settings_of_dry = st.fixed_dictionaries(
+    {
+        "dry_multiplier": st.sampled_from([0.5, 0.8, 3.0]),
+        "dry_base": st.sampled_from([1.0, 1.25, 1.75, 4.0, 1000.0]),
+        "dry_allowed_length": st.integers(0, 4),
+        "dry_penalty_last_n": st.one_of(st.just(-1), st.integers(1, 70)),
+        "dry_sequence_breakers": st.sampled_from([(), ("\n",), BREAKERS]),
+    }
+)
+
+
+def sampling(**values) -> Sampling:
+    return resolve(SamplingParams(**values), GenerationDefaults())
+
+
+def by_definition(ids: Sequence[int], s: Sampling) -> dict[int, float]:
+    """Token → what is subtracted: for every earlier place, how many of the last tokens stand before it, one by one."""
+    window = list(ids) if s.dry_penalty_last_n < 0 else list(ids)[-s.dry_penalty_last_n :]
+    # A repetition does not reach back to or beyond the token in which a breaker ends.
+    behind = next((n for n in range(len(ids)) if breaker_ends_in(ids[: len(ids) - n], s)), len(ids))
+    longest: dict[int, int] = {}
+    for place in range(1, len(window)):
+        length = 0
+        while length < min(place, behind) and window[place - 1 - length] == window[-1 - length]:
+            length += 1
+        if length >= s.dry_allowed_length:
+            longest[window[place]] = max(length, longest.get(window[place], 0))
+    return {
+        token: min(s.dry_multiplier * min(float(s.dry_base) ** min(length - s.dry_allowed_length, 99), 1e300), 1e37)
+        for token, length in longest.items()
+        if not any(breaker.encode() in WORDS[token] for breaker in s.dry_sequence_breakers)
+    }
+
+
+def breaker_ends_in(ids: Sequence[int], s: Sampling) -> bool:
+    """Whether a breaker ends in the last of `ids`."""
+    text, before = b"".join(WORDS[i] for i in ids), len(b"".join(WORDS[i] for i in ids[:-1]))
+    encoded = [breaker.encode() for breaker in s.dry_sequence_breakers]
+    return any(text[:end].endswith(breaker) for breaker in encoded for end in range(before + 1, len(text) + 1))
+
+
+@given(sequences, st.integers(1, 90), settings_of_dry)
+@settings(max_examples=100)
+@example(
+    [0, 5, 6, 7, 8, 1, 2, 0, 5, 6, 7, 8, 1],
+    3,
+    {"dry_multiplier": 1.0, "dry_allowed_length": 1, "dry_sequence_breakers": ("<stop>",)},
+)  # behind it, "b" alone
+@example([0, 1, 2, 0, 1, 2, 0, 1], 8, {"dry_multiplier": 1.0, "dry_base": 2.0})  # 2 is 2 · 2^(5 - 2), no less
+@example([7] * 90, 1, {"dry_multiplier": 1.0, "dry_base": 1000.0})  # beyond what a float32 holds
+def test_penalties_are_those_of_the_definition(ids: list[int], prompt: int, values: dict[str, float]) -> None:
+    chain = sampling(**values)
+    dry = Dry(chain, WORDS.__getitem__)
+    for count in range(min(prompt, len(ids)), len(ids) + 1):
+        penalties = dry.penalties(ids[:count])
+        expected = by_definition(ids[:count], chain)
+        if penalties is None:
+            assert expected == {}
+        else:
+            assert penalties.ids.tolist() == sorted(expected)
+            assert penalties.amounts.tolist() == pytest.approx([expected[i] for i in sorted(expected)], rel=1e-12)
+
+
+def test_the_example_of_a_phrase() -> None:
+    """Behind "a b c" has come "d"; three tokens repeated, one more than allowed."""
+    chain = sampling(dry_multiplier=0.8, dry_sequence_breakers=())
+    penalties = Dry(chain, WORDS.__getitem__).penalties([0, 1, 2, 3, 9, 0, 1, 2])
+    assert penalties is not None
+    assert dict(zip(penalties.ids.tolist(), penalties.amounts.tolist(), strict=True)) == {3: 0.8 * 1.75}
+
+
+def test_a_penalty_lowers_a_logit_behind_the_others_and_leaves_the_row_as_it_was() -> None:
+    logits = np.array([3.0, 2.9, 1.0], np.float32)
+    draw = Draw(sampling(temperature=0), [], 0.5, 3, dry=Penalties(np.array([0]), np.array([0.2])))
+    assert sample(logits, draw) == 1
+    assert logits.tolist() == np.array([3.0, 2.9, 1.0], np.float32).tolist()
+
+
+def test_it_comes_behind_the_other_penalties() -> None:
+    chain = sampling(temperature=0, repeat_penalty=2.0)
+    draw = Draw(chain, [0], 0.5, 2, dry=Penalties(np.array([0]), np.array([0.5])))
+    assert sample(np.array([2.0, 0.6], np.float32), draw) == 1  # 2 / 2 - 0.5, not (2 - 0.5) / 2
+
+
+def test_the_largest_penalties_leave_a_token_to_draw() -> None:
+    penalties = Penalties(np.arange(2), np.full(2, 1e37))
+    assert sample(np.zeros(2, np.float32), Draw(sampling(), [], 0.5, 2, dry=penalties)) in (0, 1)
+
+
+def test_an_engines_answer_leaves_its_circle(tiny: Engine) -> None:
+    ids = tiny.tokenize("the rain the rain the rain the rain")
+    params = SamplingParams(temperature=0, max_tokens=60, logit_bias=dict.fromkeys(ids, 9.0))
+    plain = tiny.generate(ids, params).token_ids
+    dry = tiny.generate(ids, replace(params, dry_multiplier=50.0)).token_ids
+    assert longest_repetition(dry) <= 2 < longest_repetition(plain)
+
+
+def test_a_prompt_is_read_while_others_have_the_engine(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one takes tenths of a second, in which every stream would stand still."""
+    extend, taken = Repeats.extend, []
+
+    def watched(self: Repeats, ids: Sequence[int]) -> None:
+        taken.append((len(ids), tiny._turns.taken))
+        extend(self, ids)
+
+    monkeypatch.setattr(Repeats, "extend", watched)
+    ids = tiny.tokenize("the rain the rain the rain the rain")
+    tiny.generate(ids, SamplingParams(max_tokens=3, dry_multiplier=1.0, ignore_eos=True))
+    assert taken == [(len(ids), False), (0, True), (1, True), (1, True)]
+
+
+def longest_repetition(ids: Sequence[int]) -> int:
+    repeats, longest = Repeats(), 0
+    for token in ids:
+        repeats.extend([token])
+        longest = max(longest, int(repeats.runs.max(initial=0)))
+    return longest
+
+
+def test_the_answer_alone() -> None:
+    """What the prompt says may be said again, by `-2`."""
+    alone = Dry(sampling(dry_multiplier=1.0, dry_penalty_last_n=-2), WORDS.__getitem__, prompt=8)
+    ids = [0, 1, 2, 5, 0, 1, 2, 5]
+    for token in [0, 1, 2, 5, 0, 1]:
+        assert alone.penalties(ids) is None
+        ids.append(token)
+    penalties = alone.penalties(ids)
+    assert penalties is not None
+    assert (penalties.ids.tolist(), penalties.amounts.tolist()) == ([2], [1.0])
+
+
+@pytest.mark.parametrize("off", [{}, {"dry_multiplier": 0}, {"dry_multiplier": 5.0, "dry_penalty_last_n": 0}])
+def test_off_computes_nothing(tiny: Engine, off: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.requests.request.Dry", None)
+    tiny.generate("the rain", SamplingParams(max_tokens=3, **off))
+
+
+def test_a_step_costs_no_more_than_in_proportion_to_the_context() -> None:
+    """Also where everything repeats, which is where comparing each place anew would cost the square."""
+
+    def seconds(count: int) -> float:
+        dry, ids, best = Dry(sampling(dry_multiplier=1.0), lambda token: b"a"), [1, 2] * (count // 2), 1e9
+        dry.penalties(ids)
+        for _ in range(30):
+            ids.append(ids[-2])
+            started = time.perf_counter()
+            dry.penalties(ids)
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    assert seconds(65_536) < 40 * seconds(8_192)

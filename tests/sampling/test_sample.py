@@ -1,0 +1,245 @@
+"""Sampling: llama.cpp's chain, against the same chain in plain Python, and sentences for values without sense."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from engine.config import SamplingParams
+from engine.errors import EngineError
+from engine.limits import PENALTY_WINDOW
+from engine.sampling.sample import Draw, Sampling, resolve, sample
+from model_loaders.config import GenerationDefaults
+
+V = 12
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+
+
+def sampling(**values) -> Sampling:
+    """Everything off but `values`."""
+    return resolve(SamplingParams(**{**OFF, **values}), GenerationDefaults())
+
+
+def drawn_with(logits: np.ndarray, params: Sampling, recent: Sequence[int], uniform: float) -> int:
+    return sample(logits, Draw(params, recent[-PENALTY_WINDOW:], uniform, len(logits)))
+
+
+def distribution(logits: Sequence[float], s: Sampling, recent: Sequence[int], slack: float = 0.0) -> dict[int, float]:
+    """Token → probability, most likely first, in float64. `slack` moves the cuts of top-p and min-p a little."""
+    x = [float(value) + s.logit_bias.get(i, 0.0) for i, value in enumerate(logits)]
+    window = list(recent)[-64:]
+    for token in set(window):
+        x[token] = x[token] / s.repeat_penalty if x[token] > 0 else x[token] * s.repeat_penalty
+        x[token] -= window.count(token) * s.frequency_penalty + s.presence_penalty
+    order = sorted(range(len(x)), key=lambda i: (-x[i], i))
+    if s.top_k:
+        order = order[: s.top_k]
+    p = softmax([x[i] for i in order])
+    if s.top_p < 1:
+        total, count = 0.0, 0
+        while count < len(p) and total < s.top_p + slack:
+            total += p[count]
+            count += 1
+        order = order[: max(count, 1)]
+    order = [i for i, value in zip(order, p, strict=False) if value >= s.min_p * p[0] * (1 + slack)]
+    order = order or [max(range(len(x)), key=lambda i: (x[i], -i))]
+    if s.temperature == 0:
+        return {order[0]: 1.0}
+    return dict(zip(order, softmax([(x[i] - x[order[0]]) / s.temperature for i in order]), strict=True))
+
+
+def softmax(x: Sequence[float]) -> list[float]:
+    weights = [math.exp(value - max(x)) for value in x]
+    return [weight / sum(weights) for weight in weights]
+
+
+# Logits and what is done to them are multiples of powers of two: exact in float32, so that ties are ties.
+quarters = st.integers(-40, 40).map(lambda i: i / 4)
+settings_of_the_chain = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0, 0.25, 1.0, 3.0]),
+        "top_k": st.integers(0, V + 3),
+        "top_p": st.one_of(st.just(1.0), st.floats(0.01, 1)),
+        "min_p": st.one_of(st.just(0.0), st.floats(0, 1)),
+        "repeat_penalty": st.sampled_from([1.0, 0.5, 2.0, 4.0]),
+        "presence_penalty": st.sampled_from([0.0, -1.0, 0.5]),
+        "frequency_penalty": st.sampled_from([0.0, -0.25, 0.5]),
+        "logit_bias": st.dictionaries(st.integers(0, V - 1), st.one_of(quarters, st.just(-math.inf)), max_size=V - 1),
+    }
+)
+
+
+@given(
+    st.lists(quarters, min_size=V, max_size=V),
+    settings_of_the_chain,
+    st.lists(st.integers(0, V - 1), max_size=80),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_draw_is_that_of_the_plain_chain(logits, values, recent, drawn) -> None:
+    chain = sampling(**values)
+    expected = distribution(logits, chain, recent)
+    # Where rounding may decide what top-p and min-p keep, both are right.
+    assume(all(distribution(logits, chain, recent, slack) == expected for slack in (-1e-9, 1e-9)))
+    token = drawn_with(np.array(logits, np.float32), chain, recent, drawn)
+    edges = np.cumsum(list(expected.values()))
+    near = {int(np.searchsorted(edges, drawn * edges[-1] + off, side="right").clip(0, len(edges) - 1))
+            for off in (-1e-9, 0, 1e-9)}  # fmt: skip
+    assert token in [list(expected)[i] for i in near]
+    assert expected[token] > 0
+
+
+@given(st.lists(quarters, min_size=V, max_size=V), settings_of_the_chain, st.lists(st.integers(0, V - 1), max_size=80))
+def test_logits_are_left_as_they_were(logits, values, recent) -> None:
+    before = np.array(logits, np.float32)
+    given = before.copy()
+    drawn_with(given, sampling(**values), recent, 0.5)
+    assert (given == before).all()
+
+
+def support(logits, values, recent=()) -> set[int]:
+    """Tokens that come out for some draw."""
+    chain = sampling(**values)
+    return {drawn_with(np.float32(logits), chain, recent, i / 1000) for i in range(1000)}
+
+
+def test_top_k_keeps_the_first_of_equal_tokens() -> None:
+    """Enough of them that a partial sort would pick others."""
+    chain = sampling(top_k=2)
+    assert {drawn_with(np.zeros(400, np.float32), chain, [], i / 50) for i in range(50)} == {0, 1}
+
+
+def test_top_p_looks_at_what_top_k_left() -> None:
+    even = [1.0] * 4 + [0.0] * 4  # of all tokens, two have 0.365; of the best four, they have half
+    assert support(even, {"top_k": 4, "top_p": 0.5}) == {0, 1}
+    assert support(even, {"top_k": 0, "top_p": 0.5}) == {0, 1, 2}
+
+
+def test_temperature_comes_last_and_changes_no_cut() -> None:
+    logits = [2.0, 1.0, 0.0, -1.0]
+    for temperature in (0.5, 1.0, 5.0):
+        assert support(logits, {"top_p": 0.8, "temperature": temperature}) == {0, 1}
+        assert support(logits, {"min_p": 0.1, "temperature": temperature}) == {0, 1, 2}
+
+
+def test_bias_comes_before_the_penalties() -> None:
+    # 1 + 3 is positive and is divided: 2. Penalty first would leave 0.5 + 3.
+    logits = [2.5, 1.0]
+    values = {"temperature": 0, "logit_bias": {1: 3.0}, "repeat_penalty": 2.0}
+    assert support(logits, values, recent=[1]) == {0}
+
+
+def test_penalties_forget_what_is_further_back_than_their_window() -> None:
+    logits, values = [1.0, 0.5, 0.0], {"temperature": 0, "presence_penalty": 1.0}
+    assert support(logits, values, [0, *[2] * (PENALTY_WINDOW - 1)]) == {1}
+    assert support(logits, values, [0, *[2] * PENALTY_WINDOW]) == {0}
+
+
+def test_greedy_takes_the_first_of_the_best() -> None:
+    assert support([0.0, 3.0, 3.0, 1.0], {"temperature": 0}) == {1}
+    assert support([0.0, 3.0, 3.0, 1.0], {"top_k": 1}) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e4])
+def test_extreme_temperatures_are_no_trouble(temperature: float) -> None:
+    expected = {1} if temperature < 1 else {0, 1, 2}
+    assert support([0.0, 3.0, -80.0], {"temperature": temperature}) == expected
+
+
+def test_a_token_with_a_bias_of_minus_infinity_never_comes() -> None:
+    logits = np.zeros(4, np.float32)
+    chain = sampling(logit_bias={0: -math.inf, 3: -math.inf})
+    draws = [0.0, 0.5, 1 - 2**-53]
+    assert [drawn_with(logits, chain, [], drawn) for drawn in draws] == [1, 2, 2]
+
+
+def test_logits_of_minus_infinity_are_tokens_that_never_come() -> None:
+    logits = [-math.inf, 0.0, 0.0, -math.inf]
+    assert support(logits, {}) == {1, 2}
+    assert support(logits, {"repeat_penalty": 2.0, "presence_penalty": 1.0}, recent=[0, 1]) == {1, 2}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("broken", [[0.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf]])
+def test_logits_that_are_no_numbers_are_an_error(broken, temperature: float) -> None:
+    with pytest.raises(EngineError, match="not finite"):
+        support(broken, {"temperature": temperature})
+
+
+def test_banning_every_token_is_an_error() -> None:
+    with pytest.raises(EngineError, match="logit_bias bans every token"):
+        support([0.0, 1.0], {"logit_bias": {0: -math.inf, 1: -math.inf}})
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"temperature": 0.5}, {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "temperature": 1.5}]
+)
+def test_draws_are_distributed_as_the_chain_says(values) -> None:
+    logits = np.linspace(-2, 2, V, dtype=np.float32)
+    chain, rng, draws = sampling(**values), np.random.default_rng(7), 20_000
+    counts = Counter(drawn_with(logits, chain, [], rng.random()) for _ in range(draws))
+    expected = distribution(logits.tolist(), chain, [])
+    assert counts.keys() <= expected.keys()
+    chi_square = sum((counts[i] - draws * p) ** 2 / (draws * p) for i, p in expected.items())
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)  # its mean and four standard deviations
+
+
+WRONG = [
+    ("temperature", [math.nan, math.inf, -0.1, "1", True, [1]]),
+    ("top_p", [0, 0.0, 1.01, math.nan, "0.9", False]),
+    ("min_p", [-0.1, 1.1, math.nan, "0", True]),
+    ("repeat_penalty", [0, -1, math.nan, math.inf, "1", True]),
+    ("presence_penalty", [math.nan, math.inf, None, "0", True]),
+    ("frequency_penalty", [math.nan, -math.inf, None, "0", True]),
+    ("dry_multiplier", [-0.1, 1001, math.nan, "0", True]),
+    ("dry_base", [0.99, 1001, math.nan, None, "2", True]),
+    ("dry_allowed_length", [-1, 1.5, None, "2", True]),
+    ("dry_penalty_last_n", [-3, 1.5, "64", True]),
+    ("dry_sequence_breakers", ["\n", [""], ("a", 1)]),
+    ("top_k", [-1, 1.5, "40", True, math.nan]),
+    ("max_tokens", [-2, 1.0, "9", None, True]),
+    ("seed", [-2, 1.0, "9", None, True]),
+    ("stop", ["END", [""], ("a", 1), [None], None, 3, b"x"]),
+    ("logit_bias", [{1: math.nan}, {1: math.inf}, {1: "2"}, {1: None}, {1: True}, {"1": 2.0}, {1.0: 2.0}, {True: 1.0},
+                    {-1: 1.0}, {1: 1e39}, None, [1]]),
+    ("ignore_eos", ["no", None, 1]),
+    ("logprobs", [-1, 21, 1.0, "2", True, math.nan]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG for value in values])
+def test_values_without_sense_are_named(name: str, value) -> None:
+    with pytest.raises(EngineError, match=f"^{name} is .* but must be ") as raised:
+        resolve(SamplingParams(**{name: value}), GenerationDefaults())
+    assert raised.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0}, {"temperature": 1}, {"top_p": 1}, {"min_p": 1}, {"top_k": 0}, {"top_k": 10**20},
+        {"max_tokens": 0}, {"seed": 2**70}, {"stop": ["a"]}, {"logit_bias": {0: -math.inf, 7: 3}},
+        {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20},
+    ],
+)  # fmt: skip
+def test_values_at_the_edge_are_taken(values) -> None:
+    resolve(SamplingParams(**values), GenerationDefaults())
+
+
+def test_a_bias_for_a_token_outside_the_vocabulary_is_named() -> None:
+    with pytest.raises(EngineError, match="token 12, but the vocabulary has 12"):
+        resolve(SamplingParams(logit_bias={11: 1.0, 12: 1.0}), GenerationDefaults(), vocab_size=12)
+
+
+def test_what_is_not_given_comes_from_the_model_and_then_from_the_usual_values() -> None:
+    of_model = GenerationDefaults(temperature=0.3, top_k=7)
+    chosen = resolve(SamplingParams(top_k=9), of_model)
+    assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p) == (0.3, 9, 0.95, 0.05)
+    assert resolve(SamplingParams(), GenerationDefaults(greedy=True)).temperature == 0
+    assert resolve(SamplingParams(temperature=1.0), GenerationDefaults(greedy=True)).temperature == 1.0
