@@ -1,4 +1,4 @@
-// Encode full blocks: exact records become records of codes, chosen as engine/encoding/ and `Codec.encode` choose them.
+// Encode full blocks: exact records become records of codes, chosen as engine/quantization/encode.py and `Codec.encode` choose them.
 //
 // keys, values (blocks, K, NBYTES), exact (slots, K, bytes): pools of records. moves int32 (count, 2): slot of the
 // exact record, id of the block. tables: of the side's codec; near uint16 (64, 64, NEAR): what

@@ -35,24 +35,24 @@ GREEDY = {"temperature": 0, "max_tokens": 3}
 # A session is written once the file named in GO is there.
 WAITING = """
 import os, time
-from engine import sealed_file
-write = sealed_file.write
+from engine import checked_file
+write = checked_file.write
 def waiting(*arguments):
     open(os.environ["GO"] + ".asked", "w").close()
     while not os.path.exists(os.environ["GO"]):
         time.sleep(0.01)
     write(*arguments)
-sealed_file.write = waiting
+checked_file.write = waiting
 """
 
 # A session is written half, and no further.
 STUCK = """
 import os, time
-from engine import sealed_file
+from engine import checked_file
 def stuck(*arguments):
     open(os.environ["GO"] + ".asked", "w").close()
     time.sleep(600)
-sealed_file._put = stuck
+checked_file._put = stuck
 """
 
 
