@@ -61,7 +61,7 @@ from engine.codecs._rotation import preconditioning
 NAMES = ("polarquant",)
 PRECONDITIONINGS = ("hadamard", "dense", "none")
 
-# Level → what its angles decode to, radians; `_lloyd.polar_angles` derives levels 2 to 4. They mirror at π/4.
+# Level → what its angles decode to, radians; `scripts.lloyd.polar_angles` derives levels 2 to 4. They mirror at π/4.
 CENTRES = {
     1: tuple((code + 0.5) * np.pi / 8 for code in range(16)),
     2: (0.309756116982453, 0.6339802399913297, 0.9368160868035673, 1.2610402098124438),

@@ -5,7 +5,7 @@
 Source: Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", 2025, Algorithm 1
 (the code of least mean squared error: rotate, then one Lloyd–Max quantizer for all coordinates); sign flip →
 Walsh–Hadamard → sign flip in place of a dense rotation, and slots for N(0, 1/D), as its popular descriptions have it.
-Levels: Max, "Quantizing for minimum distortion", 1960, by Lloyd's algorithm on the density (`_lloyd.gaussian_levels`).
+Levels: Max, "Quantizing for minimum distortion", 1960, by Lloyd's algorithm on the density (`scripts/lloyd.py`).
 Bits per value: b + 16/D, for `turbo2`, `turbo3` and `turbo4` with b = 2, 3, 4. Mean squared error on Gaussian vectors
 of 128 values: .116, .0340, .0093 per variance.
 Decode, per value: half a lookup of two values (a quarter of four for `turbo2`) and one multiplication by the norm.
@@ -43,7 +43,7 @@ from engine.codecs._rotation import twice_signed_hadamard
 
 NAMES = ("turbo2", "turbo3", "turbo4")
 
-# Bits → the positive half of the levels for N(0, 1), ascending; `_lloyd.gaussian_levels` derives them.
+# Bits → the positive half of the levels for N(0, 1), ascending; `scripts.lloyd.gaussian_levels` derives them.
 LEVELS = {
     2: (0.4527800346366299, 1.5104176084993848),
     3: (0.24509417894464633, 0.7560052812070376, 1.3439092785065845, 2.1519457045385577),

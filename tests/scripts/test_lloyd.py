@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.codecs import polarquant, turbo
-from engine.codecs._lloyd import gaussian_levels, lloyd, polar_angles
+from scripts.lloyd import gaussian_levels, lloyd, polar_angles
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 16])

@@ -1,6 +1,8 @@
-"""Optimal scalar quantizers of a known density: Lloyd's algorithm on the density itself, not on samples.
+"""Designs the scalar quantizers of `turbo` and `polarquant`: Lloyd's algorithm on a known density, not on samples.
 
-Nothing runs here when the engine does. Codecs hold the results as constants, and tests derive them again.
+    python -m scripts.lloyd
+
+prints the constants that the two codecs hold; tests derive them again.
 """
 
 from __future__ import annotations
@@ -45,3 +47,10 @@ def gaussian_levels(bits: int) -> np.ndarray:
     """The positive half of the 2^bits levels of least mean squared error for N(0, 1), ascending."""
     # Beyond 12 standard deviations nothing is left of a float64.
     return lloyd(lambda x: np.exp(-(x**2) / 2), -12.0, 12.0, 2**bits)[2 ** (bits - 1) :]
+
+
+if __name__ == "__main__":
+    for bits in (2, 3, 4):
+        print(f"turbo, {bits} bits, positive levels:", *gaussian_levels(bits))
+    for level in (2, 3, 4):
+        print(f"polarquant, angles of level {level}, radians:", *polar_angles(level))
