@@ -20,14 +20,13 @@ Letters: K KV heads, B blocks, N tokens in a block, D head dim, P = D / width pa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.codecs import Codec, PathRounding, Rounding
 from engine.codecs._arrays import checked
-from engine.quantization.metric import Metric, without_feedback
+from engine.quantization.metric import Metric
 
 _TILT_RANGE = 0.8, 1.25  # how far a norm may tilt from that of least squares
 
@@ -36,19 +35,10 @@ _LARGEST = np.float32(1e5)  # half precision ends sooner; fourth powers, times a
 _SLAB = 1 << 19  # values that are rounded together: enough to hide the cost of a step, few enough for the cache
 
 
-def encode_well(
-    codec: Codec,
-    x: np.ndarray,
-    metric: Metric | None,
-    *,
-    feedback: bool = True,
-    tilt: bool = True,
-    tokens: bool = True,
-) -> dict[str, np.ndarray]:
+def encode_well(codec: Codec, x: np.ndarray, metric: Metric | None) -> dict[str, np.ndarray]:
     """x (K, B, N, D) float32, conditioned and rotated → the codec's fields, (K, B, *shape).
 
-    Plain `codec.encode` without a metric, or where the codec has no table. `feedback` (between pairs), `tilt` (else a
-    key's norm is chosen like a value's) and `tokens` can be turned off. Raises ValueError on NaN or infinity.
+    Plain `codec.encode` without a metric, or where the codec has no table. Raises ValueError on NaN or infinity.
 
     The same x has the same codes each time. A block alone has the codes that it has among others, except where tokens
     are fed back or paths searched: there the sums of matrix products may differ in their last bits, and so a code at
@@ -58,8 +48,6 @@ def encode_well(
     if metric is None or rounding is None or x.size == 0:
         return codec.encode(x)
     x = np.ascontiguousarray(np.clip(checked(x, codec.name), -_LARGEST, _LARGEST))
-    metric = metric if feedback else without_feedback(metric)
-    metric = metric if tokens else replace(metric, token_feedback=None)
     parts = []
     step = max(1, _SLAB // (x.size // x.shape[1]))
     for start in range(0, x.shape[1], step):
@@ -68,8 +56,7 @@ def encode_well(
             rounded = _search(rounding, laid, metric)
         else:
             rounded = _round(rounding, laid, metric)
-        tilted = tilt and metric.tilt_second is not None
-        norms = _tilted(rounded, metric) if tilted else _fitted(rounded, metric)
+        norms = _fitted(rounded, metric) if metric.tilt_second is None else _tilted(rounded, metric)
         both = rounded.codes.swapaxes(3, 4), norms[..., None]
         parts.append([_unlay(part, metric.token_feedback) for part in both])
     codes, norms = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))

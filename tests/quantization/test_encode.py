@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -14,7 +14,7 @@ from engine import codecs
 from engine.codecs._viterbi import PathSearch
 from engine.quantization import encode
 from engine.quantization.encode import encode_well
-from engine.quantization.metric import Metric, key_metric, value_metric
+from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -222,8 +222,17 @@ def test_token_feedback_decomposes_the_correlation_of_attention(rounding, turns)
 # -- encoding against its definition, one vector at a time ---------------------------------------------------------
 
 
+def without(metric, part):
+    """The metric with one part of encoding well left out: "feedback", "tilt" or "tokens"."""
+    if part == "feedback":
+        return without_feedback(metric)
+    return replace(
+        metric, **{"tilt": {"tilt_second": None, "tilt_mean": None}, "tokens": {"token_feedback": None}}[part]
+    )
+
+
 def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
-    """`encode_well` in float64, vector by vector → codes (K, B, N, P), norms (K, B, N)."""
+    """`encode_well` in float64, vector by vector → codes (K, B, N, P), norms (K, B, N); flags leave parts unused."""
     *lead, dim = x.shape
     size = lead[-1]
     codes, norms = np.zeros((*lead, dim // codec.width), int), np.zeros(lead)
@@ -282,10 +291,9 @@ def tilted_norm(u, y, metric, head):
 @pytest.mark.parametrize("off", ["nothing", "feedback", "tilt", "tokens"])
 def test_codes_and_norms_are_those_of_the_definition(codec, kind, off):
     x = gaussian(2, 3, 16, 8, seed=7) * np.exp(gaussian(2, 3, 16, 1, seed=8))
-    flags = {} if off == "nothing" else {off: False}
     metric = kind(codec)
-    encoded = encode_well(codec, x, metric, **flags)
-    codes, norms = by_definition(codec, x, metric, **flags)
+    encoded = encode_well(codec, x, metric if off == "nothing" else without(metric, off))
+    codes, norms = by_definition(codec, x, metric, **({} if off == "nothing" else {off: False}))
     assert np.array_equal(encoded["codes"], codes)
     # Two sums of D² products over each other, their terms some hundred times what is left of them.
     assert encoded["norms"] == pytest.approx(norms, rel=100 * 64 * EPS)
@@ -317,12 +325,12 @@ def test_fine_steps_cost_what_the_decomposition_predicts(decay):
     x = gaussian(heads, 32, 64, dim)
     norms = np.sqrt(np.square(x).mean(-1))  # those that were rounded with; fitted norms would lower both costs
 
-    def rounding_cost(feedback):
-        codes = encode_well(codec, x, metric, feedback=feedback)["codes"]
+    def rounding_cost(metric):
+        codes = encode_well(codec, x, metric)["codes"]
         return cost(x - codec.decode({"codes": codes, "norms": norms}), metric.matrix)
 
     # A mean over 2,048 vectors with a few independent terms each is off by some 1/√2,048, rarely by five times that.
-    assert rounding_cost(True) / rounding_cost(False) == pytest.approx(predicted, rel=0.1)
+    assert rounding_cost(metric) / rounding_cost(without_feedback(metric)) == pytest.approx(predicted, rel=0.1)
     assert (predicted < 0.95).all()
 
 
@@ -333,12 +341,13 @@ def test_feedback_between_tokens_lowers_the_cost_of_shared_attention(codec):
     lag = np.abs(np.subtract.outer(np.arange(16), np.arange(16)))
     shared = np.linalg.cholesky(0.9**lag)  # Σ_t,t' P_tt' e_t·M·e_t'ᵀ = |Pᐟ² e|², token for token in M
 
-    def mixed_cost(**flags):
-        errors = x - codec.decode(encode_well(codec, x, metric, **flags))
+    def mixed_cost(metric):
+        errors = x - codec.decode(encode_well(codec, x, metric))
         return cost(np.einsum("ti,kbtd->kbid", shared, errors), metric.matrix).sum()
 
-    assert mixed_cost() < 0.8 * mixed_cost(tokens=False)
-    assert mixed_cost(tokens=False) < mixed_cost(tokens=False, feedback=False)
+    alone = without(metric, "tokens")
+    assert mixed_cost(metric) < 0.8 * mixed_cost(alone)
+    assert mixed_cost(alone) < mixed_cost(without(alone, "feedback"))
 
 
 @TABLES
@@ -348,11 +357,11 @@ def test_a_tilted_norm_costs_leaning_queries_less(codec):
     second, mean = metric.tilt_second, metric.tilt_mean
     lean = mean[:, None, None] + x @ (second - mean[:, :, None] * mean[:, None])[:, None] / 4
 
-    def leaning_cost(**flags):
-        errors = x - codec.decode(encode_well(codec, x, metric, **flags))
+    def leaning_cost(metric):
+        errors = x - codec.decode(encode_well(codec, x, metric))
         return cost(errors, second).sum() + np.square((errors * lean).sum(-1, dtype=np.float64)).sum()
 
-    assert leaning_cost() < leaning_cost(tilt=False)
+    assert leaning_cost(metric) < leaning_cost(without(metric, "tilt"))
 
 
 @TABLES
@@ -449,7 +458,8 @@ def test_errors_cost_less_than_plainly_rounded(name):
     codec, metrics = codec_and_metrics(name)
     x = gaussian(2, 12, 16, 32)
     for metric in metrics:
-        well = cost(x - codec.decode(encode_well(codec, x, metric, tilt=False, tokens=False)), metric.matrix)
+        plain_norms = without(without(metric, "tilt"), "tokens")
+        well = cost(x - codec.decode(encode_well(codec, x, plain_norms)), metric.matrix)
         assert (well < 0.9 * cost(x - codec.decode(codec.encode(x)), metric.matrix)).all()
 
 
