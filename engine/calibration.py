@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
 from engine import checked_file, codecs
-from engine.backends.ops import Array, Cache, CacheSpan, Ops, Spans, StoredSpace
+from engine.backends.ops import Array, Ops
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
@@ -98,75 +97,45 @@ def calibrate(
     `progress` is told the layers done since its last call. Raises ValueError on fewer ids than two blocks have,
     EngineError ("model_damaged") where queries or keys are not finite.
     """
-    watched = _WatchedOps(ops, config, len(ids))
-    model = _exact_model(cast(Ops, watched), config, weights, len(ids), block_size)
+    model = _exact_model(ops, config, weights, len(ids), block_size)
+    seen = model.taps = _QueriesAndKeys(model, len(ids))
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: list[LayerStatistics] = []
     rows = 0
     for unit in model.walk([span], ids, by_layer=True):
         rows += unit
         if rows % len(ids) == 0:  # all rows are through a layer
-            if not (np.isfinite(watched.queries).all() and np.isfinite(watched.keys).all()):
+            if not (np.isfinite(seen.queries).all() and np.isfinite(seen.keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
-            keys = np.ascontiguousarray(watched.keys.swapaxes(0, 1))
-            layer = measure(watched.queries, keys, watched.scale, watched.window, block_size, ops.each)
+            keys = np.ascontiguousarray(seen.keys.swapaxes(0, 1))
+            window = config.window(len(statistics))
+            layer = measure(seen.queries, keys, model.attention_scale, window, block_size, ops.each)
             statistics.append(layer)
             if progress is not None:
                 progress(1)
     return statistics
 
 
-class _WatchedOps:
-    """Ops that keep queries (T, H, D) and keys (T, K, D) of the layer in work, in whatever parts they come.
+class _QueriesAndKeys:
+    """Taps that keep queries (T, H, D) and keys (T, K, D) of the layer in work, as RoPE leaves them.
 
-    As RoPE leaves them: what the store scales them by is taken back, and it is powers of two.
+    What the store scales them by is taken back, and it is powers of two.
     """
 
-    def __init__(self, ops: Ops, config: ModelConfig, tokens: int):
-        self._ops = ops
+    def __init__(self, model: Model, tokens: int):
+        config = model.config
+        self._to_host, self._heads, self._conditioning = model.ops.to_host, config.heads, model.store.conditioning
         self.queries = np.empty((tokens, config.heads, config.head_dim), np.float32)
         self.keys = np.empty((tokens, config.kv_heads, config.head_dim), np.float32)
-        self.scale = 1.0
-        self.window: int | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def spans(self, spans: Sequence[CacheSpan]) -> tuple[int, Spans]:
-        (span,) = spans
-        return span.position, self._ops.spans(spans)
-
-    def place_kv(
-        self,
-        qkv: Array,
-        turns: tuple[Array, Array],
-        space: StoredSpace,
-        cache: Cache,
-        spans: tuple[int, Spans],
-        norms: tuple[Array, Array, float] | None = None,
-    ) -> Array:
-        position, of = spans
-        rows = slice(position, position + len(qkv))
-        q, k, v = self._ops.condition(qkv, turns, space, norms)
-        assert space.scale is not None
-        of_queries, of_keys = space.scale[: q.shape[1]], space.scale[q.shape[1] : -space.kv_heads]
-        self.queries[rows], self.keys[rows] = self._ops.to_host(q) / of_queries, self._ops.to_host(k) / of_keys
-        self._ops.append_kv(cache, of, k, v)
-        return q
-
-    def attention(
-        self,
-        q: Array,
-        cache: Cache,
-        spans: tuple[int, Spans],
-        scale: float,
-        window: int | None,
-        back: Array | None = None,
-        scale_back: Array | None = None,
-    ) -> Array:
-        _, of = spans
-        self.scale, self.window = scale, window
-        return self._ops.attention(q, cache, of, scale, window, back, scale_back)
+    def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
+        if name not in ("queries", "keys"):
+            return
+        scales = self._conditioning[layer].scales(self._heads)
+        assert scales is not None
+        kept, first = (self.queries, 0) if name == "queries" else (self.keys, self._heads)
+        heads = slice(first, first + kept.shape[1])
+        kept[position : position + len(x)] = self._to_host(x) / scales[heads]
 
 
 def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int) -> Model:

@@ -8,13 +8,12 @@ no part of a layer's figure then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from engine import Engine
-from engine.backends.ops import Array, Cache, Spans, StoredSpace
+from engine.backends.ops import Array
 from engine.model.forward import Model
 
 
@@ -28,92 +27,22 @@ class Recording:
 
 
 class _Watch:
-    """Ops that pass everything on, and while `active` show what goes into and out of the attention of each layer.
-
-    Layers are told apart by the weights they are called with, so the forward pass needs no hook.
-    """
-
-    def __init__(self) -> None:
-        self.active = False
-        self.layer = 0  # in work
-        self.ops: Any = None
+    """Taps of a model, in place while it scores `ids`."""
 
     def install(self, model: Model) -> None:
-        """Stand between `model` and its ops from now on."""
-        self.ops, self.model = model.ops, model
-        self._norms = {id(layer.attention_norm): i for i, layer in enumerate(model.weights.layers)}
-        self._projections = {id(layer.out): i for i, layer in enumerate(model.weights.layers)}
-        watched: Any = self
-        model.ops = watched
+        """Watch `model` from now on."""
+        self.model = model
 
     def run(self, engine: Engine, ids: Sequence[int], every_token_coded: bool = False) -> None:
-        """Score `ids` with the watch on."""
-        self.active = True
+        """Score `ids` with the taps in place."""
+        self.model.taps = self
         try:
             engine.score(ids, every_token_coded)
         finally:
-            self.active = False
+            self.model.taps = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ops, name)
-
-    def parts(self, rows: slice) -> list[slice]:
-        """Rows in one part: what is watched comes in order of position then."""
-        return [rows] if self.active else self.ops.parts(rows)
-
-    def linear(
-        self,
-        x: Array,
-        weight: Array,
-        bias: Array | None = None,
-        *,
-        norm: tuple[Array, float] | None = None,
-        onto: Array | None = None,
-        gated: bool = False,
-    ) -> Array:
-        begun = None if norm is None else self._norms.get(id(norm[0]))
-        if self.active and begun is not None:
-            self.layer = begun
-            self.on_input(begun, x)
-        ended = self._projections.get(id(weight))
-        if self.active and ended is not None:
-            self.on_output(ended, self.ops.to_host(x))
-        return self.ops.linear(x, weight, bias, norm=norm, onto=onto, gated=gated)
-
-    def place_kv(
-        self,
-        qkv: Array,
-        turns: tuple[Array, Array],
-        space: StoredSpace,
-        cache: Cache,
-        spans: Spans,
-        norms: tuple[Array, Array, float] | None = None,
-    ) -> Array:
-        if not self.active:
-            return self.ops.place_kv(qkv, turns, space, cache, spans, norms)
-        q, k, v = self.ops.condition(qkv, turns, space, norms)
-        keys = self.ops.to_host(k)
-        self.on_keys(self.layer, keys if space.scale is None else keys / space.scale[q.shape[1] : -space.kv_heads])
-        self.ops.append_kv(cache, spans, k, v)
-        return q
-
-    def on_input(self, layer: int, x: Array) -> None:
-        """Rows (T, E) that `layer` is about to work on; may be changed in place."""
-
-    def on_keys(self, layer: int, k: np.ndarray) -> None:
-        """Keys (T, K, D) of those rows, not scaled; as RoPE leaves them where the cache has no rotation."""
-
-    def on_output(self, layer: int, x: np.ndarray) -> None:
-        """Attention output (T, H·D) of those rows."""
-
-
-@dataclass
-class _Rows:
-    """What has been seen of one layer so far."""
-
-    inputs: list[np.ndarray] = field(default_factory=list)
-    keys: list[np.ndarray] = field(default_factory=list)
-    outputs: list[np.ndarray] = field(default_factory=list)
+    def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
+        raise NotImplementedError
 
 
 class Recorder(_Watch):
@@ -121,23 +50,29 @@ class Recorder(_Watch):
 
     def record(self, engine: Engine, ids: Sequence[int]) -> Recording:
         """One pass over `ids` (T,)."""
-        self._seen = [_Rows() for _ in self.model.weights.layers]
+        config = self.model.config
+        widths = {
+            "input": (config.hidden_size,),
+            "keys": (config.kv_heads, config.head_dim),
+            "attention": (config.heads * config.head_dim,),
+        }
+        self._seen = {
+            name: [np.empty((len(ids), *width), np.float32) for _ in range(config.layers)]
+            for name, width in widths.items()
+        }
         self.run(engine, ids)
-        seen, self._seen = self._seen, []
-        return Recording(
-            inputs=[np.concatenate(layer.inputs) for layer in seen],
-            keys=[np.concatenate(layer.keys) for layer in seen],
-            outputs=[np.concatenate(layer.outputs) for layer in seen],
-        )
+        seen, self._seen = self._seen, {}
+        return Recording(seen["input"], seen["keys"], seen["attention"])
 
-    def on_input(self, layer: int, x: Array) -> None:
-        self._seen[layer].inputs.append(np.array(self.ops.to_host(x)))
-
-    def on_keys(self, layer: int, k: np.ndarray) -> None:
-        self._seen[layer].keys.append(np.array(k))
-
-    def on_output(self, layer: int, x: np.ndarray) -> None:
-        self._seen[layer].outputs.append(np.array(x))
+    def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
+        if name not in self._seen:
+            return
+        rows = self.model.ops.to_host(x)
+        scales = self.model.store.conditioning[layer].scales(self.model.config.heads)
+        if name == "keys" and scales is not None:
+            heads = self.model.config.heads
+            rows = rows / scales[heads : heads + rows.shape[1]]
+        self._seen[name][layer][position : position + len(x)] = rows
 
 
 class Replay(_Watch):
@@ -148,21 +83,18 @@ class Replay(_Watch):
     ) -> list[float]:
         """‖o − ô‖ / ‖o‖ over all rows, for each layer."""
         self._recording = recording
-        layers = len(recording.inputs)
-        self._begun, self._ended = [0] * layers, [0] * layers
-        self._wrong, self._whole = np.zeros(layers), np.zeros(layers)
+        # The squares of each row by itself: rows may come from several threads.
+        self._wrong, self._whole = np.zeros((2, len(recording.inputs), len(ids)))
         self.run(engine, ids, every_token_coded)
+        wrong, whole = self._wrong.sum(1), self._whole.sum(1)
         # A layer whose attention gives nothing has nothing to lose.
-        return np.sqrt(self._wrong / np.where(self._whole > 0, self._whole, 1)).tolist()
+        return np.sqrt(wrong / np.where(whole > 0, whole, 1)).tolist()
 
-    def on_input(self, layer: int, x: Array) -> None:
-        start = self._begun[layer]
-        self._begun[layer] += len(x)
-        x[...] = self.ops.to_device(self._recording.inputs[layer][start : start + len(x)])
-
-    def on_output(self, layer: int, x: np.ndarray) -> None:
-        start = self._ended[layer]
-        self._ended[layer] += len(x)
-        exact = self._recording.outputs[layer][start : start + len(x)].astype(np.float64)
-        self._wrong[layer] += np.square(x - exact).sum()
-        self._whole[layer] += np.square(exact).sum()
+    def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
+        rows = slice(position, position + len(x))
+        if name == "input":
+            x[...] = self.model.ops.to_device(self._recording.inputs[layer][rows])
+        elif name == "attention":
+            exact = self._recording.outputs[layer][rows].astype(np.float64)
+            self._wrong[layer, rows] = np.square(self.model.ops.to_host(x) - exact).sum(1)
+            self._whole[layer, rows] = np.square(exact).sum(1)

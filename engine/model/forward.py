@@ -5,7 +5,7 @@ Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,14 @@ from engine.kv.store import KVStore, Span
 from engine.sampling.sample import NOT_FINITE, Draw, Sampled
 from model_loaders.config import ModelConfig
 from model_loaders.rope import rope_frequencies
+
+Taps = Callable[[str, int, int, Array], None]
+"""taps(name, layer, position, x) sees values of a prompt's forward pass; x has rows from `position` of the sequence on.
+
+name: "input" (T, E), what the layer gets, which may be changed in place; "queries" (T, H, D) and "keys" (T, K, D), as
+the store scales and rotates them; "attention" (T, H·D), what the output projection gets. x is good until the call
+returns. Parts of a prompt may come in any order, from several threads.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class _Part:
     """Rows of a prompt that go through a layer together, and where their K/V go."""
 
     rows: slice
+    position: int  # of the first, in its sequence
     spans: Sequence[Spans]  # for each group of layers
     skipped: int  # rows of the last layer that only leave their K/V: nobody reads their outputs
     last: Spans  # for the last layer, without the rows skipped
@@ -60,13 +69,15 @@ class ModelWeights:
 class Model:
     """Token ids in, logits out; K/V go to the store on the way."""
 
-    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, store: KVStore):
+    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, store: KVStore, taps: Taps | None = None):
+        """taps: see all prompts, of one sequence each, but no steps: these may be recorded. May be set at any time."""
         self.ops = ops
         self.config = config
         self.weights = weights
         self.store = store
+        self.taps = taps
         self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim)
-        self._scale = config.head_dim**-0.5
+        self.attention_scale = config.head_dim**-0.5
         self._spaces = [
             StoredSpace(config.kv_heads, stored.scales(config.heads), stored.key_rotation, stored.value_rotation)
             for stored in store.conditioning
@@ -181,10 +192,10 @@ class Model:
         count = rows.stop - rows.start
         skipped = min(max(0, first_output - rows.start), count)
         seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
-        last = self.config.layers - 1
+        last, position = self.config.layers - 1, spans[0].start + rows.start
         if not skipped:
-            return _Part(rows, seen, 0, seen[self.store.group_of(last)])
-        return _Part(rows, seen, skipped, self._spans(last, spans, slice(rows.start + skipped, rows.stop)))
+            return _Part(rows, position, seen, 0, seen[self.store.group_of(last)])
+        return _Part(rows, position, seen, skipped, self._spans(last, spans, slice(rows.start + skipped, rows.stop)))
 
     def _spans(self, layer: int, spans: Sequence[Span], rows: slice) -> Spans:
         """Each span's part in `rows`, counted from the first of them."""
@@ -202,14 +213,16 @@ class Model:
         group, is_last = self.store.group_of(layer), layer == self.config.layers - 1
 
         def project(i: int) -> Array:
-            rows = parts[i].rows
-            return self._project(layer, x[rows], cos[rows], sin[rows], parts[i].spans[group])
+            rows, position = parts[i].rows, parts[i].position
+            if self.taps is not None:
+                self.taps("input", layer, position, x[rows])
+            return self._project(layer, x[rows], cos[rows], sin[rows], parts[i].spans[group], position)
 
         def mix(i: int) -> None:
             part, skipped = parts[i], parts[i].skipped if is_last else 0
             if skipped < len(queries[i]):
                 spans = part.last if is_last else part.spans[group]
-                self._mix(layer, x[part.rows][skipped:], queries[i][skipped:], spans)
+                self._mix(layer, x[part.rows][skipped:], queries[i][skipped:], spans, part.position + skipped)
 
         # A row attends to all K/V before it: every part is projected before the first one attends.
         queries = self.ops.each(project, len(parts))
@@ -219,20 +232,38 @@ class Model:
                 self.store.round_trip(layer, span)
         self.ops.each(mix, len(parts))
 
-    def _project(self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans) -> Array:
-        """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them."""
+    def _project(
+        self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans, position: int | None = None
+    ) -> Array:
+        """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them.
+
+        position: of the first row, for the taps; None in a step, which has none.
+        """
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
         qkv = ops.linear(x, w.qkv, w.qkv_bias, norm=(w.attention_norm, config.norm_eps))
         qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         norms = None if w.q_norm is None else (w.q_norm, w.k_norm, config.norm_eps)
-        return ops.place_kv(qkv, (cos, sin), self._spaces[layer], self.store.cache(layer), spans, norms)
+        heads, cache = (qkv, (cos, sin), self._spaces[layer]), self.store.cache(layer)
+        if self.taps is None or position is None:
+            return ops.place_kv(*heads, cache, spans, norms)
+        q, k, v = ops.condition(*heads, norms)
+        self.taps("queries", layer, position, q)
+        self.taps("keys", layer, position, k)
+        ops.append_kv(cache, spans, k, v)
+        return q
 
-    def _mix(self, layer: int, x: Array, q: Array, spans: Spans) -> None:
-        """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place."""
+    def _mix(self, layer: int, x: Array, q: Array, spans: Spans, position: int | None = None) -> None:
+        """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place.
+
+        position: as for `_project`.
+        """
         ops, config, w = self.ops, self.config, self.weights.layers[layer]
         cache, window = self.store.cache(layer), config.window(layer)
-        mixed = ops.attention(q, cache, spans, self._scale, window, *self._back[layer])
-        ops.linear(mixed.reshape(len(x), config.heads * config.head_dim), w.out, w.out_bias, onto=x)
+        mixed = ops.attention(q, cache, spans, self.attention_scale, window, *self._back[layer])
+        mixed = mixed.reshape(len(x), config.heads * config.head_dim)
+        if self.taps is not None and position is not None:
+            self.taps("attention", layer, position, mixed)
+        ops.linear(mixed, w.out, w.out_bias, onto=x)
         activated = ops.linear(x, w.gate_up, w.gate_up_bias, norm=(w.ffn_norm, config.norm_eps), gated=True)
         ops.linear(activated, w.down, w.down_bias, onto=x)
 

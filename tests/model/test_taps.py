@@ -1,0 +1,117 @@
+"""Taps of the forward pass: what they see, and how they tell where two backends part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps
+from engine.model.forward import Model
+from tests.bare import bare_model, feed, read_model
+from tests.conftest import FIXTURES
+from tests.cuda.emulated import open_device
+from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, model_of
+
+NAMES = ["input", "queries", "keys", "attention"]
+IDS = [1, *np.random.default_rng(5).integers(5, 96, 43).tolist()]
+TURN = 30  # tokens of the first prompt; the rest is a second one
+
+Seen = dict[tuple[int, str, int], np.ndarray]  # layer, name, position → a copy on the host
+
+
+class Keep:
+    """Taps that keep everything, and put `inputs`, where they have some, in front of every layer."""
+
+    def __init__(self, model: Model, inputs: Seen | None = None):
+        self.model, self.inputs, self.seen = model, inputs or {}, Seen()
+
+    def __call__(self, name: str, layer: int, position: int, x) -> None:
+        self.seen[layer, name, position] = np.array(self.model.ops.to_host(x))
+        if name == "input" and self.inputs:
+            x[...] = self.model.ops.to_device(self.inputs[layer, name, position])
+
+
+def values(model: Model, inputs: Seen | None = None) -> Seen:
+    """What two prompts of a sequence leave at the taps."""
+    model.taps = keep = Keep(model, inputs)
+    talk = Talk(model)
+    talk.prompt(IDS[:TURN])
+    talk.prompt(IDS[TURN:])
+    return keep.seen
+
+
+def differences(given: Seen, exact: Seen, rounded: Seen) -> Iterator[tuple[int, str]]:
+    """Layers and names, in the order of the forward pass, where `given` is farther from `exact` than rounding takes it.
+
+    `rounded` is what the roundings of the kernels make of the same inputs on the CPU. Kernels round in other places as
+    well, hence four times as much is allowed.
+    """
+    assert given.keys() == exact.keys() == rounded.keys()
+    for layer, name, position in sorted(exact, key=lambda at: (at[2], at[0], NAMES.index(at[1]))):
+        at = layer, name, position
+        rounding = max(np.abs(rounded[at] - exact[at]).max(), 2.0**-11 * np.abs(exact[at]).max())
+        if not np.abs(given[at] - exact[at]).max() <= 4 * rounding:
+            yield layer, name
+
+
+def first_difference(fixture: str, *, break_layer: int | None = None, part: str = "") -> tuple[int, str] | None:
+    """Where the emulated GPU parts from NumPy first, after a change to one matrix of a layer of the GPU's model."""
+    device = CudaOps(open_device(checked=False))
+    models = [model_of(ops, fixture, ("f16", "f16")) for ops in (SameWeights(device), Rounded(device), device)]
+    if break_layer is not None:
+        weights = models[-1].weights
+        layers = list(weights.layers)
+        bent = device.to_host(getattr(layers[break_layer], part)).copy()
+        bent[-1, :] *= 1.5
+        layers[break_layer] = replace(layers[break_layer], **{part: device.weight(bent, "F16")})
+        models[-1].weights = replace(weights, layers=layers)
+    exact = values(models[0])
+    rounded, given = (values(model, exact) for model in models[1:])
+    return next(differences(given, exact, rounded), None)
+
+
+FIXTURE = "qwen3_qk_norm_tied"
+
+
+@pytest.mark.parametrize("fixture", [FIXTURE, "llama_gqa_llama3_tied"])
+def test_two_backends_agree_at_every_tap(fixture: str) -> None:
+    assert first_difference(fixture) is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "part", "found"),
+    [
+        (1, "qkv", (1, "attention")),  # its last row is one of a value, which shows where it is attended to
+        (0, "out", (1, "input")),
+        (0, "down", (1, "input")),
+    ],
+)
+def test_the_first_value_that_differs_is_named(layer: int, part: str, found: tuple[int, str]) -> None:
+    assert first_difference(FIXTURE, break_layer=layer, part=part) == found
+
+
+def seen_by(model: Model, ids: Sequence[int]) -> tuple[Seen, np.ndarray]:
+    model.taps = keep = Keep(model)
+    logits = feed(model, model.store.new_sequence(), ids)
+    return keep.seen, logits
+
+
+def test_every_row_of_every_layer_is_seen_once_whatever_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = read_model(FIXTURES / FIXTURE)
+    whole, logits = seen_by(bare_model(config, weights), IDS)
+    assert sorted(whole) == sorted((layer, name, 0) for layer in range(config.layers) for name in NAMES)
+    model = bare_model(config, weights)
+    np.testing.assert_array_equal(feed(model, model.store.new_sequence(), IDS), logits)  # without taps
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    model = bare_model(config, weights)
+    monkeypatch.setattr(model.ops, "parts", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
+    parts, _ = seen_by(model, IDS)
+    for layer in range(config.layers):
+        for name in NAMES:
+            rows = [(at[2], x) for at, x in parts.items() if at[:2] == (layer, name)]
+            joined = np.concatenate([x for _, x in sorted(rows, key=lambda row: row[0])])
+            np.testing.assert_allclose(joined, whole[layer, name, 0], rtol=1e-4, atol=1e-4)
