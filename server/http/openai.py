@@ -65,36 +65,27 @@ class Generation:
         return writer.whole(answers)
 
     async def _events(self, asked: Asked, writer: Writer) -> AsyncGenerator[Event, None]:
-        """Raises what goes wrong before the first event; later it can only be an event, and is the last."""
-        begun = False
+        """The events of a streamed response. An error before the first one is raised; a later one is the last event."""
+        begun: set[int] = set()
+        sent = False
+        usages: list[Usage] = []
         try:
-            async with aclosing(self._answers(asked, writer)) as events:
-                async for event in events:
-                    begun = True
-                    yield event
+            async with aclosing(self._pieces(asked)) as pieces:
+                async for index, chunk in pieces:
+                    for event in writer.events(index, chunk, first=index not in begun):
+                        sent = True
+                        yield event
+                    begun.add(index)
+                    if chunk.usage is not None:
+                        usages.append(chunk.usage)
         except (Refused, EngineError) as error:
-            if not begun:
+            if not sent:
                 raise
             yield api_error(error).body()
-        else:
-            yield None
-
-    async def _answers(self, asked: Asked, writer: Writer) -> AsyncGenerator[Event, None]:
-        opened: set[int] = set()
-        usages: list[Usage] = []
-        async with aclosing(self._pieces(asked)) as pieces:
-            async for index, chunk in pieces:
-                if index not in opened and (opening := writer.opening(index)) is not None:
-                    yield opening
-                opened.add(index)
-                if chunk.text or chunk.logprobs:
-                    yield writer.piece(index, chunk)
-                if chunk.finish_reason is not None:
-                    yield writer.end(index, chunk.finish_reason)
-                if chunk.usage is not None:
-                    usages.append(chunk.usage)
+            return
         if asked.include_usage:
             yield writer.usage(usages)
+        yield None
 
 
 def _params(params: SamplingParams, index: int) -> SamplingParams:

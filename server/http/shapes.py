@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,30 +93,31 @@ class Writer:
         ]
         return self._object(self.dialect.whole, choices) | {"usage": self._usage([answer.usage for answer in answers])}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        opening = self.dialect.opening()
-        return None if opening is None else self._part([self._choice(index, opening)])
+    def events(self, index: int, chunk: Chunk, *, first: bool) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer's chunk; the answer's `first` one has the opening before it.
 
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """Text and log-probabilities; of a token whose text is held back, these alone."""
-        return self._part([self._choice(index, self.dialect.piece(chunk.text), tokens=chunk.logprobs or None)])
-
-    def end(self, index: int, reason: str) -> dict[str, Any]:
-        return self._part([self._choice(index, self.dialect.piece(""), reason)])
+        A token whose text is held back has an event where it has log-probabilities.
+        """
+        if first and (opening := self.dialect.opening()) is not None:
+            yield self._part(self._choice(index, opening))
+        if chunk.text or chunk.logprobs:
+            yield self._part(self._choice(index, self.dialect.piece(chunk.text), tokens=chunk.logprobs or None))
+        if chunk.finish_reason is not None:
+            yield self._part(self._choice(index, self.dialect.piece(""), chunk.finish_reason))
 
     def usage(self, of_answers: Sequence[Usage]) -> dict[str, Any]:
         """The event behind the last answer's end."""
-        return self._part([]) | {"usage": self._usage(of_answers)}
+        return self._part() | {"usage": self._usage(of_answers)}
 
     def _usage(self, of_answers: Sequence[Usage]) -> dict[str, Any]:
         told = usage(of_answers)
         return told if self.tells_cached else told | {"prompt_tokens_details": None}
 
-    def _part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _part(self, *choices: dict[str, Any]) -> dict[str, Any]:
         part = self._object(self.dialect.part, choices)
         return part | {"usage": None} if self.with_usage else part
 
-    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": f"{self.dialect.prefix}-{self.id}",
             "object": name,

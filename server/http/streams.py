@@ -25,6 +25,11 @@ SLOW_READER_SECONDS = 10.0  # that a client may leave its end of the connection 
 
 async def merged(answers: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
     """The chunks of all `answers` as they come. The first error ends them all; so does closing the generator."""
+    if len(answers) == 1:  # nothing to merge: no queue, and no task that fills it
+        async with aclosing(answers[0]) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
     arrived: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue()
 
     async def read(index: int, answer: AsyncGenerator[Chunk, None]) -> None:
@@ -104,16 +109,27 @@ class EventStream(Response):
 
 
 async def _send_soon(send: Send, data: bytes, last: bool = False) -> None:
-    """Raises ClientDisconnect where the client reads nothing for too long."""
-    sending = asyncio.ensure_future(send({"type": "http.response.body", "body": data, "more_body": not last}))
+    """Send a piece of the body. Raises ClientDisconnect where the client reads nothing for too long.
+
+    A timer cancels the task that sends, and not a task for each piece: it runs in `while_there`, and ends with this.
+    """
+    task, late = asyncio.current_task(), False
+    assert task is not None
+
+    def give_up() -> None:
+        nonlocal late
+        late = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(SLOW_READER_SECONDS, give_up)
     try:
-        # Not `wait_for`, which before Python 3.12 may lose the cancellation of whoever waits.
-        await asyncio.wait([sending], timeout=SLOW_READER_SECONDS)
-        if not sending.done():
-            raise ClientDisconnect
-        sending.result()
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+    except asyncio.CancelledError:
+        if late:
+            raise ClientDisconnect from None
+        raise
     finally:
-        sending.cancel()
+        timer.cancel()
 
 
 def _framed(event: Event) -> bytes:

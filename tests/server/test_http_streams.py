@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine import Engine
+from engine import Chunk, Engine
 from server.http import bodies, streams
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import held
@@ -223,6 +223,39 @@ def test_events_are_closed_when_sending_takes_too_long(monkeypatch: pytest.Monke
     assert closed == [True]
     assert sent[1] == b'data: {"number":0}\n\n'
     assert len(sent) == 4
+
+
+def test_one_answer_takes_no_task_of_its_own_for_a_piece() -> None:
+    async def answer() -> AsyncGenerator[Chunk, None]:
+        for token in range(10):
+            yield Chunk("a", (token,))
+
+    async def tasks_of(answers: int) -> int:
+        made = 0
+
+        def counting(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+            nonlocal made
+            made += 1
+            return asyncio.Task(coroutine, loop=loop, **more)
+
+        async def events() -> AsyncGenerator[streams.Event, None]:
+            async for index, chunk in streams.merged([answer() for _ in range(answers)]):
+                yield {"index": index, "text": chunk.text}
+
+        async def send(message: Any) -> None:
+            pass
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        asyncio.get_running_loop().set_task_factory(counting)
+        each = events()
+        await streams.EventStream(await anext(each), each)({"type": "http"}, receive, send)
+        return made
+
+    sending_and_watching = 2
+    assert asyncio.run(tasks_of(1)) == sending_and_watching
+    assert asyncio.run(tasks_of(3)) == sending_and_watching + 3
 
 
 def test_a_client_may_leave_at_the_very_moment_something_is_sent() -> None:
