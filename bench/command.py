@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
 from engine import EngineConfig, EngineError, codecs
+from engine.assembly import WHOLE, Encoding
 from engine.flags import Check, FlagError, in_flags
 from model_loaders import LoadError
 
@@ -31,6 +32,7 @@ class CacheType:
     key: str
     value: str
     key_conditioning: bool
+    encoding: Encoding = field(default=WHOLE, repr=False)
 
     @classmethod
     def read(cls, text: str) -> CacheType:

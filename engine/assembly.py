@@ -14,7 +14,7 @@ import model_loaders
 from engine.backends.ops import Load, Ops
 from engine.backends.select import select
 from engine.calibration import load_or_calibrate
-from engine.config import Encoding, EngineConfig
+from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.kv import cache_types
 from engine.kv.plan import (
@@ -37,6 +37,20 @@ from engine.quantization.statistics import LayerStatistics, balance
 from model_loaders.config import ModelConfig
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Parts of encoding well, each of which can be left out to measure what it is worth."""
+
+    balance: bool = True  # channels of keys, by how much keys vary and queries ask
+    feedback: bool = True  # later pairs of a vector make up for the errors of earlier ones
+    tilt: bool = True  # norms of keys, by the queries that attend to them
+    token_feedback: bool = True  # later tokens of a block make up for the errors of earlier ones, in values
+    small_means: bool = True  # block means in 8 bits a channel instead of 16
+
+
+WHOLE = Encoding()
 
 
 @dataclass
@@ -96,22 +110,22 @@ def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:
     return EngineError(f"{setting}={getattr(config, setting)}: {advice}", settings=(setting,))
 
 
-def assemble(config: EngineConfig, verbose: Say | None) -> Parts:
+def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE) -> Parts:
     """Load the model and make room for its cache. Raises EngineError."""
     try:
-        return _assemble(config, verbose)
+        return _assemble(config, verbose, encoding)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
 
 
-def _assemble(config: EngineConfig, verbose: Say | None) -> Parts:
+def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> Parts:
     say = verbose or (lambda sentence: None)
     ops, note = select(config.device, config.threads)
     if note:
         say(note)
     source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose)
     try:
-        shape = _cache_shape(config, ops, source.config)
+        shape = _cache_shape(config, encoding, ops, source.config)
         count = weight_count(source.weights)
         plan = _plan(config, ops, source.config, shape, count, say)
         bar = tqdm(
@@ -127,7 +141,7 @@ def _assemble(config: EngineConfig, verbose: Say | None) -> Parts:
         with bar:
             weights = load_weights(ops, source.config, source.weights, bar.update)
         ops.set_aside(Load(source.config, shape.form(0), plan.tokens, config.parallel))
-        store = _store(config, ops, source, weights, plan, say)
+        store = _store(config, encoding, ops, source, weights, plan, say)
     except MemoryError:
         source.weights.close()
         raise EngineError(f"There is not enough memory for {source.name}", "out_of_memory") from None
@@ -137,9 +151,9 @@ def _assemble(config: EngineConfig, verbose: Say | None) -> Parts:
     return Parts(config, source, plan, Model(ops, source.config, weights, store))
 
 
-def _cache_shape(config: EngineConfig, ops: Ops, model: ModelConfig) -> CacheShape:
+def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
     """How every layer stores its K/V. Raises EngineError for a cache type that does not exist or cannot serve."""
-    mean_bits = 8 if config.encoding.small_means else 16
+    mean_bits = 8 if encoding.small_means else 16
     layers = tuple(
         LayerShape(
             codec_k,
@@ -158,7 +172,13 @@ def _cache_shape(config: EngineConfig, ops: Ops, model: ModelConfig) -> CacheSha
 
 
 def _store(
-    config: EngineConfig, ops: Ops, source: model_loaders.Model, weights: ModelWeights, plan: StorePlan, say: Say
+    config: EngineConfig,
+    encoding: Encoding,
+    ops: Ops,
+    source: model_loaders.Model,
+    weights: ModelWeights,
+    plan: StorePlan,
+    say: Say,
 ) -> KVStore:
     """The store, scaled as the weights say, with keys balanced and errors weighed as the calibration says, if any."""
     shape, d = plan.shape, plan.shape.head_dim
@@ -169,19 +189,19 @@ def _store(
     conditioning: list[Conditioning] = []
     metrics: list[Metrics] = []
     for layer, of, measured in zip(weights.layers, shape.layers, statistics, strict=True):
-        s = balance(measured) if measured and of.mean_bits and config.encoding.balance else None
+        s = balance(measured) if measured and of.mean_bits and encoding.balance else None
         size = variances(ops, source.config, layer, shape.block_size if of.mean_bits else None)
         stored = Conditioning(of.codec_k.rotation(d), of.codec_v.rotation(d), scale(size, s))
         conditioning.append(stored)
         if measured is None:
             metrics.append((None, None))
         else:
-            metrics.append(_metrics(config.encoding, of, stored, measured, ops.to_host(layer.out), shape))
+            metrics.append(_metrics(encoding, of, stored, measured, ops.to_host(layer.out), shape))
     return KVStore(ops, plan, conditioning, metrics)
 
 
 def _metrics(
-    choice: Encoding,
+    encoding: Encoding,
     of: LayerShape,
     stored: Conditioning,
     measured: LayerStatistics,
@@ -195,12 +215,12 @@ def _metrics(
         s, rotation = stored.scale.keys, stored.key_rotation
         k = key_metric(measured.query_second, measured.query_mean, s, rotation, of.codec_k.rounding)
     if of.codec_v.rounding is not None:
-        tokens = measured.token_correlation if choice.token_feedback else None
+        tokens = measured.token_correlation if encoding.token_feedback else None
         rounding = of.codec_v.rounding
         v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, rounding, tokens)
-    if k is not None and not choice.tilt:
+    if k is not None and not encoding.tilt:
         k = replace(k, tilt_second=None, tilt_mean=None)
-    if not choice.feedback:
+    if not encoding.feedback:
         k, v = (m and without_feedback(m) for m in (k, v))
     return k, v
 

@@ -22,17 +22,6 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Parts of encoding well, each of which can be left out to see what it is worth."""
-
-    balance: bool = True  # channels of keys, by how much keys vary and queries ask
-    feedback: bool = True  # later pairs of a vector make up for the errors of earlier ones
-    tilt: bool = True  # norms of keys, by the queries that attend to them
-    token_feedback: bool = True  # later tokens of a block make up for the errors of earlier ones, in values
-    small_means: bool = True  # block means in 8 bits a channel instead of 16
-
-
-@dataclass(frozen=True)
 class EngineConfig:
     """How a model is loaded and how much memory its KV store may take."""
 
@@ -102,8 +91,6 @@ class EngineConfig:
         4,
         help="finished sequences that the store has exact blocks for, for next turns to find; 0 finds nothing",
     )
-
-    encoding: Encoding = setting(Encoding(), help="which parts of encoding well are on; for measuring")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine import Chunk, Engine, EngineError, SamplingParams
 from engine.backends.numpy.ops import NumpyOps
-from engine.model.forward import score
+from engine.model import score
 from engine.outputs import fold
 from tests.shared_data import shared
 from tests.tiny import CONTEXT, EOS, assert_idle, make_model

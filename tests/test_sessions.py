@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from engine import Engine, EngineError, SamplingParams, assembly, checked_file, sessions
+from engine.assembly import Encoding
 from engine.backends import transfer
-from engine.config import Encoding
 from engine.quantization.conditioning import Scale
 from tests.bare import feed
 from tests.small_disk import small_disk
-from tests.tiny import VOCABULARY, assert_idle, held, make_model
+from tests.tiny import VOCABULARY, assert_idle, held, load_tiny, make_model
 
 N = 8
 LENGTH = 61  # sink, six coded blocks, and five tokens in the tail
@@ -29,7 +29,7 @@ NOTE = {"messages": ["é😀", None, 1.5]}
 
 
 def load(path: Path, cache_type: str = "polarquant", **more) -> Engine:
-    return Engine.load(path, **{"device": "cpu", "block_size": N, "calibration": False, **more}, cache_type=cache_type)
+    return load_tiny(path, **{"device": "cpu", "block_size": N, "calibration": False, **more}, cache_type=cache_type)
 
 
 def ids(seed: int, count: int) -> list[int]:

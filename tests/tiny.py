@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine import Engine
+from engine import Engine, assembly
+from engine.assembly import WHOLE, Encoding
 from tests.conftest import FIXTURES
 
 VOCABULARY = 96
@@ -41,6 +43,11 @@ def make_model(folder: Path, fixture: str = "llama_gqa_linear") -> Path:
         shutil.copy(file, folder)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     return folder
+
+
+def load_tiny(path: Path, encoding: Encoding = WHOLE, **settings: Any) -> Engine:
+    """`Engine.load`, with parts of encoding well left out."""
+    return Engine(assembly.assemble(assembly.settle(path, None, settings), None, encoding))
 
 
 def held(engine: Engine) -> list[tuple[int, int]]:

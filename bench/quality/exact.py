@@ -12,6 +12,7 @@ import model_loaders
 from bench.command import note
 from bench.quality.attention_error import Recorder, Recording
 from engine import Engine, Score, assembly
+from engine.assembly import WHOLE, Encoding
 from engine.flags import FlagError
 from engine.model.forward import Model
 
@@ -21,10 +22,14 @@ _BIASED_PAIRS = 4  # rotary pairs of the lowest frequencies, which position hard
 
 
 def open_engine(
-    weights: str | None, *changes: Change, verbose: Callable[[str], None] | None = None, **settings: Any
+    weights: str | None,
+    *changes: Change,
+    encoding: Encoding = WHOLE,
+    verbose: Callable[[str], None] | None = None,
+    **settings: Any,
 ) -> Engine:
-    """`Engine.load`, with `changes` made to the loaded model before anything runs."""
-    parts = assembly.assemble(assembly.settle(weights, None, settings), verbose)
+    """`Engine.load`, with parts of encoding well left out, and `changes` made to the model before anything runs."""
+    parts = assembly.assemble(assembly.settle(weights, None, settings), verbose, encoding)
     for change in changes:
         change(parts.model)
     return Engine(parts)
@@ -85,9 +90,10 @@ class Exact:
         add_bias(self._recorder.model)
         self._bias = add_bias
 
-    def open(self, *changes: Change, **settings: Any) -> Engine:
+    def open(self, *changes: Change, encoding: Encoding = WHOLE, **settings: Any) -> Engine:
         """An engine of the same model with a cache of its own."""
-        return open_engine(str(self.model.path), *([self._bias] if self._bias else []), *changes, **settings)
+        changes = (*([self._bias] if self._bias else []), *changes)
+        return open_engine(str(self.model.path), *changes, encoding=encoding, **settings)
 
     def __enter__(self) -> Exact:
         return self

@@ -106,7 +106,8 @@ def find(exact: Exact, types: Sequence[CacheType], prompts: Sequence[Prompt]) ->
     with tqdm(total=len(types) * len(SCORINGS) * len(prompts), desc="Searching", unit="needle") as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
-            with exact.open(ctx_size=longest, kept_sequences=0, **cache_type.settings()) as engine:
+            settings = {"ctx_size": longest, "kept_sequences": 0, **cache_type.settings()}
+            with exact.open(encoding=cache_type.encoding, **settings) as engine:
                 for scoring in SCORINGS:
                     for prompt in prompts:
                         cells.append(_answered(engine, cache_type.label, scoring, prompt))

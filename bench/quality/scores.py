@@ -128,7 +128,8 @@ def _measure_type(
     attention: dict[str, list[float]] = {}
     replay = Replay()
     longest = max(map(len, cut))
-    with exact.open(replay.install, ctx_size=longest, kept_sequences=0, **cache_type.settings()) as engine:
+    settings = {"ctx_size": longest, "kept_sequences": 0, **cache_type.settings()}
+    with exact.open(replay.install, encoding=cache_type.encoding, **settings) as engine:
         for window, ids in enumerate(cut):
             reference = exact_score(window)
             exact_logprobs.append(reference.logprobs)

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
 
 from bench.command import CacheType, cache_types
 from engine import codecs
-from engine.config import Encoding
+from engine.assembly import Encoding
 from engine.flags import FlagError
 from engine.kv.cache_types import PRESETS
 
 _OWN = ("ring", "trellis")  # designs of this project: there is no publication that leaves out conditioning
 FULL_PRECISION = "f16"
-
-
-@dataclass(frozen=True)
-class Ablated(CacheType):
-    """A cache type with an encoding of its own."""
-
-    encoding: Encoding
-
-    def settings(self) -> dict[str, Any]:
-        """Fields of EngineConfig."""
-        return {**super().settings(), "encoding": self.encoding}
 
 
 def chosen_types(types: str | None, ablate: str | None, *, key_conditioning: bool) -> list[CacheType]:
@@ -71,7 +59,7 @@ def _ablation(text: str) -> list[CacheType]:
 
     def without(label: str, *off: str) -> CacheType:
         encoding = Encoding(**{part: part not in off for part in parts})
-        return Ablated(label, whole.key, whole.value, True, encoding)
+        return CacheType(label, whole.key, whole.value, True, encoding)
 
     return [
         without(f"{text} encoded well"),

@@ -8,7 +8,7 @@ import pytest
 
 from bench.quality.types import all_types, chosen_types
 from engine import codecs
-from engine.config import Encoding
+from engine.assembly import Encoding
 from engine.flags import FlagError
 from engine.kv.cache_types import PRESETS
 
@@ -35,11 +35,11 @@ def test_types_that_do_not_serve_the_head_dim_are_left_out() -> None:
 def test_types_and_an_ablation_stand_together() -> None:
     f16, whole, *others, bare = chosen_types("f16", "ring4/f16", key_conditioning=True)
     assert f16.label == "f16"
-    assert (whole.label, whole.settings()["encoding"]) == ("ring4/f16 encoded well", Encoding())
+    assert (whole.label, whole.encoding) == ("ring4/f16 encoded well", Encoding())
     parts = [part.name for part in fields(Encoding)]
     assert [one.label for one in others] == [f"ring4/f16 without {part.replace('_', ' ')}" for part in parts]
-    assert [one.settings()["encoding"] for one in others] == [replace(Encoding(), **{part: False}) for part in parts]
-    assert bare.settings()["encoding"] == Encoding(**dict.fromkeys(parts, False))
+    assert [one.encoding for one in others] == [replace(Encoding(), **{part: False}) for part in parts]
+    assert bare.encoding == Encoding(**dict.fromkeys(parts, False))
     assert all((one.key, one.value, one.key_conditioning) == ("ring4", "f16", True) for one in (whole, *others, bare))
 
 
