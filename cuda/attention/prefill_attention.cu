@@ -19,7 +19,8 @@
 // 32 and DP > 64.
 // WARP_ROWS 32 reads shared memory half as often. Registers and 99 KB suffice for it up to DP 64, and to DP 128 where
 // both sides are f16 without means. Their layouts serve every cache as long as there are no coded blocks.
-// PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. What a record has behind
+// PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. Behind the newest token
+// an exact record may have anything, NaN too.
 // JOINS: prefill_parts.cuh, prefill_rows.cuh.
 
 // Both jobs of a warp between two barriers: bring a part of one side, use a part of the other. Copies go on by

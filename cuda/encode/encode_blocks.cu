@@ -1,9 +1,10 @@
-// Encode full blocks: exact records become records of codes, chosen as engine/quantization/encode.py and `Codec.encode` choose them.
+// Encode full blocks: exact records become records of codes, chosen as engine/quantization/encode.py and `Codec.encode`
+// choose them.
 //
 // keys, values (blocks, K, NBYTES), exact (slots, K, bytes): pools of records. moves int32 (count, 2): slot of the
-// exact record, id of the block. tables: of the side's codec; near uint16 (64, 64, NEAR): what
-// engine/backends/cuda/candidates.py makes, for codecs of pairs. Of one layer, float32, from engine.quantization.metric; null
-// pointers for what there is not:
+// exact record, id of the block. tables: of the side's codec; near uint16 (64, 64, NEAR), for codecs of pairs: what
+// engine/backends/cuda/candidates.py makes. Of one layer, float32, from engine.quantization.metric; null pointers for
+// what there is not:
 //   feedback (K, D, D)      F transposed: row c has what the error of channel c adds to the others. Null: the nearest
 //                           points and the rms, and nothing else is read
 //   matrix (K, D, D)        M, what errors cost: norms are fitted to it, but those of keys with a tilt

@@ -1,5 +1,5 @@
-// Choosing codes and norms of a block, as `engine.quantization.encode` does: with feedback between pairs and between tokens, norms
-// fitted or tilted; or the nearest points. Part of encode_blocks.cu, which says who does what.
+// Choosing codes and norms of a block as `engine.quantization.encode` does: with feedback between pairs and between
+// tokens, norms fitted or tilted; or the nearest points. Part of encode_blocks.cu, which says what each thread does.
 template <class L, class Codec>
 struct Rounder {
     using R = Room<L, Codec>;

@@ -6,8 +6,9 @@
 // With GATED, weight and bias are [gate | up], 2 · out rows, and y is silu(gate) · up.
 //
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
-// the B operands. They are neighbouring rows; with GATED, 16 of the gate and 16 of what it multiplies. The sum over `in` may run in any order, so a lane takes 8 neighbouring inputs as its part of two products:
-// 16 bytes of a weight's row, copied to shared memory and read back by the same lane; 16 bytes of x for 8 rows.
+// the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 rows of up that belong to
+// them. The sum over `in` may run in any order, so a lane takes 8 neighbouring inputs as its part of two products: 16
+// bytes of a weight's row, copied to shared memory and read back by the same lane, and 16 bytes of x for 8 rows each.
 // WARPS_OUT warps of the 8 stand side by side in `out`, the others take other inputs of a stage; shared memory joins
 // their sums.
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1 each row of blocks

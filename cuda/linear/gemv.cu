@@ -3,9 +3,9 @@
 // x (rows, in), weight (out, in), bias (out) or null, y (rows, out). With NORMED, x is x / rms(x) · norm, norm (in):
 // the factor 1 / rms(x) is one number per row, so a warp sums the squares on its way and multiplies the results. With
 // ADD, y += instead of y =. With GATED, weight and bias are [gate | up], 2 · out rows, and y is silu(gate) · up.
-// SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each its part of `in`: a warp reads each of its weights
-// once, 16 bytes per lane at a time, and has the next DEPTH · OUTPUTS loads on their way while it multiplies. They are
-// neighbouring rows; with GATED, half of them are of the gate, and half of what it multiplies.
+// SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each its part of `in`: a warp reads each of its
+// weights once, 16 bytes per lane at a time, and has the next DEPTH · OUTPUTS loads on their way while it multiplies.
+// The rows are neighbours; with GATED, half of them are rows of gate, the others the rows of up that belong to them.
 // Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256.
 // DEFINES: ACT, WEIGHT, ROWS (most rows), OUTPUTS, NORMED, ADD, GATED (0 or 1), SPLIT (1, 2, 4, 8); without the last
 // three, ADD and GATED 0 and SPLIT 1.

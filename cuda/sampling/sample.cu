@@ -1,5 +1,5 @@
-// The next token of every sequence: `sample` of engine/sampling/sample.py without logit_bias and DRY, so that only ids leave
-// the GPU.
+// The next token of every sequence: `sample` of engine/sampling/sample.py without logit_bias and DRY, so that only ids
+// leave the GPU.
 //
 // ids (B): the token, or -1 where the largest logit is not finite. logits (B, V), rows `stride` apart; penalised in
 // place and restored at the end. draws (B, 8 + 64): float temperature, top_k, top_p, min_p, repeat_penalty,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def test_every_text_is_ascii_and_only_comments_are_changed_for_it(file: Path) ->
     assert given.count("\n") == text.count("\n") + 2
     assert "/*" not in text
     assert re.sub(r"//.*", "", text).isascii()
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
+def test_a_head_is_whole_sentences_in_lines_of_120_characters(file: Path) -> None:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    head = list(itertools.takewhile(lambda line: line.startswith("//"), lines))
+    assert [line for line in head if len(line) > 120] == []
+    ends = [line for line, following in itertools.pairwise(head) if following.startswith("// JOINS: ")]
+    assert all(line.endswith(".") for line in [*ends, *head[-1:]])
 
 
 @pytest.mark.parametrize("kernel", [file.stem for file in SOURCES if file.suffix == ".cu"])
