@@ -78,7 +78,7 @@ gpu-bench: $(READY)  ## kernels and steps on the GPU that is there, beside PyTor
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all
 
-readme: $(VENV)/.installed  ## bring the README's tables up to date
+readme: $(VENV)/.installed  ## bring the tables of the README and docs/ up to date
 	@$(PY) -m scripts.make_flag_table
 	@$(PY) -m scripts.make_quality_table
 

@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses. Command-line flags, `--help` and the README's tables are generated from them."""
+"""Settings as frozen dataclasses. Command-line flags, `--help` and docs/flags.md are generated from them."""
 
 from __future__ import annotations
 

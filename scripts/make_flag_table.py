@@ -1,4 +1,4 @@
-"""Writes the README's table of flags, between its `<!-- flags -->` marks, from the dataclasses of the command line."""
+"""Writes the table of docs/flags.md, between its `<!-- flags -->` marks, from the dataclasses of the command line."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from engine.chat.config import GROUPS
 from engine.flags import describe
 from server.config import ServerConfig
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 BEGIN, END = "<!-- flags -->", "<!-- /flags -->"
 
 
@@ -24,7 +24,7 @@ def with_table(text: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"{README.name} needs the lines {BEGIN} and {END} around its table of flags")
+        raise SystemExit(f"{DOCUMENT.name} needs the lines {BEGIN} and {END} around its table of flags")
     return f"{before}{BEGIN}\n{flag_table()}\n{END}{after}"
 
 
@@ -34,4 +34,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -8,7 +8,7 @@ from engine import codecs
 from engine.config import EngineConfig
 from engine.errors import EngineError
 
-# Types for keys and values, chosen by measurement: see the table in the README and `bench.quality`.
+# Types for keys and values, chosen by measurement: see docs/quality.md and `bench.quality`.
 PRESETS = {
     "quality": ("ring5", "ring4"),
     "balanced": ("ring4", "ring3.5"),
