@@ -114,7 +114,7 @@ class Ops(Protocol):
         """[work(0), …, work(count − 1)], possibly at the same time."""
 
     def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        """work(*inputs), each an array of the host (or what `spans` or `draws` made) that `work` finds on the device.
+        """work(*inputs), each an array of the host (or of `spans` or `pack_draws`) that `work` finds on the device.
 
         With a `key` and shapes of inputs that it has seen before, a backend may launch again what it recorded then
         instead of calling `work`: everything that differs from call to call is in the inputs, the first of which has a
@@ -183,14 +183,14 @@ class Ops(Protocol):
         of RoPE; channel j turns with channel j + D/2. What comes then is `space`'s.
         """
 
-    def draws(self, draws: Sequence[Draw]) -> Draws:
+    def pack_draws(self, draws: Sequence[Draw]) -> Draws:
         """How the next token of each row is drawn, in the form that `sample` takes. One vocabulary for all rows."""
 
     def sample(self, logits: Array, draws: Draws) -> Array:
-        """Choose a token for each row of logits (B, V). What comes of it is for `sampled`, and stays on the device."""
+        """Choose a token for each row of logits (B, V). The result stays on the device; `fetch_tokens` takes it."""
 
-    def sampled(self, chosen: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-        """What `sample` has chosen, with log-probabilities where a row's draw asks for them, or why there is no token.
+    def fetch_tokens(self, chosen: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
+        """What `sample` chose, on the host: ids, with log-probabilities for rows that ask, or why there is none.
 
         Rows whose draws ask for no log-probabilities cost nothing more for those that do.
         """

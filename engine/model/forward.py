@@ -141,7 +141,7 @@ class Model:
     def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[Sampled]:
         """The token that follows each of hidden (B, E), or why none can be chosen."""
         logits = self._head(hidden)
-        return self.ops.sampled(self.ops.sample(logits, self.ops.draws(draws)), logits, draws)
+        return self.ops.fetch_tokens(self.ops.sample(logits, self.ops.pack_draws(draws)), logits, draws)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -154,11 +154,11 @@ class Model:
             self.ops.spans([self.store.view(layers[0], s, slice(i, i + 1), s.start) for i, s in enumerate(spans)])
             for _, layers in self.store.shape.groups
         ]
-        inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.draws(draws), *seen]
+        inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.pack_draws(draws), *seen]
         chosen, logits = self.ops.replay("step", self._step, inputs)
         filled = any(growth.coded for span in spans for growth in span.growth)
         damaged = self._seal_steps(spans) if filled else {}
-        return [damaged.get(i, token) for i, token in enumerate(self.ops.sampled(chosen, logits, draws))]
+        return [damaged.get(i, token) for i, token in enumerate(self.ops.fetch_tokens(chosen, logits, draws))]
 
     def _seal_steps(self, spans: Sequence[Span]) -> dict[int, Sampled]:
         """Encode the blocks that a step has filled → the errors of sequences with a damaged block, by their numbers."""

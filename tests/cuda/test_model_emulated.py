@@ -104,17 +104,17 @@ class Talk:
         spans = [self.model.store.open(sequence, 1) for sequence in self.sequences[: len(ids)]]
         draws = [Draw(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
         seen: list[np.ndarray] = []
-        sampled = self.model.ops.sampled
+        fetch = self.model.ops.fetch_tokens
 
         def watched(chosen, logits, draws):
             seen.append(np.array(self.model.ops.to_host(logits)))
-            return sampled(chosen, logits, draws)
+            return fetch(chosen, logits, draws)
 
-        self.model.ops.sampled = watched  # type: ignore[method-assign]
+        self.model.ops.fetch_tokens = watched  # type: ignore[method-assign]
         try:
             chosen = self.model.step(spans, ids, draws)
         finally:
-            self.model.ops.sampled = sampled  # type: ignore[method-assign]
+            self.model.ops.fetch_tokens = fetch  # type: ignore[method-assign]
         for span in spans:
             self.model.store.commit(span)
         self.logits += seen

@@ -263,7 +263,7 @@ GREEDY = Sampling(0.0, 40, 0.95, 0.05, 1.0, 0.0, 0.0, {})
 
 def sampled(ops: Ops, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
     on_device = ops.to_device(logits)
-    return ops.sampled(ops.sample(on_device, ops.draws(draws)), on_device, draws)
+    return ops.fetch_tokens(ops.sample(on_device, ops.pack_draws(draws)), on_device, draws)
 
 
 @pytest.mark.parametrize("width", [96, 98])

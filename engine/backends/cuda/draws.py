@@ -26,7 +26,7 @@ class Draws(Told):
     vocabulary: int
 
 
-def describe_draws(draws: Sequence[Draw]) -> Draws:
+def pack_draws(draws: Sequence[Draw]) -> Draws:
     """What the kernel needs to know of `draws`, all but their biases and what DRY subtracts."""
     (vocabulary,) = {draw.vocabulary for draw in draws}
     table = np.full((len(draws), _PARAMS + PENALTY_WINDOW), -1, np.int32)

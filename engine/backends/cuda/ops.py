@@ -17,7 +17,7 @@ from engine.backends.cuda import launch_configs
 from engine.backends.cuda.cache import Told
 from engine.backends.cuda.cache_ops import CacheOps
 from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.draws import Draws, describe_draws
+from engine.backends.cuda.draws import Draws, pack_draws
 from engine.backends.cuda.launch import MOST_THREADS, Shape, threads_for, type_of
 from engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.backends.cuda.memory import prompt_bytes, step_bytes
@@ -222,8 +222,8 @@ class CudaOps(CacheOps):
 
     # -- the next token ----------------------------------------------------------------------------------------
 
-    def draws(self, draws: Sequence[Draw]) -> Draws:
-        return describe_draws(draws)
+    def pack_draws(self, draws: Sequence[Draw]) -> Draws:
+        return pack_draws(draws)
 
     def sample(self, logits: Array, draws: Draws) -> Array:
         rows, ids = _in_fours(self._device, logits), self._device.empty((len(logits),), np.int32)
@@ -231,7 +231,7 @@ class CudaOps(CacheOps):
         self._launch("sample", (len(logits),), Shape({}, _SAMPLE_THREADS), *args)
         return ids
 
-    def sampled(self, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
+    def fetch_tokens(self, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
         chosen = self._device.to_host(ids).tolist()
         return [self._told(token, logits[row], draws[row]) for row, token in enumerate(chosen)]
 

@@ -146,13 +146,13 @@ class NumpyOps:
         qk = rotate(qk, space.key_rotation, scale_qk)
         return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation, scale_v)
 
-    def draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
+    def pack_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
         return draws
 
     def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
         return sample_all(logits, draws)
 
-    def sampled(self, chosen: list[Sampled], logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+    def fetch_tokens(self, chosen: list[Sampled], logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
         return chosen
 
     def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
