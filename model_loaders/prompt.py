@@ -74,16 +74,20 @@ class _Rendering:
         self._ids = [i for i, message in enumerate(messages) if message.token_ids is not None]
         self._roles = [guard.break_up(message.role, mark) for message in messages]
         self._contents = [guard.hide(message.content, mark) for message in messages]
+        self._texts: dict[tuple[tuple[int, ...], int | None], str | LoadError] = {}  # by frames and number of messages
 
     def parts(self) -> list[str | int]:
         """The text, alternating with the numbers of messages whose ids belong in between.
 
-        It takes three renderings where the template shows every answer as it is, and one where no ids are known.
+        The template's process is asked once where the template shows every answer as it is, in the same place behind
+        its question: for the plain text, the framed one, and the prompt of the first answer.
         """
-        plain = self._rendered([])
+        if self._ids:
+            self._render([([], None), (self._ids, None), ([], self._ids[0])])
+        plain = self._text([])
         framed = self._ids
         while framed:
-            text = self._rendered(framed)
+            text = self._text(framed)
             if parts := self._split(text, framed):
                 # The frames themselves can have led the template another way. White space aside: within a frame it
                 # could not be trimmed.
@@ -96,13 +100,24 @@ class _Rendering:
     def _frame(self, index: int) -> str:
         return f"{self._edge}{index}{self._edge}{self._contents[index]}{self._edge}"
 
-    def _rendered(self, framed: list[int], length: int | None = None) -> str:
-        """What the template makes of the messages, or of the first `length`, these ones in frames."""
-        given = [
-            {"role": role, "content": self._frame(i) if i in framed else content}
-            for i, (role, content) in enumerate(zip(self._roles, self._contents, strict=True))
-        ]
-        return self._template.render(given[:length])
+    def _text(self, framed: list[int], length: int | None = None) -> str:
+        """The messages as the template writes them, or the first `length`, with these in frames. Raises LoadError."""
+        key = (tuple(framed), length)
+        if key not in self._texts:
+            self._render([(framed, length)])
+        if isinstance(text := self._texts[key], LoadError):
+            raise text
+        return text
+
+    def _render(self, wanted: list[tuple[list[int], int | None]]) -> None:
+        """Render each wanted choice of frames and number of messages, in one question to the template's process."""
+        conversations = []
+        for framed, length in wanted:
+            contents = [self._frame(i) if i in framed else content for i, content in enumerate(self._contents)]
+            messages = zip(self._roles, contents, strict=True)
+            conversations.append([{"role": role, "content": content} for role, content in messages][:length])
+        keys = [(tuple(framed), length) for framed, length in wanted]
+        self._texts |= zip(keys, self._template.render_each(conversations), strict=True)
 
     def _split(self, text: str, framed: list[int]) -> list[str | int] | None:
         """`text` cut at these frames, their numbers in between; None where one is missing, torn or out of order."""
@@ -119,8 +134,8 @@ class _Rendering:
         """The text before each answer, as it was when the model was asked for it.
 
         Templates write a past message with other white space than they ask for a new one ("Assistant: Hi" after
-        "Assistant:"), or leave out what they opened for it ("<think>"). Such differences give way to what was there.
-        What stands between question and answer is mostly the same throughout, and then rendered once.
+        "Assistant:"), or leave out what they opened for it ("<think>"). What the prompt had takes the place of it.
+        The text between question and answer is mostly the same throughout, and then rendered once.
         """
         asked: dict[str, str] = {}  # by what stands there now
         for position in range(1, len(parts), 2):
@@ -139,7 +154,7 @@ class _Rendering:
         """The text that asked for answer `index`, behind the `earlier` ones; `before` where it cannot be told."""
         framed = [i for i in earlier if isinstance(i, int)]
         try:
-            prompt = self._split(self._rendered(framed, index), framed)
+            prompt = self._split(self._text(framed, index), framed)
         except LoadError:  # a template need not accept the beginning of a conversation
             return before
         asked = prompt[-1] if prompt else None

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from model_loaders.forks import renew_in_children
@@ -38,14 +38,18 @@ class TemplateProcess:
         self._worker: subprocess.Popen[bytes] | None = None
         renew_in_children(self)
 
-    def render(self, variables: Mapping[str, object]) -> str:
-        """Renders with `variables`, which must be JSON. Raises TemplateFailed."""
+    def render(self, each: Sequence[Mapping[str, object]]) -> list[str | TemplateFailed]:
+        """The text of a rendering with `each` of these variables, which must be JSON, or the error of the template.
+
+        Raises TemplateFailed where a limit, which holds for all of them together, ends the process.
+        """
         with self._lock:
             if self._worker is not None and self._worker.poll() is not None:  # something ended it while it was idle
                 self._stop()
             if self._worker is None:
                 self._start()
-            return self._ask(variables, _RENDER_SECONDS)
+            answers = self._ask(each, _RENDER_SECONDS)
+        return [TemplateFailed(answer["error"]) if "error" in answer else answer["text"] for answer in answers]
 
     def renew(self) -> None:
         """The worker is the parent's, and so is what it answers: this process starts one of its own."""
@@ -75,18 +79,17 @@ class TemplateProcess:
             raise TemplateFailed(f"no process could be started for it ({error})") from error
         self._end = weakref.finalize(self, _end, worker)
         self._worker = worker
-        try:
-            self._ask(self._source, _START_SECONDS)
-        except TemplateFailed:
+        (answer,) = self._ask(self._source, _START_SECONDS)
+        if "error" in answer:
             self._stop()
-            raise
+            raise TemplateFailed(answer["error"])
 
     def _stop(self) -> None:
         self._end()
         self._worker = None
 
-    def _ask(self, request: object, seconds: float) -> str:
-        """Sends one line and waits for its answer; a worker that fails to answer is ended."""
+    def _ask(self, request: object, seconds: float) -> list[dict[str, str]]:
+        """The answers to one line, a "text" or an "error" each; a worker that sends none is ended."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
@@ -114,10 +117,8 @@ class TemplateProcess:
             reason = "it needs too much time" if late.is_set() else _reason(worker)
             self._stop()
             raise TemplateFailed(reason)
-        answer = json.loads(line)
-        if "error" in answer:
-            raise TemplateFailed(answer["error"])
-        return answer["text"]
+        answers: list[dict[str, str]] = json.loads(line)
+        return answers
 
 
 def _reason(worker: subprocess.Popen[bytes]) -> str:

@@ -1,12 +1,15 @@
 """Runs one chat template for its parent process: JSON lines in, JSON lines out.
 
-A template is a program that came with somebody's model. Jinja's sandbox keeps it away from files and from Python's
-insides, but neither from memory nor from time; those limits are the operating system's, hence a process. This file is
-run by itself and imports nothing of the package, so that it starts in a tenth of a second.
+A template is a program that came with somebody's model. Jinja's sandbox keeps it from files and from Python's insides,
+but bounds neither its time nor its memory. Rendered in the engine's own process, with the limits below on text and on
+products, two nested loops over 100,000 numbers or a macro that calls itself twice do not end, and
+`'%1000000000d' % 1` takes all the memory there is (tests/model_loaders/test_templates.py has these attacks and more).
+Only the operating system can stop them, hence a process. This file is run by itself and imports nothing of the package,
+so that it starts in a tenth of a second.
 
-The first line is the template's source; each further one holds the variables of one rendering. Every line is answered
-by `{"text": ...}` or `{"error": ...}`. Where a limit ends the process, the pipe closes instead, and the exit code or
-signal says which.
+The first line is the template's source; each further one is a list of the variables of one rendering each. Every line
+is answered by a list of `{"text": ...}` or `{"error": ...}`. Where a limit ends the process, the pipe closes instead,
+and the exit code or signal says which.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -25,7 +30,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 MEMORY_BYTES = 512 << 20  # address space of this process; an idle one has about a twentieth of it
-CPU_SECONDS = 2.0  # of one rendering
+CPU_SECONDS = 2.0  # of one line
 TEXT_CHARACTERS = 8 << 20  # of one rendering
 OUT_OF_MEMORY = 3  # exit code
 _FACTOR_LIMIT = 1 << 24  # characters, elements or bits that one multiplication may make
@@ -108,30 +113,37 @@ def _limit_time(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _answer(line: bytes, template: jinja2.Template | None) -> tuple[dict[str, str], jinja2.Template | None]:
+def _answer(work: Callable[[], str]) -> dict[str, str]:
     try:
-        request = json.loads(line)
-        if template is None:
-            return {"text": ""}, compiled(request)
-        return {"text": _rendered(template, request)}, template
+        return {"text": work()}
     except MemoryError:
-        return {"error": "it makes more text than a conversation can need"}, template
+        return {"error": "it makes more text than a conversation can need"}
     except RecursionError:
-        return {"error": "it calls itself without end"}, template
+        return {"error": "it calls itself without end"}
     except jinja2.TemplateSyntaxError as error:
-        return {"error": f"line {error.lineno}: {error.message}"}, template
+        return {"error": f"line {error.lineno}: {error.message}"}
     except Exception as error:  # whatever an expression of the template raises
-        return {"error": str(error) or type(error).__name__}, template
+        return {"error": str(error) or type(error).__name__}
 
 
 def main() -> None:
     """Serves until the parent closes the pipe."""
     _limit_memory()
-    template = None
+    template: jinja2.Template | None = None
+
+    def compile_it(source: str) -> str:
+        nonlocal template
+        template = compiled(source)
+        return ""
+
     for line in sys.stdin.buffer:
         _limit_time(CPU_SECONDS)
-        answer, template = _answer(line, template)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        request = json.loads(line)
+        if template is None:
+            answers = [_answer(partial(compile_it, request))]
+        else:
+            answers = [_answer(partial(_rendered, template, variables)) for variables in request]
+        sys.stdout.buffer.write(json.dumps(answers).encode() + b"\n")
         sys.stdout.buffer.flush()
         _limit_time(0)
 

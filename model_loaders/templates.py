@@ -49,11 +49,27 @@ class ChatTemplate:
         `variables` are passed to the template ("enable_thinking", ...). Raises LoadError where the template is
         invalid, refuses the conversation, or needs more time or memory than a conversation can.
         """
-        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        (text,) = self.render_each([messages], add_generation_prompt=add_generation_prompt, **variables)
+        if isinstance(text, LoadError):
+            raise text
+        return text
+
+    def render_each(
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], **variables: object
+    ) -> list[str | LoadError]:
+        """`render` of each conversation, or the error of the template that it would raise; its process is asked once.
+
+        Raises LoadError where there is no valid template, or they need too much time or memory together.
+        """
+        given = {**self._constants, "add_generation_prompt": True, **variables}
         try:
-            return self._process.render({**self._constants, **given, **variables})
+            texts = self._process.render([{**given, "messages": list(messages)} for messages in conversations])
         except TemplateFailed as error:
-            raise LoadError(f"The chat template of {self._origin} failed: {str(error).rstrip('.')}.") from error
+            raise self._failed(error) from error
+        return [self._failed(text) if isinstance(text, TemplateFailed) else text for text in texts]
+
+    def _failed(self, error: TemplateFailed) -> LoadError:
+        return LoadError(f"The chat template of {self._origin} failed: {str(error).rstrip('.')}.")
 
 
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:

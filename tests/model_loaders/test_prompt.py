@@ -260,21 +260,22 @@ class TestReasoningStaysBehind:
         ids = chat_ids([*messages, direct, user("so?")], template, tokenizer)
         assert ids[: len(asked) + 7] == asked + list(direct["token_ids"])
 
-    def test_a_long_conversation_takes_no_more_renderings_than_a_short_one(
+    def test_the_templates_process_is_asked_once_for_a_conversation(
         self, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tokenizer, template = reasoning_model(name)
-        render, renderings = template.render, []
-        monkeypatch.setattr(template, "render", lambda messages: renderings.append(messages) or render(messages))
+        render, asked = template._process.render, []
+        monkeypatch.setattr(template._process, "render", lambda each: asked.append(len(each)) or render(each))
 
-        def renderings_of(turns: int, text: str) -> int:
-            renderings.clear()
+        def renderings_of(turns: int, text: str) -> list[int]:
+            asked.clear()
             answers = [with_ids(tokenizer, f"{text} {turn}") for turn in range(turns)]
             chat_ids([m for answer in answers for m in (user("hi"), answer)] + [user("so?")], template, tokenizer)
-            return len(renderings)
+            return list(asked)
 
+        assert renderings_of(0, "") == [1]
         for text in ("he", "the reason</think>he"):
-            assert renderings_of(20, text) == renderings_of(2, text) <= 3
+            assert renderings_of(20, text) == renderings_of(2, text) == [3]
 
 
 class TestBos:

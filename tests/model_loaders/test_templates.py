@@ -148,6 +148,9 @@ class TestWhatItCanNotDo:
             "{{ " + "(" * 5000 + ")" * 5000 + " }}",
             "{% for _ in range(10**5) %}{% for _ in range(10**5) %}{% endfor %}{% endfor %}",
             "{% set n = namespace(x=[1]) %}{% for _ in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "{{ range(10**5) | map('string') | join('a' * 10**6) }}",
+            "{{ ('a' * 10**7) | list | sort | join(',') }}",
         ],
     )
     def test_a_hostile_template_ends_without_harm(self, source: str) -> None:
