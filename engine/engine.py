@@ -111,7 +111,7 @@ class Engine:
             with self._exclusive():
                 if before.isdisjoint(self._work.requests):
                     return self._score(ids, every_token_coded, logits)
-                self.step()
+                self._work.step()
 
     def _score(self, ids: list[int], every_token_coded: bool, logits: bool) -> Score:
         kv = self._store.new_sequence()
@@ -208,21 +208,17 @@ class Engine:
         return Ticket(tokens, lambda: self._cancel(request.sequence), lambda: request.cached or 0)
 
     def work(self) -> bool:
-        """Do one unit of the work at hand; False when there is none."""
+        """Do one unit of the work at hand, a part of a prompt or a step of all that run; False when there is none."""
         with self._exclusive():
             if not self._work.requests:
                 return False
-            self.step()
+            self._work.step()
             return True
 
     def status(self) -> Status:
         """How busy the engine is."""
         with self._exclusive():
             return self._work.status()
-
-    def step(self) -> None:
-        """One unit of the work at hand: a part of a prompt's prefill, or one more token of all that run."""
-        self._work.step()
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
@@ -248,7 +244,7 @@ class Engine:
             while not finished:
                 with self._exclusive(unless=outbox) as alone:
                     if alone:
-                        self.step()
+                        self._work.step()
                 while outbox:
                     chunk = outbox.popleft()
                     if isinstance(chunk, Exception):

@@ -65,6 +65,7 @@ def step_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Written apart from the engine's, which is held to it."""
     x = logits.astype(np.float64)
     x -= x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))

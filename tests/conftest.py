@@ -11,7 +11,6 @@ import pytest
 from hypothesis import settings
 
 from engine import Engine, calibration
-from engine.assembly import Encoding
 from model_loaders.demo import demo_model
 from model_loaders.errors import LoadError
 from model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
@@ -64,10 +63,9 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny(tiny_path: Path) -> Iterator[Engine]:
     """The tiny model with polarquant in blocks of 8. After every test nothing runs, and no block is lost."""
-    from tests.tiny import assert_idle, load_tiny
+    from tests.tiny import PLAIN, assert_idle, load_tiny
 
-    plain = {"cache_type": "polarquant", "calibration": False, "encoding": Encoding(small_means=False)}
-    with load_tiny(tiny_path, device="cpu", block_size=8, **plain) as engine:
+    with load_tiny(tiny_path, **PLAIN) as engine:
         yield engine
         if not engine._closed:
             assert_idle(engine)

@@ -18,7 +18,7 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.model import score
 from engine.outputs import fold
 from tests.shared_data import shared
-from tests.tiny import CONTEXT, EOS, assert_idle, make_model
+from tests.tiny import CONTEXT, EOS, assert_idle, forget, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13]
@@ -38,7 +38,7 @@ def refused(call, *words: str, code: str = "invalid_request") -> None:
 @pytest.mark.parametrize("prompt", ["the end", [{"role": "user", "content": "the end"}], PROMPT, np.array(PROMPT)])
 def test_a_stream_folds_to_the_same_answer(tiny: Engine, prompt) -> None:
     chunks = list(tiny.stream(prompt, GREEDY))
-    tiny._prefixes.clear()
+    forget(tiny)
     answer = tiny.generate(prompt, GREEDY)
     assert "".join(chunk.text for chunk in chunks) == answer.text
     assert tuple(i for chunk in chunks for i in chunk.token_ids) == answer.token_ids
@@ -57,7 +57,7 @@ def test_text_messages_and_ids_say_the_same(tiny: Engine) -> None:
     messages = [{"role": "user", "content": "the end"}]
     written = "<|im_start|>user\nthe end<|im_end|>\n<|im_start|>assistant\n"
     by_ids = tiny.generate(tiny.tokenize(written, control=True), GREEDY)
-    tiny._prefixes.clear()
+    forget(tiny)
     assert tiny.chat(messages, GREEDY).token_ids == by_ids.token_ids
     assert tiny.generate("the", GREEDY).token_ids == tiny.generate(tiny.tokenize("the"), GREEDY).token_ids
 
@@ -126,7 +126,7 @@ def test_what_was_held_back_for_a_stop_string_comes_at_the_end(tiny: Engine) -> 
 
 def test_a_seed_repeats_an_answer(tiny: Engine) -> None:
     def draw(seed: int) -> tuple[int, ...]:
-        tiny._prefixes.clear()
+        forget(tiny)
         params = SamplingParams(
             temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, max_tokens=20, ignore_eos=True
         )
@@ -365,14 +365,14 @@ PER_TOKEN = 2 * 4 + 1  # products of a pass: four in each layer, and the head
 @pytest.mark.parametrize("call", [1, 4, 6, PER_TOKEN, PER_TOKEN + 1, PER_TOKEN + 6, 3 * PER_TOKEN, 9 * PER_TOKEN + 5])
 def test_an_error_ends_its_request_alone(tiny: Engine, monkeypatch, call: int) -> None:
     expected = tiny.generate(PROMPT, GREEDY)
-    tiny._prefixes.clear()
+    forget(tiny)
     fail_at(monkeypatch, tiny, call, ZeroDivisionError("broken"))
     with pytest.raises(ZeroDivisionError, match="broken"):
         tiny.generate(PROMPT, GREEDY)
     assert not tiny._work.requests
     again = tiny.generate(PROMPT, GREEDY)
     assert len(again.token_ids) == 24
-    tiny._prefixes.clear()
+    forget(tiny)
     assert tiny.generate(PROMPT, GREEDY).token_ids == expected.token_ids
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
-from tests.tiny import CONTEXT, assert_idle, held
+from tests.tiny import CONTEXT, assert_idle, forget, held
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SPECIAL = PromptOptions(parse_special=True)
@@ -104,7 +104,7 @@ def test_what_gave_way_keeps_its_salt(tiny: Engine) -> None:
     """Also where only a part of its prompt is left in the store, which it may not go on from."""
     ours = PromptOptions(cache_salt="ours")
     alone = tiny.generate(PROMPT, GREEDY, ours)
-    tiny._prefixes.clear()
+    forget(tiny)
     chunks = tiny.stream(PROMPT, GREEDY, ours)
     answer = list(next(chunks).token_ids)
     (request,) = tiny._work.requests.values()
@@ -157,7 +157,7 @@ def test_a_session_of_one_salt_is_loaded_for_another(tiny: Engine, tmp_path: Pat
     assert tiny.save_session(file, prompt=PROMPT, options=ours) == len(PROMPT)
     with pytest.raises(EngineError, match="nothing to save"):
         tiny.save_session(file, prompt=PROMPT)
-    tiny._prefixes.clear()
+    forget(tiny)
     tiny.load_session(file, cache_salt="theirs")
     assert cached(tiny.generate(PROMPT, GREEDY, ours)) == 0
     assert cached(tiny.generate(PROMPT, GREEDY, PromptOptions(cache_salt="theirs"))) == 32

@@ -20,7 +20,7 @@ from engine.backends import transfer
 from engine.quantization.conditioning import Scale
 from tests.bare import feed
 from tests.small_disk import small_disk
-from tests.tiny import VOCABULARY, assert_idle, held, load_tiny, make_model
+from tests.tiny import VOCABULARY, assert_idle, forget, held, load_tiny, make_model
 
 N = 8
 LENGTH = 61  # sink, six coded blocks, and five tokens in the tail
@@ -164,7 +164,7 @@ def test_a_prefix_is_saved_as_far_as_the_store_has_it(engine: Engine, file: Path
 
 def test_requests_under_way_are_not_disturbed(engine: Engine, saved: Path, file: Path) -> None:
     alone = engine.generate(ids(7, 40), GREEDY).token_ids
-    engine._prefixes.clear()
+    forget(engine)
     chunks = engine.stream(ids(7, 40), GREEDY)
     given = [next(chunks).token_ids for _ in range(3)]
     past = engine.load_session(saved).token_ids
@@ -176,10 +176,10 @@ def test_requests_under_way_are_not_disturbed(engine: Engine, saved: Path, file:
 def test_restoring_takes_less_than_a_tenth_of_the_prefill(demo: Engine, file: Path) -> None:
     """The demonstration model and 512 tokens: the share falls with the length."""
     text = demo.tokenize("The quick brown fox jumps over the lazy dog. " * 60)[:512]
-    demo._prefixes.clear()
+    forget(demo)
     prefill = demo.generate(text, SamplingParams(max_tokens=0)).usage.prefill_seconds
     assert demo.save_session(file) == 512
-    demo._prefixes.clear()
+    forget(demo)
     started = time.perf_counter()
     demo.load_session(file)
     assert time.perf_counter() - started < prefill / 10
@@ -523,7 +523,7 @@ def test_there_has_to_be_something_to_save(engine: Engine, file: Path) -> None:
     refused(lambda: engine.save_session(file), "nothing to save")
     talk(engine)
     refused(lambda: engine.save_session(file, prompt=ids(77, 20)), "nothing to save")
-    engine._prefixes.clear()
+    forget(engine)
     refused(lambda: engine.save_session(file), "nothing to save")
     assert not file.exists()
 

@@ -14,7 +14,7 @@ import pytest
 from engine import Completion, Engine, SamplingParams
 from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import fold
-from tests.tiny import assert_idle, by_count
+from tests.tiny import assert_idle, by_count, forget
 
 THREADS = 6
 PATIENCE = 60  # seconds until a test that hangs fails
@@ -64,7 +64,7 @@ def test_chats_in_threads_share_the_template(tiny: Engine) -> None:
     chats = [[{"role": "user", "content": f"number {i}"}] for i in range(THREADS)]
     alone = []
     for chat in chats:
-        tiny._prefixes.clear()
+        forget(tiny)
         alone.append(tiny.chat(chat, params))
     answers = in_threads(*[lambda chat=chat: tiny.chat(chat, params) for chat in chats])
     assert [a.usage.prompt_tokens for a in answers] == [a.usage.prompt_tokens for a in alone]

@@ -14,11 +14,20 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine import Engine, assembly
 from engine.assembly import WHOLE, Encoding
 from tests.conftest import FIXTURES
+from tests.kv import fed
 
 VOCABULARY = 96
 CONTROL = ("<|pad|>", "<s>", "<|im_end|>", "<|endoftext|>", "<|im_start|>")  # ids 0 to 4; 2 and 3 end a generation
 EOS = (2, 3)
 CONTEXT = 256
+# How the fixture `tiny` is loaded.
+PLAIN: dict[str, Any] = {
+    "device": "cpu",
+    "block_size": 8,
+    "cache_type": "polarquant",
+    "calibration": False,
+    "encoding": Encoding(small_means=False),
+}
 _MERGES = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "ou")
 CHARACTERS = string.ascii_letters + string.digits + " \n.,!?':-" + "é€😀"
 
@@ -52,7 +61,13 @@ def load_tiny(path: Path, encoding: Encoding = WHOLE, **settings: Any) -> Engine
 
 def held(engine: Engine) -> list[tuple[int, int]]:
     """Coded blocks and exact slots in use, per group of layers."""
-    return [(g.coded.size - g.coded.free, g.exact.size - g.exact.free) for g in engine._store.groups]
+    return fed.held(engine._store)
+
+
+def forget(engine: Engine) -> None:
+    """Nothing that no request holds is found again, as if others had needed the room. In a turn of its own."""
+    with engine._exclusive():
+        fed.overwrite(engine._store)
 
 
 def assert_idle(engine: Engine) -> None:

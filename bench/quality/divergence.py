@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.sampling.sample import log_softmax
+
 # Float64 copies of this many rows at a time: with 50,000 columns, 25 MB each.
 _SLAB = 64
 
@@ -23,18 +25,11 @@ def compare(exact: np.ndarray, logits: np.ndarray) -> Divergence:
     kl = np.empty(len(exact))
     for first in range(0, len(exact), _SLAB):
         rows = slice(first, first + _SLAB)
-        log_p, log_q = _log_softmax(exact[rows]), _log_softmax(logits[rows])
+        log_p, log_q = log_softmax(exact[rows]), log_softmax(logits[rows])
         log_q -= log_p
         kl[rows] = -(np.exp(log_p) * log_q).sum(axis=-1)
     # Rounding takes a sum of terms near 0 a little below it, where no divergence is.
     return Divergence(np.maximum(kl, 0), exact.argmax(axis=-1) == logits.argmax(axis=-1))
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return shifted
 
 
 def perplexity(logprobs: np.ndarray) -> float:

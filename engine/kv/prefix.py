@@ -59,16 +59,6 @@ class PrefixCache:
             return b""
         return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._root, digest_size=16).digest()
 
-    def clear(self) -> None:
-        """Find nothing of what is stored now."""
-        for blocks in list(self._coded.values()):
-            for group, block in zip(self._store.groups, blocks, strict=True):
-                if block is not None:
-                    group.coded.drop(block)
-        for entry in [entry for entries in self._exact.values() for entry in entries]:
-            self._drop(entry)
-        self._coded.clear()
-
     # -- what can be found -------------------------------------------------------------------------------------
 
     def publish(self, kv: SequenceKV, ids: Sequence[int]) -> None:

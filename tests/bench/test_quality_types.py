@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
+from bench.quality.exact import Exact
+from bench.quality.needle import Prompt, find
+from bench.quality.scores import measure
 from bench.quality.types import all_types, chosen_types
 from engine import codecs
 from engine.assembly import Encoding
@@ -50,3 +54,16 @@ def test_an_ablation_starts_from_the_whole() -> None:
 
 def test_nothing_is_chosen_where_nothing_is_named() -> None:
     assert chosen_types(None, None, key_conditioning=True) == []
+
+
+def test_an_ablation_is_measured_with_its_own_encoding(tiny_path: Path) -> None:
+    """Means of 16 bits a channel instead of 8, in blocks of 64 tokens, are 8 / 64 of a bit more for each key."""
+    whole, *others = chosen_types(None, "ring4", key_conditioning=True)
+    (large_means,) = [one for one in others if one.label == "ring4 without small means"]
+    ids = [*range(5, 85)] * 2  # a coded block between the first and the current one
+    with Exact(str(tiny_path), len(ids)) as exact:
+        rows = measure(exact, [whole, large_means], [ids]).rows
+        cells = find(exact, [whole, large_means], [Prompt(len(ids), 50, ids[:-2], ids[-2:])])
+    bits = {row.type: row.bits_per_value for row in rows}
+    assert bits[large_means.label] > bits[whole.label]
+    assert len({cell.logprob for cell in cells if cell.scored_as == rows[0].scored_as}) == 2

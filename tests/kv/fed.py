@@ -30,6 +30,14 @@ def held(store: KVStore) -> list[tuple[int, int]]:
     return [(g.coded.size - g.coded.free, g.exact.size - g.exact.free) for g in store.groups]
 
 
+def overwrite(store: KVStore) -> None:
+    """Hand out every free block and slot once: of what no sequence holds, nothing can be found any more."""
+    for group in store.groups:
+        for allocator in (group.coded, group.exact):
+            for block in allocator.allocate(allocator.free):
+                allocator.release(block)
+
+
 class Fed:
     """A sequence in a store and the plain K/V that went into it."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine import Completion, Engine, SamplingParams
 from engine.requests.answers import _ENTRY, Answers, _keys
-from tests.tiny import EOS
+from tests.tiny import EOS, PLAIN, load_tiny
 
 USER = {"role": "user", "content": "the end"}
 AGAIN = {"role": "user", "content": "and then"}
@@ -130,7 +130,7 @@ def test_a_saved_conversation_is_found_by_its_text_after_a_restart(
     messages = [USER, said(answer.text), AGAIN]
     count = tiny.save_session(tmp_path / "talk", prompt=messages[:2])
     assert count == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
-    with Engine.load(tiny_path, config=tiny.config) as restarted:
+    with load_tiny(tiny_path, **PLAIN) as restarted:
         assert "token_ids" not in restarted._answers.recalled(messages)[1]
         session = restarted.load_session(tmp_path / "talk")
         assert len(session.token_ids) == count

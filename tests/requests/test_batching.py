@@ -13,7 +13,7 @@ import pytest
 from engine import Completion, Engine, PromptOptions, SamplingParams
 from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import Chunk, fold
-from tests.tiny import assert_idle, by_count
+from tests.tiny import assert_idle, by_count, forget
 
 BLOCK = 8
 REQUESTS = 7
@@ -75,7 +75,7 @@ def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, ty
     with Engine.load(tiny_path, **settings) as engine:
         alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
         by_count(engine, monkeypatch)
-        engine._prefixes.clear()
+        forget(engine)
         coded = engine._store.groups[0].coded
         longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
         taken = coded.allocate(coded.free - longest - spare)  # little more than the longest needs for itself
@@ -113,7 +113,7 @@ def test_who_gives_way_is_drawn_with_what_came_before(tiny_path: Path, monkeypat
         alone = [engine.generate(*asked(number)) for number in range(REQUESTS)]
         assert [answer.token_ids for answer in alone] != [engine.generate(*job(n)).token_ids for n in range(REQUESTS)]
         by_count(engine, monkeypatch)
-        engine._prefixes.clear()
+        forget(engine)
         coded = engine._store.groups[0].coded
         taken = coded.allocate(coded.free - (len(job(REQUESTS - 1)[0]) + 40) // BLOCK)
         given_way = []
@@ -150,7 +150,7 @@ def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engin
     """Its first token comes when the whole prompt has been computed, whatever was found at an earlier try."""
     late, greedy = [5, *range(6, 90)], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     alone = engine.generate(late, greedy)
-    engine._prefixes.clear()
+    forget(engine)
     engine.generate([5, 90, 91], greedy)  # begins like the late one
     large, small = Tray(), Tray()
     engine.submit([7] * 200, greedy, into=large)
@@ -162,7 +162,7 @@ def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engin
         engine.work()
     assert waiting.cached == 1
     assert waiting.kv is None  # there was no room
-    engine._prefixes.clear()
+    forget(engine)
     while engine.work():
         pass
     assert large.answer.finish_reason == "length"

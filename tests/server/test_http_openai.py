@@ -10,6 +10,7 @@ import pytest
 
 from engine import Completion, Engine, SamplingParams
 from tests.server.http_server import KEY, Serving, eventually, serving
+from tests.tiny import forget
 
 MESSAGES: list[Any] = [{"role": "user", "content": "then he ran on"}]
 PROMPT = "the rain"  # shorter than a block, so that finding it in the cache changes no answer
@@ -19,12 +20,6 @@ PROMPT = "the rain"  # shorter than a block, so that finding it in the cache cha
 def server(tiny: Engine) -> Iterator[Serving]:
     with serving(tiny) as running:
         yield running
-
-
-def forget(engine: Engine) -> None:
-    """Empties the cache, in a turn of its own: an answer may arrive while its last step puts things away."""
-    with engine._exclusive():
-        engine._prefixes.clear()
 
 
 def alone(engine: Engine, prompt: Any, **params: Any) -> Completion:

@@ -15,6 +15,7 @@ import pytest
 from engine import Engine
 from server import journal
 from tests.server.http_server import KEY, Serving, eventually, serving
+from tests.tiny import forget
 
 PAGE = (Path(__file__).resolve().parents[2] / "server" / "page.html").read_text(encoding="utf-8")
 BLOCK = 8  # of the tiny model's engine
@@ -192,8 +193,7 @@ def test_every_block_is_used_or_kept_or_free(server: Serving) -> None:
         assert blocks()[1] < kept
         server.gate.open()
         eventually(lambda: not server.busy)
-    with server.engine._exclusive():
-        server.engine._prefixes.clear()
+    forget(server.engine)
     assert blocks() == (0, 0)
 
 

@@ -126,7 +126,6 @@ def assert_all_free(server: Serving, cancelled: int) -> None:
     eventually(lambda: server.outcomes() == {"cancelled": cancelled})
     eventually(lambda: not server.busy)
     with server.engine._exclusive():
-        server.engine._prefixes.clear()
         assert held(server.engine) == [(0, 0)] * len(server.engine._store.groups)
 
 
