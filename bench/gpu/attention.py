@@ -71,7 +71,8 @@ def measure_attention(
     fill(ops, gpu.clock, cache, content)
     rng = np.random.default_rng(2)
     places = _places(rng, form, context, (turns, batch))
-    spans = [ops.spans([of.span(row, form.block_size) for row, of in enumerate(turn)]) for turn in places]
+    n = form.block_size
+    spans = [ops.spans([of.span(row, n) for row, of in enumerate(turn)], n) for turn in places]
     queries = rng.standard_normal((batch, config.heads, config.head_dim), np.float32)
     q, scale = ops.to_device(queries), config.head_dim**-0.5
 

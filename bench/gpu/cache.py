@@ -42,7 +42,7 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
     n, rows = cache.form.block_size, len(content.k)
     buffer, coded, blocks = ops.buffer(cache.form, rows), len(cache.keys.coded), rows // n
     span = CacheSpan(slice(0, rows), 0, Place(buffer, 0), 0, None, (), n)
-    ops.append_kv(cache, ops.spans([span]), ops.to_device(content.k), ops.to_device(content.v))
+    ops.append_kv(cache, ops.spans([span], n), ops.to_device(content.k), ops.to_device(content.v))
     if coded:
         numbers = range(min(blocks, coded))
         ops.encode_blocks([cache], numbers, [Place(buffer, i) for i in numbers])

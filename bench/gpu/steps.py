@@ -70,7 +70,7 @@ def measure_matrix(gpu: Gpu, sizes: Sizes, of: RandomModel, name: str, rows: int
 
     def all_matrices(_: Array) -> Array:
         for matrix in matrices:
-            y = ops.linear(x, matrix)
+            y = ops.linear(x, matrix, recorded=True)
         return y
 
     nothing = np.zeros(1, np.int32)
@@ -165,7 +165,7 @@ def _prompt_attention(gpu: Gpu, sizes: Sizes, of: RandomModel) -> float:
     rng, cache = np.random.default_rng(6), store.cache(0)
     sequence = store.new_sequence()
     span = store.open(sequence, tokens)
-    spans = ops.spans([store.view(0, span, slice(0, tokens), 0)])
+    spans = ops.spans([store.view(0, span, slice(0, tokens), 0)], sizes.block_size)
 
     def random(heads: int) -> Array:
         return ops.to_device(rng.standard_normal((tokens, heads, config.head_dim), np.float32))

@@ -118,7 +118,7 @@ class Ops(Protocol):
 
         With a `key` and shapes of inputs that it has seen before, a backend may launch again what it recorded then
         instead of calling `work`: everything that differs from call to call is in the inputs, the first of which has a
-        row for each sequence. The result is good until the next call.
+        row for each sequence. Products in `work` are asked for with `recorded`. The result is good until the next call.
         """
 
     def threads(self) -> Threads | None:
@@ -163,11 +163,13 @@ class Ops(Protocol):
         norm: tuple[Array, float] | None = None,
         onto: Array | None = None,
         gated: bool = False,
+        recorded: bool = False,
     ) -> Array:
         """x (T, in), weight (out, in), bias (out,) → (T, out).
 
         norm: weight (in,) and eps of an RMS norm before: x / rms(x) * weight. onto (T, out): what the result is added
         to, in place. gated, without onto: the result is [gate | up], and silu(gate) * up (T, out / 2) is returned.
+        recorded: for work that `replay` may record, which takes our own kernels for any number of rows.
         """
 
     def condition(
@@ -206,8 +208,8 @@ class Ops(Protocol):
     def buffer(self, form: CacheFormat, rows: int) -> Buffer:
         """Room for `rows` tokens' K/V of one layer in full precision."""
 
-    def spans(self, spans: Sequence[CacheSpan]) -> Spans:
-        """What the ops below need to know of `spans`. Several spans must be of one row each."""
+    def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Spans:
+        """What the ops below need to know of `spans`, in blocks of so many tokens. Several must be of one row each."""
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), conditioned, into each span's `now` at their positions."""

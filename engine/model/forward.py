@@ -150,10 +150,7 @@ class Model:
 
         All layers are sealed then; commit is the caller's. Cost: the weights are read once for all sequences.
         """
-        seen = [
-            self.ops.spans([self.store.view(layers[0], s, slice(i, i + 1), s.start) for i, s in enumerate(spans)])
-            for _, layers in self.store.shape.groups
-        ]
+        seen = [self._spans(layers[0], spans, slice(0, len(spans))) for _, layers in self.store.shape.groups]
         inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.pack_draws(draws), *seen]
         chosen, logits = self.ops.replay("step", self._step, inputs)
         filled = any(growth.coded for span in spans for growth in span.growth)
@@ -176,7 +173,7 @@ class Model:
         for layer in range(self.config.layers):
             seen = spans[self.store.group_of(layer)]
             self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
-        logits = self._head(x)
+        logits = self._head(x, recorded=True)
         return self.ops.sample(logits, draws), logits
 
     # -- one layer ----------------------------------------------------------------------------------------------
@@ -203,7 +200,7 @@ class Model:
             views = [self.store.view(layer, spans[0], slice(0, rows.stop - rows.start), spans[0].start + rows.start)]
         else:
             views = [self.store.view(layer, s, slice(i, i + 1), s.start) for i, s in enumerate(spans[rows])]
-        return self.ops.spans(views)
+        return self.ops.spans(views, self.store.shape.block_size)
 
     def _layer(
         self, layer: int, x: Array, turns: Sequence[Array], parts: Sequence[_Part], complete: Sequence[Span]
@@ -237,10 +234,10 @@ class Model:
     ) -> Array:
         """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them.
 
-        position: of the first row, for the taps; None in a step, which has none.
+        position: of the first row, for the taps; None in a step, which has none and may be recorded.
         """
-        ops, config, w = self.ops, self.config, self.weights.layers[layer]
-        qkv = ops.linear(x, w.qkv, w.qkv_bias, norm=(w.attention_norm, config.norm_eps))
+        ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
+        qkv = ops.linear(x, w.qkv, w.qkv_bias, norm=(w.attention_norm, config.norm_eps), recorded=recorded)
         qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         norms = None if w.q_norm is None else (w.q_norm, w.k_norm, config.norm_eps)
         heads, cache = (qkv, (cos, sin), self._spaces[layer]), self.store.cache(layer)
@@ -257,16 +254,18 @@ class Model:
 
         position: as for `_project`.
         """
-        ops, config, w = self.ops, self.config, self.weights.layers[layer]
+        ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
         cache, window = self.store.cache(layer), config.window(layer)
         mixed = ops.attention(q, cache, spans, self.attention_scale, window, *self._back[layer])
         mixed = mixed.reshape(len(x), config.heads * config.head_dim)
         if self.taps is not None and position is not None:
             self.taps("attention", layer, position, mixed)
-        ops.linear(mixed, w.out, w.out_bias, onto=x)
-        activated = ops.linear(x, w.gate_up, w.gate_up_bias, norm=(w.ffn_norm, config.norm_eps), gated=True)
-        ops.linear(activated, w.down, w.down_bias, onto=x)
+        ops.linear(mixed, w.out, w.out_bias, onto=x, recorded=recorded)
+        norm = w.ffn_norm, config.norm_eps
+        activated = ops.linear(x, w.gate_up, w.gate_up_bias, norm=norm, gated=True, recorded=recorded)
+        ops.linear(activated, w.down, w.down_bias, onto=x, recorded=recorded)
 
-    def _head(self, hidden: Array) -> Array:
+    def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
         """hidden (T, E) → logits (T, V)."""
-        return self.ops.linear(hidden, self.weights.head, norm=(self.weights.norm, self.config.norm_eps))
+        norm = self.weights.norm, self.config.norm_eps
+        return self.ops.linear(hidden, self.weights.head, norm=norm, recorded=recorded)

@@ -53,7 +53,7 @@ class Rounded(SameWeights):
     def attention(self, q, cache, spans, scale, window, back=None, scale_back=None) -> np.ndarray:
         return super().attention(_half(q), cache, spans, scale, window, back, scale_back)
 
-    def linear(self, x, weight, bias=None, *, norm=None, onto=None, gated=False) -> np.ndarray:
+    def linear(self, x, weight, bias=None, *, norm=None, onto=None, gated=False, recorded=False) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
         if len(x) > GEMV_ROWS:
             x = read(store(x, self.kind), self.kind)

@@ -13,7 +13,7 @@ from engine import codecs
 from engine.backends.cuda.launch_configs import GEMV_ROWS
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps, rms_norm
-from engine.backends.ops import CacheFormat, Ops, StoredSpace
+from engine.backends.ops import CacheFormat, CacheSpan, Ops, Place, StoredSpace
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
@@ -146,9 +146,8 @@ def test_linear(
     gain, host_gain = weight(ops, rng, n, stored=stored)
 
     def on_device(x: Any, y: Any) -> Any:
-        return ops.linear(
-            x, w, bias if biased else None, norm=(gain, EPS) if normed else None, onto=y if onto else None
-        )
+        norm = (gain, EPS) if normed else None
+        return ops.linear(x, w, bias if biased else None, norm=norm, onto=y if onto else None, recorded=recorded)
 
     if recorded:
         result = ops.to_host(ops.replay("test", on_device, [x, before]))
@@ -183,7 +182,8 @@ def test_gated_linear(
     gain, host_gain = weight(ops, rng, n)
 
     def on_device(x: Any) -> Any:
-        return ops.linear(x, w, bias if biased else None, norm=(gain, EPS) if normed else None, gated=True)
+        norm = (gain, EPS) if normed else None
+        return ops.linear(x, w, bias if biased else None, norm=norm, gated=True, recorded=recorded)
 
     result = ops.to_host(ops.replay("test", on_device, [x]) if recorded else on_device(ops.to_device(x)))
     values = rms_norm(x, host_gain, EPS) if normed else x
@@ -331,6 +331,14 @@ def test_logits_that_are_not_finite_are_that_row_s_error(ops: CudaOps, rng: np.r
 # -- the KV store ------------------------------------------------------------------------------------------------
 
 
+def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
+    form = store_of(ops, ("f16", "f16"), (None,)).cache(0).form
+    other = ops.cache(replace(form, block_size=2 * N), 1, 2)
+    span = CacheSpan(slice(0, 1), 5 * N, Place(None, 0), 4 * N, 1, [0], 2 * N)
+    assert ops.spans([span], other.form.block_size).table[0, :8].tolist() == [0, 1, 5 * N, 1, 1, 1, 0, 2]
+    assert ops.spans([span], form.block_size).table[0, :8].tolist() == [0, 1, 5 * N, 1, 2, 1, 0, 4]
+
+
 def store_of(
     ops: Ops, types: tuple[str, str], windows: Sequence[int | None], metrics: Sequence | None = None
 ) -> KVStore:
@@ -357,7 +365,7 @@ def feed(store: KVStore, sequences: Sequence[SequenceKV], count: int, seed: int,
         for span in spans:
             store.begin_layer(layer, span)
         views = [store.view(layer, s, slice(i * count, (i + 1) * count), s.start) for i, s in enumerate(spans)]
-        described, cache = ops.spans(views), store.cache(layer)
+        described, cache = ops.spans(views, N), store.cache(layer)
         ops.append_kv(cache, described, ops.to_device(k)[:, 1:], ops.to_device(v)[:, 1:])
         for span in spans:
             store.seal(layer, span)
@@ -420,7 +428,7 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
                 store.begin_layer(0, span)
             qkv, turns = heads_of(made, count * len(of), D)
             views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
-            described, on_device = ops.spans(views), tuple(map(ops.to_device, turns))
+            described, on_device = ops.spans(views, N), tuple(map(ops.to_device, turns))
             q = ops.place_kv(ops.to_device(qkv), on_device, space, store.cache(0), described)
             mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, back, scale_back)
             seen.append(np.array(ops.to_host(mixed)))

@@ -47,7 +47,6 @@ class CacheOps(HeadOps):
         super().__init__(device)
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._tables: dict[Layout, tuple[Array | None, Array | None]] = {}  # and candidates
-        self._block_size: int | None = None  # of all caches: spans are in tokens, and the kernels count blocks
 
     # -- what it takes -----------------------------------------------------------------------------------------
 
@@ -73,8 +72,6 @@ class CacheOps(HeadOps):
     # -- room --------------------------------------------------------------------------------------------------
 
     def cache(self, form: CacheFormat, coded: int, exact: int) -> LayerCache:
-        assert self._block_size in (None, form.block_size), "a store has one block size"
-        self._block_size = form.block_size
         keys, values = self._layouts_of(form)
         try:
             sides = self._side(keys, form, form.metric_k, coded), self._side(values, form, form.metric_v, coded)
@@ -124,9 +121,8 @@ class CacheOps(HeadOps):
 
     # -- from and to it ----------------------------------------------------------------------------------------
 
-    def spans(self, spans: Sequence[CacheSpan]) -> Spans:
-        assert self._block_size is not None, "spans lead into a cache"
-        return describe(spans, self._block_size)
+    def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Spans:
+        return describe(spans, block_size)
 
     def append_kv(self, cache: LayerCache, spans: Spans, k: Array, v: Array) -> None:
         count, width = spans.table.shape

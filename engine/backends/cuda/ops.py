@@ -56,7 +56,6 @@ class CudaOps(CacheOps):
     def __init__(self, device: Device):
         super().__init__(device)
         self.name = device.name
-        self._recording = False
 
     def parts(self, rows: slice) -> list[slice]:
         return [rows]
@@ -70,11 +69,7 @@ class CudaOps(CacheOps):
                 replace(host, device=array) if isinstance(host, Told) else array
                 for host, array in zip(inputs, arrays, strict=True)
             ]
-            self._recording = True
-            try:
-                return work(*given)
-            finally:
-                self._recording = False
+            return work(*given)
 
         tables = [host.table if isinstance(host, Told) else np.ascontiguousarray(host) for host in inputs]
         return self._device.replay((key, work), on_device, tables)
@@ -152,11 +147,12 @@ class CudaOps(CacheOps):
         norm: tuple[Array, float] | None = None,
         onto: Array | None = None,
         gated: bool = False,
+        recorded: bool = False,
     ) -> Array:
         rows, out = len(x), len(weight) // 2 if gated else len(weight)
         product = _Product(weight, bias, norm, onto is not None, gated)
         y = self._device.empty((rows, out), np.float32) if onto is None else onto
-        if rows > SMALL_ROWS and not self._recording:
+        if rows > SMALL_ROWS and not recorded:
             self._large(y, x, product)
             return y
         for first in range(0, rows, SMALL_ROWS):

@@ -114,6 +114,7 @@ class NumpyOps:
         norm: tuple[np.ndarray, float] | None = None,
         onto: np.ndarray | None = None,
         gated: bool = False,
+        recorded: bool = False,
     ) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
         y = thin_product(x, weight) if self._in_place and is_thin(len(x)) else x @ weight.T
@@ -174,7 +175,7 @@ class NumpyOps:
         shape = (form.kv_heads, rows, form.head_dim)
         return np.empty(shape, np.float32), np.empty(shape, np.float32)
 
-    def spans(self, spans: Sequence[CacheSpan]) -> Sequence[CacheSpan]:
+    def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Sequence[CacheSpan]:
         return StepSpans(spans) if is_step(spans) else spans
 
     def append_kv(self, cache: LayerCache, spans: Sequence[CacheSpan], k: np.ndarray, v: np.ndarray) -> None:

@@ -60,7 +60,7 @@ def test_attention_of_all_is_that_of_each(
     store = make_store(*types, windows=windows, sequences=len(LENGTHS))
     spans, q = begun(store, rng)
     for layer, window in enumerate(windows):
-        together = store.ops.spans(views(store, layer, spans))
+        together = store.ops.spans(views(store, layer, spans), N)
         out = store.ops.attention(q, store.cache(layer), together, 0.3, window)
         np.testing.assert_allclose(out, alone(store, layer, spans, q, window), atol=2e-6)
     parts = steps.StepSpans(views(store, 0, spans)).parts
@@ -74,7 +74,7 @@ def test_what_is_left_in_a_slot_reaches_nobody(rng: np.random.Generator) -> None
     cache = store.cache(0)
     cache.exact_k[:], cache.exact_v[:] = np.nan, np.inf
     spans, q = begun(store, rng)
-    out = store.ops.attention(q, cache, store.ops.spans(views(store, 0, spans)), 0.3, None)
+    out = store.ops.attention(q, cache, store.ops.spans(views(store, 0, spans), N), 0.3, None)
     np.testing.assert_allclose(out, alone(store, 0, spans, q, None), atol=2e-6)
 
 
@@ -96,7 +96,7 @@ def test_only_steps_take_the_short_way() -> None:
     assert steps.is_step([step, other])
     assert not steps.is_step([step])
     assert not steps.is_step([step, prompt])
-    assert not isinstance(NumpyOps().spans([prompt]), steps.StepSpans)
+    assert not isinstance(NumpyOps().spans([prompt], N), steps.StepSpans)
 
 
 @pytest.mark.parametrize(("architecture", "gains"), [("SkylakeX", True), ("Haswell", False), ("", False)])
