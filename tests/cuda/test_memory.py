@@ -180,7 +180,7 @@ def test_a_prompt_of_the_context_fits_beside_the_store(ctx_size: int, parallel: 
     gate and up of a chunk, logits of a step."""
     config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
     ops, model = CudaOps(OfSize()), LLAMA_8B
-    shape = assembly._cache_shape(config, ops, model)
+    shape = assembly._cache_shape(config, assembly.WHOLE, ops, model)
     plan = assembly._plan(config, ops, model, shape, WEIGHTS, lambda sentence: None)
     kv = 2 * model.kv_heads * model.head_dim * 2
     token = 4 * model.hidden_size + kv + 4 * model.head_dim
@@ -196,7 +196,7 @@ def test_a_prompt_of_the_context_fits_beside_the_store(ctx_size: int, parallel: 
 def test_a_short_context_leaves_more_to_the_store() -> None:
     """What a prompt never needs is not kept free."""
     ops, model = CudaOps(OfSize()), LLAMA_8B
-    shape = assembly._cache_shape(EngineConfig(), ops, model)
+    shape = assembly._cache_shape(EngineConfig(), assembly.WHOLE, ops, model)
     short, long = (ops.work_bytes(Load(model, shape.form(0), tokens, 8)) for tokens in (8192, 131072))
     assert short < 1.1 * GB < 3 * GB < long
 
