@@ -1,56 +1,161 @@
-"""Writes the README's table of what cache types cost, between its `<!-- quality -->` marks, from bench/results."""
+"""Writes the tables of measurements into README.md and docs/quality.md, between their marks, from bench/results."""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.kv.cache_types import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-BEGIN, END = "<!-- quality -->", "<!-- /quality -->"
+README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "quality.md"
+RESULTS = ROOT / "bench" / "results"
 SERVED, CODED = "as served", "every token coded"
+DEMO = "smollm2-135m-instruct-????-??-??"
+PLAIN = ":plain"  # a type as published, without conditioning
+
+# What the README shows: the presets, and what they are to be compared with.
+_SHORT = ["q8_0:plain", "ring5/ring4", "kivi4:plain", "q4_0:plain", "turbo4:plain", "ring4/ring3.5", "polarquant:plain"]
+_SHORT += ["ring3/ring3.5", "turbo3:plain"]
+
+Measured = Mapping[str, Any]
 
 
-def newest() -> Path:
-    """The latest measurement of the demonstration model."""
-    return max((ROOT / "bench" / "results").glob("quality-smollm2-135m-instruct-????-??-??.json"))
+def newest(name: str) -> Measured:
+    """The latest measurement whose file is called like the pattern `name`."""
+    return json.loads(max(RESULTS.glob(f"{name}.json")).read_text(encoding="utf-8"))
 
 
-def quality_table(measured: dict) -> str:
-    """A Markdown table with a line per cache type, fewest bits first, and the command that measured it."""
-    presets = {"/".join(dict.fromkeys(types)): name for name, types in PRESETS.items()}
-    rows: dict[str, dict[str, dict]] = {}
-    for row in measured["rows"]:
-        rows.setdefault(row["type"], {})[row["scored_as"]] = row
-    exact = measured["exact_perplexity"]
+def quality_table(measured: Measured, types: Sequence[str] | None = None) -> str:
+    """A Markdown table with a line per cache type, fewest bits first, and the command that measured it.
+
+    types: those of the table; None takes all.
+    """
+    full = measured["exact_perplexity"]
     lines = [
         "| Keys/values | bits/value | perplexity, KL as served | perplexity, KL, every token coded |",
         "|---|---|---|---|",
     ]
-    for name, row in sorted(rows.items(), key=lambda item: item[1][SERVED]["bits_per_value"]):
-        preset = f" = **{presets[name]}**" if name in presets else ""
-        published = name.removesuffix(":plain")
-        label = f"`{published}`{preset}" + (", as published" if published != name else "")
-        cells = (f"{row[SERVED]['bits_per_value']:.3f}", _cost(row[SERVED], exact), _cost(row[CODED], exact))
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    text = (
-        f"{measured['model']} on {measured['text']}, {measured['windows']} windows of {measured['window']:,} tokens, "
-        f"perplexity {exact:.2f} in full precision; measured on {measured['date']} with\n"
-        f"`{measured['command']}`."
+    for name, row in sorted(_by_type(measured).items(), key=lambda item: item[1][SERVED]["bits_per_value"]):
+        if types is None or name in types:
+            cells = (f"{row[SERVED]['bits_per_value']:.3f}", _cost(row[SERVED], full), _cost(row[CODED], full))
+            lines.append(f"| {_label(name)} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _source(measured, full)])
+
+
+def ablation_table() -> str:
+    """What each part of encoding is worth."""
+    measured = newest(f"ablation-{DEMO}")
+    full = measured["exact_perplexity"]
+    lines = ["| | bits/value | perplexity, KL as served |", "|---|---|---|"]
+    for name, row in _by_type(measured).items():
+        lines.append(f"| {name} | {row[SERVED]['bits_per_value']:.3f} | {_cost(row[SERVED], full)} |")
+    return "\n".join([*lines, "", _source(measured, full)])
+
+
+def key_bias_table() -> str:
+    """Perplexity and KL of a model whose keys have a large constant part."""
+    measured = newest(f"key-bias-{DEMO}")
+    lines = ["| Keys/values | perplexity, KL as served | perplexity, KL, every token coded |", "|---|---|---|"]
+    for name, row in sorted(_by_type(measured).items(), key=lambda item: -item[1][SERVED]["kl_mean"]):
+        cells = [f"{row[scored]['perplexity']:.2f}, {row[scored]['kl_mean']:.2g}" for scored in (SERVED, CODED)]
+        lines.append(f"| {_label(name)} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _source(measured, measured["exact_perplexity"])])
+
+
+def needle_table() -> str:
+    """How many needles were found, as served, by type and length of the prompt."""
+    files = [newest(f"needle-{DEMO}"), newest(f"needle-{DEMO}-more")]
+    cells: dict[str, dict[int, dict[int, bool]]] = {}  # type → length → depth → found
+    for measured in files:
+        for cell in measured["needle"]:
+            if cell["scored_as"] == SERVED:
+                cells.setdefault(cell["type"], {}).setdefault(cell["length"], {})[cell["depth"]] = cell["correct"]
+    lengths = sorted({length for found in cells.values() for length in found})
+    header = " | ".join(f"{length:,} tokens" for length in lengths)
+    lines = [f"| Keys/values | {header} |", "|---" * (len(lengths) + 1) + "|"]
+    for name, found in cells.items():
+        counts = [f"{sum(found[n].values())} of {len(found[n])}" if n in found else "" for n in lengths]
+        lines.append(f"| {_label(name)} | {' | '.join(counts)} |")
+    commands = " and\n".join(f"`{measured['command']}`" for measured in files)
+    return "\n".join([*lines, "", f"Measured on {files[0]['date']} with\n{commands}."])
+
+
+def speed_table() -> str:
+    """Tokens a second on the CPU, beside another engine and beside reading the weights alone."""
+    measured = newest("speed-amd-epyc-????-??-??")
+    peer = f"{measured['peer']['name']} {measured['peer']['version_or_absence']}, same run"
+    lines = [f"| | cache | tokens/s | {peer} | reading the weights alone |", "|---|---|---|---|---|"]
+    for figure in measured["figures"]:
+        cells = [figure[column] for column in ("ours", "peer", "weights_alone")]
+        told = [_rate(cell["median"]) if isinstance(cell, dict) else "" for cell in cells]
+        lines.append(f"| {figure['name']} | `{figure['cache_type']}` | {' | '.join(told)} |")
+    machine = measured["machine"]
+    source = (
+        f"{measured['model']} from a {measured['weights']} file, whose weights are computed with as float32, on "
+        f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}, {machine['blas']}; medians, the better "
+        f"of one and two threads; measured on {measured['date']} with\n`{measured['command']}`."
     )
-    return "\n".join([*lines, "", text])
+    return "\n".join([*lines, "", source])
 
 
-def _cost(row: dict, exact: float) -> str:
-    return f"{100 * (row['perplexity'] / exact - 1):+.1f} %, {row['kl_mean']:.2g}"
+def _rate(median: float) -> str:
+    return f"{median:.0f}" if median >= 100 else f"{median:.1f}"
 
 
-def with_table(text: str) -> str:
-    """`text` with the current table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{quality_table(json.loads(newest().read_text()))}\n{END}{after}"
+def _by_type(measured: Measured) -> dict[str, dict[str, dict]]:
+    rows: dict[str, dict[str, dict]] = {}
+    for row in measured["rows"]:
+        rows.setdefault(row["type"], {})[row["scored_as"]] = row
+    return rows
+
+
+def _label(name: str) -> str:
+    """A type as people write it, with the preset that it is and whether it is as published."""
+    presets = {"/".join(dict.fromkeys(types)): preset for preset, types in PRESETS.items()}
+    preset = f" = **{presets[name]}**" if name in presets else ""
+    published = name.removesuffix(PLAIN)
+    return f"`{published}`{preset}" + (", as published" if published != name else "")
+
+
+def _cost(row: Measured, full: float) -> str:
+    return f"{100 * (row['perplexity'] / full - 1):+.1f} %, {row['kl_mean']:.2g}"
+
+
+def _source(measured: Measured, full: float) -> str:
+    windows = "1 window" if measured["windows"] == 1 else f"{measured['windows']} windows"
+    return (
+        f"{measured['model']} on {measured['text']}, {windows} of {measured['window']:,} tokens, "
+        f"perplexity {full:.2f} in full precision; measured on {measured['date']} with\n`{measured['command']}`."
+    )
+
+
+# Document → the name of a mark → what stands between `<!-- name -->` and `<!-- /name -->`.
+TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    README: {"costs": lambda: quality_table(newest(f"quality-{DEMO}"), _SHORT), "speed": speed_table},
+    DOCUMENT: {
+        "quality": lambda: quality_table(newest(f"quality-{DEMO}")),
+        "ablation": ablation_table,
+        "key bias": key_bias_table,
+        "needle": needle_table,
+    },
+}
+
+
+def with_tables(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """`text` with current tables between their marks. Raises SystemExit with a sentence where a mark is missing."""
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise SystemExit(f"The document needs the lines {begin} and {end} around its table")
+        text = f"{before}{begin}\n{table()}\n{end}{after}"
+    return text
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for document, tables in TABLES.items():
+        document.write_text(with_tables(document.read_text(encoding="utf-8"), tables), encoding="utf-8")
