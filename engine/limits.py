@@ -78,7 +78,7 @@ def check(params: Mapping[str, Any]) -> None:
 _OPTIONS = {
     "parse_special": (bool, "True or False"),
     "cache_prompt": (bool, "True or False"),
-    "cache_salt": (str, "a text"),
+    "cache_salt": (str, "a string"),
 }
 
 

@@ -223,7 +223,7 @@ def _checked(message: object, index: int, tokenizer: Tokenizer) -> _Message:
         raise ValueError(f"messages[{index}] must be an object with a role and a content.")
     for field in ("role", "content"):
         if not isinstance(message.get(field), str):
-            raise ValueError(f"messages[{index}].{field} must be a text.")
+            raise ValueError(f"messages[{index}].{field} must be a string.")
     return _Message(message["role"], message["content"], _checked_ids(message, index, tokenizer))
 
 
@@ -235,5 +235,5 @@ def _checked_ids(message: Mapping[str, object], index: int, tokenizer: Tokenizer
         raise ValueError(f"messages[{index}].token_ids must be a list of token ids.")
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < tokenizer.vocab_size:
-            raise ValueError(f"messages[{index}].token_ids has {token_id!r}, which is no token of this model.")
+            raise ValueError(f"messages[{index}].token_ids has {token_id!r}, which is not a token of this model.")
     return tuple(ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids)

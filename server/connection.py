@@ -264,7 +264,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def _probe(self) -> None:
-        """Send what says nothing, so that the system tells when there is nobody to read it."""
+        """Send white space to detect a dead peer."""
         self._write(b" ")
         self._after("probe", PROBE_SECONDS, self._probe)
 

@@ -94,9 +94,9 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield (
         "messages",
         "OLV",
-        "texts and text parts of system, developer, user and assistant; what else is in a message is passed over",
+        "strings and text parts of system, developer, user and assistant; what else is in a message is passed over",
     )
-    yield "prompt", "OLV", "a text, or a list of token ids; one to a request"
+    yield "prompt", "OLV", "a string, or an array of token ids; one to a request"
     yield "parse_special", "P", "whether names of control tokens in a raw prompt become these tokens [true]"
     yield "max_tokens", "OLV", "tokens of the answer at most; -1 is what the context holds [-1]"
     yield "max_completion_tokens", "OLV", "another name of `max_tokens`; it counts if both are given"
@@ -115,17 +115,17 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "dry_base", "L", "[1.75]"
     yield "dry_allowed_length", "L", "[2]"
     yield "dry_penalty_last_n", "L", "-1 is all of the context, -2 the answer alone [the model's, or else -1]"
-    yield "dry_sequence_breakers", "L", "a text or a list of at most 16"
+    yield "dry_sequence_breakers", "L", "a string, or an array of at most 16"
     yield (
         "logit_bias",
         "OLV",
         (
-            "an object or a list of pairs: token ids, or texts that stand for all of their tokens, and numbers, or "
+            "an object or an array of pairs: token ids, or strings that stand for all of their tokens, and numbers, or "
             "false, which bans a token"
         ),
     )
     yield "seed", "OLV", "-1 takes a different one each time [-1]"
-    yield "stop", "OLV", "a text, or a list of at most 16"
+    yield "stop", "OLV", "a string, or an array of at most 16"
     yield "stop_token_ids", "V", "tokens that end the answer as the model's own ends do"
     yield "ignore_eos", "LV", "goes on after the model's own ends"
     yield "logprobs", "OLV", "in chat true, else a number from 0 to 20"
@@ -284,7 +284,7 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     yield "response_fields", "L", _is([]), "answers have all of their fields"
     yield "lora", "L", _is([]), "this server has no adapters"
     yield "image_data", "L", _is([]), "this server takes text alone"
-    yield "prompt_embeds", "V", None, "this server takes texts and token ids"
+    yield "prompt_embeds", "V", None, "this server takes strings and token ids"
     yield "vllm_xargs", "V", _is({}), "this server has no such extensions"
 
 

@@ -79,7 +79,7 @@ def _make_way(path: str) -> None:
     except OSError:
         return  # there is none, or bind has more to say about it
     if not stat.S_ISSOCK(mode):
-        raise ListenError(f"--unix {path}: there is a file already that is no socket; choose another path")
+        raise ListenError(f"--unix {path}: there is a file that is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
         visitor.settimeout(5)
         try:
@@ -89,7 +89,7 @@ def _make_way(path: str) -> None:
                 os.unlink(path)
             return
         except OSError as error:
-            raise ListenError(f"--unix {path}: cannot be looked at: {error.strerror or error}") from None
+            raise ListenError(f"--unix {path}: cannot be accessed: {error.strerror or error}") from None
     raise ListenError(f"--unix {path}: another server listens there; choose another path")
 
 

@@ -21,7 +21,7 @@ def read_id(message: dict[str, Any]) -> Id:
         return value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
         return value
-    raise BadRequest("id", f"id must be a whole number or a text of at most {_MOST_ID} printable characters")
+    raise BadRequest("id", f"id must be a whole number or a string of at most {_MOST_ID} printable characters")
 
 
 def likelihood(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def read_salt(value: Any) -> str:
 
 
 def _raw_prompt(value: Any) -> str | list[int]:
-    """A text, or token ids; either may stand in a list of its own."""
+    """A string, or token ids; either may stand in an array of its own."""
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) > 1:
             raise BadRequest("prompt", "several prompts in one request are not supported: send one at a time")
@@ -56,13 +56,13 @@ def _raw_prompt(value: Any) -> str | list[int]:
     if isinstance(value, str):
         return text("prompt", value)
     if not isinstance(value, list) or not value:
-        raise wrong("prompt", "a text or a list of token ids", value)
+        raise wrong("prompt", "a string or an array of token ids", value)
     return [count(f"prompt[{index}]", token, 0, LARGEST) for index, token in enumerate(value)]
 
 
 def _messages(value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
-        raise wrong("messages", "a list with at least one message", value)
+        raise wrong("messages", "an array with at least one message", value)
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
 
 
@@ -79,7 +79,7 @@ def _message(field: str, message: Any) -> dict[str, str]:
     if isinstance(content, list):
         content = "".join(_part(f"{field}[{index}]", part) for index, part in enumerate(content))
     if not isinstance(content, str):
-        raise wrong(field, "a text or a list of text parts", content)
+        raise wrong(field, "a string or an array of text parts", content)
     return {"role": ROLES[role], "content": text(field, content)}
 
 

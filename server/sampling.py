@@ -13,7 +13,7 @@ from server.values import LARGEST, BadRequest, count, flag, number, shown, text,
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_BIASES = 1024  # tokens
-MAX_BIAS_TEXT = 4096  # characters, of all texts together
+MAX_BIAS_TEXT = 4096  # characters, of all strings together
 
 Tokenize = Callable[[str], list[int]]
 
@@ -98,7 +98,7 @@ def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
 
 def _ids(field: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise wrong(field, "a list of token ids", value)
+        raise wrong(field, "an array of token ids", value)
     if len(value) > MAX_BIASES:
         raise BadRequest(field, f"{field} has {len(value)} tokens, but at most {MAX_BIASES} are taken")
     return tuple(count(f"{field}[{index}]", token, 0, LARGEST) for index, token in enumerate(value))
@@ -108,7 +108,7 @@ def _ids(field: str, value: Any) -> tuple[int, ...]:
 
 
 def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
-    """An object, or a list of pairs: token ids, or texts that stand for all of their tokens, and what is added."""
+    """The biases in an object, or in an array of pairs. A string that is not an id stands for all of its tokens."""
     if isinstance(value, dict):
         pairs: Iterable[Any] = ((_id_or_text(token), bias) for token, bias in value.items())
     elif isinstance(value, list):
@@ -126,7 +126,7 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
             continue
         characters += len(text("logit_bias", token))
         if characters > MAX_BIAS_TEXT:
-            raise BadRequest("logit_bias", f"logit_bias has texts of more than {MAX_BIAS_TEXT} characters")
+            raise BadRequest("logit_bias", f"logit_bias has strings of more than {MAX_BIAS_TEXT} characters")
         biases |= dict.fromkeys(tokenize(token), bias)
     if len(biases) > MAX_BIASES:
         raise BadRequest("logit_bias", f"logit_bias has {len(biases)} tokens, but at most {MAX_BIASES} are taken")
@@ -134,11 +134,11 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
 
 
 def _id_or_text(token: str) -> int | str:
-    """The name in an object: JSON has texts alone there, so that digits are an id."""
+    """The id that a name in an object spells, else the name: JSON has strings alone there."""
     if re.fullmatch("-?[0-9]+", token) is None:
         return token
     if re.fullmatch("[0-9]{1,18}", token) is None:
-        raise BadRequest("logit_bias", f"logit_bias names {shown(token)}, which is no token id")
+        raise BadRequest("logit_bias", f"logit_bias names {shown(token)}, which is not a token id")
     return int(token)
 
 

@@ -65,23 +65,23 @@ def number(field: str, value: Any) -> float:
 
 
 def text(field: str, value: Any) -> str:
-    """Text that has a UTF-8 form: JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    """A string that has a UTF-8 form: JSON can spell half of a surrogate pair, which no tokenizer takes."""
     if not isinstance(value, str):
-        raise wrong(field, "a text", value)
+        raise wrong(field, "a string", value)
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BadRequest(field, f"{field} holds half of a surrogate pair, which is no character") from None
+        raise BadRequest(field, f"{field} holds half of a surrogate pair, which is not a character") from None
     return value
 
 
 def texts(field: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
-    """A text, or a list of them: at most so many, each with 1 to so many characters."""
+    """A string, or an array of at most `most`, each with 1 to `longest` characters."""
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list):
-        raise wrong(field, "a text or a list of texts", value)
+        raise wrong(field, "a string or an array of strings", value)
     if len(given) > most:
-        raise BadRequest(field, f"{field} has {len(given)} texts, but at most {most} are taken")
+        raise BadRequest(field, f"{field} has {len(given)} strings, but at most {most} are taken")
     for index, one in enumerate(given):
         place = field if given is not value else f"{field}[{index}]"
         if not 1 <= len(text(place, one)) <= longest:
@@ -94,7 +94,7 @@ def wrong(field: str, wanted: str, value: Any) -> BadRequest:
 
 
 def shown(value: Any) -> str:
-    """A value in a sentence: as it is where that is short, otherwise only its kind."""
+    """A value in a sentence: as JSON where that is short, otherwise its type."""
     if isinstance(value, (list, dict)) or value is None:
         return _kind(value)
     written = ascii(value) if isinstance(value, str) else json.dumps(value)
@@ -102,5 +102,5 @@ def shown(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "nothing"}
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")

@@ -98,7 +98,7 @@ def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: 
         raise EngineError("The prompt is empty: give at least one token")
     for i in ids:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
-            raise EngineError(f"The prompt holds {shown(i)}, which is no token id below {known.stop}")
+            raise EngineError(f"The prompt holds {shown(i)}, which is not a token id below {known.stop}")
     if len(ids) > context - room:
         told = f"The prompt of {len(ids)} tokens exceeds the available context size of {context} tokens"
         told += f", {room} of them for the answer" if room else ""

@@ -64,7 +64,7 @@ def _type(status: int) -> str:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client gets to see of `error`; of one that nobody has foreseen, nothing."""
+    """`error` in the form that clients see; a generic one if it is unexpected."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequest):

@@ -59,7 +59,7 @@ class Tokens:
         """{"tokens": [ids]} → {"content": text}"""
         tokens = (await read_body(request, self._driver.config.max_body)).get("tokens")
         if not isinstance(tokens, list):
-            raise wrong("tokens", "a list of token ids", tokens)
+            raise wrong("tokens", "an array of token ids", tokens)
         ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]
         return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(ids))})
 

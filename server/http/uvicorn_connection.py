@@ -1,4 +1,4 @@
-"""One HTTP connection: what uvicorn leaves to whoever runs it. Peers that are gone, that say nothing, and too many."""
+"""One HTTP connection: dead peers, a time limit for headers, and a limit of connections, which uvicorn lacks."""
 
 from __future__ import annotations
 

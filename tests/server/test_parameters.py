@@ -214,6 +214,23 @@ def test_messages() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"stop": 7}, "stop must be a string or an array of strings, not 7"),
+        ({"stop": ["a", {}]}, "stop[1] must be a string, not an object"),
+        (
+            {"prompt": None, "messages": [{"role": "user"}]},
+            "messages[0].content must be a string or an array of text parts, not null",
+        ),
+        ({"temperature": []}, "temperature must be a number, not an array"),
+        ({"stop_token_ids": "x" * 99}, "stop_token_ids must be an array of token ids, not a string of 101 characters"),
+    ],
+)
+def test_types_are_called_by_their_names_in_json(fields: dict[str, Any], sentence: str) -> None:
+    assert str(complaint({"prompt": "a", **fields})) == sentence
+
+
 @pytest.mark.parametrize(("name", "value"), [("seed", -5), ("max_tokens", -2), ("top_k", -7), ("min_tokens", -3)])
 def test_what_is_too_small_is_told_what_is_taken(name: str, value: int) -> None:
     with pytest.raises(BadRequest) as caught:

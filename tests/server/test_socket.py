@@ -497,7 +497,7 @@ def test_only_a_file_that_nobody_listens_at_is_replaced(start: Start, tmp_path: 
         assert answers(client)
     start(unix=str(alive))
     file.write_text("precious")
-    for path, reason in ((alive, "another server"), (file, "no socket"), (tmp_path / ("x" * 200), "cannot")):
+    for path, reason in ((alive, "another server"), (file, "not a socket"), (tmp_path / ("x" * 200), "cannot")):
         with pytest.raises(ListenError, match=reason) as caught, unix_socket(str(path)):
             pass
         assert str(path) in str(caught.value)
