@@ -22,6 +22,7 @@ from engine.requests.request import Outbox, Prompt, Request, Ticket, checked_ids
 from engine.requests.runner import Work
 from engine.requests.scheduler import Scheduler
 from engine.requests.scheduler import Sequence as Tokens
+from engine.sampling.constraints import Constraint
 from engine.sampling.detokenizer import text_of
 from engine.sessions import Place, Progress, Session
 
@@ -71,17 +72,25 @@ class Engine:
     # -- generating --------------------------------------------------------------------------------------------
 
     def stream(
-        self, prompt: Prompt, params: Params = None, options: Options = None, *, progress: bool = False
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        options: Options = None,
+        *,
+        progress: bool = False,
+        constraint: Constraint | None = None,
     ) -> Chunks:
         """Generate behind `prompt`, chunk by chunk; the last chunk has a finish_reason and the usage.
 
         prompt: text for raw completion, messages for the chat template, or token ids as they are; `options` say how it
         is read, and which stored tokens may stand for its own. With `progress`, chunks without text report how far a
-        prompt is. Closing the iterator cancels the request. Raises EngineError for a prompt that cannot be served
-        ("context_length_exceeded", "invalid_request").
+        prompt is. `constraint` says which tokens may come; it is for this request alone. Closing the iterator cancels
+        the request. Raises EngineError for a prompt that cannot be served ("context_length_exceeded",
+        "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
-        return self._drain(self._request(prompt, params, options, outbox, progress), outbox)
+        made = self._request(prompt, params, options, outbox=outbox, wants_progress=progress, constraint=constraint)
+        return self._drain(made, outbox)
 
     def generate(self, prompt: Prompt, params: Params = None, options: Options = None) -> Completion:
         """The whole answer at once."""
@@ -194,14 +203,21 @@ class Engine:
     # -- for servers -------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Prompt, params: Params = None, options: Options = None, *, into: Outbox, progress: bool = False
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        options: Options = None,
+        *,
+        into: Outbox,
+        progress: bool = False,
+        constraint: Constraint | None = None,
     ) -> Ticket:
         """Queue a request whose chunks are appended to `into` as they come, by whichever thread does the work.
 
         An exception instead of a last chunk says what went wrong. Somebody has to call `work`, best a thread of its
         own. Raises EngineError like `stream`.
         """
-        request = self._request(prompt, params, options, into, progress)
+        request = self._request(prompt, params, options, outbox=into, wants_progress=progress, constraint=constraint)
         with self._exclusive():
             self._work.submit(request)
         tokens = len(request.sequence.prompt)
@@ -222,18 +238,11 @@ class Engine:
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, params: Params, options: Options, outbox: Outbox, progress: bool) -> Request:
+    def _request(self, prompt: Prompt, params: Params, options: Options, **more: Any) -> Request:
+        """more: what `Request.of` takes beside these, by name."""
         self._check_open()
-        return Request.of(
-            prompt,
-            params or SamplingParams(),
-            options or PromptOptions(),
-            self.model,
-            self.context,
-            answers=self._answers,
-            outbox=outbox,
-            wants_progress=progress,
-        )
+        params, options = params or SamplingParams(), options or PromptOptions()
+        return Request.of(prompt, params, options, self.model, self.context, answers=self._answers, **more)
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""

@@ -21,6 +21,7 @@ from engine.limits import check_roles
 from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from engine.requests.answers import Answers
 from engine.requests.scheduler import Sequence
+from engine.sampling.constraints import Constraint, checked_mask
 from engine.sampling.detokenizer import Detokenizer, StopFilter
 from engine.sampling.dry import Dry
 from engine.sampling.sample import Draw, Sampled, Sampling, resolve
@@ -164,6 +165,7 @@ class Request:
     options: PromptOptions = PromptOptions()  # noqa: RUF009 - frozen
     wants_progress: bool = False
     keep: Callable[[Many[int]], None] | None = None  # remembers the answer's ids
+    constraint: Constraint | None = None
     kv: SequenceKV | None = None
     walk: Walk | None = None
     cached: int | None = None  # prompt tokens found in the store; None before anyone has looked
@@ -182,6 +184,7 @@ class Request:
         answers: Answers,
         outbox: Outbox,
         wants_progress: bool,
+        constraint: Constraint | None = None,
     ) -> Request:
         """A request for what follows `prompt`. Raises EngineError where that cannot be served."""
         sampling = resolve(params, model.generation, model.vocabulary.stop)
@@ -204,6 +207,7 @@ class Request:
             options,
             wants_progress,
             keep,
+            constraint,
         )
 
     def __post_init__(self) -> None:
@@ -243,12 +247,15 @@ class Request:
         return min((start // block_size + 1) * block_size, self.sequence.computable)
 
     def draw(self) -> Draw:
-        """How the next token is to be drawn."""
+        """How the next token is to be drawn. Raises whatever the constraint does."""
         recent = self.sequence.ids[max(0, len(self.sequence.ids) - self.params.repeat_last_n) :]
         dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
         may_end = self.sequence.generated >= self.params.min_tokens
         sampling = self.sampling if may_end else self._going_on
-        return Draw(sampling, recent, self._rng.random(), self.vocabulary.stop, self.params.logprobs, dry)
+        vocabulary = self.vocabulary.stop
+        mask = None if self.constraint is None else self.constraint.allowed()
+        allowed = None if mask is None else checked_mask(mask, vocabulary)
+        return Draw(sampling, recent, self._rng.random(), vocabulary, self.params.logprobs, dry, allowed)
 
     def take(self, sampled: Sampled) -> None:
         """Put out what the next token adds to the text, or why there is none."""
@@ -262,8 +269,16 @@ class Request:
             return
         self.clock.lap()  # the usage counts tokens, and so the time of steps that give one
         sequence.ids.append(token)
+        complete = False
+        if self.constraint is not None:
+            try:
+                self.constraint.accept(token)
+                complete = self.constraint.finished
+            except Exception as error:
+                self.fail(error)  # alone: the step was right for all others
+                return
         chunk = Chunk(self._stop.push(self.detokenizer.push([token])), (token,), logprobs=logprobs)
-        if self._stop.stopped:
+        if self._stop.stopped or complete:
             self.finish("stop", chunk)
         elif sequence.generated == sequence.max_tokens:
             self.finish("length", chunk)

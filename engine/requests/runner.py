@@ -13,6 +13,7 @@ from engine.model.forward import Model
 from engine.outputs import Status
 from engine.requests.request import Request, Walk
 from engine.requests.scheduler import Scheduler, Sequence
+from engine.sampling.sample import Draw
 
 
 @dataclass(frozen=True)
@@ -183,13 +184,21 @@ class Work:
     def _step_all(self, requests: Many[Request]) -> None:
         """One more token of every request, oldest first: the newest token of each is fed."""
         spans: dict[Request, Span] = {}
+        draws: list[Draw] = []
         for request in requests:
             span = self._open_step(request)
-            if span is not None:
-                spans[request] = span
+            if span is None:
+                continue
+            try:
+                draws.append(request.draw())
+            except Exception as error:  # of its constraint
+                self._store.abort(span)
+                request.fail(error)
+                continue
+            spans[request] = span
         if not spans:
             return
-        ids, draws = [request.sequence.ids[-1] for request in spans], [request.draw() for request in spans]
+        ids = [request.sequence.ids[-1] for request in spans]
         try:
             tokens = self._model.step(list(spans.values()), ids, draws)
         except BaseException:

@@ -1,6 +1,6 @@
 """Choosing the next token: pure functions of logits (V,) float32.
 
-The order is llama.cpp's: bias, penalties, DRY, top-k, top-p, min-p, temperature, draw.
+The order is llama.cpp's: bias, penalties, DRY, mask, top-k, top-p, min-p, temperature, draw.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from engine.config import SamplingParams
 from engine.errors import EngineError, shown
 from engine.outputs import TokenLogprob
+from engine.sampling.constraints import allowed_bits
 from model_loaders.config import GenerationDefaults
 
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
@@ -81,7 +82,12 @@ class Penalties(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """What one token is drawn with."""
+    """What one token is drawn with.
+
+    A token whose bit in `allowed` is 0 is never chosen, whatever is added to its logit. Log-probabilities are those of
+    the model's own distribution all the same, as llama.cpp gives them beside a grammar: neither a mask nor a ban
+    changes them, and they compare between requests with a constraint and without.
+    """
 
     sampling: Sampling
     recent: Sequence[int]  # the last ids, PENALTY_WINDOW at most, oldest first
@@ -89,6 +95,7 @@ class Draw:
     vocabulary: int  # ids that there are; logits may have more
     logprobs: int | None = None  # most likely tokens to tell the log-probabilities of, beside the drawn one's
     dry: Penalties | None = None  # on tokens that would go on with a repetition
+    allowed: np.ndarray | None = None  # (ceil(vocabulary / 32),) uint32: bit v % 32 of word v // 32 allows token v
 
 
 Sampled = int | TokenLogprob | EngineError
@@ -119,9 +126,11 @@ def sample(logits: np.ndarray, draw: Draw) -> int:
     logits = _adjust(logits, params, draw.recent)
     if draw.dry is not None:
         logits = _without(logits, draw.dry)
+    if draw.allowed is not None:
+        logits = np.where(allowed_bits(draw.allowed, draw.vocabulary), logits, np.float32(-np.inf))
     best = int(np.argmax(logits))
     if np.isneginf(logits[best]):
-        raise EngineError("logit_bias bans every token that could come next")
+        raise nothing_left(draw)
     if params.temperature == 0 or params.top_k == 1:
         return best
     ids = _best(logits, params.top_k)
@@ -136,6 +145,14 @@ def sample(logits: np.ndarray, draw: Draw) -> int:
         scaled = (kept[:count] - kept[0]) / params.temperature
     weights = np.cumsum(np.exp(scaled))
     return int(ids[np.searchsorted(weights, draw.uniform * weights[-1], side="right").clip(max=count - 1)])
+
+
+def nothing_left(draw: Draw) -> EngineError:
+    """The error of a draw that allows none of the tokens that the model finds possible."""
+    if draw.allowed is None:
+        return EngineError("logit_bias bans every token that could come next")
+    also = ", together with logit_bias and min_tokens," if draw.sampling.logit_bias else ""
+    return EngineError(f"The request's constraint{also} bans every token that could come next")
 
 
 def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.ndarray:

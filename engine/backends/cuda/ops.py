@@ -235,7 +235,7 @@ class CudaOps(CacheOps):
         """What the kernel chose for a row (V,) of logits. The host gets to see them for what the kernel does not do."""
         if token < 0:
             return EngineError(NOT_FINITE, "model_damaged")
-        if draw.sampling.logit_bias or draw.dry is not None:
+        if draw.sampling.logit_bias or draw.dry is not None or draw.allowed is not None:
             return sample_all(self.to_host(logits)[None], [draw])[0]
         if draw.logprobs is None:
             return token
