@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding in the half-split form: channel j turns with channel j + D/2.
 
-    `kind` is one of "default", "linear", "llama3", "yarn"; the other fields are read only by the kinds that have them.
+    `kind` is one of "default", "linear", "llama3", "yarn", "longrope"; the other fields are read only by the kinds that
+    have them.
     """
 
     theta: float = 10_000.0
     kind: str = "default"
-    factor: float = 1.0  # linear, llama3, yarn: how much longer than trained
-    original_context: int = 0  # llama3, yarn: tokens the model was first trained on
+    factor: float = 1.0  # linear, llama3, yarn, longrope: how much longer than trained
+    original_context: int = 0  # llama3, yarn, longrope: tokens the model was first trained on
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn: multiplies cos and sin; derived from `factor` when None
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; derived from `factor` when None
     mscale: float = 0.0  # yarn: the two terms that some configs derive the attention factor from
     mscale_all_dim: float = 0.0
     truncate: bool = True  # yarn: round the correction range to whole channels
     divisors: tuple[float, ...] = ()  # any kind: one per channel pair, as GGUF files of Llama 3.1 store them
+    short_divisors: tuple[float, ...] = field(default=(), repr=False)  # longrope: within the original context
+
+    def for_context(self, tokens: int) -> RopeConfig:
+        """For sequences of at most so many tokens: a longrope within its original context takes the short divisors."""
+        is_short = 0 < tokens <= self.original_context and self.short_divisors
+        return replace(self, divisors=self.short_divisors) if is_short else self
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and arithmetic of a Llama-family decoder.
+    """Shape and arithmetic of a decoder.
 
     Letters used everywhere: E hidden size, F feed-forward size, H query heads, K KV heads, D head dim, L layers,
     V vocabulary size.
@@ -52,10 +62,28 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over D on q and k, before RoPE
     tied_head: bool = False  # the output head is the embedding
     windows: tuple[int | None, ...] = ()  # per layer: attend to this many last tokens (itself included); None: all
+    # Not in `repr`, which files of a model are known by: `engine.model.weights.fingerprint` adds what is no default.
+    wide_qk_norm: bool = field(default=False, repr=False)  # qk_norm is over all heads together, weights (H·D), (K·D)
+    pre_norms: bool = field(default=True, repr=False)  # RMSNorm of what attention and feed-forward take
+    post_norms: bool = field(default=False, repr=False)  # RMSNorm of what they give, before it is added
+    activation: Activation = field(default="silu", repr=False)
+    embedding_scale: float = field(default=1.0, repr=False)  # of embeddings, not of the head
+    attention_scale: float | None = field(default=None, repr=False)  # of q·k; None: D^-½
+    rotary_dim: int | None = field(default=None, repr=False)  # channels of a head that RoPE rotates; None: D
+    ropes: tuple[RopeConfig | None, ...] = field(default=(), repr=False)  # per layer, None: no RoPE; empty: `rope`
 
     def window(self, layer: int) -> int | None:
         """Sliding window of `layer` in tokens, None where it attends to everything."""
         return self.windows[layer] if self.windows else None
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """RoPE of `layer`, None where it has none."""
+        return self.ropes[layer] if self.ropes else self.rope
+
+    def for_context(self, tokens: int) -> ModelConfig:
+        """The model for sequences of at most so many tokens."""
+        ropes = tuple(rope and rope.for_context(tokens) for rope in self.ropes)
+        return replace(self, rope=self.rope.for_context(tokens), ropes=ropes)
 
 
 @dataclass(frozen=True)

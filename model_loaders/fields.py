@@ -112,6 +112,27 @@ class Fields:
             raise self.refuse(key, "but must be a list of strings")
         return value
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers, which the key must have."""
+        value = self._values.get(key)
+        if value is None:
+            raise self._missing(key)
+        if not isinstance(value, list) or not all(
+            isinstance(item, (int, float)) and not isinstance(item, bool) and _SMALLEST_POSITIVE <= item <= _MAX_NUMBER
+            for item in value
+        ):
+            raise self.refuse(key, "but must be a list of positive numbers")
+        return tuple(float(item) for item in value)
+
+    def integers(self, key: str) -> list[int]:
+        """A list of whole numbers; empty where the key is absent."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise self.refuse(key, "but must be a list of whole numbers")
+        return value
+
     def section(self, key: str) -> Fields | None:
         """The object under `key`; None where it is absent or empty."""
         value = self._values.get(key)
@@ -120,6 +141,11 @@ class Fields:
         if not isinstance(value, dict):
             raise self.refuse(key, "but must be an object")
         return Fields(value, f"{self.where}, {key}", self._names)
+
+    def completed(self, defaults: Mapping[str, object]) -> Fields:
+        """With `defaults` for keys that are absent."""
+        given = {key: value for key, value in self._values.items() if value is not None}
+        return Fields({**defaults, **given}, self.where, self._names)
 
     def names(self) -> list[str]:
         """All keys, in the file's order."""

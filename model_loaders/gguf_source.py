@@ -11,15 +11,14 @@ import numpy as np
 
 from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
-from model_loaders.families import configure
+from model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from model_loaders.fields import Fields
 from model_loaders.tensors import StoredTensor, StoredWeights
-from model_loaders.weights import EMBEDDING, FINAL_NORM, HEAD, fit
+from model_loaders.weights import fit
 
 if TYPE_CHECKING:
     from model_loaders.gguf_file import GgufFile
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # `llama` is Mistral's too
 _KEYS = {  # ours (Hugging Face's): the file's, after the architecture and a dot
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -38,40 +37,26 @@ _ROPE_KEYS = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-_TOP = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": FINAL_NORM}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     """Raises LoadError for an architecture or a feature that is not supported, and for tensors that do not fit."""
-    arch = gguf.metadata.get("general.architecture")
-    if arch not in _ARCHITECTURES:
+    arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
+    if not isinstance(arch, str) or arch not in layouts:
         raise LoadError(
             f"{gguf.path} holds a model of architecture {arch!r}, which is not supported; "
-            f"supported are {', '.join(_ARCHITECTURES)} (Mistral's files call themselves llama)."
+            f"supported are {', '.join(layouts)} (Mistral's files call themselves llama)."
         )
+    family, layout = layouts[arch]
     _refuse_unsupported(gguf, f"{arch}.")
-    config = configure(_fields(gguf, f"{arch}."))
+    config = configure(_fields(gguf, f"{arch}.", family, layout))
     _check_head_channels(gguf, f"{arch}.", config)
     if _ROPE_DIVISORS in gguf.tensors:
-        config = replace(config, rope=replace(config.rope, divisors=_rope_divisors(gguf, config.head_dim)))
-    # Files of this architecture keep Meta's interleaved order of RoPE channels, the others the half-split one.
-    tensors = _tensors(gguf, config if arch == "llama" else None)
-    return fit(config, StoredWeights(gguf.path, tensors, [gguf.bytes]))
+        config = replace(config, rope=replace(config.rope, divisors=_rope_divisors(gguf, _ROPE_DIVISORS, config)))
+    weights = StoredWeights(gguf.path, _tensors(gguf, config), [gguf.bytes])
+    return fit(config, weights, interleaved=layout.interleaved, offsets=False)
 
 
 def _refuse_unsupported(gguf: GgufFile, prefix: str) -> None:
@@ -95,14 +80,14 @@ def _refuse_unsupported(gguf: GgufFile, prefix: str) -> None:
         )
 
 
-def _fields(gguf: GgufFile, prefix: str) -> Fields:
+def _fields(gguf: GgufFile, prefix: str, family: str, layout: GgufLayout) -> Fields:
     """The metadata as the families know it, with the file's own keys for errors."""
-    metadata = gguf.metadata
-    names = {ours: prefix + theirs for ours, theirs in {**_KEYS, **_ROPE_KEYS}.items()}
-    values = {ours: metadata.get(names[ours]) for ours in _KEYS}
+    metadata, keys = gguf.metadata, {**_KEYS, **layout.keys}
+    names = {ours: prefix + theirs for ours, theirs in {**keys, **_ROPE_KEYS}.items()}
+    values = {ours: metadata.get(names[ours]) for ours in keys}
     names["rope_parameters"] = prefix + "rope.scaling"
     names["model_type"] = "general.architecture"
-    values["model_type"] = prefix[:-1]
+    values["model_type"] = family
     values["rope_parameters"] = _rope_parameters(metadata, prefix)
     values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     values["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
@@ -113,7 +98,7 @@ def _fields(gguf: GgufFile, prefix: str) -> Fields:
     if values["model_type"] == "llama" and metadata.get(prefix + "attention.sliding_window"):
         names["sliding_window"] = prefix + "attention.sliding_window"
         values |= {"model_type": "mistral", "sliding_window": metadata[names["sliding_window"]]}
-    return Fields(values, gguf.path, names)
+    return Fields({**values, **layout.implied(values)}, gguf.path, names)
 
 
 def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, object]:
@@ -143,45 +128,26 @@ def _check_head_channels(gguf: GgufFile, prefix: str, config: ModelConfig) -> No
             )
 
 
-def _rope_divisors(gguf: GgufFile, head_dim: int) -> tuple[float, ...]:
-    """Llama 3.1's frequencies, one divisor per channel pair, worked out when the file was made."""
-    place = gguf.tensors[_ROPE_DIVISORS]
-    if place.shape != (head_dim // 2,) or place.dtype != "F32":
+def _rope_divisors(gguf: GgufFile, label: str, config: ModelConfig) -> tuple[float, ...]:
+    """Divisors of frequencies, one per rotated pair of channels, worked out when the file was made."""
+    place, pairs = gguf.tensors[label], (config.rotary_dim or config.head_dim) // 2
+    if place.shape != (pairs,) or place.dtype != "F32":
         raise LoadError(
-            f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {place.dtype} {place.shape}, "
-            f"but RoPE needs F32 ({head_dim // 2},); use another file of the model."
+            f"{gguf.path}: the tensor {label} is {place.dtype} {place.shape}, "
+            f"but RoPE needs F32 ({pairs},); use another file of the model."
         )
     divisors = gguf.bytes.view(place.offset, place.nbytes).view("<f4").astype(np.float64)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
-        raise LoadError(f"{gguf.path}: the tensor {_ROPE_DIVISORS} holds values that are not positive numbers.")
+        raise LoadError(f"{gguf.path}: the tensor {label} holds values that are not positive numbers.")
     return tuple(float(divisor) for divisor in divisors)
 
 
-def _tensors(gguf: GgufFile, interleaved: ModelConfig | None) -> dict[str, StoredTensor]:
-    """The tensors under their Hugging Face names; q and k with the order of their rows if RoPE is interleaved."""
-    orders: dict[str, np.ndarray] = {}
-    if interleaved is not None:
-        orders["attn_q"] = half_split_order(interleaved.heads, interleaved.head_dim)
-        orders["attn_k"] = half_split_order(interleaved.kv_heads, interleaved.head_dim)
-    tensors = {}
+def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors under their Hugging Face names; those of layers that the family does not have keep theirs."""
+    names = {spec.gguf: spec.name for spec in tensors(replace(config, tied_head=False)).specs()}
+    found = {}
     for label, place in gguf.tensors.items():
-        order = None
-        if match := _LAYER_TENSOR.fullmatch(label):
-            layer, part, kind = match.groups()
-            order = orders.get(part)
-            name = f"model.layers.{layer}.{_IN_LAYER.get(part, part)}.{kind}"
-        else:
-            name = _TOP.get(label, label)
-        tensors[name] = StoredTensor(gguf.bytes, label, place.shape, place.dtype, place.offset, order)
-    return tensors
-
-
-def half_split_order(heads: int, head_dim: int) -> np.ndarray:
-    """For each row of a file with interleaved RoPE, int64 (heads * D,), its row in the half-split form.
-
-    A pair of channels lies side by side in the file, and D/2 apart here.
-
-    >>> half_split_order(1, 6).tolist()
-    [0, 3, 1, 4, 2, 5]
-    """
-    return np.arange(heads * head_dim).reshape(heads, 2, head_dim // 2).swapaxes(1, 2).ravel()
+        match = _LAYER_TENSOR.fullmatch(label)
+        name = names.get(label, f"model.layers.{match[1]}.{match[2]}.{match[3]}" if match else label)
+        found[name] = StoredTensor(gguf.bytes, label, place.shape, place.dtype, place.offset)
+    return found

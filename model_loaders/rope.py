@@ -11,26 +11,43 @@ from model_loaders.fields import Fields
 
 _DEFAULT_THETA = 10_000.0
 _MIN_THETA = 2.0  # at one all channels would turn alike, and yarn would divide by zero
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn")  # of every family
+_LONGROPE = ("longrope", "su", "yarn")  # names of one kind in files of Phi-3, and only there
 
 
-def rope_config(fields: Fields, max_context: int) -> RopeConfig:
+def rope_config(
+    fields: Fields,
+    max_context: int,
+    *,
+    section: Fields | None = None,
+    theta: float = _DEFAULT_THETA,
+    longrope: bool = False,
+    partial: bool = False,
+) -> RopeConfig:
     """Reads `rope_parameters` (theta inside) or the older `rope_scaling` beside `rope_theta`.
 
-    Raises LoadError for a kind other than KINDS, by its name, and for RoPE on a part of the channels only.
+    section: what to read instead of the two. theta: the family's own default. longrope, partial: whether the family
+    has that kind, and RoPE on a part of the channels (`rotary_dim`). Raises LoadError where it does not, and for a kind
+    other than KINDS, by its name.
     """
-    section = fields.section("rope_parameters") or fields.section("rope_scaling")
-    outer_theta = fields.number("rope_theta", _DEFAULT_THETA, minimum=_MIN_THETA)
-    _whole_head_only(fields)
+    if section is None:
+        section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    outer_theta = fields.number("rope_theta", theta, minimum=_MIN_THETA)
+    if not partial:
+        _whole_head_only(fields)
     if section is None:
         return RopeConfig(theta=outer_theta)
-    _whole_head_only(section)
+    if not partial:
+        _whole_head_only(section)
     if nested := section.sections():
         raise section.refuse(nested[0], "but RoPE that differs between layers is not supported")
     kind_key = "rope_type" if section.has("rope_type") else "type"
     kind = section.text(kind_key, "default")
-    if kind not in KINDS:
-        raise section.refuse(kind_key, f"a kind of RoPE that is not supported (supported: {', '.join(KINDS)})")
+    if longrope and kind in _LONGROPE:
+        kind = "longrope"
+    kinds = (*KINDS, "longrope") if longrope else KINDS
+    if kind not in kinds:
+        raise section.refuse(kind_key, f"a kind of RoPE that is not supported (supported: {', '.join(kinds)})")
     theta = section.number("rope_theta", outer_theta, minimum=_MIN_THETA)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -39,12 +56,39 @@ def rope_config(fields: Fields, max_context: int) -> RopeConfig:
     original = section.integer(
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_context)
     )
-    return _llama3(section, theta, original) if kind == "llama3" else _yarn(section, theta, original, max_context)
+    if kind == "llama3":
+        return _llama3(section, theta, original)
+    return (_longrope if kind == "longrope" else _yarn)(section, theta, original, max_context)
+
+
+def rotary_dim(fields: Fields, head_dim: int) -> int | None:
+    """How many channels of a head RoPE rotates, from the first on; None for all. Raises LoadError for an odd number."""
+    section = fields.section("rope_parameters")
+    holder = section if section is not None and section.has("partial_rotary_factor") else fields
+    channels = int(head_dim * holder.number("partial_rotary_factor", 1.0, maximum=1.0))
+    if channels % 2 or channels == 0:
+        raise holder.refuse(
+            "partial_rotary_factor", f"but RoPE needs an even number of channels per head, not {channels}"
+        )
+    return None if channels == head_dim else channels
 
 
 def _whole_head_only(fields: Fields) -> None:
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise fields.refuse("partial_rotary_factor", "but RoPE on a part of the channels is not supported")
+
+
+def _longrope(section: Fields, theta: float, original: int, max_context: int) -> RopeConfig:
+    """For the whole context: `RopeConfig.for_context` chooses the other divisors for a short one."""
+    return RopeConfig(
+        theta=theta,
+        kind="longrope",
+        factor=section.positive("factor", max_context / original),
+        original_context=original,
+        attention_factor=section.number("attention_factor") if section.has("attention_factor") else None,
+        divisors=section.numbers("short_factor" if max_context <= original else "long_factor"),
+        short_divisors=section.numbers("short_factor"),
+    )
 
 
 def _llama3(section: Fields, theta: float, original: int) -> RopeConfig:
@@ -77,13 +121,14 @@ def _yarn(section: Fields, theta: float, original: int, max_context: int) -> Rop
     )
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians that each channel pair turns per position, float64 (D/2,), and the factor on cos and sin.
+def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[np.ndarray, float]:
+    """Radians that each pair of rotated channels turns per position, float64 (rotary_dim/2,), and the factor on cos and
+    sin.
 
     The kinds and their parameters are those of transformers' `modeling_rope_utils`; llama3 is the rule of Llama 3.1's
-    release, yarn that of Peng et al. 2023 (arXiv:2309.00071).
+    release, yarn that of Peng et al. 2023 (arXiv:2309.00071), longrope that of Ding et al. 2024 (arXiv:2402.13753).
     """
-    frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequencies = rope.theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     factor_on_cos_sin = 1.0
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
@@ -92,6 +137,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
     elif rope.kind == "yarn":
         frequencies = _yarn_frequencies(rope, frequencies)
         factor_on_cos_sin = _yarn_attention_factor(rope)
+    elif rope.kind == "longrope":
+        factor_on_cos_sin = _longrope_attention_factor(rope)
     if rope.divisors:
         frequencies = frequencies / np.array(rope.divisors, dtype=np.float64)
     return frequencies, factor_on_cos_sin
@@ -132,3 +179,9 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
     return magnitude(1.0)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context)) if rope.factor > 1 else 1.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ class StoredTensor:
     dtype: str
     offset: int  # from the start of the file
     row_order: np.ndarray | None = None  # int64 (rows,): row r of the file is row row_order[r] of the tensor
+    added: float = 0.0  # to every value
 
 
 class StoredWeights:
@@ -64,9 +65,16 @@ class StoredWeights:
             raise ValueError(f"{name} needs a C-contiguous float32 array {tensor.shape}, got {out.dtype} {out.shape}")
         _convert(tensor, out)
 
-    def only(self, names: Iterable[str]) -> StoredWeights:
-        """The same files, with these tensors alone."""
-        return StoredWeights(self.where, {name: self._tensors[name] for name in names}, self._files)
+    def renamed(self, rename: Callable[[str], str]) -> StoredWeights:
+        """The same files, with other names for the tensors."""
+        return StoredWeights(self.where, {rename(name): tensor for name, tensor in self._tensors.items()}, self._files)
+
+    def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float]]) -> StoredWeights:
+        """The same files, with these tensors alone: each in another order of rows, and with a number added to it."""
+        tensors = {
+            name: replace(self._tensors[name], row_order=order, added=added) for name, (order, added) in changes.items()
+        }
+        return StoredWeights(self.where, tensors, self._files)
 
     def close(self) -> None:
         for file in self._files:
@@ -88,6 +96,8 @@ def _convert(tensor: StoredTensor, out: np.ndarray) -> None:
             rows[start:stop] = values
         else:
             rows[tensor.row_order[start:stop]] = values
+        if tensor.added:
+            rows[start:stop] += np.float32(tensor.added)
         del values  # may be a view of the mapping
         tensor.source.release(offset, count)
 

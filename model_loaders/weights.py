@@ -9,11 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
+from model_loaders import families
 from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
+from model_loaders.tensor_table import row_order
 from model_loaders.tensors import PLAIN, READABLE, StoredWeights, can_dequantize
 
-EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HARMLESS = ("rotary_emb.inv_freq",)  # derived values that old checkpoints store beside the weights
 _LISTED = 3  # names shown in an error before "and N more"
 
@@ -38,45 +40,19 @@ class WeightSource(Protocol):
         """Closes the files; nothing can be read afterwards."""
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model with its shape."""
-    e, f, d = config.hidden_size, config.ffn_size, config.head_dim
-    q, kv = config.heads * d, config.kv_heads * d
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, e), FINAL_NORM: (e,)}
-    if not config.tied_head:
-        shapes[HEAD] = (config.vocab_size, e)
-    projections = {
-        "self_attn.q_proj": (q, e, config.qkv_bias),
-        "self_attn.k_proj": (kv, e, config.qkv_bias),
-        "self_attn.v_proj": (kv, e, config.qkv_bias),
-        "self_attn.o_proj": (e, q, config.out_bias),
-        "mlp.gate_proj": (f, e, config.mlp_bias),
-        "mlp.up_proj": (f, e, config.mlp_bias),
-        "mlp.down_proj": (e, f, config.mlp_bias),
-    }
-    for layer in range(config.layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (e,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (e,)
-        if config.qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (d,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (d,)
-        for name, (rows, columns, bias) in projections.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-    return shapes
-
-
-def fit(config: ModelConfig, weights: StoredWeights) -> tuple[ModelConfig, StoredWeights]:
+def fit(
+    config: ModelConfig, weights: StoredWeights, *, interleaved: bool = False, offsets: bool = True
+) -> tuple[ModelConfig, StoredWeights]:
     """Checks that the files hold exactly the model that `config` describes, and keeps only its tensors.
 
-    A missing output head makes the head tied. Raises LoadError for a tensor that is missing, of another shape, in a
-    type that cannot be read, or inside a layer but unknown to the family (it would silently not take part).
+    interleaved: the file has the pairs of channels that RoPE rotates side by side. offsets: it leaves out of weights
+    what `TensorSpec.offset` says. A missing output head makes the head tied, and embeddings are scaled as precisely as
+    they are stored. Raises LoadError for a tensor that is missing, of another shape, in a type that cannot be read, or
+    inside a layer but unknown to the family (it would silently not take part).
     """
     if HEAD not in weights.names():
         config = replace(config, tied_head=True)
-    expected = expected_shapes(config)
+    expected = {spec.name: spec for spec in families.tensors(config).specs()}
     if missing := [name for name in expected if name not in weights.names()]:
         listed = ", ".join(weights.label(name) for name in missing[:_LISTED])
         more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
@@ -84,15 +60,28 @@ def fit(config: ModelConfig, weights: StoredWeights) -> tuple[ModelConfig, Store
             f"{weights.where} lacks the tensor {listed}{more}, which a {config.family} model with {config.layers} "
             "layers has; download the model completely."
         )
-    for name, shape in expected.items():
-        _check(weights, name, shape)
+    for name, spec in expected.items():
+        _check(weights, name, spec.shape)
     for name in sorted(weights.names() - expected.keys()):
         if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < config.layers:
             raise LoadError(
                 f"{weights.where} has the tensor {weights.label(name)!r}, which a {config.family} model with this "
                 "configuration does not have; use a plain checkpoint of a supported model."
             )
-    return config, weights.only(expected)
+    if config.embedding_scale != 1:
+        config = replace(config, embedding_scale=_as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
+    changes = {
+        name: (row_order(spec, config, interleaved), spec.offset if offsets else 0.0) for name, spec in expected.items()
+    }
+    return config, weights.arranged(changes)
+
+
+def _as_stored(number: float, dtype: str) -> float:
+    """The number as F16 or BF16 has it; other types do not round it."""
+    if dtype == "BF16":  # the upper half of a float32, to the nearest
+        bits = int(np.float32(number).view(np.uint32)) + 0x8000
+        return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
+    return float(np.float16(number)) if dtype == "F16" else number
 
 
 def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:

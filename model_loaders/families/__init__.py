@@ -1,6 +1,12 @@
 """Model families, one module each. A file `families/NAME.py` makes the Hugging Face `model_type` NAME loadable.
 
-Such a module holds `ARCHITECTURE`, the class name that its checkpoints carry, and `configure(fields) -> ModelConfig`.
+Such a module holds
+
+- `ARCHITECTURES`, the class names that its checkpoints carry;
+- `configure(fields) -> ModelConfig`, what a configuration describes: sizes, and the arithmetic of a layer;
+- `tensors(config) -> TensorTable`, the tensors of a file, by the slots that they fill;
+- `GGUF`, how llama.cpp's files of the family are written, if there are any.
+
 Modules that begin with an underscore are helpers.
 """
 
@@ -8,10 +14,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from types import ModuleType
 
 from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
+from model_loaders.families._gguf import GgufLayout
 from model_loaders.fields import Fields
+from model_loaders.tensor_table import TensorTable
 
 
 def families() -> tuple[str, ...]:
@@ -31,8 +40,28 @@ def configure(fields: Fields) -> ModelConfig:
             f"{fields.where} describes a model of type {name!r}, which is not supported; "
             f"supported are {', '.join(families())}."
         )
-    module = importlib.import_module(f"{__name__}.{name}")
+    module = _module(name)
     classes = fields.texts("architectures")
-    if classes and module.ARCHITECTURE not in classes:
-        raise fields.refuse("architectures", f"but only {module.ARCHITECTURE} is supported for the type {name!r}")
+    if classes and not set(module.ARCHITECTURES) & set(classes):
+        supported = " or ".join(module.ARCHITECTURES)
+        raise fields.refuse("architectures", f"but only {supported} is supported for the type {name!r}")
     return module.configure(fields)
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    """Every tensor of a model, by the slots that they fill."""
+    return _module(config.family).tensors(config)
+
+
+def gguf_layouts() -> dict[str, tuple[str, GgufLayout]]:
+    """By the architecture that a GGUF file calls itself: the family and how the file is written."""
+    layouts = {}
+    for name in families():
+        layout: GgufLayout | None = getattr(_module(name), "GGUF", None)
+        if layout is not None:
+            layouts[layout.architecture] = name, layout
+    return layouts
+
+
+def _module(family: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{family}")

@@ -1,12 +1,27 @@
-"""What the families have in common: the shape of the decoder, and how the Qwen families write down their windows."""
+"""What families have in common: the shape of the decoder, the names of its tensors, and how windows are given."""
 
 from __future__ import annotations
 
 from model_loaders.config import ModelConfig
 from model_loaders.fields import Fields
 from model_loaders.rope import rope_config
+from model_loaders.tensor_table import Names, TensorTable, tensor_table
 
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
+QK_NORMS: Names = {
+    "q_norm": (("self_attn.q_norm", "attn_q_norm"),),
+    "k_norm": (("self_attn.k_norm", "attn_k_norm"),),
+}
+PROJECTIONS: Names = {
+    "qkv": (("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v")),
+    "out": (("self_attn.o_proj", "attn_output"),),
+    "gate_up": (("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up")),
+    "down": (("mlp.down_proj", "ffn_down"),),
+}
+PRE_NORMS: Names = {
+    "attention_norm": (("input_layernorm", "attn_norm"),),
+    "ffn_norm": (("post_attention_layernorm", "ffn_norm"),),
+}
 _MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
 _MAX_LAYERS = 4096
 _MAX_HEADS = 65536
@@ -60,6 +75,11 @@ def decoder(
         tied_head=fields.flag("tie_word_embeddings", False),
         windows=windows,
     )
+
+
+def plain_tensors(config: ModelConfig) -> TensorTable:
+    """The tensors of Llama, and of what calls them alike."""
+    return tensor_table(config, {**PRE_NORMS, **(QK_NORMS if config.qk_norm else {}), **PROJECTIONS})
 
 
 def layer_count(fields: Fields) -> int:

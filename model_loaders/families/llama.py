@@ -1,10 +1,13 @@
 """Llama 2, 3, 3.1 and 3.2, and what is built like them: SmolLM2, TinyLlama, Yi."""
 
 from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import decoder
+from model_loaders.families._decoder import decoder, plain_tensors
+from model_loaders.families._gguf import GgufLayout
 from model_loaders.fields import Fields
 
-ARCHITECTURE = "LlamaForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLM",)
+GGUF = GgufLayout("llama", interleaved=True)
+tensors = plain_tensors
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -1,10 +1,11 @@
 """Mistral 7B and its successors: Llama with a sliding window in every layer, where the configuration gives one."""
 
 from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import decoder, layer_count
+from model_loaders.families._decoder import decoder, layer_count, plain_tensors
 from model_loaders.fields import Fields
 
-ARCHITECTURE = "MistralForCausalLM"
+ARCHITECTURES = ("MistralForCausalLM",)  # GGUF files call them llama
+tensors = plain_tensors
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -1,10 +1,13 @@
 """Qwen3: every head of q and k is normalized before RoPE; no biases unless asked for; heads of 128 channels."""
 
 from model_loaders.config import ModelConfig
-from model_loaders.families._decoder import decoder, qwen_windows
+from model_loaders.families._decoder import decoder, plain_tensors, qwen_windows
+from model_loaders.families._gguf import GgufLayout
 from model_loaders.fields import Fields
 
-ARCHITECTURE = "Qwen3ForCausalLM"
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+GGUF = GgufLayout("qwen3")
+tensors = plain_tensors
 
 
 def configure(fields: Fields) -> ModelConfig:

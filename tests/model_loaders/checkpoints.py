@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from model_loaders import ModelConfig, WeightSource
+from model_loaders import ModelConfig, WeightSource, families
 
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
 NAMES = sorted(folder.name for folder in MODELS.iterdir())
@@ -31,6 +31,11 @@ _GGUF_TOP = {
     "lm_head.weight": "output.weight",
     "model.norm.weight": "output_norm.weight",
 }
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a model."""
+    return {spec.name: spec.shape for spec in families.tensors(config).specs()}
 
 
 def read(weights: WeightSource, name: str) -> np.ndarray:

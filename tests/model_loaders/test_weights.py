@@ -21,7 +21,6 @@ from model_loaders.folder import generation_defaults
 from model_loaders.gguf_file import GgufFile
 from model_loaders.safetensors_source import read_header
 from model_loaders.tensors import READABLE, StoredTensor, StoredWeights
-from model_loaders.weights import expected_shapes
 from tests.model_loaders.checkpoints import (
     MODELS,
     NAMES,
@@ -32,6 +31,7 @@ from tests.model_loaders.checkpoints import (
     read,
     read_all,
     safetensors_file,
+    shapes,
 )
 from tests.shared_data import shared
 
@@ -87,14 +87,14 @@ def test_float32_is_kept_to_the_bit(tmp_path: Path, mmap: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_models_are_complete(name: str) -> None:
     config, weights, dtype = load_weights(MODELS / name)
-    assert weights.names() == expected_shapes(config).keys()
+    assert weights.names() == shapes(config).keys()
     assert ("lm_head.weight" in weights.names()) is not config.tied_head
     written = json.loads((MODELS / name / "config.json").read_text())
     names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     assert dtype == names[written.get("dtype") or written["torch_dtype"]]
     unmapped = load_weights(MODELS / name, mmap=False)[1]
     for key, tensor in read_all(weights).items():
-        assert tensor.shape == expected_shapes(config)[key]
+        assert tensor.shape == shapes(config)[key]
         assert np.isfinite(tensor).all()
         np.testing.assert_array_equal(tensor, read(unmapped, key), err_msg=key)
 
@@ -161,7 +161,7 @@ def quantized_model(path: Path, dtype: str) -> dict[str, np.ndarray]:
     )
     writer, tensors = gguf_header(path, "llama", config), {}
     random = np.random.default_rng(5)
-    for name, (rows, *columns) in expected_shapes(config).items():
+    for name, (rows, *columns) in shapes(config).items():
         if not columns:
             tensors[name] = np.ones(rows, np.float32)
             writer.add_tensor(gguf_name(name), tensors[name])
