@@ -179,7 +179,7 @@ class SamplingParams:
     min_tokens: int = setting(0, help="no token that ends the answer is drawn before so many others")
 
     def __post_init__(self) -> None:
-        limits.check(vars(self))
+        limits.check(limits.SAMPLING, vars(self))
 
 
 @dataclass(frozen=True)
@@ -194,4 +194,4 @@ class PromptOptions:
     cache_salt: str = ""  # what one request has stored is found by those alone that have the same salt
 
     def __post_init__(self) -> None:
-        limits.check_options(vars(self))
+        limits.check(limits.OPTIONS, vars(self))

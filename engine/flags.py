@@ -25,6 +25,11 @@ Check = Callable[[Any], "str | None"]
 """What is wrong with a value, as a sentence for the user, or None."""
 
 
+def that(holds: Callable[[Any], bool], sentence: str) -> Check:
+    """A check whose complaint is `sentence`, for values that `holds` is false of."""
+    return lambda value: None if holds(value) else sentence
+
+
 class FlagError(Exception):
     """The command line cannot be understood. The message names the flag."""
 

@@ -23,6 +23,10 @@ def _number(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_stop_list(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(text, str) and text for text in value)
 
@@ -37,7 +41,10 @@ def _is_id_list(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(_whole(token, 0) for token in value)
 
 
-_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+Limits = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""Field → whether a value is within its limits, and the limits as a sentence has them."""
+
+SAMPLING: Limits = {
     "temperature": (lambda value: value is None or _number(value, 0, 1e4), "a number from 0 (greedy) up"),
     "top_p": (lambda value: value is None or _number(value, 1e-9, 1), "a number above 0 and at most 1"),
     "min_p": (lambda value: value is None or _number(value, 0, 1), "a number from 0 to 1"),
@@ -58,7 +65,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "dry_sequence_breakers": (lambda value: value is None or _is_stop_list(value), "a tuple of non-empty strings"),
     "logit_bias": (_is_bias, "a number for each token id, or -inf, which bans the token"),
-    "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
+    "ignore_eos": (_is_flag, "True or False"),
     "stop_token_ids": (_is_id_list, "a tuple of token ids"),
     "min_tokens": (lambda value: _whole(value, 0), "a whole number from 0 up"),
     "logprobs": (
@@ -68,25 +75,24 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check(params: Mapping[str, Any]) -> None:
-    """Raises EngineError naming the first field with a wrong type or value."""
-    for name, (holds, wanted) in _CHECKS.items():
-        if not holds(params[name]):
-            raise EngineError(f"{name} is {shown(params[name])}, but must be {wanted}")
-
-
-_OPTIONS = {
-    "parse_special": (bool, "True or False"),
-    "cache_prompt": (bool, "True or False"),
-    "cache_salt": (str, "a string"),
+OPTIONS: Limits = {
+    "parse_special": (_is_flag, "True or False"),
+    "cache_prompt": (_is_flag, "True or False"),
+    "cache_salt": (lambda value: isinstance(value, str), "a string"),
 }
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises EngineError naming the first field of PromptOptions with a wrong type."""
-    for name, (kind, wanted) in _OPTIONS.items():
-        if not isinstance(options[name], kind):
-            raise EngineError(f"{name} is {shown(options[name])}, but must be {wanted}")
+def complaint(limits: Limits, name: str, value: Any) -> str | None:
+    """What is wrong with a value of field `name`, as "is -1, but must be …"; None for one within its limits."""
+    holds, wanted = limits[name]
+    return None if holds(value) else f"is {shown(value)}, but must be {wanted}"
+
+
+def check(limits: Limits, values: Mapping[str, Any]) -> None:
+    """Raises EngineError naming the first field with a wrong type or value."""
+    for name in limits:
+        if wrong := complaint(limits, name, values[name]):
+            raise EngineError(f"{name} {wrong}")
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine import EngineError
 from engine.assembly import settle
 from engine.config import EngineConfig, setting
-from engine.flags import Check, FlagError, parse
+from engine.flags import Check, FlagError, parse, that
 from engine.kv.plan import parse_size
 
 KEY_VARIABLE = "POLARLM_API_KEY"
@@ -114,10 +113,6 @@ def read_command_line(
     return engine, server
 
 
-def _that(holds: Callable[[Any], bool], complaint: str) -> Check:
-    return lambda value: None if holds(value) else complaint
-
-
 def _is_key(text: str) -> bool:
     """What an HTTP header can carry, and no white space."""
     return text != "" and all("!" <= character <= "~" for character in text)
@@ -148,27 +143,27 @@ def _is_size(text: str) -> bool:
         return False
 
 
-_PORT = _that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
-_POSITIVE = _that(lambda count: count >= 1, "this has to be 1 or more")
-_PATH = _that(lambda text: text != "" and "\0" not in text, "this needs a path")
+_PORT = that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
+_POSITIVE = that(lambda count: count >= 1, "this has to be 1 or more")
+_PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
 _CHECKS: Mapping[str, Check] = {
-    "host": _that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
+    "host": that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
     "port": _PORT,
     "socket_port": _PORT,
     "unix": _PATH,
     "sessions": _PATH,
-    "max_sessions_size": _that(_is_size, "this is not a size; write 512M, 2G or a number of bytes"),
-    "api_key": _that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
-    "allowed_host": _that(_is_name, "this needs a host name alone, as in chat.example.com"),
-    "cors_origin": _that(
+    "max_sessions_size": that(_is_size, "this is not a size; write 512M, 2G or a number of bytes"),
+    "api_key": that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
+    "allowed_host": that(_is_name, "this needs a host name alone, as in chat.example.com"),
+    "cors_origin": that(
         _is_origin,
         "an origin is * or a scheme and a host in lower case, without a path or a slash behind them, as in "
         "https://chat.example.com:8443",
     ),
     "max_body": _POSITIVE,
     "max_connections": _POSITIVE,
-    "max_queue": _that(lambda count: count >= 0, "this has to be 0 or more"),
+    "max_queue": that(lambda count: count >= 0, "this has to be 0 or more"),
     "max_tokens": _POSITIVE,
     "request_seconds": _POSITIVE,
 }

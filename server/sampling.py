@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from engine import EngineError, SamplingParams
-from engine.limits import MOST_LOGPROBS
+from engine import SamplingParams
+from engine.limits import MOST_LOGPROBS, SAMPLING, complaint
 from server.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
@@ -17,29 +17,34 @@ MAX_BIAS_TEXT = 4096  # characters, of all strings together
 
 Tokenize = Callable[[str], list[int]]
 
-# Field → parameter. Where one parameter has several fields, the last one that is given counts.
-_NUMBERS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
+# Where one parameter has several fields, the last one that is given counts.
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+)
+_WHOLE = (
+    "top_k",
+    "n_predict",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "seed",
+    "repeat_last_n",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+)
+_PARAMETERS = {
     "repetition_penalty": "repeat_penalty",
-    "repeat_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "dry_multiplier": "dry_multiplier",
-    "dry_base": "dry_base",
-}
-_WHOLE = {
-    "top_k": "top_k",
     "n_predict": "max_tokens",
-    "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
-    "min_tokens": "min_tokens",
-    "seed": "seed",
-    "repeat_last_n": "repeat_last_n",
-    "dry_allowed_length": "dry_allowed_length",
-    "dry_penalty_last_n": "dry_penalty_last_n",
-}
+}  # of fields that are called otherwise
 _TEXTS = ("stop", "dry_sequence_breakers")
 _MEANT: dict[tuple[str, float], float] = {
     ("top_k", -1): 0,
@@ -50,20 +55,17 @@ _MEANT: dict[tuple[str, float], float] = {
 def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logprobs: bool) -> SamplingParams:
     """Raises BadRequest. See `server.parameters.read`."""
     chosen: dict[str, Any] = {}
-    for field, name in _NUMBERS.items():
+    for field in (*_NUMBERS, *_WHOLE):
         if field in body:
-            value = number(field, body[field])
-            chosen[name] = _as_sampling_takes(field, name, _MEANT.get((field, value), value))
-    for field, name in _WHOLE.items():
-        if field in body:
-            value = count(field, body[field], -LARGEST, LARGEST)
-            chosen[name] = _as_sampling_takes(field, name, _MEANT.get((field, value), value))
+            name, given = _PARAMETERS.get(field, field), body[field]
+            value = number(field, given) if field in _NUMBERS else count(field, given, -LARGEST, LARGEST)
+            chosen[name] = _within_limits(field, name, _MEANT.get((field, value), value))
     for field in _TEXTS:
         if field in body:
             chosen[field] = texts(field, body[field], MAX_STOPS, MAX_STOP_LENGTH)
     if "logit_bias" in body:
         biases = _biases(body["logit_bias"], tokenize)
-        chosen["logit_bias"] = _as_sampling_takes("logit_bias", "logit_bias", biases)
+        chosen["logit_bias"] = _within_limits("logit_bias", "logit_bias", biases)
     if "stop_token_ids" in body:
         chosen["stop_token_ids"] = _ids("stop_token_ids", body["stop_token_ids"])
     if "ignore_eos" in body:
@@ -71,12 +73,10 @@ def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logpr
     return SamplingParams(**chosen, logprobs=_logprobs(body, switched_logprobs))
 
 
-def _as_sampling_takes(field: str, name: str, value: Any) -> Any:
-    """`value`, if it is within the limits of SamplingParams."""
-    try:
-        SamplingParams(**{name: value})
-    except EngineError as error:
-        raise BadRequest(field, str(error).replace(name, field, 1)) from None
+def _within_limits(field: str, name: str, value: Any) -> Any:
+    """`value` of a field that stands for parameter `name`. Raises BadRequest where it is out of the limits."""
+    if wrong := complaint(SAMPLING, name, value):
+        raise BadRequest(field, f"{field} {wrong}")
     return value
 
 

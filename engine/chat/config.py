@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from engine.assembly import settle
 from engine.config import EngineConfig, SamplingParams, setting
-from engine.errors import EngineError
-from engine.flags import Check, FlagError, parse
+from engine.flags import Check, FlagError, parse, that
+from engine.limits import SAMPLING, complaint
 
 
 @dataclass(frozen=True)
@@ -122,28 +122,21 @@ def ignored_flags(chat: ChatConfig) -> list[str]:
     ]
 
 
-def _that(holds: Callable[[Any], bool], complaint: str) -> Check:
-    return lambda value: None if holds(value) else complaint
-
-
-def _as_sampling_takes(name: str) -> Check:
-    """The limits of a sampling parameter are those of SamplingParams."""
+def _sampling(name: str) -> Check:
+    """The limits of a sampling parameter."""
 
     def check(value: Any) -> str | None:
-        try:
-            SamplingParams(**{name: value})
-        except EngineError as error:
-            return str(error).replace(f"{name} is", "this is", 1)  # the flag's name stands before it
-        return None
+        wrong = complaint(SAMPLING, name, value)
+        return wrong and f"this {wrong}"  # the flag's name stands before it
 
     return check
 
 
-_SOME_TEXT = _that(lambda text: text != "", "this needs text that is not empty")
+_SOME_TEXT = that(lambda text: text != "", "this needs text that is not empty")
 
 _CHECKS: Mapping[str, Check] = {
-    **{field.name: _as_sampling_takes(field.name) for field in fields(SamplingParams)},
-    "logit_bias": _that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
+    **{name: _sampling(name) for name in SAMPLING},
+    "logit_bias": that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
     "stop": _SOME_TEXT,
     "dry_sequence_breakers": _SOME_TEXT,
 }

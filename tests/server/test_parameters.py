@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import PromptOptions, SamplingParams
+from engine import PromptOptions, SamplingParams, limits
 from engine.sampling.sample import resolve
 from model_loaders.config import GenerationDefaults
 from server import parameters
@@ -125,6 +125,13 @@ def test_how_a_prompt_is_read() -> None:
     assert read({"prompt": "a"}, parse_special=False).options == PromptOptions()
     given = {"parse_special": False, "cache_prompt": False, "cache_salt": "x"}
     assert read({"prompt": "a", **given}).options == PromptOptions(**given)
+
+
+def test_the_limits_of_all_parameters_are_checked_once_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, checked = limits.check, []
+    monkeypatch.setattr(limits, "check", lambda *which: checked.append(which[0]) or check(*which))
+    params(temperature=1, top_p=0.5, seed=7, max_tokens=3, logit_bias={"1": 2})
+    assert checked.count(limits.SAMPLING) == 1
 
 
 @pytest.mark.parametrize("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])
