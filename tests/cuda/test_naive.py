@@ -1,0 +1,58 @@
+"""The kernel to read first, run by the emulator with every check on, against attention over decoded codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scripts import run_naive
+from scripts.run_naive import Setting, Stored, errors, launch, random_setting, store
+
+
+def faults(setting: Setting, stored: Stored, launched: Stored | None = None) -> list[str]:
+    """What is off in what the kernel makes of `launched`, by default `stored`."""
+    out = launch(setting, launched or stored)
+    found = errors(out, setting, stored)
+    return [f"off by {error}, allowed {allowed}" for error, allowed, _ in found if not error <= allowed]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 64, 16), (3, 3, 128, 32), (8, 1, 256, 16), (2, 1, 64, 4)]
+)
+def test_it_is_attention_over_the_codes(heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+    """Ragged lengths: one token, whole blocks, one more, and codes in between."""
+    lengths = [1, block_size, block_size + 1, 2 * block_size, 7 * block_size + 3]
+    setting = random_setting(1, lengths, heads, kv_heads, head_dim, block_size)
+    assert faults(setting, store(setting)) == []
+
+
+def test_scores_of_any_size() -> None:
+    setting = random_setting(2, [100])
+    setting = replace(setting, q=100 * setting.q)
+    assert faults(setting, store(setting)) == []
+
+
+@pytest.mark.parametrize("pool", range(8))
+def test_every_array_counts(pool: int) -> None:
+    """With one of them wrong in a block that is read, the result is."""
+    setting = random_setting(3, [100])
+    stored = store(setting)
+    pools = [x.copy() for x in stored.pools]
+    pools[pool][-1, :, ...] = np.roll(pools[pool][-1], 1, axis=-1) + (pools[pool][-1] == pools[pool][-1])
+    assert faults(setting, stored, replace(stored, pools=tuple(pools)))
+
+
+def test_the_command_says_that_it_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_naive.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 launch"
+    assert len(lines) == 7
+    assert lines[-1] == "The kernel computes attention over the codes."
+
+
+def test_the_command_says_that_it_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(run_naive, "launch", lambda setting, stored: np.zeros_like(setting.q))
+    assert run_naive.main() == 1
+    assert capsys.readouterr().out.endswith("The kernel is wrong.\n")
