@@ -2,8 +2,8 @@
 
 Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F feed-forward size, H query heads,
 K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32 but for
-weights; `Cache`, `Buffer`, `Spans` and `Draws` are whatever a backend makes of the K/V of a layer, of where to find
-them, and of how tokens are drawn.
+weights; `PreparedSpace`, `Cache`, `Buffer`, `Spans` and `Draws` are whatever a backend makes of a `StoredSpace`, of the
+K/V of a layer, of where to find them, and of how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
 from engine.codecs import Codec
 from engine.outputs import Threads
 from engine.quantization.metric import Metric
@@ -19,6 +21,7 @@ from engine.sampling.sample import Draw, Sampled
 from model_loaders.config import ModelConfig
 
 Array = Any
+PreparedSpace = Any
 Cache = Any
 Buffer = Any
 Spans = Any
@@ -53,17 +56,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredSpace:
-    """How the heads of one layer become what its cache holds.
+    """How the heads of one layer become what its cache holds, and how the result of attention comes back; on the host.
 
     kv_heads: K. scale (H + 2K, D): what queries and keys, after RoPE, and values are multiplied with. key_rotation,
-    value_rotation (D, D): of queries and keys, and of values, as x @ rotation. None leaves a factor out. All of them
-    come from the host, the same objects each time.
+    value_rotation (D, D): of queries and keys, and of values, as x @ rotation. scale_back (H,): what the result of each
+    head of attention is multiplied with; then it takes the inverse of value_rotation. None leaves a factor out.
     """
 
     kv_heads: int
-    scale: Array | None = None
-    key_rotation: Array | None = None
-    value_rotation: Array | None = None
+    scale: np.ndarray | None = None
+    key_rotation: np.ndarray | None = None
+    value_rotation: np.ndarray | None = None
+    scale_back: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,12 @@ class Load:
 
 
 class Ops(Protocol):
-    """What a backend can do. Every op is a function of its arguments; none keeps state between calls."""
+    """What a backend can do. Every op is a function of its arguments; none keeps state between calls.
+
+    What is made once comes from `weight`, `prepare`, `cache` and `spans`, and is an argument of the ops that need it.
+    Beside that, an object with ops knows its machine: the memory of a device and what was compiled and recorded there,
+    the cores of a CPU and how fast steps were on them.
+    """
 
     name: str
 
@@ -172,11 +181,14 @@ class Ops(Protocol):
         recorded: for work that `replay` may record, which takes our own kernels for any number of rows.
         """
 
+    def prepare(self, spaces: Sequence[StoredSpace]) -> list[PreparedSpace]:
+        """The spaces of a model's layers on the device. What several of them share is there once."""
+
     def condition(
         self,
         qkv: Array,
         turns: tuple[Array, Array],
-        space: StoredSpace,
+        space: PreparedSpace,
         norms: tuple[Array, Array, float] | None = None,
     ) -> tuple[Array, Array, Array]:
         """Heads qkv (T, H + 2K, D), which may be overwritten → q (T, H, D), k, v (T, K, D) as the store takes them.
@@ -202,8 +214,11 @@ class Ops(Protocol):
     def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
         """Bytes of a coded block, and of an exact slot, all KV heads. ValueError for a codec that it cannot serve."""
 
-    def cache(self, form: CacheFormat, coded: int, exact: int) -> Cache:
-        """Room for the K/V of one layer: so many coded blocks and exact slots."""
+    def cache(self, form: CacheFormat, coded: int, exact: int, beside: Sequence[Cache] = ()) -> Cache:
+        """Room for the K/V of one layer: so many coded blocks and exact slots.
+
+        beside: caches of other layers, with which this one may share the tables of its codecs.
+        """
 
     def buffer(self, form: CacheFormat, rows: int) -> Buffer:
         """Room for `rows` tokens' K/V of one layer in full precision."""
@@ -218,7 +233,7 @@ class Ops(Protocol):
         self,
         qkv: Array,
         turns: tuple[Array, Array],
-        space: StoredSpace,
+        space: PreparedSpace,
         cache: Cache,
         spans: Spans,
         norms: tuple[Array, Array, float] | None = None,
@@ -232,14 +247,12 @@ class Ops(Protocol):
         spans: Spans,
         scale: float,
         window: int | None,
-        back: Array | None = None,
-        scale_back: Array | None = None,
+        space: PreparedSpace | None = None,
     ) -> Array:
         """Causal attention of conditioned q (T, H, D), contiguous, over each span's whole sequence → (T, H, D).
 
         Query head h reads KV head h // (H // K). With a window, position p sees positions > p − window only.
-        scale_back (H,): what the result of each head is multiplied with; back (D, D): its rotation. Both come from the
-        host, the same objects each time; None leaves a factor out.
+        space: takes the result back from where its values are stored; None leaves it there.
         """
 
     def encode_blocks(self, caches: Sequence[Cache], blocks: Sequence[int], sources: Sequence[Place]) -> None:

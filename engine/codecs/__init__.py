@@ -80,6 +80,9 @@ class PathRounding(Table, Protocol):
 class Codec(Protocol):
     """What every codec can do. N tokens in a block, D values in a vector; `...` are any leading dimensions."""
 
+    def __hash__(self) -> int:
+        """Codecs are values: two of the same name are equal, unless they learn (`per_layer`)."""
+
     @property
     def name(self) -> str:
         """The name on the command line that gives this codec, options included."""

@@ -77,7 +77,7 @@ class KVStore:
             for layer in layers:
                 self._group_of[layer] = len(self.groups)
                 form = plan.shape.form(layer, *((None, None) if metrics is None else metrics[layer]))
-                self._caches[layer] = ops.cache(form, coded, plan.exact_slots)
+                self._caches[layer] = ops.cache(form, coded, plan.exact_slots, list(self._caches.values()))
             self.groups.append(TableGroup(plan.shape.block_size, window, coded, plan.exact_slots))
 
     def cache(self, layer: int) -> Cache:

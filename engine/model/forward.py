@@ -78,14 +78,17 @@ class Model:
         self.taps = taps
         self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim)
         self.attention_scale = config.head_dim**-0.5
-        self._spaces = [
-            StoredSpace(config.kv_heads, stored.scales(config.heads), stored.key_rotation, stored.value_rotation)
+        spaces = [
+            StoredSpace(
+                config.kv_heads,
+                stored.scales(config.heads),
+                stored.key_rotation,
+                stored.value_rotation,
+                stored.scales_back(config.heads),
+            )
             for stored in store.conditioning
         ]
-        self._back = [
-            (None if stored.value_rotation is None else stored.value_rotation.T, stored.scales_back(config.heads))
-            for stored in store.conditioning
-        ]
+        self._spaces = ops.prepare(spaces)
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
@@ -256,7 +259,7 @@ class Model:
         """
         ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
         cache, window = self.store.cache(layer), config.window(layer)
-        mixed = ops.attention(q, cache, spans, self.attention_scale, window, *self._back[layer])
+        mixed = ops.attention(q, cache, spans, self.attention_scale, window, self._spaces[layer])
         mixed = mixed.reshape(len(x), config.heads * config.head_dim)
         if self.taps is not None and position is not None:
             self.taps("attention", layer, position, mixed)

@@ -115,8 +115,9 @@ def _names() -> frozenset[str]:
     return frozenset(module.name for module in pkgutil.iter_modules(__path__))
 
 
+@cache
 def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits: int = 0) -> Layout:
-    """The layout of keys, or of values, in blocks of `block_size` tokens.
+    """The layout of keys, or of values, in blocks of `block_size` tokens: the same object for the same arguments.
 
     Raises ValueError, with a sentence for the user, where no kernel reads this codec or serves this shape.
     """

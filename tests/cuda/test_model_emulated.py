@@ -50,8 +50,8 @@ class Rounded(SameWeights):
     def append_kv(self, cache, spans, k, v) -> None:
         super().append_kv(cache, spans, _half(k), _half(v))
 
-    def attention(self, q, cache, spans, scale, window, back=None, scale_back=None) -> np.ndarray:
-        return super().attention(_half(q), cache, spans, scale, window, back, scale_back)
+    def attention(self, q, cache, spans, scale, window, space=None) -> np.ndarray:
+        return super().attention(_half(q), cache, spans, scale, window, space)
 
     def linear(self, x, weight, bias=None, *, norm=None, onto=None, gated=False, recorded=False) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)

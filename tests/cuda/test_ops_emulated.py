@@ -238,7 +238,7 @@ def test_condition(
         norms, host_norms = ((*(gain[side] for gain in gains), EPS) for side in (0, 1))
     wanted = HOST.condition(qkv.copy(), turns, space, host_norms)
     for _ in range(2):
-        given = ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), space, norms)
+        given = ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), *ops.prepare([space]), norms)
         for one, expected in zip(given, wanted, strict=True):
             same(ops.to_host(one), expected, sums=dim)
 
@@ -252,7 +252,8 @@ def test_matrices_of_hadamard_are_not_multiplied_out(ops: CudaOps, rng: np.rando
         (signed_hadamard(64), dense(64), ["rotate_dense_kernel"]),
     ):
         ops._device.launches.clear()
-        ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), StoredSpace(KV_HEADS, None, keys, values))
+        (space,) = ops.prepare([StoredSpace(KV_HEADS, None, keys, values)])
+        ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), space)
         assert ops._device.launches == ["condition_kernel", *launches]
 
 
@@ -414,12 +415,12 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
     """Prompts and steps, over the end of a block, as on the host: whichever kernels serve them, the result is the same
     as of three ops, one after the other."""
     rotations = ROTATIONS[keys](D), ROTATIONS[values](D)
-    back = None if rotations[1] is None else rotations[1].T
     scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, D)).astype(np.float32)
     scale_back = np.repeat(rng.uniform(0.5, 2, KV_HEADS).astype(np.float32), HEADS // KV_HEADS)
-    space, outputs = StoredSpace(KV_HEADS, scale, *rotations), []
+    stored, outputs = StoredSpace(KV_HEADS, scale, *rotations, scale_back), []
     for ops in (CudaOps(open_device(checked=False)), HOST):
         store, made = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1)
+        (space,) = ops.prepare([stored])
         kept = [store.new_sequence() for _ in range(sequences)]
         seen = []
         for of, count in [*(([kv], N - 2) for kv in kept), *((kept, 1) for _ in range(4))]:
@@ -430,7 +431,7 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
             views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
             described, on_device = ops.spans(views, N), tuple(map(ops.to_device, turns))
             q = ops.place_kv(ops.to_device(qkv), on_device, space, store.cache(0), described)
-            mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, back, scale_back)
+            mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, space)
             seen.append(np.array(ops.to_host(mixed)))
             for span in spans:
                 store.seal(0, span)

@@ -14,11 +14,11 @@ from engine.backends.cuda import launch_configs
 from engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, Spans, describe
 from engine.backends.cuda.candidates import candidates
 from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.heads import NO_TURN, HeadOps, Norms, Turns
+from engine.backends.cuda.heads import HeadOps, Norms, Turns
 from engine.backends.cuda.launch import Shape, row_stride, threads_for
-from engine.backends.cuda.rotation import OnDevice
+from engine.backends.cuda.rotation import NO_TURN, OnDevice, Space
 from engine.backends.numpy.encoding import as_codes
-from engine.backends.ops import CacheFormat, CacheSpan, Place, StoredSpace
+from engine.backends.ops import CacheFormat, CacheSpan, Place
 from engine.codecs import Codec
 from engine.errors import EngineError
 from engine.quantization.metric import Metric
@@ -45,8 +45,6 @@ class CacheOps(HeadOps):
 
     def __init__(self, device: Device):
         super().__init__(device)
-        self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._tables: dict[Layout, tuple[Array | None, Array | None]] = {}  # and candidates
 
     # -- what it takes -----------------------------------------------------------------------------------------
 
@@ -57,24 +55,21 @@ class CacheOps(HeadOps):
         return form.kv_heads * (keys.nbytes + values.nbytes), form.kv_heads * exact
 
     def _layouts_of(self, form: CacheFormat) -> Layouts:
-        return self._layout(form, form.codec_k, False, form.mean_bits), self._layout(form, form.codec_v, True)
+        return _layout(form, form.codec_k, False, form.mean_bits), _layout(form, form.codec_v, True)
 
     def _exact_layouts(self, form: CacheFormat) -> Layouts:
-        return self._layout(form, codecs.get("f16"), False), self._layout(form, codecs.get("f16"), True)
-
-    def _layout(self, form: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
-        """The same object for the same layout: launches are told apart by it."""
-        key = (codec.name, values, form.block_size, form.head_dim, mean_bits)
-        if key not in self._layouts:
-            self._layouts[key] = records.layout(codec, values, form.block_size, form.head_dim, mean_bits)
-        return self._layouts[key]
+        return _layout(form, codecs.get("f16"), False), _layout(form, codecs.get("f16"), True)
 
     # -- room --------------------------------------------------------------------------------------------------
 
-    def cache(self, form: CacheFormat, coded: int, exact: int) -> LayerCache:
+    def cache(self, form: CacheFormat, coded: int, exact: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         keys, values = self._layouts_of(form)
+        known = {side.layout: side for other in beside for side in (other.keys, other.values)}
         try:
-            sides = self._side(keys, form, form.metric_k, coded), self._side(values, form, form.metric_v, coded)
+            sides = (
+                self._side(keys, form, form.metric_k, coded, known.get(keys)),
+                self._side(values, form, form.metric_v, coded, known.get(values)),
+            )
             return LayerCache(form, *sides, self._pools(form, exact), self._exact_layouts(form))
         except MemoryError:
             left = self._device.memory()[0] / 2**30
@@ -93,12 +88,15 @@ class CacheOps(HeadOps):
         keys, values = self._exact_layouts(form)
         return Buffer(*(self._device.empty((count, form.kv_heads, of.nbytes), np.uint8) for of in (keys, values)))
 
-    def _side(self, layout: Layout, form: CacheFormat, metric: Metric | None, coded: int) -> Side:
-        if layout not in self._tables:
-            self._tables[layout] = self._upload(layout.tables if layout.tables.size else None), self._near(layout)
+    def _side(self, layout: Layout, form: CacheFormat, metric: Metric | None, coded: int, like: Side | None) -> Side:
+        """like: a side of the same layout, which shares its tables."""
+        if like is None:
+            tables, near = self._upload(layout.tables if layout.tables.size else None), self._near(layout)
+        else:
+            tables, near = like.tables, like.near
         # Kernels write the fields of a record alone: what is between and behind them stays zero, and goes into files.
         pool = self._device.zeros((coded, form.kv_heads, layout.nbytes), np.uint8)
-        side = Side(layout, pool, *self._tables[layout])
+        side = Side(layout, pool, tables, near)
         if metric is None:
             return side
 
@@ -140,13 +138,13 @@ class CacheOps(HeadOps):
         self,
         qkv: Array,
         turns: Turns,
-        space: StoredSpace,
+        space: Space,
         cache: LayerCache,
         spans: Spans,
         norms: Norms = None,
     ) -> Array:
         (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
-        dense = any(self._turn(rotation).matrix is not None for rotation in (space.key_rotation, space.value_rotation))
+        dense = any(rotation.matrix is not None for rotation in (space.keys, space.values))
         if rows > count or dense:  # the kernel for one row a sequence would write rows of a block in small pieces
             q, k, v = self.condition(qkv, turns, space, norms)
             self.append_kv(cache, spans, k, v)
@@ -237,10 +235,9 @@ class CacheOps(HeadOps):
         spans: Spans,
         scale: float,
         window: int | None,
-        back: np.ndarray | None = None,
-        scale_back: np.ndarray | None = None,
+        space: Space | None = None,
     ) -> Array:
-        turn, factors = self._turn(back), None if scale_back is None else self._scales(scale_back)
+        turn, factors = (NO_TURN, None) if space is None else (space.back, space.scale_back)
         call = _Call(float(scale), window or 0, factors)
         if spans.buffer is not None:
             out = self._attend_rows(q, cache, spans, spans.buffer, call)
@@ -289,3 +286,7 @@ class CacheOps(HeadOps):
         args = out, parts, sums, call.factors, turn.before, turn.behind, heads, splits
         self._launch("combine", (count * heads,), shape, *args)
         return out
+
+
+def _layout(form: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
+    return records.layout(codec, values, form.block_size, form.head_dim, mean_bits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,11 @@ import numpy as np
 from engine.backends.cuda.cache import Layouts
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.launch import WARP, Launcher, Shape, threads_for, type_of
-from engine.backends.cuda.rotation import HostKeyed, OnDevice, upload
+from engine.backends.cuda.rotation import NO_TURN, OnDevice, Space, prepare
 from engine.backends.ops import StoredSpace
 
 _WARPS = 4  # of a block, a vector each
 _DENSE_VECTORS = 4  # VECTORS in cuda/heads/rotate.cu
-
-NO_TURN = OnDevice(1, None, None, None)  # a Hadamard matrix of order 1, without signs
 
 Turns = tuple[Array, Array]  # cos and sin
 Norms = tuple[Array, Array, float] | None  # weights for queries and for keys, eps
@@ -27,27 +26,26 @@ class HeadOps:
     def __init__(self, device: Device):
         self._device = device
         self._launch = Launcher(device)
-        self._rotations = HostKeyed(lambda rotation: upload(device, rotation))
-        self._scales = HostKeyed(lambda scale: device.from_host(np.ascontiguousarray(scale, np.float32)))
 
-    def condition(
-        self, qkv: Array, turns: Turns, space: StoredSpace, norms: Norms = None
-    ) -> tuple[Array, Array, Array]:
+    def prepare(self, spaces: Sequence[StoredSpace]) -> list[Space]:
+        return prepare(self._device, spaces)
+
+    def condition(self, qkv: Array, turns: Turns, space: Space, norms: Norms = None) -> tuple[Array, Array, Array]:
         rows, heads, dim = qkv.shape
         of_values = rows * space.kv_heads
         of_queries = rows * heads - 2 * of_values
         # Keys lie behind queries, so that both are turned in one go where a launch of its own does it.
         qk = self._device.empty((of_queries + of_values, dim), np.float32)
-        changed = space.value_rotation is not None or space.scale is not None
+        changed = space.values is not NO_TURN or space.scale is not None
         v = self._device.empty((of_values, dim), np.float32) if changed else None
         outputs = qk[:of_queries], qk[of_queries:], v
         vectors = len(qk) if v is None else len(qk) + of_values
         self._of_heads("condition", outputs, qkv, turns, space, norms, vectors)
-        qk = self._dense(qk, self._turn(space.key_rotation))
+        qk = self._dense(qk, space.keys)
         q, k = qk[:of_queries].reshape(rows, -1, dim), qk[of_queries:].reshape(rows, -1, dim)
         if v is None:
             return q, k, qkv[:, heads - space.kv_heads :]
-        return q, k, self._dense(v, self._turn(space.value_rotation)).reshape(rows, -1, dim)
+        return q, k, self._dense(v, space.values).reshape(rows, -1, dim)
 
     def _of_heads(
         self,
@@ -55,14 +53,14 @@ class HeadOps:
         outputs: tuple[Array | None, ...],
         qkv: Array,
         turns: Turns,
-        space: StoredSpace,
+        space: Space,
         norms: Norms,
         vectors: int,
         *spans: Any,
         layouts: Layouts | tuple[None, None] = (None, None),
     ) -> None:
         """Launch a kernel that joins `cuda/heads/heads.cuh`; dense rotations are left out."""
-        keys, values = self._turn(space.key_rotation), self._turn(space.value_rotation)
+        keys, values = space.keys, space.values
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         defines: dict[str, int | str] = {
             "HEAD_DIM": qkv.shape[2],
@@ -71,19 +69,15 @@ class HeadOps:
             "KEY_ORDER": max(1, keys.order),
             "VALUE_ORDER": max(1, values.order),
         }
-        scale = None if space.scale is None else self._scales(space.scale)
         signs = keys.before, keys.behind, values.before, values.behind
         counts = vectors, qkv.shape[1] - 2 * space.kv_heads, space.kv_heads
         self._launch(
             kernel,
             (-(-vectors // _WARPS),),
             Shape(defines, WARP * _WARPS),
-            *(*outputs, qkv, *turns, q_norm, k_norm, scale, *signs, *spans, *counts, float(eps)),
+            *(*outputs, qkv, *turns, q_norm, k_norm, space.scale, *signs, *spans, *counts, float(eps)),
             layouts=layouts,
         )
-
-    def _turn(self, rotation: np.ndarray | None) -> OnDevice:
-        return NO_TURN if rotation is None else self._rotations(rotation)
 
     def _rotate(self, x: Array, turn: OnDevice) -> Array:
         """x (..., D) @ the rotation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,6 @@ class Launcher:
 
     def __init__(self, device: Device):
         self._device = device
-        self._texts: dict[tuple[Any, ...], str] = {}
 
     def __call__(
         self,
@@ -45,15 +45,14 @@ class Launcher:
         """Run `<kernel>_kernel` of `cuda/<kernel>.cu`, or of another `file`.
 
         args: as `Device.launch` wants them, but Python's int and float stand for int32 and float32. layouts: of keys
-        and values, the same objects each time, for a kernel that reads or writes records.
+        and values, for a kernel that reads or writes records.
         """
-        name = (file or kernel, layouts, *shape.defines.items())
-        text = self._texts.get(name)
-        if text is None:
-            keys, values = layouts
-            text = self._texts[name] = source(file or kernel, keys, values, **shape.defines)
+        text = _source(file or kernel, *layouts, **shape.defines)
         numbers = [_number(arg) for arg in args]
         self._device.launch(f"{kernel}_kernel", text, grid, (shape.threads,), numbers, shape.shared)
+
+
+_source = lru_cache(maxsize=None, typed=True)(source)
 
 
 def _number(arg: Any) -> Any:

@@ -1,31 +1,14 @@
-"""Rotations on the device: signs around Hadamard's matrix where that is what a matrix is, else the matrix itself."""
+"""What a layer does to its heads, on the device. Rotations are signs around Hadamard's matrix where they are that."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.backends.cuda.device import Array, Device
-
-Made = TypeVar("Made")
-
-
-class HostKeyed(Generic[Made]):
-    """What was made of arrays of the host, one of each for as long as the array lives."""
-
-    def __init__(self, make: Callable[[np.ndarray], Made]):
-        self._make = make
-        self._made: dict[int, tuple[weakref.ref[np.ndarray], Made]] = {}
-
-    def __call__(self, host: np.ndarray) -> Made:
-        key = id(host)
-        if key not in self._made:
-            made = self._make(host)
-            self._made[key] = weakref.ref(host, lambda _: self._made.pop(key, None)), made
-        return self._made[key][1]
+from engine.backends.ops import StoredSpace
 
 
 class Signs(NamedTuple):
@@ -62,7 +45,49 @@ class OnDevice(NamedTuple):
     behind: Array | None
 
 
-def upload(device: Device, rotation: np.ndarray) -> OnDevice:
+NO_TURN = OnDevice(1, None, None, None)  # a Hadamard matrix of order 1, without signs
+
+
+class Space(NamedTuple):
+    """A `StoredSpace`. back: the inverse of `values`."""
+
+    kv_heads: int
+    scale: Array | None
+    keys: OnDevice
+    values: OnDevice
+    back: OnDevice
+    scale_back: Array | None
+
+
+def prepare(device: Device, spaces: Sequence[StoredSpace]) -> list[Space]:
+    """`spaces` on the device; a rotation that is the same array in several is there once."""
+    turns: dict[tuple[int, bool], OnDevice] = {}
+
+    def turn(rotation: np.ndarray | None, inverse: bool = False) -> OnDevice:
+        if rotation is None:
+            return NO_TURN
+        key = id(rotation), inverse
+        if key not in turns:
+            turns[key] = _upload(device, rotation.T if inverse else rotation)
+        return turns[key]
+
+    def scale(x: np.ndarray | None) -> Array | None:
+        return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))
+
+    return [
+        Space(
+            of.kv_heads,
+            scale(of.scale),
+            turn(of.key_rotation),
+            turn(of.value_rotation),
+            turn(of.value_rotation, inverse=True),
+            scale(of.scale_back),
+        )
+        for of in spaces
+    ]
+
+
+def _upload(device: Device, rotation: np.ndarray) -> OnDevice:
     """`rotation` (D, D) float32, as one of the kernels takes it."""
     signs = hadamard_signs(rotation)
     if signs is None:

@@ -127,6 +127,9 @@ class NumpyOps:
         onto += y
         return onto
 
+    def prepare(self, spaces: Sequence[StoredSpace]) -> list[StoredSpace]:
+        return list(spaces)
+
     @_quiet
     def condition(
         self,
@@ -162,7 +165,7 @@ class NumpyOps:
         )
         return form.kv_heads * coded, 2 * form.kv_heads * form.block_size * form.head_dim * 4
 
-    def cache(self, form: CacheFormat, coded: int, exact: int) -> LayerCache:
+    def cache(self, form: CacheFormat, coded: int, exact: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """Pages that are never written take no memory where the system allows that."""
         k, v, mean = (
             {name: np.zeros((form.kv_heads, coded, *field.shape), field.dtype) for name, field in fields.items()}
@@ -206,8 +209,7 @@ class NumpyOps:
         spans: Sequence[CacheSpan],
         scale: float,
         window: int | None,
-        back: np.ndarray | None = None,
-        scale_back: np.ndarray | None = None,
+        space: StoredSpace | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.form.kv_heads
@@ -221,7 +223,10 @@ class NumpyOps:
                 out[rows] = attend_together(q[rows], cache, layout, window).reshape(out[rows].shape)
             else:
                 attend_alone(q[rows], out[rows], cache, part[0], window)
-        return rotate(out, back, None if scale_back is None else scale_back[:, None])
+        if space is None:
+            return out
+        back = None if space.value_rotation is None else space.value_rotation.T
+        return rotate(out, back, None if space.scale_back is None else space.scale_back[:, None])
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         for layers in alike(caches, len(blocks)):

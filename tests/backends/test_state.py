@@ -1,0 +1,67 @@
+"""No op keeps state: what an ops object has is the same after a whole generation as before anything was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Engine, SamplingParams, assembly
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import StoredSpace
+from engine.codecs._rotation import signed_hadamard
+from tests.cuda.emulated import open_device
+
+# What an ops object knows of the machine, which is no state of an op: its memory and what it has compiled and recorded,
+# the cores and how fast steps were on them.
+MACHINE = {"_device", "_cores", "_steps"}
+
+
+def state(value: object, seen: tuple[int, ...] = ()) -> object:
+    """Something that compares as equal as long as nothing in `value` has changed; objects of other packages are told by
+    their identity."""
+    if id(value) in seen:
+        return "itself"
+    seen = (*seen, id(value))
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes()
+    if isinstance(value, Mapping):
+        return [(state(key, seen), state(x, seen)) for key, x in value.items()]
+    if isinstance(value, (Sequence, set, frozenset)):
+        return [state(x, seen) for x in value]
+    if type(value).__module__.startswith("engine."):
+        own = {name: x for name, x in getattr(value, "__dict__", {}).items() if name not in MACHINE}
+        return id(value), state(own, seen)
+    return id(value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated GPU"])
+@pytest.mark.parametrize("types", ["balanced", "polarquant"])
+def test_a_whole_generation_changes_nothing_in_the_ops(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, types: str
+) -> None:
+    ops = NumpyOps() if device == "cpu" else CudaOps(open_device(checked=False))
+    before = state(ops)
+    monkeypatch.setattr(assembly, "select", lambda device, threads: (ops, ""))
+    with Engine.load(tiny_path, block_size=16, ctx_size=128, cache_type=types) as engine:
+        engine.generate("The cat sat on the mat and", SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+        engine.score(range(5, 40), every_token_coded=True)
+        assert state(ops) == before
+
+
+def test_what_is_prepared_stays_when_the_host_lets_go() -> None:
+    ops, rng = CudaOps(open_device(checked=False)), np.random.default_rng(0)
+    qkv, turns = rng.standard_normal((2, 4, 16), np.float32), tuple(rng.standard_normal((2, 2, 8), np.float32))
+
+    def keys(rotation: np.ndarray) -> np.ndarray:
+        (space,) = ops.prepare([StoredSpace(1, None, rotation, None)])
+        rotation[:] = np.nan
+        return ops.to_host(ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), space)[1])
+
+    wanted = NumpyOps().condition(qkv.copy(), turns, StoredSpace(1, None, signed_hadamard(16)))[1]
+    np.testing.assert_allclose(keys(signed_hadamard(16).copy()), wanted, atol=1e-5)
