@@ -97,9 +97,6 @@ __device__ __forceinline__ float within(float x) { return x; }
 template <>
 __device__ __forceinline__ float within<__half>(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
 
-// e^-x overflows to infinity below −88, where silu is 0 = x / infinity.
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
-
 // What one 16-byte access moves.
 template <class T>
 struct __align__(16) Chunk {

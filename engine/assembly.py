@@ -196,7 +196,7 @@ def _store(
         if measured is None:
             metrics.append((None, None))
         else:
-            metrics.append(_metrics(encoding, of, stored, measured, ops.to_host(layer.out), shape))
+            metrics.append(_metrics(encoding, of, stored, measured, ops.rows(layer.out), shape))
     return KVStore(ops, plan, conditioning, metrics)
 
 

@@ -15,6 +15,7 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
 from engine.model.forward import ModelWeights
 from engine.model.weights import load_weights
+from engine.weight_formats import Linear
 from model_loaders.config import ModelConfig
 from model_loaders.tokenizers import Tokenizer
 from model_loaders.user_dirs import CACHE_VARIABLE
@@ -198,8 +199,10 @@ def test_a_folder_in_the_files_place_does_no_harm(setting: Setting, cache: Path,
 
 
 def first_weight_bent(weights: ModelWeights) -> ModelWeights:
-    qkv = weights.layers[1].qkv.copy()
-    qkv[0, 0] += 1
+    (matrix,) = weights.layers[1].qkv.parts
+    bent = matrix.data.copy()
+    bent[0, 0] += 1
+    qkv = Linear((replace(matrix, data=bent),))
     return replace(weights, layers=[weights.layers[0], replace(weights.layers[1], qkv=qkv)])
 
 

@@ -30,10 +30,10 @@ def with_key_bias(
         keys = model.store.cache(index).exact_k
         rms = np.sqrt((keys[keys.any(axis=-1)] ** 2).mean())
         shape = (heads + 2 * kv_heads, dim)
-        bias = np.zeros(shape, np.float32) if layer.qkv_bias is None else layer.qkv_bias.reshape(shape).copy()
+        bias = np.zeros(shape, np.float32) if layer.qkv.bias is None else layer.qkv.bias.reshape(shape).copy()
         for half in (dim // 2, dim):
             bias[heads : heads + kv_heads, half - pairs : half] += 10 * rms
-        layers.append(replace(layer, qkv_bias=bias.reshape(-1)))
+        layers.append(replace(layer, qkv=replace(layer.qkv, bias=bias.reshape(-1))))
     return replace(config, qkv_bias=True), replace(weights, layers=layers)
 
 

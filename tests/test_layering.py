@@ -22,12 +22,13 @@ ROOMS: dict[str, set[str]] = {
     "outputs": set(),
     "checked_file": set(),
     "codecs": set(),
+    "weight_formats": set(),
     "quantization": {"codecs"},
     "records": {"codecs"},
     "sampling": TOLD,
-    "backends": {"codecs", "quantization", "records", "sampling"} | TOLD,
+    "backends": {"codecs", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "kv": {"backends.ops", "codecs", "quantization", "sampling"} | TOLD,
-    "model": {"backends.ops", "kv", "quantization", "sampling"} | TOLD,
+    "model": {"backends.ops", "kv", "quantization", "sampling", "weight_formats"} | TOLD,
     "requests": {"kv", "model", "sampling"} | TOLD,
 }
 ROOMS["calibration"] = ROOMS["model"] | {"checked_file", "model", "codecs"}
@@ -45,6 +46,7 @@ APART = {
 PURE: dict[str, set[str]] = {
     "engine.codecs": {"numpy"},
     "engine.quantization": {"numpy"},
+    "engine.weight_formats": {"numpy"},
     "engine.records": {"numpy"},
     "engine.sampling.repeats": {"numpy"},
     "engine.config": set(),

@@ -20,6 +20,7 @@ from engine.kv.store import KVStore, SequenceKV
 from engine.model.forward import LayerWeights, Model, ModelWeights
 from engine.quantization.conditioning import Conditioning, Scale
 from engine.quantization.metric import Metric, key_metric, value_metric
+from engine.weight_formats import Linear, Matrix, get
 from model_loaders.config import ModelConfig
 
 _BFLOAT16 = "BF16"
@@ -88,23 +89,25 @@ def _weights(ops: CudaOps, config: ModelConfig, noise: Noise) -> ModelWeights:
     def norm() -> Array:
         return ops.weight(np.ones(e, np.float32), _BFLOAT16)
 
+    def matrix(rows: int, columns: int) -> Matrix:
+        return Matrix(get("bf16"), noise.matrix(rows, columns), (rows, columns))
+
+    def linear(rows: int, columns: int) -> Linear:
+        return Linear((matrix(rows, columns),))
+
     def layer() -> LayerWeights:
         return LayerWeights(
             attention_norm=norm(),
-            qkv=noise.matrix(attended + 2 * config.kv_heads * config.head_dim, e),
-            qkv_bias=None,
+            qkv=linear(attended + 2 * config.kv_heads * config.head_dim, e),
             q_norm=None,
             k_norm=None,
-            out=noise.matrix(e, attended),
-            out_bias=None,
+            out=linear(e, attended),
             ffn_norm=norm(),
-            gate_up=noise.matrix(2 * f, e),
-            gate_up_bias=None,
-            down=noise.matrix(e, f),
-            down_bias=None,
+            gate_up=linear(2 * f, e),
+            down=linear(e, f),
         )
 
-    embedding, head = (noise.matrix(config.vocab_size, e) for _ in range(2))
+    embedding, head = matrix(config.vocab_size, e), linear(config.vocab_size, e)
     layers = [layer() for _ in range(config.layers)]
     return ModelWeights(embedding, layers, norm(), head, 2 * sum(parameters(config)))
 

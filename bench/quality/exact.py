@@ -107,8 +107,8 @@ def _with_key_bias(model: Model, index: int, amount: float) -> Any:
     config, layer = model.config, model.weights.layers[index]
     pairs = min(_BIASED_PAIRS, config.head_dim // 2)
     bias = np.zeros((config.heads + 2 * config.kv_heads, config.head_dim), np.float32)
-    if layer.qkv_bias is not None:
-        bias += model.ops.to_host(layer.qkv_bias).reshape(bias.shape)
+    if layer.qkv.bias is not None:
+        bias += model.ops.to_host(layer.qkv.bias).reshape(bias.shape)
     for end in (config.head_dim // 2, config.head_dim):
         bias[config.heads : config.heads + config.kv_heads, end - pairs : end] += amount
-    return replace(layer, qkv_bias=model.ops.to_device(bias.reshape(-1)))
+    return replace(layer, qkv=replace(layer.qkv, bias=model.ops.to_device(bias.reshape(-1))))

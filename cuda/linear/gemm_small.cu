@@ -3,7 +3,7 @@
 // y (rows, out) float, x (rows, in), weight (out, in), bias (out) or null. x is rounded to the weights' type (what is
 // too large for half precision becomes its largest number), sums are float. With NORMED, x is x / rms(x) · norm,
 // norm (in): x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of =.
-// With GATED, weight and bias are [gate | up], 2 · out rows, and y is silu(gate) · up.
+// With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 //
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
 // the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 rows of up that belong to
@@ -14,7 +14,8 @@
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1 each row of blocks
 // takes a part of `in` and writes its sums to y (parts, rows, rows of weights): gemm_small_sum_kernel does the rest.
 // DEFINES: ACT (of x: float or WEIGHT), WEIGHT (__half or __nv_bfloat16), ROWS (most rows), WARPS_OUT (1, 2, 4, 8),
-// NORMED, ADD, GATED (0 or 1).
+// NORMED, ADD (0 or 1), ACTIVATION (of activation.cuh).
+// JOINS: activation.cuh.
 // Dynamic shared memory: max(STAGES · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
 // WARPS_K = 8 / WARPS_OUT, STAGES = 5: at most 96 KB.
 // Cost: bytes of the weights, 64 KB a block on their way at any time; each block reads its inputs of all rows from L2,
@@ -175,7 +176,7 @@ __device__ __forceinline__ void store_tile(float *y, const float *joined, const 
         const int row = i / COLUMNS, c = GATED ? i % COLUMNS / 16 * 32 + i % 16 : i % COLUMNS;
         if (tile.column_of(c) >= tile.out) continue;
         float total = product(row, c);
-        if (GATED) total = silu(total) * product(row, c + 16);
+        if (GATED) total = ACTIVATION(total) * product(row, c + 16);
         float *const at = y + row * (long long)tile.out + tile.column_of(c);
         *at = ADD ? *at + total : total;
     }
@@ -219,8 +220,8 @@ gemm_small_kernel(float *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bi
     store_tile(y, joined, factors, tile, bias, rows);
 }
 
-// y (+)= the sum over the parts (count, rows, rows of weights), in their order, + bias; with GATED, silu(gate) · up of
-// these. Grid (ceil(rows · out / block)), block any.
+// y (+)= the sum over the parts (count, rows, rows of weights), in their order, + bias; if GATED, ACTIVATION(gate) · up
+// of these. Grid (ceil(rows · out / block)), block any.
 extern "C" __global__ void __launch_bounds__(1024)
 gemm_small_sum_kernel(float *y, const float *parts, const WEIGHT *bias, int count, int rows, int out) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
@@ -232,6 +233,6 @@ gemm_small_sum_kernel(float *y, const float *parts, const WEIGHT *bias, int coun
         return bias ? total + to_float(bias[column]) : total;
     };
     float total = product(i % out);
-    if (GATED) total = silu(total) * product(out + i % out);
+    if (GATED) total = ACTIVATION(total) * product(out + i % out);
     y[i] = ADD ? y[i] + total : total;
 }

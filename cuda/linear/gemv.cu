@@ -2,21 +2,20 @@
 //
 // x (rows, in), weight (out, in), bias (out) or null, y (rows, out). With NORMED, x is x / rms(x) · norm, norm (in):
 // the factor 1 / rms(x) is one number per row, so a warp sums the squares on its way and multiplies the results. With
-// ADD, y += instead of y =. With GATED, weight and bias are [gate | up], 2 · out rows, and y is silu(gate) · up.
+// ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is
+// ACTIVATION(gate) · up.
 // SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each its part of `in`: a warp reads each of its
 // weights once, 16 bytes per lane at a time, and has the next DEPTH · OUTPUTS loads on their way while it multiplies.
 // The rows are neighbours; with GATED, half of them are rows of gate, the others the rows of up that belong to them.
 // Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256.
-// DEFINES: ACT, WEIGHT, ROWS (most rows), OUTPUTS, NORMED, ADD, GATED (0 or 1), SPLIT (1, 2, 4, 8); without the last
-// three, ADD and GATED 0 and SPLIT 1.
+// DEFINES: ACT, WEIGHT, ROWS (most rows), OUTPUTS, NORMED, ADD (0 or 1), ACTIVATION (of activation.cuh), SPLIT (1, 2,
+// 4, 8); without the last three, ADD 0, GATED false and SPLIT 1.
+// JOINS: activation.cuh.
 // Cost: bytes of the weights, 2 KB · DEPTH a warp on their way at any time (OUTPUTS 4); 1 FMA per weight and row, and x
 // comes from the L1 cache 1 / OUTPUTS times as often.
 // PRECOND: 1 <= rows <= ROWS <= 4; in % 8 == 0; x, weight, norm aligned to 16 bytes; OUTPUTS % 2 == 0 if GATED.
 #ifndef ADD
 #define ADD 0
-#endif
-#ifndef GATED
-#define GATED 0
 #endif
 #ifndef SPLIT
 #define SPLIT 1
@@ -116,7 +115,7 @@ gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bias, cons
             return bias ? total + to_float(bias[row_of(o)]) : total;
         };
         float total = product(o);
-        if (GATED) total = silu(total) * product(o + COLUMNS);
+        if (GATED) total = ACTIVATION(total) * product(o + COLUMNS);
         ACT *const at = y + r * (long long)out + first + o;
         *at = from_float<ACT>(ADD ? to_float(*at) + total : total);
     }

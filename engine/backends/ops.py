@@ -1,9 +1,9 @@
 """The op set: the only seam between the engine and a device.
 
 Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F feed-forward size, H query heads,
-K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32 but for
-weights; `PreparedSpace`, `Cache`, `Buffer`, `Spans` and `Draws` are whatever a backend makes of a `StoredSpace`, of the
-K/V of a layer, of where to find them, and of how tokens are drawn.
+K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32;
+`PreparedSpace`, `Cache`, `Buffer`, `Spans` and `Draws` are whatever a backend makes of a `StoredSpace`, of the K/V of a
+layer, of where to find them, and of how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.codecs import Codec
 from engine.outputs import Threads
 from engine.quantization.metric import Metric
 from engine.sampling.sample import Draw, Sampled
+from engine.weight_formats import Linear, Matrix
 from model_loaders.config import ModelConfig
 
 Array = Any
@@ -152,33 +153,39 @@ class Ops(Protocol):
         """What weights become that a file has as `stored`, for people."""
 
     def weight(self, x: Any, stored: str) -> Array:
-        """A float32 array of the host as a weight on the device; `stored`: the dtype that the file has it in."""
+        """A norm's weight or a bias, float32 on the host, on the device; `stored`: the dtype that the file has."""
+
+    def matrix(self, x: Any, stored: str) -> Matrix:
+        """A matrix (out, in), float32 on the host, on the device; `stored`: the dtype that the file has it in."""
+
+    def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> Any:
+        """Rows of a matrix, or of all parts of a `Linear` under each other, as NumPy float32: (rows, in)."""
 
     def to_device(self, x: Any) -> Array:
         """A host array on the device: whole numbers as int32, others as float32."""
 
     def to_host(self, x: Array) -> Any:
-        """A device array, a weight as well, as NumPy float32."""
+        """A device array as NumPy float32."""
 
-    def embed(self, table: Array, ids: Array) -> Array:
+    def embed(self, table: Matrix, ids: Array) -> Array:
         """Rows `ids` (T,) int32 of table (V, E) → (T, E)."""
 
     def linear(
         self,
         x: Array,
-        weight: Array,
-        bias: Array | None = None,
+        w: Linear,
         *,
         norm: tuple[Array, float] | None = None,
-        onto: Array | None = None,
-        gated: bool = False,
+        residual: Array | None = None,
+        activation: str | None = None,
         recorded: bool = False,
     ) -> Array:
-        """x (T, in), weight (out, in), bias (out,) → (T, out).
+        """x (T, in) @ w (out, in)ᵀ + its bias → (T, out).
 
-        norm: weight (in,) and eps of an RMS norm before: x / rms(x) * weight. onto (T, out): what the result is added
-        to, in place. gated, without onto: the result is [gate | up], and silu(gate) * up (T, out / 2) is returned.
-        recorded: for work that `replay` may record, which takes our own kernels for any number of rows.
+        norm: weight (in,) and eps of an RMS norm before: x / rms(x) * weight. residual (T, out): what the result is
+        added to, in place. activation, without a residual: the result is [gate | up], and activation(gate) * up
+        (T, out / 2) is returned; "silu" is one. recorded: for work that `replay` may record, which takes our own
+        kernels for any number of rows.
         """
 
     def prepare(self, spaces: Sequence[StoredSpace]) -> list[PreparedSpace]:

@@ -14,6 +14,7 @@ from engine.backends.ops import Array, Draws, Ops, Spans, StoredSpace
 from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
 from engine.sampling.sample import NOT_FINITE, Draw, Sampled
+from engine.weight_formats import Linear, Matrix
 from model_loaders.config import ModelConfig
 from model_loaders.rope import rope_frequencies
 
@@ -31,17 +32,13 @@ class LayerWeights:
     """One decoder layer. Matrices are (out, in); None where the family has no such term."""
 
     attention_norm: Array  # (E,)
-    qkv: Array  # ((H + 2K)·D, E): q heads, k heads, v heads
-    qkv_bias: Array | None
+    qkv: Linear  # ((H + 2K)·D, E): q heads, k heads, v heads
     q_norm: Array | None  # (D,)
     k_norm: Array | None
-    out: Array  # (E, H·D)
-    out_bias: Array | None
+    out: Linear  # (E, H·D)
     ffn_norm: Array  # (E,)
-    gate_up: Array  # (2F, E)
-    gate_up_bias: Array | None
-    down: Array  # (E, F)
-    down_bias: Array | None
+    gate_up: Linear  # (2F, E)
+    down: Linear  # (E, F)
 
 
 @dataclass(frozen=True)
@@ -59,10 +56,10 @@ class _Part:
 class ModelWeights:
     """All weights on the device."""
 
-    embedding: Array  # (V, E)
+    embedding: Matrix  # (V, E)
     layers: Sequence[LayerWeights]
     norm: Array  # (E,)
-    head: Array  # (V, E); the embedding itself where they are tied
+    head: Linear  # (V, E); the embedding itself where they are tied
     bytes: int
 
 
@@ -240,7 +237,7 @@ class Model:
         position: of the first row, for the taps; None in a step, which has none and may be recorded.
         """
         ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
-        qkv = ops.linear(x, w.qkv, w.qkv_bias, norm=(w.attention_norm, config.norm_eps), recorded=recorded)
+        qkv = ops.linear(x, w.qkv, norm=(w.attention_norm, config.norm_eps), recorded=recorded)
         qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         norms = None if w.q_norm is None else (w.q_norm, w.k_norm, config.norm_eps)
         heads, cache = (qkv, (cos, sin), self._spaces[layer]), self.store.cache(layer)
@@ -263,10 +260,10 @@ class Model:
         mixed = mixed.reshape(len(x), config.heads * config.head_dim)
         if self.taps is not None and position is not None:
             self.taps("attention", layer, position, mixed)
-        ops.linear(mixed, w.out, w.out_bias, onto=x, recorded=recorded)
+        ops.linear(mixed, w.out, residual=x, recorded=recorded)
         norm = w.ffn_norm, config.norm_eps
-        activated = ops.linear(x, w.gate_up, w.gate_up_bias, norm=norm, gated=True, recorded=recorded)
-        ops.linear(activated, w.down, w.down_bias, onto=x, recorded=recorded)
+        activated = ops.linear(x, w.gate_up, norm=norm, activation="silu", recorded=recorded)
+        ops.linear(activated, w.down, residual=x, recorded=recorded)
 
     def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
         """hidden (T, E) → logits (T, V)."""

@@ -41,11 +41,11 @@ def variances(ops: Ops, config: ModelConfig, layer: LayerWeights, block_size: in
     shape = 2, config.kv_heads, config.head_dim
     rows = slice(config.heads * config.head_dim, None)
     gain = np.square(ops.to_host(layer.attention_norm), dtype=np.float64)
-    heads = ops.to_host(layer.qkv[rows]).reshape(-1, config.head_dim, len(gain))
+    heads = ops.rows(layer.qkv, rows).reshape(-1, config.head_dim, len(gain))
     # One after the other: squares of all of them together would be new memory each time, which takes longer than they.
     keys, values = np.reshape([np.square(head, dtype=np.float64) @ gain for head in heads], shape)
-    if layer.qkv_bias is not None:
-        bias = np.square(ops.to_host(layer.qkv_bias[rows]), dtype=np.float64).reshape(shape)
+    if layer.qkv.bias is not None:
+        bias = np.square(ops.to_host(layer.qkv.bias[rows]), dtype=np.float64).reshape(shape)
         keys, values = keys + bias[0] * _turned(config, block_size), values + bias[1]
     if layer.k_norm is not None:
         keys = np.broadcast_to(np.square(ops.to_host(layer.k_norm), dtype=np.float64), keys.shape)

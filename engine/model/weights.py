@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.backends.ops import Array, Ops
 from engine.model.forward import LayerWeights, ModelWeights
+from engine.weight_formats import Linear, Matrix
 from model_loaders.config import ModelConfig
 from model_loaders.weights import WeightSource, main_dtype
 
@@ -20,14 +21,30 @@ _SAMPLE = 1024  # values from either end of each weight matrix that tell one mod
 
 
 class _Reader:
-    """Reads named tensors into float32 arrays and brings them to the device."""
+    """Reads named tensors as float32 and brings them to the device."""
 
     def __init__(self, ops: Ops, source: WeightSource, stored: str, progress: Callable[[int], None] | None):
         self._ops, self._source, self._stored, self._progress = ops, source, stored, progress
         self.bytes = 0
 
-    def stacked(self, names: Sequence[str]) -> Array:
-        """Tensors (rows_i, …) under each other in one array; a single name is that tensor itself."""
+    def vector(self, names: Sequence[str]) -> Array:
+        """Tensors (n_i,), one behind the other."""
+        vector = self._ops.weight(self._stacked(names), self._stored)
+        self.bytes += vector.nbytes
+        return vector
+
+    def matrix(self, names: Sequence[str]) -> Matrix:
+        """Tensors (rows_i, columns) under each other."""
+        matrix = self._ops.matrix(self._stacked(names), self._stored)
+        self.bytes += matrix.nbytes
+        return matrix
+
+    def linear(self, names: Sequence[str], biased: bool = False) -> Linear:
+        """The weights of the projections of these names, whose outputs come one after the other, and their biases."""
+        matrix = self.matrix([f"{name}.weight" for name in names])
+        return Linear((matrix,), self.vector([f"{name}.bias" for name in names]) if biased else None)
+
+    def _stacked(self, names: Sequence[str]) -> np.ndarray:
         shapes = [self._source.shape(name) for name in names]
         fused = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
         row = 0
@@ -36,12 +53,7 @@ class _Reader:
             row += shape[0]
             if self._progress:
                 self._progress(4 * int(np.prod(shape)))
-        weight = self._ops.weight(fused, self._stored)
-        self.bytes += weight.nbytes
-        return weight
-
-    def optional(self, names: Sequence[str], present: bool) -> Array | None:
-        return self.stacked(names) if present else None
+        return fused
 
 
 def load_weights(
@@ -49,10 +61,10 @@ def load_weights(
 ) -> ModelWeights:
     """Every weight on the device. `progress` is told the float32 bytes that have been read since its last call."""
     read = _Reader(ops, source, main_dtype(source), progress)
-    embedding = read.stacked(["model.embed_tokens.weight"])
+    embedding = read.matrix(["model.embed_tokens.weight"])
     layers = [_layer(read, config, f"model.layers.{i}.") for i in range(config.layers)]
-    norm = read.stacked(["model.norm.weight"])
-    head = embedding if config.tied_head else read.stacked(["lm_head.weight"])
+    norm = read.vector(["model.norm.weight"])
+    head = Linear((embedding,) if config.tied_head else (read.matrix(["lm_head.weight"]),))
     return ModelWeights(embedding, layers, norm, head, read.bytes)
 
 
@@ -67,44 +79,49 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
     Of the weights as they are on the device: where those are narrower than the file's, it is another model.
     """
     digest = hashlib.sha256(repr(config).encode())
-    for name, tensor in _tensors(weights):
-        digest.update(repr((name, tuple(tensor.shape))).encode())
-        flat = tensor.reshape(-1)
-        for sample in (flat[:_SAMPLE], flat[-_SAMPLE:]):
-            digest.update(np.asarray(ops.to_host(sample), np.float32).tobytes())
+    for name, shape, ends in _samples(ops, weights):
+        digest.update(repr((name, shape)).encode())
+        for sample in ends:
+            digest.update(np.asarray(sample, np.float32).tobytes())
     return digest.hexdigest()
 
 
-def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array]]:
+def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
+    """Name, shape, and values from either end of every weight."""
+    for name, tensor in _tensors(weights):
+        if isinstance(tensor, Matrix | Linear):
+            count, width = tensor.shape
+            rows = -(-_SAMPLE // width)
+            first, last = (ops.rows(tensor, of) for of in (slice(0, rows), slice(max(0, count - rows), count)))
+        else:
+            first = last = ops.to_host(tensor)
+        yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]
+
+
+def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Linear]]:
     yield from (("embedding", weights.embedding), ("norm", weights.norm), ("head", weights.head))
     for number, layer in enumerate(weights.layers):
         for field in fields(LayerWeights):
             if (tensor := getattr(layer, field.name)) is not None:
                 yield f"{number}.{field.name}", tensor
+                if isinstance(tensor, Linear) and tensor.bias is not None:
+                    yield f"{number}.{field.name}_bias", tensor.bias
 
 
 def _layer(read: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
-    qkv = [f"{prefix}self_attn.{x}_proj" for x in "qkv"]
-    gate_up = [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")]
-    out, down = f"{prefix}self_attn.o_proj", f"{prefix}mlp.down_proj"
+    def norm(name: str, present: bool = True) -> Array | None:
+        return read.vector([f"{prefix}{name}.weight"]) if present else None
 
-    def weights(names: Sequence[str]) -> list[str]:
-        return [f"{name}.weight" for name in names]
-
-    def biases(names: Sequence[str]) -> list[str]:
-        return [f"{name}.bias" for name in names]
+    def linear(names: Sequence[str], biased: bool) -> Linear:
+        return read.linear([prefix + name for name in names], biased)
 
     return LayerWeights(
-        attention_norm=read.stacked([f"{prefix}input_layernorm.weight"]),
-        qkv=read.stacked(weights(qkv)),
-        qkv_bias=read.optional(biases(qkv), config.qkv_bias),
-        q_norm=read.optional([f"{prefix}self_attn.q_norm.weight"], config.qk_norm),
-        k_norm=read.optional([f"{prefix}self_attn.k_norm.weight"], config.qk_norm),
-        out=read.stacked(weights([out])),
-        out_bias=read.optional(biases([out]), config.out_bias),
-        ffn_norm=read.stacked([f"{prefix}post_attention_layernorm.weight"]),
-        gate_up=read.stacked(weights(gate_up)),
-        gate_up_bias=read.optional(biases(gate_up), config.mlp_bias),
-        down=read.stacked(weights([down])),
-        down_bias=read.optional(biases([down]), config.mlp_bias),
+        attention_norm=norm("input_layernorm"),
+        qkv=linear([f"self_attn.{x}_proj" for x in "qkv"], config.qkv_bias),
+        q_norm=norm("self_attn.q_norm", config.qk_norm),
+        k_norm=norm("self_attn.k_norm", config.qk_norm),
+        out=linear(["self_attn.o_proj"], config.out_bias),
+        ffn_norm=norm("post_attention_layernorm"),
+        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], config.mlp_bias),
+        down=linear(["mlp.down_proj"], config.mlp_bias),
     )

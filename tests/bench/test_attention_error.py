@@ -15,6 +15,7 @@ from engine import Engine
 from engine.flags import FlagError
 from engine.model.forward import Model
 from tests.tiny import make_model
+from tests.weights import linear
 
 IDS = [1, *np.random.default_rng(0).integers(5, 96, 199).tolist()]
 POLAR = {"cache_type_k": "polarquant", "cache_type_v": "polarquant"}
@@ -72,7 +73,8 @@ def test_the_first_layer_errs_by_what_codes_do_to_its_attention(exact: Exact, re
 def test_no_layer_answers_for_another(exact: Exact, recording: Recording) -> None:
     def ruin_what_the_first_layer_adds(model: Model) -> None:
         first, *others = model.weights.layers
-        model.weights = replace(model.weights, layers=[replace(first, down=-3 * first.down), *others])
+        ruined = linear(-3 * model.ops.rows(first.down))
+        model.weights = replace(model.weights, layers=[replace(first, down=ruined), *others])
 
     whole = errors(exact, recording, **POLAR)
     assert errors(exact, recording, ruin_what_the_first_layer_adds, **POLAR) == pytest.approx(whole, rel=1e-3)

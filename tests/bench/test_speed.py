@@ -22,6 +22,7 @@ from bench.speed.timing import Rates, Streams, generation_rate, prompt_rate, wei
 from engine import Engine
 from engine.backends.numpy.ops import NumpyOps
 from engine.model.forward import Model
+from engine.weight_formats import Linear
 from tests.bare import bare_model, read_model
 from tests.conftest import FIXTURES
 from tests.shared_data import shared
@@ -65,12 +66,12 @@ def test_the_best_thread_count_is_that_of_the_best_median(runs: dict[int, list[f
 def test_reading_the_weights_alone_multiplies_by_each_matrix_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = read_model(FIXTURES / "llama_gqa_linear")
     model = bare_model(config, weights)
-    multiplied: list[np.ndarray] = []
+    multiplied: list[Linear] = []
 
-    def linear(self: NumpyOps, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        assert x.shape == (1, weight.shape[1])
-        multiplied.append(weight)
-        return x @ weight.T
+    def linear(self: NumpyOps, x: np.ndarray, w: Linear) -> np.ndarray:
+        assert x.shape == (1, w.shape[1])
+        multiplied.append(w)
+        return x @ self.rows(w).T
 
     monkeypatch.setattr(NumpyOps, "linear", linear)
     assert weights_rate(model, passes=3) > 0

@@ -18,7 +18,7 @@ from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError,
 from tests.cuda.formats import STEP, read, store
 from tests.cuda.test_model_emulated import talk
 
-SILU = source("silu_mul", ACT="float")
+SILU = source("activate_mul", ACT="float", ACTIVATION="silu")
 NAME, RECORDING = "engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"
 
 
@@ -47,7 +47,7 @@ def device(fake: tuple[Machine, ModuleType]):
 
 def silu(device, y, gate_up) -> None:
     args = (y, gate_up, np.int32(gate_up.shape[1] // 2))
-    device.launch("silu_mul_kernel", SILU, (1, len(gate_up)), (32,), args)
+    device.launch("activate_mul_kernel", SILU, (1, len(gate_up)), (32,), args)
 
 
 def silu_of(x: np.ndarray) -> np.ndarray:
@@ -96,7 +96,7 @@ def test_a_launch_writes_its_output(device, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("wrong", [3, 3.0, np.float64(3), np.int8(3), np.zeros(3), "3"])
 def test_only_what_a_kernel_takes_is_passed_on(device, wrong: object) -> None:
     with pytest.raises(TypeError, match="a kernel takes device arrays"):
-        device.launch("silu_mul_kernel", SILU, (1,), (32,), (None, wrong, np.int32(8)))
+        device.launch("activate_mul_kernel", SILU, (1,), (32,), (None, wrong, np.int32(8)))
 
 
 def test_shared_memory_is_asked_for(device, machine: Machine) -> None:
@@ -138,7 +138,7 @@ def test_work_is_recorded_once_and_then_launched(device, machine: Machine, rng: 
         result = device.replay("key", work, [x, np.arange(3, dtype=np.int32)])
         np.testing.assert_allclose(device.to_host(result), silu_of(x), rtol=1e-5)
         assert len(calls) == min(turn + 1, 2)
-    assert machine.launches == ["silu_mul_kernel"] * 5
+    assert machine.launches == ["activate_mul_kernel"] * 5
 
 
 def test_other_keys_shapes_and_dtypes_are_other_work(device) -> None:
@@ -311,7 +311,7 @@ def test_open_device(fake: tuple[Machine, ModuleType]) -> None:
     machine, module = fake
     device = module.open_device()
     assert (device.name, device.processors, device.shared_memory) == ("Fake GPU", 4, 228 << 10)
-    assert machine.launches == ["silu_mul_kernel"]
+    assert machine.launches == ["activate_mul_kernel"]
 
 
 def broken(machine: Machine) -> None:

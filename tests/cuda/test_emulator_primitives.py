@@ -208,11 +208,11 @@ def test_seeds_change_the_order_of_threads() -> None:
 
 
 def test_launches_without_checks_give_the_same() -> None:
-    text = source("silu_mul", ACT="float")
+    text = source("activate_mul", ACT="float", ACTIVATION="silu")
     gate_up = np.linspace(-4, 4, 32, dtype=np.float32).reshape(1, 32)
     results = []
     for checked in (True, False):
         y = np.zeros((1, 16), np.float32)
-        Program(text, checked=checked).launch("silu_mul_kernel", (1, 1), (32,), y, gate_up, np.int32(16))
+        Program(text, checked=checked).launch("activate_mul_kernel", (1, 1), (32,), y, gate_up, np.int32(16))
         results.append(y)
     np.testing.assert_array_equal(*results)

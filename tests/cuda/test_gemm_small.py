@@ -93,7 +93,7 @@ def test_product(
     case = made(rng, act, weight, shape, normed, more)
     x, w, bias, norm, before = case
     exact, allowed = exact_and_allowed(case, act, weight)
-    run = program(ACT=act, WEIGHT=weight, ROWS=most, WARPS_OUT=warps_out, NORMED=normed, ADD=int(more), GATED=0)
+    run = program(ACT=act, WEIGHT=weight, ROWS=most, WARPS_OUT=warps_out, NORMED=normed, ADD=int(more))
     for seed in SEEDS[: 1 if n > 1000 else None]:
         y = poisoned((rows, out), "float") if before is None else before.copy()
         args = (y, x, w, bias, norm, np.int32(rows), np.int32(n), np.int32(out), np.float32(EPS))
@@ -111,7 +111,7 @@ def test_parts_of_the_inputs_add_up(rng: np.random.Generator, parts: int, more: 
     case = made(rng, "__half", "__half", shape, 0, more)
     x, w, bias, _, before = case
     exact, allowed = exact_and_allowed(case, "__half", "__half")
-    run = program(ACT="__half", WEIGHT="__half", ROWS=24, WARPS_OUT=2, NORMED=0, ADD=int(more), GATED=0)
+    run = program(ACT="__half", WEIGHT="__half", ROWS=24, WARPS_OUT=2, NORMED=0, ADD=int(more))
     sums, y = np.full((parts, rows, out), np.nan, np.float32), poisoned((rows, out), "float")
     sizes = (np.int32(rows), np.int32(n), np.int32(out), np.float32(0))
     run.launch("gemm_small_kernel", (2, parts), (256,), sums, x, w, bias, None, *sizes, shared=shared_bytes(24, 2))
@@ -125,7 +125,7 @@ def test_what_half_precision_cannot_hold_becomes_its_largest_number() -> None:
     x = np.zeros((3, 8), np.float32)
     x[0, 1], x[1, 2], x[2, 3] = 1e6, -1e6, np.nan
     w, y = np.ones((1, 8), np.float16), np.full((3, 1), 7, np.float32)
-    run = program(ACT="float", WEIGHT="__half", ROWS=8, WARPS_OUT=1, NORMED=0, ADD=0, GATED=0)
+    run = program(ACT="float", WEIGHT="__half", ROWS=8, WARPS_OUT=1, NORMED=0, ADD=0)
     sizes = (np.int32(3), np.int32(8), np.int32(1), np.float32(0))
     run.launch("gemm_small_kernel", (1, 1), (256,), y, x, w, None, None, *sizes, shared=shared_bytes(8, 1))
     np.testing.assert_array_equal(y[:, 0], [65504, -65504, np.nan])
@@ -183,7 +183,7 @@ def test_a_gated_product(
     count, n, out = shape
     x, w, bias, norm, _ = made(rng, "float", "__half", (count, n, 2 * out), normed, biased)
     exact, allowed = gated(*exact_and_allowed((x, w, bias, norm, None), "float", "__half"))
-    run = program(ACT="float", WEIGHT="__half", ROWS=rows, WARPS_OUT=warps_out, NORMED=normed, ADD=0, GATED=1)
+    run = program(ACT="float", WEIGHT="__half", ROWS=rows, WARPS_OUT=warps_out, NORMED=normed, ADD=0, ACTIVATION="silu")
     sizes = np.int32(count), np.int32(n), np.int32(out), np.float32(EPS)
     grid, shared = (-(-2 * out // (32 * warps_out)), parts), shared_bytes(rows, warps_out)
     for seed in SEEDS:
@@ -206,7 +206,7 @@ def test_a_gated_gemv(
     rows, n, out = shape
     x, w, bias, norm, _ = made(rng, "float", "__half", (rows, n, 2 * out), normed, biased)
     exact, allowed = gated(*exact_and_allowed((x, w, bias, norm, None), "float", "__half", "float"))
-    constants = {"ROWS": rows, "OUTPUTS": 4, "NORMED": normed, "GATED": 1, "SPLIT": split}
+    constants = {"ROWS": rows, "OUTPUTS": 4, "NORMED": normed, "ACTIVATION": "silu", "SPLIT": split}
     for seed in SEEDS:
         y = poisoned((rows, out), "float")
         args = y, x, w, bias, norm, np.int32(rows), np.int32(n), np.int32(out), np.float32(EPS)

@@ -14,6 +14,7 @@ from engine.backends.numpy.ops import NumpyOps, rms_norm, rotate, silu_mul
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import assert_as_exact_as_numpy, poisoned, read, store
 from tests.cuda.programs import Program
+from tests.weights import linear, matrix
 
 OPS = NumpyOps()
 SEEDS = [0, 1, 2]
@@ -38,7 +39,7 @@ def i32(value: int) -> np.int32:
 
 
 @pytest.mark.parametrize("act", ["float", "__half", "__nv_bfloat16"])
-def test_silu_mul(rng: np.random.Generator, act: str) -> None:
+def test_activate_mul(rng: np.random.Generator, act: str) -> None:
     tokens, f = 3, 1032
     gate_up = rng.standard_normal((tokens, 2 * f)) * 4
     gate_up[0, :4] = [-100, -88, 80, 0]  # e^100 overflows
@@ -46,7 +47,8 @@ def test_silu_mul(rng: np.random.Generator, act: str) -> None:
     exact, plain = both(silu_mul, read(gate_up, act))
     for seed in SEEDS:
         y = poisoned((tokens, f), act)
-        program("silu_mul", ACT=act).launch("silu_mul_kernel", (3, tokens), (64,), y, gate_up, i32(f), seed=seed)
+        run = program("activate_mul", ACT=act, ACTIVATION="silu")
+        run.launch("activate_mul_kernel", (3, tokens), (64,), y, gate_up, i32(f), seed=seed)
         assert_as_exact_as_numpy(y, exact, plain, act)
 
 
@@ -54,7 +56,7 @@ def test_silu_mul(rng: np.random.Generator, act: str) -> None:
 def test_embed(rng: np.random.Generator, act: str, weight: str) -> None:
     table = store(rng.standard_normal((11, 72)), weight)
     ids = np.array([10, 0, 3, 3], np.int32)
-    expected = store(OPS.embed(read(table, weight), ids.tolist()), act)
+    expected = store(OPS.embed(matrix(read(table, weight)), ids), act)
     for seed in SEEDS:
         x = poisoned((4, 72), act)
         program("embed", ACT=act, WEIGHT=weight).launch("embed_kernel", (4,), (32,), x, table, ids, i32(72), seed=seed)
@@ -119,7 +121,7 @@ def test_gemv(rng: np.random.Generator, act: str, weight: str, normed: int, rows
     norm = store(rng.standard_normal(n), weight)
 
     def op(x: np.ndarray, w: np.ndarray, norm: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-        return OPS.linear(rms_norm(x, norm, EPS) if normed else x, w, bias)
+        return OPS.linear(rms_norm(x, norm, EPS) if normed else x, linear(w, bias))
 
     values = read(x, act), read(w, weight), read(norm, weight), None if bias is None else read(bias, weight)
     exact, plain = both(op, *values)

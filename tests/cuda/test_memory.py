@@ -21,6 +21,7 @@ from engine.kv.store import KVStore, SequenceKV
 from engine.model.forward import LayerWeights, Model, ModelWeights
 from engine.quantization.conditioning import Conditioning
 from engine.sampling.sample import Draw, Sampling
+from engine.weight_formats import Linear, Matrix, get
 from model_loaders.config import ModelConfig
 from tests.cuda.emulated import EmulatedDevice
 
@@ -94,18 +95,24 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     def weight(*shape: int) -> np.ndarray:
         return np.empty(shape, np.float16)
 
+    def matrix(*shape: int) -> Matrix:
+        return Matrix(get("f16"), weight(*shape), shape)
+
+    def linear(*shape: int) -> Linear:
+        return Linear((matrix(*shape),))
+
     layers = [
         LayerWeights(
             weight(e),
-            *(weight(queries + 2 * keys, e), None, None, None),
-            *(weight(e, queries), None),
+            *(linear(queries + 2 * keys, e), None, None),
+            linear(e, queries),
             weight(e),
-            *(weight(2 * f, e), None),
-            *(weight(e, f), None),
+            linear(2 * f, e),
+            linear(e, f),
         )
         for _ in range(config.layers)
     ]
-    weights = ModelWeights(weight(config.vocab_size, e), layers, weight(e), weight(config.vocab_size, e), 0)
+    weights = ModelWeights(matrix(config.vocab_size, e), layers, weight(e), linear(config.vocab_size, e), 0)
     k, v = (codecs.get(name) for name in types)
     shape = CacheShape(64, config.kv_heads, config.head_dim, (LayerShape(k, v, 8),) * config.layers)
     stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))

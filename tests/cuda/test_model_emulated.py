@@ -19,6 +19,7 @@ from engine.model.forward import Model
 from engine.model.weights import load_weights
 from engine.quantization.conditioning import Conditioning, Scale
 from engine.sampling.sample import Draw, Sampling
+from engine.weight_formats import Matrix
 from model_loaders import load_weights as open_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
@@ -42,6 +43,9 @@ class SameWeights(NumpyOps):
         self.kind = "__nv_bfloat16" if stored == "BF16" else "__half"
         return self._device.to_host(self._device.weight(x, stored))
 
+    def matrix(self, x: np.ndarray, stored: str) -> Matrix:
+        return super().matrix(self._device.rows(self._device.matrix(x, stored)), stored)
+
 
 class Rounded(SameWeights):
     """NumPy with what the kernels round: queries, keys and values to half precision, and for products with the model's
@@ -53,11 +57,11 @@ class Rounded(SameWeights):
     def attention(self, q, cache, spans, scale, window, space=None) -> np.ndarray:
         return super().attention(_half(q), cache, spans, scale, window, space)
 
-    def linear(self, x, weight, bias=None, *, norm=None, onto=None, gated=False, recorded=False) -> np.ndarray:
+    def linear(self, x, w, *, norm=None, residual=None, activation=None, recorded=False) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
         if len(x) > GEMV_ROWS:
             x = read(store(x, self.kind), self.kind)
-        return super().linear(x, weight, bias, onto=onto, gated=gated)
+        return super().linear(x, w, residual=residual, activation=activation)
 
 
 def _half(x: np.ndarray) -> np.ndarray:

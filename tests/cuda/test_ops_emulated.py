@@ -22,8 +22,10 @@ from engine.kv.store import KVStore, SequenceKV
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import key_metric, value_metric
 from engine.sampling.sample import Draw, Penalties, Sampled, Sampling
+from engine.weight_formats import Linear, Matrix
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
+from tests.weights import linear
 
 HOST = NumpyOps()
 N, HEADS, KV_HEADS, D = 16, 4, 2, 16
@@ -40,6 +42,12 @@ def weight(ops: CudaOps, rng: np.random.Generator, *shape: int, stored: str = "F
     """On the device, and what it is there as float32."""
     on_device = ops.weight(rng.standard_normal(shape).astype(np.float32), stored)
     return on_device, ops.to_host(on_device)
+
+
+def matrix(ops: CudaOps, rng: np.random.Generator, *shape: int, stored: str = "F16") -> tuple[Matrix, np.ndarray]:
+    """On the device, and what it is there as float32."""
+    on_device = ops.matrix(rng.standard_normal(shape).astype(np.float32), stored)
+    return on_device, ops.rows(on_device)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -105,7 +113,7 @@ def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
 
 @pytest.mark.parametrize("stored", STORED)
 def test_embed(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
-    table, host = weight(ops, rng, 11, 24, stored=stored)
+    table, host = matrix(ops, rng, 11, 24, stored=stored)
     ids = np.array([10, 0, 3], np.int32)
     np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(ids))), host[ids])
 
@@ -122,7 +130,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("rows", "recorded"), ROWS)
-@pytest.mark.parametrize(("normed", "biased", "onto", "stored"), [
+@pytest.mark.parametrize(("normed", "biased", "added", "stored"), [
     (False, False, False, "F16"),
     (True, True, False, "BF16"),
     (True, False, True, "F16"),
@@ -135,33 +143,32 @@ def test_linear(
     recorded: bool,
     normed: bool,
     biased: bool,
-    onto: bool,
+    added: bool,
     stored: str,
 ) -> None:
     """Few rows, more, and many; work that is recorded does many in passes."""
     n, out = 48, 40
     x, before = normal(rng, rows, n), normal(rng, rows, out)
-    w, host_w = weight(ops, rng, out, n, stored=stored)
+    w, host_w = matrix(ops, rng, out, n, stored=stored)
     bias, host_bias = weight(ops, rng, out, stored=stored)
     gain, host_gain = weight(ops, rng, n, stored=stored)
 
     def on_device(x: Any, y: Any) -> Any:
-        norm = (gain, EPS) if normed else None
-        return ops.linear(x, w, bias if biased else None, norm=norm, onto=y if onto else None, recorded=recorded)
+        whole, norm = Linear((w,), bias if biased else None), (gain, EPS) if normed else None
+        return ops.linear(x, whole, norm=norm, residual=y if added else None, recorded=recorded)
 
     if recorded:
         result = ops.to_host(ops.replay("test", on_device, [x, before]))
     else:
         y = ops.to_device(before)
         result = ops.to_host(on_device(ops.to_device(x), y))
-        if onto:
+        if added:
             np.testing.assert_array_equal(ops.to_host(y), result)
     wanted = HOST.linear(
         x,
-        host_w,
-        host_bias if biased else None,
+        linear(host_w, host_bias if biased else None),
         norm=(host_gain, EPS) if normed else None,
-        onto=before.copy() if onto else None,
+        residual=before.copy() if added else None,
     )
     # Many rows take x in the type of the weights, which is half a step of each product.
     normed_x = rms_norm(x, host_gain, EPS) if normed else x
@@ -177,13 +184,13 @@ def test_gated_linear(
 ) -> None:
     n, out = 48, 24
     x = normal(rng, rows, n)
-    w, host_w = weight(ops, rng, 2 * out, n)
+    w, host_w = matrix(ops, rng, 2 * out, n)
     bias, host_bias = weight(ops, rng, 2 * out)
     gain, host_gain = weight(ops, rng, n)
 
     def on_device(x: Any) -> Any:
-        norm = (gain, EPS) if normed else None
-        return ops.linear(x, w, bias if biased else None, norm=norm, gated=True, recorded=recorded)
+        whole, norm = Linear((w,), bias if biased else None), (gain, EPS) if normed else None
+        return ops.linear(x, whole, norm=norm, activation="silu", recorded=recorded)
 
     result = ops.to_host(ops.replay("test", on_device, [x]) if recorded else on_device(ops.to_device(x)))
     values = rms_norm(x, host_gain, EPS) if normed else x
@@ -191,7 +198,12 @@ def test_gated_linear(
     gate, up = np.split(exact, 2, axis=1)
     wanted = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(
-        HOST.linear(x, host_w, host_bias if biased else None, norm=(host_gain, EPS) if normed else None, gated=True),
+        HOST.linear(
+            x,
+            linear(host_w, host_bias if biased else None),
+            norm=(host_gain, EPS) if normed else None,
+            activation="silu",
+        ),
         wanted,
         atol=1e-3,
     )

@@ -128,14 +128,15 @@ def _encode_blocks() -> list[Variant]:
     return variants
 
 
-# What `linear` asks for: NORMED, ADD, GATED.
-_LINEAR = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1))
+# What `linear` asks for: NORMED, ADD, and whether with an ACTIVATION.
+_SILU: dict[str, Define] = {"ACTIVATION": "silu"}
+_LINEAR = ((0, 0, {}), (1, 0, {}), (0, 1, {}), (1, 1, {}), (0, 0, _SILU), (1, 0, _SILU))
 
 
 def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
     return [
-        replace(variant, defines={**variant.defines, "NORMED": normed, "ADD": add, "GATED": gated})
-        for normed, add, gated in _LINEAR
+        replace(variant, defines={**variant.defines, "NORMED": normed, "ADD": add, **activation})
+        for normed, add, activation in _LINEAR
         for variant in _all(kernel, **choices)
     ]
 
@@ -162,6 +163,7 @@ def _gemv() -> list[Variant]:
 
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
+    "activate_mul": _all("activate_mul", ACT=_TYPES, ACTIVATION=("silu",)),
     "add_bias": _all("add_bias", ACT=("float",), WEIGHT=_SHORT),
     "append_kv": _exact("append_kv"),
     "combine": [Variant("combine", {"D": d, "ORDER": order}) for d in _HEAD_DIMS for order in (1, d & -d)],
@@ -179,7 +181,6 @@ VARIANTS: dict[str, list[Variant]] = {
     "prefill_attention": _prefill_attention(),
     "rotate": _rotate(),
     "sample": _all("sample"),
-    "silu_mul": _all("silu_mul", ACT=_TYPES),
 }
 
 

@@ -1,7 +1,7 @@
 """Runs the text of `cuda/*.cu` on the CPU, so that kernels are proved on machines without a GPU.
 
-    program = Program(source("silu_mul", ACT="float"))
-    program.launch("silu_mul_kernel", (1, tokens), (256,), y, gate_up, np.int32(f), seed=2)
+    program = Program(source("activate_mul", ACT="float", ACTIVATION="silu"))
+    program.launch("activate_mul_kernel", (1, tokens), (256,), y, gate_up, np.int32(f), seed=2)
 
 `device.h` and what it includes make g++ read CUDA C++; `prelude.cuh` leaves its inline PTX to `matrix.h`. `fibers.cpp`
 runs the threads, `waiting.cpp` has barriers and warp operations, `memory.cpp` judges every access.

@@ -95,10 +95,10 @@ def test_of_inputs_that_have_nothing_to_do_with_each_other_they_are_exact(
     """Keys and values of random inputs at consecutive positions; a bias that outweighs all else, where there is one."""
     config, weights = read_model(FIXTURES / name)
     layer, count = weights.layers[1], 4096
-    if layer.qkv_bias is not None:
-        layer = replace(layer, qkv_bias=20 * layer.qkv_bias)
+    if layer.qkv.bias is not None:
+        layer = replace(layer, qkv=replace(layer.qkv, bias=20 * layer.qkv.bias))
     x = rng.standard_normal((count, config.hidden_size)).astype(np.float32)
-    qkv = OPS.linear(x, layer.qkv, layer.qkv_bias, norm=(layer.attention_norm, config.norm_eps))
+    qkv = OPS.linear(x, layer.qkv, norm=(layer.attention_norm, config.norm_eps))
     norms = None if layer.k_norm is None else (layer.q_norm, layer.k_norm, config.norm_eps)
     angles = np.outer(np.arange(count), rope_frequencies(config.rope, config.head_dim)[0])
     turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

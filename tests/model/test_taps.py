@@ -65,9 +65,11 @@ def first_difference(fixture: str, *, break_layer: int | None = None, part: str 
     if break_layer is not None:
         weights = models[-1].weights
         layers = list(weights.layers)
-        bent = device.to_host(getattr(layers[break_layer], part)).copy()
+        whole = getattr(layers[break_layer], part)
+        bent = device.rows(whole).copy()
         bent[-1, :] *= 1.5
-        layers[break_layer] = replace(layers[break_layer], **{part: device.weight(bent, "F16")})
+        changed = replace(whole, parts=(device.matrix(bent, "F16"),))
+        layers[break_layer] = replace(layers[break_layer], **{part: changed})
         models[-1].weights = replace(weights, layers=layers)
     exact = values(models[0])
     rounded, given = (values(model, exact) for model in models[1:])

@@ -55,7 +55,9 @@ def open_device() -> CupyDevice:
     try:  # what is missing shows only when it is used: the compiler, its headers, cuBLAS
         gate_up = device.from_host(np.zeros((1, 16), np.float32))
         args = (device.empty((1, 8), np.float32), gate_up, np.int32(8))
-        device.launch("silu_mul_kernel", source("silu_mul", ACT="float"), (1, 1), (32,), args)
+        device.launch(
+            "activate_mul_kernel", source("activate_mul", ACT="float", ACTIVATION="silu"), (1, 1), (32,), args
+        )
         half = device.from_host(np.zeros((8, 8), np.float16))
         device.gemm(device.empty((8, 8), np.float32), half, half, add=False)
         device.to_host(gate_up)

@@ -24,6 +24,7 @@ from engine.backends.cuda.memory import prompt_bytes, step_bytes
 from engine.backends.ops import Load, Result
 from engine.errors import EngineError
 from engine.sampling.sample import NOT_FINITE, Draw, Sampled, sample_all, token_logprob
+from engine.weight_formats import Linear, Matrix, get
 
 _UPLOAD_BYTES = 64 << 20  # of float32, while weights become narrow on the device
 # Left free for what nobody counts: compiled kernels, graphs, the libraries' own, pieces too small to be of use. That it
@@ -39,11 +40,13 @@ class _Product(NamedTuple):
     bias: Array | None
     norm: tuple[Array, float] | None
     add: bool
-    gated: bool
+    activation: str | None
 
     def typed(self, x: Array, shape: Shape) -> Shape:
         """For one of our own kernels, with x like this one."""
-        flags = {"NORMED": int(self.norm is not None), "ADD": int(self.add), "GATED": int(self.gated)}
+        flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add)}
+        if self.activation is not None:
+            flags["ACTIVATION"] = self.activation
         types = {"ACT": type_of(x), "WEIGHT": type_of(self.weight)}
         return shape._replace(defines={**types, **flags, **shape.defines})
 
@@ -120,6 +123,14 @@ class CudaOps(CacheOps):
             self._narrow(flat[rows], part)
         return weight
 
+    def matrix(self, x: np.ndarray, stored: str) -> Matrix:
+        return Matrix(get("bf16" if stored == "BF16" else "f16"), self.weight(x, stored), x.shape)
+
+    def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
+        if isinstance(matrix, Linear):
+            (matrix,) = matrix.parts
+        return self.to_host(matrix.data[rows])
+
     def to_device(self, x: Any) -> Array:
         x = np.asarray(x)
         return self._device.from_host(np.ascontiguousarray(x, np.int32 if x.dtype.kind in "iu" else np.float32))
@@ -132,26 +143,27 @@ class CudaOps(CacheOps):
 
     # -- the forward pass --------------------------------------------------------------------------------------
 
-    def embed(self, table: Array, ids: Array) -> Array:
+    def embed(self, table: Matrix, ids: Array) -> Array:
         width = table.shape[1]
         x = self._device.empty((len(ids), width), np.float32)
-        self._launch("embed", (len(ids),), _typed(table, Shape({}, threads_for(width // 8))), x, table, ids, width)
+        shape = _typed(table.data, Shape({}, threads_for(width // 8)))
+        self._launch("embed", (len(ids),), shape, x, table.data, ids, width)
         return x
 
     def linear(
         self,
         x: Array,
-        weight: Array,
-        bias: Array | None = None,
+        w: Linear,
         *,
         norm: tuple[Array, float] | None = None,
-        onto: Array | None = None,
-        gated: bool = False,
+        residual: Array | None = None,
+        activation: str | None = None,
         recorded: bool = False,
     ) -> Array:
-        rows, out = len(x), len(weight) // 2 if gated else len(weight)
-        product = _Product(weight, bias, norm, onto is not None, gated)
-        y = self._device.empty((rows, out), np.float32) if onto is None else onto
+        rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
+        (matrix,) = w.parts
+        product = _Product(matrix.data, w.bias, norm, residual is not None, activation)
+        y = self._device.empty((rows, out), np.float32) if residual is None else residual
         if rows > SMALL_ROWS and not recorded:
             self._large(y, x, product)
             return y
@@ -192,14 +204,15 @@ class CudaOps(CacheOps):
     def _large(self, y: Array, x: Array, of: _Product) -> None:
         """`linear` of any number of rows into y."""
         rows, out = len(x), len(of.weight)
-        product = self._device.empty((rows, out), np.float32) if of.gated else y
+        product = y if of.activation is None else self._device.empty((rows, out), np.float32)
         self._device.gemm(product, self._narrowed(x, of), of.weight, add=of.add)
         if of.bias is not None:
             shape = _typed(of.bias, Shape({}, threads_for(out)))
             self._launch("add_bias", (-(-out // shape.threads), rows), shape, product, of.bias, out)
-        if of.gated:
-            shape, half = Shape({"ACT": "float"}, threads_for(-(-out // 16))), out // 2
-            self._launch("silu_mul", (-(-half // (8 * shape.threads)), rows), shape, y, product, half)
+        if of.activation is not None:
+            half, threads = out // 2, threads_for(-(-out // 16))
+            shape = Shape({"ACT": "float", "ACTIVATION": of.activation}, threads)
+            self._launch("activate_mul", (-(-half // (8 * threads)), rows), shape, y, product, half)
 
     def _narrowed(self, x: Array, of: _Product) -> Array:
         """x (T, in) in the weights' type, normalised before where there is a norm."""

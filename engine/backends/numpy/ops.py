@@ -24,6 +24,7 @@ from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, Sto
 from engine.errors import EngineError
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
+from engine.weight_formats import Linear, Matrix, get
 
 _GIB = 1 << 30
 
@@ -95,37 +96,42 @@ class NumpyOps:
     def weight(self, x: np.ndarray, stored: str) -> np.ndarray:
         return np.ascontiguousarray(x, np.float32)
 
+    def matrix(self, x: np.ndarray, stored: str) -> Matrix:
+        return Matrix(get("f32"), np.ascontiguousarray(x, np.float32), x.shape)
+
+    def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
+        return _whole(matrix)[rows]
+
     def to_device(self, x: Any) -> np.ndarray:
         return np.ascontiguousarray(x, np.int32 if np.asarray(x).dtype.kind in "iu" else np.float32)
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x
 
-    def embed(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        return table[ids]
+    def embed(self, table: Matrix, ids: np.ndarray) -> np.ndarray:
+        return table.data[ids]
 
     @_quiet
     def linear(
         self,
         x: np.ndarray,
-        weight: np.ndarray,
-        bias: np.ndarray | None = None,
+        w: Linear,
         *,
         norm: tuple[np.ndarray, float] | None = None,
-        onto: np.ndarray | None = None,
-        gated: bool = False,
+        residual: np.ndarray | None = None,
+        activation: str | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
-        x = x if norm is None else rms_norm(x, *norm)
+        x, weight = x if norm is None else rms_norm(x, *norm), _whole(w)
         y = thin_product(x, weight) if self._in_place and is_thin(len(x)) else x @ weight.T
-        if bias is not None:
-            y += bias
-        if gated:
-            return silu_mul(y)
-        if onto is None:
+        if w.bias is not None:
+            y += w.bias
+        if activation is not None:
+            return ACTIVATIONS[activation](y)
+        if residual is None:
             return y
-        onto += y
-        return onto
+        residual += y
+        return residual
 
     def prepare(self, spaces: Sequence[StoredSpace]) -> list[StoredSpace]:
         return list(spaces)
@@ -265,6 +271,13 @@ class NumpyOps:
             to[:, :tokens] = given
 
 
+def _whole(matrix: Matrix | Linear) -> np.ndarray:
+    """All of it as float32: whatever is loaded together is one array here."""
+    if isinstance(matrix, Linear):
+        (matrix,) = matrix.parts
+    return matrix.data
+
+
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x (..., n) / rms(x) * weight (n,)."""
     mean_square = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
@@ -301,3 +314,7 @@ def silu_mul(gate_up: np.ndarray) -> np.ndarray:
     np.divide(gate, y, out=y)
     y *= up
     return y
+
+
+# Name → activation(gate) * up of [gate | up].
+ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"silu": silu_mul}

@@ -1,9 +1,10 @@
-// y = silu(gate) · up, silu(g) = g / (1 + e^-g).
+// y = ACTIVATION(gate) · up.
 //
 // gate_up (T, 2F) = [gate | up], y (T, F).
-// Grid (ceil(F / (8 · block)), T). DEFINES: ACT.
+// Grid (ceil(F / (8 · block)), T). DEFINES: ACT, ACTIVATION (of activation.cuh).
+// JOINS: activation.cuh.
 // PRECOND: F % 8 == 0; gate_up and y aligned to 16 bytes.
-extern "C" __global__ void __launch_bounds__(1024) silu_mul_kernel(ACT *y, const ACT *gate_up, int F) {
+extern "C" __global__ void __launch_bounds__(1024) activate_mul_kernel(ACT *y, const ACT *gate_up, int F) {
     const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
     if (i >= F) return;
     const ACT *row = gate_up + blockIdx.y * 2ll * F;
@@ -11,6 +12,6 @@ extern "C" __global__ void __launch_bounds__(1024) silu_mul_kernel(ACT *y, const
     load_floats(gate, row + i);
     load_floats(up, row + F + i);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) gate[j] = silu(gate[j]) * up[j];
+    for (int j = 0; j < 8; ++j) gate[j] = ACTIVATION(gate[j]) * up[j];
     store_floats(y + (long long)blockIdx.y * F + i, gate);
 }

@@ -1,0 +1,11 @@
+// Activations by their names: ACTIVATION is one of these functions, or not defined, and GATED then false.
+
+#ifdef ACTIVATION
+constexpr bool GATED = true;
+#else
+constexpr bool GATED = false;
+#define ACTIVATION
+#endif
+
+// e^-x overflows to infinity below −88, where silu is 0 = x / infinity.
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }

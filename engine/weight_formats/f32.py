@@ -1,0 +1,11 @@
+"""Float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+VALUES, NBYTES = 1, 4
+
+
+def dequantize(raw: np.ndarray, out: np.ndarray) -> None:
+    out[...] = raw.view("<f4")
