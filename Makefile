@@ -81,6 +81,7 @@ compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architect
 readme: $(VENV)/.installed  ## bring the tables of the README and docs/ up to date
 	@$(PY) -m scripts.make_flag_table
 	@$(PY) -m scripts.make_quality_table
+	@$(PY) -m scripts.make_cache_tables
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

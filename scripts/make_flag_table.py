@@ -1,13 +1,19 @@
-"""Writes the table of docs/flags.md, between its `<!-- flags -->` marks, from the dataclasses of the command line."""
+"""Writes the tables of settings into docs/flags.md and docs/embedding.md, between their marks, from the dataclasses."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from engine.chat.config import GROUPS
+from engine.config import EngineConfig, SamplingParams
 from engine.flags import describe
+from scripts.make_quality_table import with_tables
 from server.config import ServerConfig
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
-BEGIN, END = "<!-- flags -->", "<!-- /flags -->"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def flag_table() -> str:
@@ -19,13 +25,17 @@ def flag_table() -> str:
     return "\n".join(lines)
 
 
-def with_table(text: str) -> str:
-    """`text` with the current table between its marks. Raises SystemExit with a sentence where they are missing."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{DOCUMENT.name} needs the lines {BEGIN} and {END} around its table of flags")
-    return f"{before}{BEGIN}\n{flag_table()}\n{END}{after}"
+def field_table(cls: type, *left_out: str) -> str:
+    """One Markdown table with a line per field of a dataclass: its name in Python, its default, its meaning."""
+    lines = ["| Field | Default | Meaning |", "|---|---|---|"]
+    for field in fields(cls):
+        if field.name in left_out:
+            continue
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        told = "`False`: " if default is True else ""  # the sentence is that of a flag which switches it off
+        meaning = re.sub("--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", _cell(field.metadata["help"]))
+        lines.append(f"| `{field.name}` | `{default!r}` | {told}{meaning} |")
+    return "\n".join(lines)
 
 
 def _cell(text: str) -> str:
@@ -33,5 +43,16 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+# Document → the name of a mark → what stands between `<!-- name -->` and `<!-- /name -->`.
+TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    DOCS / "flags.md": {"flags": flag_table},
+    DOCS / "embedding.md": {
+        "settings": lambda: field_table(EngineConfig, "weights"),
+        "sampling": lambda: field_table(SamplingParams),
+    },
+}
+
+
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for document, tables in TABLES.items():
+        document.write_text(with_tables(document.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
+from starlette.routing import Route
 
-from scripts import make_quality_table
-from scripts.make_flag_table import BEGIN, DOCUMENT, END, with_table
-from scripts.make_quality_table import TABLES, newest, with_tables
+from engine.errors import EngineError
+from scripts import make_cache_tables, make_flag_table, make_quality_table
+from scripts.make_quality_table import ROOT, newest, with_tables
+from server.config import ServerConfig
+from server.http.app import create_app
+from server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
 
-SPEED = make_quality_table.ROOT / "docs" / "speed.md"
-
-
-def test_the_table_of_flags_is_current():
-    text = DOCUMENT.read_text(encoding="utf-8")
-    assert text == with_table(text), "run `make readme`"
+SPEED, EMBEDDING, SERVER = (ROOT / "docs" / name for name in ("speed.md", "embedding.md", "server.md"))
+TABLES = {**make_flag_table.TABLES, **make_quality_table.TABLES, **make_cache_tables.TABLES}
 
 
 @pytest.mark.parametrize("document", TABLES, ids=lambda path: path.name)
-def test_the_tables_of_costs_are_what_was_measured(document):
+def test_the_tables_of_a_document_are_current(document):
     text = document.read_text(encoding="utf-8")
     assert text == with_tables(text, TABLES[document]), "run `make readme`"
 
 
 def test_a_missing_table_is_named():
-    with pytest.raises(SystemExit, match="flags"):
-        with_table("# A README without marks\n")
-    with pytest.raises(SystemExit, match="<!-- costs -->"):
-        with_tables("# A README without marks\n", {"costs": str})
+    with pytest.raises(SystemExit, match="<!-- flags -->"):
+        with_tables("# A README without marks\n", {"flags": str})
 
 
-def test_only_the_table_changes():
-    text = with_table(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    assert text.startswith(f"before\n{BEGIN}\n| Flag |")
-    assert text.endswith(f"|\n{END}\nafter\n")
-    assert with_table(text) == text
+def test_only_the_tables_change():
+    tables = {"flags": make_flag_table.flag_table, "more": lambda: "new"}
+    text = with_tables(
+        "before\n<!-- flags -->\nold\n<!-- /flags -->\nbetween\n<!-- more --><!-- /more -->after\n", tables
+    )
+    assert text.startswith("before\n<!-- flags -->\n| Flag |")
+    assert text.endswith("|\n<!-- /flags -->\nbetween\n<!-- more -->\nnew\n<!-- /more -->after\n")
+    assert with_tables(text, tables) == text
 
 
 def test_steps_of_many_sequences_are_as_fast_as_the_document_says():
@@ -61,3 +66,32 @@ def test_the_headline_is_what_the_default_costs():
     text = " ".join(make_quality_table.README.read_text(encoding="utf-8").split())
     assert f"raises perplexity by {more:.1f} %" in text
     assert 3.9 < default["bits_per_value"] < 4.1
+
+
+def rows(document, header):
+    """The cells of each row of the table of `document` whose header begins so."""
+    table = document.read_text(encoding="utf-8").split(f"\n| {header} |")[1].split("\n\n")[0]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+def test_every_code_of_an_error_is_explained():
+    told = {code for row in rows(EMBEDDING, "Code") for code in re.findall(r"`(\w+)`", row[0])}
+    assert told == {*re.findall(r'"(\w+)"', EngineError.__doc__)} - {"n_ctx", "n_prompt_tokens"}
+
+
+def test_every_status_of_an_error_is_explained():
+    told = {
+        (int(status), code)
+        for row in rows(SERVER, "Status")
+        for status in row[0].split(", ")
+        for code in re.findall(r"`(\w+)`", row[1])
+    }
+    assert {(status, code) for code, status in {**_ENGINE_STATUS, **_REFUSED_STATUS}.items()} <= told
+
+
+def test_every_endpoint_is_explained():
+    told = {pair for row in rows(SERVER, "Endpoint") for pair in re.findall(r"`(\w+) (\S+)`", row[0])}
+    driver = cast(Any, SimpleNamespace(engine=SimpleNamespace(model=SimpleNamespace(tokenizer=None))))
+    routes = cast(list[Route], create_app(driver, ServerConfig()).routes)
+    there = {(next(iter({*route.methods} - {"HEAD"})), re.sub(r"{.*?}", "NAME", route.path)) for route in routes}
+    assert told == there

@@ -1,0 +1,170 @@
+"""Every command and every snippet of the README and of docs/ that can be run is run, in the order of the page.
+
+The tiny model stands for the models that the pages name, and a server of its own for the one that they talk to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.process import Process
+from tests.tiny import make_model
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "cuda" / "README.md",
+]
+# What needs the network, a GPU, minutes, or the whole test suite.
+NOT_RUN = (".venv/bin/hf download", "make test", "make gpu-test", "make gpu-bench", "make compile-all")
+PYTHON = """\
+import json, os, subprocess, sys
+module = sys.argv[2]
+with open("asked", "a") as asked:
+    print(json.dumps(sys.argv[2:]), file=asked)
+if module == "engine.chat":
+    # The last --weights counts, and one thread is enough.
+    sys.exit(subprocess.call([sys.executable, *sys.argv[1:], "--weights", "./smollm2", "--device", "cpu", "-n", "8"]))
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between fences, and where."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def commands(self) -> Iterator[tuple[str, str]]:
+        """(command, the output that the page shows) for each line behind a "$ "."""
+        for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
+            lines = part.splitlines(keepends=True)
+            end = next(i for i, line in enumerate(lines) if not line.endswith("\\\n"))
+            yield "".join(lines[: end + 1]).strip(), "".join(lines[end + 1 :]).strip()
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: at.start()].count("\n") + 2, at[1], at[2]) for at in found]
+
+
+def runs(page: Path) -> bool:
+    """Whether there is anything to run; docs/adding.md has a file, which a test of its own puts into its place."""
+    return page.name != "adding.md" and any(block.language in ("python", "console") for block in blocks(page))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout that is set up, as far as the commands see it, with a model at ./smollm2."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    make_model_at = tmp_path / "smollm2"
+    make_model_at.mkdir()
+    make_model(make_model_at)
+    for name in ("pyproject.toml", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in (".installed", ".installed-dev", ".installed-serve"):
+        (tmp_path / ".venv" / name).touch()
+    (tmp_path / "python.py").write_text(PYTHON, encoding="utf-8")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{tmp_path / 'python.py'}' \"$@\"\n", encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the pages' commands are for a Unix shell")
+@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.name)
+def test_what_a_page_shows_can_be_run(page: Path, folder: Path) -> None:
+    names: dict[str, Any] = {"__name__": page.stem}
+    flags = ("--sessions", str(folder / "sessions"), "--socket-port", "0")
+    with Process(folder / "smollm2", folder, *flags) as server:
+        for block in blocks(page):
+            text = _at(server, block.text)
+            if block.language == "python":
+                exec(compile("\n" * (block.line - 1) + text, str(block.page), "exec"), names)
+            elif block.language == "console":
+                for command, output in block.commands():
+                    if not command.startswith(NOT_RUN):
+                        _run(_at(server, command), output, folder)
+
+
+def _at(server: Process, text: str) -> str:
+    """`text` with the addresses of `server` in place of the usual ones."""
+    host, port = server.line.split()[-1].rsplit(":", 1)
+    text = text.replace("127.0.0.1:8080", ":".join(map(str, server.address)))
+    return text.replace('("127.0.0.1", 8081)', f'("{host}", {port})').replace("127.0.0.1 8081", f"{host} {port}")
+
+
+def _run(command: str, expected: str, folder: Path) -> None:
+    program = shlex.split(command)[0]
+    if program in ("curl", "nc") and shutil.which(program) is None:
+        return  # the other commands of the page are run all the same
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command.replace("curl ", "curl --silent --show-error --fail ", 1)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    if expected:
+        assert _shape(json.loads(done.stdout)) == _shape(json.loads(expected)), command
+    asked = folder / "asked"
+    for line in asked.read_text(encoding="utf-8").splitlines() if asked.exists() else ():
+        _check_flags(*json.loads(line))
+    asked.unlink(missing_ok=True)
+
+
+def _shape(value: Any) -> Any:
+    """What is left of JSON where numbers do not count."""
+    if isinstance(value, dict):
+        return {name: _shape(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_shape(one) for one in value]
+    return "a number" if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+_HELP: dict[str, str] = {}
+
+
+def _check_flags(module: str, *arguments: str) -> None:
+    """Raises AssertionError for a flag that the module does not have; engine.chat has been run."""
+    if module not in _HELP:
+        command = [sys.executable, "-m", module, "--help"]
+        _HELP[module] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=ROOT).stdout
+    for argument in arguments:
+        if argument.startswith("-"):
+            assert re.search(rf"(?<![\w-]){re.escape(argument)}(?![\w-])", _HELP[module]), f"{module} has no {argument}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = page if not name else (page.parent / name).resolve()
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
