@@ -45,9 +45,12 @@ def bare_model(
     return Model(ops, config, weights, KVStore(ops, plan, conditioning))
 
 
-def feed(model: Model, kv: SequenceKV, ids: Sequence[int], *, round_trip: bool = False) -> np.ndarray:
-    """One span of `ids` → logits (T, V)."""
-    span = model.store.open(kv, len(ids), round_trip=round_trip)
+def feed(
+    model: Model, kv: SequenceKV, ids: Sequence[int], *, step: bool = False, round_trip: bool = False
+) -> np.ndarray:
+    """One span of `ids`, a prompt's or a step's → logits (T, V)."""
+    store = model.store
+    span = store.open_step(kv, len(ids)) if step else store.open(kv, len(ids), round_trip=round_trip)
     hidden = model.run([span], ids)
     model.store.commit(span)
     return model.logits(hidden)
@@ -61,7 +64,7 @@ def prefill_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
 def step_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
     """Logits (T, V) of one step after the other."""
     kv = model.store.new_sequence()
-    return np.concatenate([feed(model, kv, [i]) for i in ids])
+    return np.concatenate([feed(model, kv, [i], step=True) for i in ids])
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

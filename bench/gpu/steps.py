@@ -104,10 +104,9 @@ def measure_steps(gpu: Gpu, sizes: Sizes, of: RandomModel, context: int, batch: 
 
 
 def _step(model: Model, sequences: list[SequenceKV], ids: list[int], draws: list[Draw]) -> list[int]:
-    spans = [model.store.open(sequence, 1) for sequence in sequences]
+    spans = [model.store.open_step(sequence) for sequence in sequences]
     following = _tokens(model.step(spans, ids, draws))
-    for span in spans:
-        model.store.commit(span)
+    model.store.commit_steps(spans)
     return following
 
 

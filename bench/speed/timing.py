@@ -101,10 +101,9 @@ class Streams:
 
     def _step(self, sequences: Sequence[SequenceKV]) -> None:
         """The same token for all: what comes out makes no difference to the time."""
-        spans = [self._store.open(sequence, 1) for sequence in sequences]
+        spans = [self._store.open_step(sequence) for sequence in sequences]
         self._model.step(spans, [0] * len(spans), [self._draw] * len(spans))
-        for span in spans:
-            self._store.commit(span)
+        self._store.commit_steps(spans)
 
 
 @dataclass

@@ -76,16 +76,17 @@ class CacheSpan:
     """Where the K/V of one sequence's new tokens go, and what they see, in every layer with the same window.
 
     Positions count tokens. The sequence is [sink | coded blocks | now]: `now` holds the current block's earlier tokens
-    and all the new ones in full precision.
+    and all the new ones in full precision, one block behind the other in a prompt's buffer, or each in an exact slot.
     """
 
     rows: slice  # rows of q, k, v that belong to this sequence, in order of position
     position: int  # of the first of these rows
-    now: Place  # where `now` begins: a buffer's block 0, or the one exact slot of a step
+    now: Place  # where `now` begins: a buffer's block 0, or the exact slot of a step's current block
     now_start: int  # position of its first token
     sink: int | None  # exact slot of the first block, if that is complete and kept
     table: Sequence[int]  # ids of the coded blocks
     table_start: int  # position of the first token of table[0]
+    following: Sequence[int] = ()  # exact slots of further blocks that rows of a step go to, behind `now`
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,10 @@ class Ops(Protocol):
         """Room for `rows` tokens' K/V of one layer in full precision."""
 
     def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Spans:
-        """What the ops below need to know of `spans`, in blocks of so many tokens. Several must be of one row each."""
+        """What the ops below need to know of `spans`, in blocks of so many tokens. Several must be those of a step.
+
+        Their rows follow each other.
+        """
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), conditioned, into each span's `now` at their positions."""

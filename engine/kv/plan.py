@@ -137,28 +137,40 @@ class StorePlan:
         return self.shape.bytes(self.coded_blocks, self.exact_slots)
 
 
-# A sequence holds a sink and a tail, and for a moment the slot of the tail that a prompt has just completed.
-_SLOTS_PER_SEQUENCE = 2
+# The slot of the tail that a prompt has just completed, for a moment.
 _SPARE_SLOTS = 1
 
 
-def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int) -> StorePlan:
-    """The smallest store in which one sequence of `tokens` fits beside the exact slots of `sequences` sequences."""
-    return StorePlan(shape, tokens, shape.coded_blocks(tokens), _SLOTS_PER_SEQUENCE * sequences + _SPARE_SLOTS)
+def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:
+    """The smallest store in which one sequence of `tokens` fits beside the exact slots of `sequences` sequences, which
+    may all have `step_rows` rows in a step.
+    """
+    touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size  # blocks that rows may go to, the tail's too
+    slots = (1 + touched) * sequences + _SPARE_SLOTS
+    return StorePlan(shape, tokens, shape.coded_blocks(tokens), slots)
 
 
 def plan_for_memory(
-    shape: CacheShape, memory: int, max_tokens: int, sequences: int, beside: Callable[[int], int] = lambda tokens: 0
+    shape: CacheShape,
+    memory: int,
+    max_tokens: int,
+    sequences: int,
+    beside: Callable[[int], int] = lambda tokens: 0,
+    step_rows: int = 1,
 ) -> StorePlan:
     """The store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
 
     beside: bytes of `memory` that other things take if a sequence may have so many tokens, growing with them. Exact
     slots are large; where they would take more than a quarter of the memory, fewer sequences are kept.
-    Raises EngineError where not even two blocks fit.
+    step_rows: as for `plan_for_tokens`. Raises EngineError where not even two blocks fit.
     """
-    while sequences > 1 and plan_for_tokens(shape, 0, sequences).bytes > memory // 4:
+
+    def plan(tokens: int) -> StorePlan:
+        return plan_for_tokens(shape, tokens, sequences, step_rows)
+
+    while sequences > 1 and plan(0).bytes > memory // 4:
         sequences -= 1
-    least = plan_for_tokens(shape, min(max_tokens, 2 * shape.block_size), sequences)
+    least = plan(min(max_tokens, 2 * shape.block_size))
     left = memory - beside(least.tokens)
     if least.bytes > left:
         raise EngineError(
@@ -170,11 +182,11 @@ def plan_for_memory(
     low, high = least.tokens, max(least.tokens, max_tokens)
     while low < high:
         middle = (low + high + 1) // 2
-        if plan_for_tokens(shape, middle, sequences).bytes + beside(middle) <= memory:
+        if plan(middle).bytes + beside(middle) <= memory:
             low = middle
         else:
             high = middle - 1
-    return plan_for_tokens(shape, min(low, max_tokens), sequences)
+    return plan(min(low, max_tokens))
 
 
 def f16_tokens(plan: StorePlan, max_tokens: int) -> int:

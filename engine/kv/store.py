@@ -1,23 +1,30 @@
 """The KV store: where every sequence's K/V lies, and what becomes codes when.
 
 A sequence is cut into blocks of N tokens. Its first block (the sink) and the block it is filling (the tail) stay in
-full precision, in *exact slots*; every complete block between them is encoded. New tokens pass through a `Span`:
+full precision, in *exact slots*; every complete block between them is encoded. New tokens pass through a `Span`.
+Those of a prompt keep one layer's new K/V in a buffer of their own until that layer is sealed:
 
     span = store.open(sequence, count)      blocks are reserved, or OutOfBlocks and nothing has changed
     for every layer:                        begin_layer, append and attend (any number of chunks); once all is appended
         store.seal(layer, span)             complete blocks become codes, the rest goes to the tail
     store.commit(span)                      the sequence is longer now       (or store.abort(span))
 
-A span of one token writes straight into the tail; a longer one keeps one layer's new K/V in a buffer of its own until
-that layer is sealed. Layers that see the same window share block tables, and blocks that no later token of a group can
-see are given back.
+Those of a step go straight to the slots of their blocks and stay in full precision until it is known how many of them
+are kept:
+
+    span = store.open_step(sequence, count)
+    for every layer:                        append and attend
+    store.commit(span, kept)                the first `kept` rows are the sequence's, and complete blocks are encoded
+
+Layers that see the same window share block tables, and blocks that no later token of a group can see are given back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.backends.ops import Buffer, Cache, CacheSpan, Ops, Place
 from engine.codecs import NotFinite
@@ -28,6 +35,9 @@ from engine.kv.tables import BlockTable, Growth, TableGroup
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import Metric
 from engine.sampling.sample import NOT_FINITE
+
+# Rows of one sequence that a step may have.
+STEP_ROWS = 16
 
 # What an error of a layer's keys and of its values costs; None where the nearest code is taken.
 Metrics = tuple[Metric | None, Metric | None]
@@ -49,14 +59,26 @@ class SequenceKV:
 
 @dataclass
 class Span:
-    """`count` new tokens of a sequence, from position `start`, on their way into the store."""
+    """`count` new tokens of a sequence, from position `start`, on their way into the store.
+
+    growth: what is reserved, for each group; empty once it is committed or aborted. buffer: where the K/V of a prompt's
+    layer in work go, from the start of the current block; None: a step, whose rows go to the slots of their blocks.
+    """
 
     sequence: SequenceKV
     start: int
     count: int
     growth: list[Growth]
-    buffer: Buffer | None  # K/V of the layer in work, from the start of the current block; None: write to the tail
+    buffer: Buffer | None
     round_trip: bool = False
+
+
+class _Step(NamedTuple):
+    """A span of a step, by its number among others, and the tokens that its sequence will have."""
+
+    number: int
+    span: Span
+    length: int
 
 
 class KVStore:
@@ -102,34 +124,50 @@ class KVStore:
     # -- growing a sequence ------------------------------------------------------------------------------------
 
     def open(self, sequence: SequenceKV, count: int, *, round_trip: bool = False) -> Span:
-        """Reserve room for `count` more tokens. Raises OutOfBlocks and changes nothing.
+        """Reserve room for `count` more tokens of a prompt. Raises OutOfBlocks and changes nothing.
 
         round_trip: the new tokens, which must not go beyond the current block, will be seen through `round_trip`.
         """
+        growth = self._reserve(sequence, lambda group, table: group.grow(table, sequence.length, count))
+        rows = sequence.length % self.shape.block_size + count
+        buffer = self.ops.buffer(self.shape.form(0), rows)
+        return Span(sequence, sequence.length, count, growth, buffer, round_trip)
+
+    def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
+        """Reserve room for `count` ≤ STEP_ROWS rows of a step. Raises OutOfBlocks and changes nothing."""
+        assert 1 <= count <= STEP_ROWS
+        growth = self._reserve(sequence, lambda group, table: group.grow_in_place(table, sequence.length, count))
+        return Span(sequence, sequence.length, count, growth, None)
+
+    def _reserve(self, sequence: SequenceKV, grow: Callable[[TableGroup, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
-                growth.append(group.grow(table, sequence.length, count))
+                growth.append(grow(group, table))
         except OutOfBlocks:
             for group, grown in zip(self.groups, growth, strict=False):
                 group.abort(grown)
             raise
-        rows = sequence.length % self.shape.block_size + count
-        buffer = None if count == 1 and not round_trip else self.ops.buffer(self.shape.form(0), rows)
-        return Span(sequence, sequence.length, count, growth, buffer, round_trip)
+        return growth
 
     def view(self, layer: int, span: Span, rows: slice, position: int) -> CacheSpan:
         """What the ops need to know of `span` for the rows that start at `position`, in a layer and all its group."""
-        table, n = span.sequence.tables[self._group_of[layer]], self.shape.block_size
-        now_start = span.start // n * n
+        index, n = self._group_of[layer], self.shape.block_size
+        table, first = span.sequence.tables[index], span.start // n
+        if span.buffer is None:
+            slot, *following = span.growth[index].slots.values()
+            now = Place(None, slot)
+        else:
+            now, following = Place(span.buffer, 0), []
         return CacheSpan(
             rows=rows,
             position=position,
-            now=self._now(layer, span),
-            now_start=now_start,
-            sink=table.sink if now_start else None,
+            now=now,
+            now_start=first * n,
+            sink=table.sink if first else None,
             table=table.coded,
             table_start=(1 + table.dropped) * n,
+            following=following,
         )
 
     def begin_layer(self, layer: int, span: Span) -> None:
@@ -142,35 +180,22 @@ class KVStore:
         self.ops.copy_exact(self.cache(layer), Place(span.buffer, 0), Place(None, tail), filled)
 
     def seal(self, layer: int, span: Span) -> None:
-        """All K/V of the span are appended: encode its complete blocks, keep the rest in full precision.
+        """All K/V of the span are appended: encode a prompt's complete blocks, and keep the rest in full precision.
 
         Raises EngineError ("model_damaged") where a complete block holds NaN or infinity and the device looks for it.
         """
+        if span.buffer is None:
+            return
         n = self.shape.block_size
         cache, grown = self.cache(layer), span.growth[self._group_of[layer]]
-        buffer, first = self._now(layer, span)
-        base = span.start // n  # number of the block that `now` begins with
+        base = span.start // n  # number of the block that the buffer begins with
         if grown.coded:
-            begin = first + grown.first_coded - base
-            sources = [Place(buffer, begin + i) for i in range(len(grown.coded))]
+            sources = [Place(span.buffer, number - base) for number in grown.coded]
             with _damage_as_error():
-                self.ops.encode_blocks([cache], grown.coded, sources)
-        if buffer is None:
-            return
-        complete, rest = divmod(span.start + span.count, n)
-        if grown.sink is not None:
-            self.ops.copy_exact(cache, Place(None, grown.sink), Place(buffer, 0), n)
-        if grown.tail is not None:
-            self.ops.copy_exact(cache, Place(None, grown.tail), Place(buffer, complete - base), rest)
-
-    def seal_steps(self, spans: Sequence[Span]) -> None:
-        """Encode the blocks that spans of one token have filled, all layers and sequences; raises as `seal` does."""
-        for group, (_, layers) in enumerate(self.shape.groups):
-            filled = [(block, self._now(layers[0], span)) for span in spans for block in span.growth[group].coded]
-            if filled:
-                blocks, slots = zip(*filled, strict=True)
-                with _damage_as_error():
-                    self.ops.encode_blocks([self.cache(layer) for layer in layers], blocks, slots)
+                self.ops.encode_blocks([cache], list(grown.coded.values()), sources)
+        for number, slot in grown.slots.items():
+            tokens = min(n, span.start + span.count - number * n)
+            self.ops.copy_exact(cache, Place(None, slot), Place(span.buffer, number - base), tokens)
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Replace the K/V in the buffer of a sealed span by what its block reads back as once it is encoded.
@@ -183,26 +208,56 @@ class KVStore:
             with _damage_as_error():
                 self.ops.round_trip(self.cache(layer), Place(span.buffer, 0), tokens)
 
-    def commit(self, span: Span) -> None:
-        """Every layer is sealed: the sequence has grown, and blocks that left the window are given back."""
-        sequence = span.sequence
-        sequence.length += span.count
-        for group, table, grown in zip(self.groups, sequence.tables, span.growth, strict=True):
-            group.commit(table, grown, sequence.length)
+    def commit(self, span: Span, kept: int | None = None) -> None:
+        """The sequence has grown by the first `kept` tokens of `span`, all of them for None; it is as if the others had
+        never been there. Of a prompt all are kept.
+
+        Encodes the blocks that a step has filled. Raises EngineError ("model_damaged") where one of them holds NaN or
+        infinity and the device looks for it; the sequence has grown all the same.
+        """
+        for error in self.commit_steps([span], [kept]).values():
+            raise error
+
+    def commit_steps(self, spans: Sequence[Span], kept: Sequence[int | None] | None = None) -> dict[int, EngineError]:
+        """`commit` of many spans, whose blocks are encoded together → the errors of those with a damaged block, by
+        their numbers.
+
+        Codes are written before any table changes: after an exception all spans can be aborted.
+        """
+        lengths = []
+        for span, count in zip(spans, kept or [None] * len(spans), strict=True):
+            count = span.count if count is None else count
+            assert (0 if span.buffer is None else span.count) <= count <= span.count
+            lengths.append(span.start + count)
+        steps = [_Step(i, span, length) for i, (span, length) in enumerate(zip(spans, lengths, strict=True))]
+        damaged = self._encode_filled([step for step in steps if step.span.buffer is None])
+        for _, span, length in steps:
+            growth, span.growth = span.growth, []
+            span.sequence.length = length
+            for group, table, grown in zip(self.groups, span.sequence.tables, growth, strict=True):
+                group.commit(table, grown, length)
+        return damaged
+
+    def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
+        """Encode the blocks that steps have filled, all layers and sequences of a group at once → as `commit_steps`."""
+        try:
+            for index, (group, (_, layers)) in enumerate(zip(self.groups, self.shape.groups, strict=True)):
+                filled = [of for step in steps for of in group.filled(step.span.growth[index], step.length)]
+                if filled:
+                    blocks, sources = [block for block, _ in filled], [Place(None, slot) for _, slot in filled]
+                    with _damage_as_error():
+                        self.ops.encode_blocks([self.cache(layer) for layer in layers], blocks, sources)
+        except EngineError as error:
+            if len(steps) == 1:
+                return {steps[0].number: error}
+            return {number: found for step in steps for number, found in self._encode_filled([step]).items()}
+        return {}
 
     def abort(self, span: Span) -> None:
-        """Forget a span before its commit; the sequence is as it was."""
-        for group, grown in zip(self.groups, span.growth, strict=True):
+        """Forget a span before its commit; the sequence is as it was. Of a committed one there is nothing to forget."""
+        growth, span.growth = span.growth, []
+        for group, grown in zip(self.groups, growth, strict=False):
             group.abort(grown)
-
-    def _now(self, layer: int, span: Span) -> Place:
-        """Where the block that the span begins in lies: at the start of its buffer, or in the slot of a step."""
-        if span.buffer is not None:
-            return Place(span.buffer, 0)
-        grown = span.growth[self._group_of[layer]]
-        slot = grown.tail if grown.sink is None else grown.sink
-        assert slot is not None
-        return Place(None, slot)
 
     # -- what it takes -----------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Block tables: which block of a sequence lies where. Integers only; the arrays are the store's.
 
 Blocks are numbered from the start of a sequence. Block 0 becomes the *sink* and the block being filled is the *tail*;
-both lie in exact slots. Complete blocks between them are coded. A sequence grows by `grow` (reserve), then `commit` or
-`abort`.
+both lie in exact slots. Complete blocks between them are coded. A sequence grows by `grow`, or `grow_in_place` for a
+step (reserve), then `commit` or `abort`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ class BlockTable:
 
 @dataclass
 class Growth:
-    """What new tokens will add to one block table."""
+    """What new tokens may add to one block table: where blocks will lie, by their numbers."""
 
-    tail: int | None  # slot for the tokens behind the last complete block; in a step, for the block it is in
-    sink: int | None  # slot for block 0, when these tokens complete it
-    coded: list[int]  # ids for the complete blocks first_coded, first_coded + 1, …
-    first_coded: int  # earlier ones are out of the window before anyone reads their codes
-    new_slots: list[int]  # exact slots taken from the allocator
+    slots: dict[int, int]  # exact slots; of the current block, this is the table's own once that has tokens
+    coded: dict[int, int]  # coded blocks that become complete and that a later token sees
+    new_slots: list[int]  # of the slots, those taken from the allocator
 
 
 class TableGroup:
@@ -53,44 +51,62 @@ class TableGroup:
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def grow(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve room for `count` tokens from position `start`. Raises OutOfBlocks and changes nothing."""
+        """Reserve room for a prompt's `count` tokens from position `start`, which reach the store when they are all
+        there. Raises OutOfBlocks and changes nothing.
+        """
         n = self.block_size
         end = start + count
         first, complete, rest = start // n, end // n, end % n
         oldest = self.oldest_visible(end)
-        fills_sink = first == 0 and complete > 0 and oldest < n
-        writes_tail = rest > 0 or (count == 1 and not fills_sink)
-        first_coded = max(1, first, oldest // n)
-        coded = self.coded.allocate(max(0, complete - first_coded))
+        kept = [0] if first == 0 and complete > 0 and oldest < n else []
+        kept += [complete] if rest else []
         # The tail's slot goes on with the block it holds. More tokens that complete this block leave the slot as it is
         # until commit, so that aborting has destroyed nothing.
-        same_block = table.tail is not None and (fills_sink or complete == first or count == 1)
+        own = table.tail if first in kept else None
+        return self._reserve(range(max(1, first, oldest // n), complete), kept, own)
+
+    def grow_in_place(self, table: BlockTable, start: int, count: int) -> Growth:
+        """Reserve room for the `count` rows of a step from position `start`, any number of which may be kept: slots for
+        all blocks that they touch, and coded blocks for those that they may fill. Raises OutOfBlocks and changes
+        nothing.
+        """
+        n = self.block_size
+        first, complete, last = start // n, (start + count) // n, (start + count - 1) // n
+        coded = [block for block in range(max(1, first), complete) if self.first_visible((block + 1) * n) <= block]
+        return self._reserve(coded, range(first, last + 1), table.tail)
+
+    def _reserve(self, coded: Sequence[int], kept: Sequence[int], own: int | None) -> Growth:
+        """Blocks with the numbers `coded`, and slots for those `kept`: for the first of them `own`, unless None."""
+        blocks = self.coded.allocate(len(coded))
         try:
-            new_slots = self.exact.allocate(fills_sink + writes_tail - same_block)
+            new_slots = self.exact.allocate(len(kept) - (own is not None))
         except OutOfBlocks:
-            self._release(coded, ())
+            self._release(blocks, ())
             raise
-        slots = [*([table.tail] if same_block else []), *new_slots]
-        sink = slots.pop(0) if fills_sink else None
-        return Growth(slots.pop(0) if writes_tail else None, sink, coded, first_coded, new_slots)
+        slots = [*([] if own is None else [own]), *new_slots]
+        return Growth(dict(zip(kept, slots, strict=True)), dict(zip(coded, blocks, strict=True)), new_slots)
 
     def abort(self, growth: Growth) -> None:
-        self._release(growth.coded, growth.new_slots)
+        self._release(growth.coded.values(), growth.new_slots)
+
+    def filled(self, growth: Growth, length: int) -> list[tuple[int, int]]:
+        """Of a step: the coded blocks that are to be encoded where the sequence has `length` tokens, and the slots that
+        they are encoded from.
+        """
+        visible = range(self.first_visible(length), length // self.block_size)
+        return [(block, growth.slots[number]) for number, block in growth.coded.items() if number in visible]
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        """The tokens are in: the sequence has `length` now. What left the window is given back."""
-        n = self.block_size
-        complete, rest = divmod(length, n)
-        if table.tail not in (None, growth.tail, growth.sink):
-            self.exact.release(table.tail)
-        table.tail = growth.tail
-        if table.tail is not None and rest == 0:
-            self.exact.release(table.tail)
-            table.tail = None
-        if growth.sink is not None:
-            table.sink = growth.sink
-        table.coded += growth.coded
+        """The sequence has `length` tokens now. What they do not need, or have left behind, is given back."""
+        complete, rest = divmod(length, self.block_size)
+        held = {slot for slot in (table.tail, *growth.slots.values()) if slot is not None}
+        table.tail = growth.slots[complete] if rest else None
+        if complete and 0 in growth.slots:
+            table.sink = growth.slots[0]
+        table.coded += [block for number, block in growth.coded.items() if number < complete]
         table.dropped = max(0, complete - 1) - len(table.coded)
+        unused = [block for number, block in growth.coded.items() if number >= complete]
+        self._release(unused, sorted(held - {table.tail, table.sink}))
         self.leave_window(table, length)
 
     def leave_window(self, table: BlockTable, length: int) -> None:

@@ -97,7 +97,7 @@ class Model:
         A generator, so that other work can stand between its units: it yields the rows done after each unit and returns
         the hidden states of the last `outputs` rows (all for None), (outputs, E). A unit is `prefill_rows` rows of a
         layer, or fewer rows of as many layers as are no more work; with `by_layer`, never of two layers. All layers
-        are sealed then; commit is the caller's. Several spans must be of one token each.
+        are sealed then; commit is the caller's. Several spans must be those of a step.
         Cost per token: 2 FLOPs per weight, and attention that grows with the tokens before it; memory: T·E for the
         prompt, and one layer's K/V.
         """
@@ -146,29 +146,19 @@ class Model:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[Sampled]:
-        """One more token `ids` (B,) of each sequence through all layers → the tokens that follow, or why there is none.
+        """New rows of sequences through all layers → the token that follows each row, or why there is none.
 
-        All layers are sealed then; commit is the caller's. Cost: the weights are read once for all sequences.
+        ids, draws: of the rows (T,) of all `spans`, which `KVStore.open_step` gave, in order; the rows of a sequence
+        see each other causally. To commit the spans is the caller's. Cost: the weights are read once for all rows.
         """
-        seen = [self._spans(layers[0], spans, slice(0, len(spans))) for _, layers in self.store.shape.groups]
+        seen = [self._spans(layers[0], spans, slice(0, len(ids))) for _, layers in self.store.shape.groups]
         inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.pack_draws(draws), *seen]
-        chosen, logits = self.ops.replay("step", self._step, inputs)
-        filled = any(growth.coded for span in spans for growth in span.growth)
-        damaged = self._seal_steps(spans) if filled else {}
-        return [damaged.get(i, token) for i, token in enumerate(self.ops.fetch_tokens(chosen, logits, draws))]
-
-    def _seal_steps(self, spans: Sequence[Span]) -> dict[int, Sampled]:
-        """Encode the blocks that a step has filled → the errors of sequences with a damaged block, by their numbers."""
-        try:
-            self.store.seal_steps(spans)
-        except EngineError as error:
-            if len(spans) == 1:
-                return {0: error}
-            return {i: found[0] for i, span in enumerate(spans) if (found := self._seal_steps([span]))}
-        return {}
+        most = max(span.count for span in spans)
+        chosen, logits = self.ops.replay(("step", most), self._step, inputs)
+        return self.ops.fetch_tokens(chosen, logits, draws)
 
     def _step(self, ids: Array, cos: Array, sin: Array, draws: Draws, *spans: Spans) -> tuple[Array, Array]:
-        """ids (B,) int32, cos and sin (B, D/2), spans of each group of layers → tokens (B,), logits (B, V)."""
+        """ids (T,) int32, cos and sin (T, D/2), spans of each group of layers → tokens (T,), logits (T, V)."""
         x = self.ops.embed(self.weights.embedding, ids)
         for layer in range(self.config.layers):
             seen = spans[self.store.group_of(layer)]
@@ -190,16 +180,19 @@ class Model:
         skipped = min(max(0, first_output - rows.start), count)
         seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
         last, position = self.config.layers - 1, spans[0].start + rows.start
-        if not skipped:
-            return _Part(rows, position, seen, 0, seen[self.store.group_of(last)])
+        if skipped in (0, count):  # of a part that is skipped as a whole nothing attends
+            return _Part(rows, position, seen, skipped, seen[self.store.group_of(last)])
         return _Part(rows, position, seen, skipped, self._spans(last, spans, slice(rows.start + skipped, rows.stop)))
 
     def _spans(self, layer: int, spans: Sequence[Span], rows: slice) -> Spans:
         """Each span's part in `rows`, counted from the first of them."""
-        if len(spans) == 1:
-            views = [self.store.view(layer, spans[0], slice(0, rows.stop - rows.start), spans[0].start + rows.start)]
-        else:
-            views = [self.store.view(layer, s, slice(i, i + 1), s.start) for i, s in enumerate(spans[rows])]
+        views, end = [], 0
+        for span in spans:
+            begin, end = end, end + span.count  # of its rows
+            first, last = max(begin, rows.start), min(end, rows.stop)
+            if first < last:
+                own = slice(first - rows.start, last - rows.start)
+                views.append(self.store.view(layer, span, own, span.start + first - begin))
         return self.ops.spans(views, self.store.shape.block_size)
 
     def _layer(

@@ -114,11 +114,6 @@ class Work:
             self.newest = Held(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
         self._prefixes.release(kv, ids)
 
-    def _commit(self, request: Request, span: Span) -> None:
-        """A span is in the store; whoever comes next may find its blocks."""
-        self._store.commit(span)
-        self._prefixes.publish(span.sequence, request.sequence.ids)
-
     # -- prompts -----------------------------------------------------------------------------------------------
 
     def _prefill(self, request: Request) -> None:
@@ -167,7 +162,8 @@ class Work:
             if walk.rows == walk.span.count * layers:
                 next(walk.units)  # nothing is left but the result
         except StopIteration as end:
-            self._commit(request, walk.span)
+            self._store.commit(walk.span)
+            self._prefixes.publish(walk.span.sequence, request.sequence.ids)
             request.walk = None
             if request.sequence.generated:
                 return
@@ -201,20 +197,21 @@ class Work:
         ids = [request.sequence.ids[-1] for request in spans]
         try:
             tokens = self._model.step(list(spans.values()), ids, draws)
+            damaged = self._store.commit_steps(list(spans.values()))
         except BaseException:
             for span in spans.values():
                 self._store.abort(span)
             raise
         for request, span in spans.items():
-            self._commit(request, span)
-        for request, token in zip(spans, tokens, strict=True):
-            request.take(token)
+            self._prefixes.publish(span.sequence, request.sequence.ids)
+        for number, (request, token) in enumerate(zip(spans, tokens, strict=True)):
+            request.take(damaged.get(number, token))
 
     def _open_step(self, request: Request) -> Span | None:
         """Room for one more token; None where there is none, or where the request is preempted."""
         while request.kv is not None:
             try:
-                return self._store.open(request.kv, 1)
+                return self._store.open_step(request.kv)
             except OutOfBlocks:
                 youngest = self._scheduler.preempt()
                 if youngest is None:

@@ -265,7 +265,9 @@ def test_launches_are_those_of_the_document() -> None:
     assert device.launches == parts_of([row[:2] for row in table("Part", "Kernel", "What it does")], layers)
 
     device.launches.clear()
-    model.step([model.store.open(sequence, 1)], [1], [Draw(GREEDY, [], 0.5, model.config.vocab_size)])
+    span = model.store.open_step(sequence)
+    model.step([span], [1], [Draw(GREEDY, [], 0.5, model.config.vocab_size)])
+    model.store.commit(span)
     rows = table("Recorded", "Part", "Kernel", "What it does")
     assert device.launches == parts_of([row[1:3] for row in rows], layers)
     assert device.recorded == parts_of([row[1:3] for row in rows if row[0] == "yes"], layers)

@@ -90,13 +90,13 @@ def steps(model: Model, count: int) -> tuple[np.ndarray, np.ndarray]:
     chosen, ids = [], [7] * count
     draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * count
     for _ in range(STEPS):
-        spans = [store.open(sequence, 1) for sequence in sequences]
+        spans = [store.open_step(sequence) for sequence in sequences]
         ids = model.step(spans, ids, draws)
         for span in spans:
             store.commit(span)
         chosen.append(ids)
     # One more through the store as it is now: what steps wrote shows in it.
-    spans = [store.open(sequence, 1) for sequence in sequences]
+    spans = [store.open_step(sequence) for sequence in sequences]
     logits += list(model.logits(model.run(spans, ids)))
     return np.array(chosen), np.array(logits)
 
@@ -122,7 +122,7 @@ def test_sequences_may_join_and_leave(kept: int, monkeypatch: pytest.MonkeyPatch
         sequences = [model.store.new_sequence() for _ in range(4)]
         chosen: list[int] = []
         for turn in range(40):
-            spans = [model.store.open(sequence, 1) for sequence in sequences[: 1 + turn * 3 % 4]]
+            spans = [model.store.open_step(sequence) for sequence in sequences[: 1 + turn * 3 % 4]]
             draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * len(spans)
             chosen += model.step(spans, [5 + turn] * len(spans), draws)
             for span in spans:

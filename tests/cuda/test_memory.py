@@ -165,7 +165,7 @@ def test_steps_take_what_is_set_aside_for_them(config: ModelConfig, types: tuple
     for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 70):
         load = Load(config, model.store.shape.form(0), 64, rows)
         device.recorded = 0
-        spans = [model.store.open(sequence, 1) for sequence in sequences[:rows]]
+        spans = [model.store.open_step(sequence) for sequence in sequences[:rows]]
         model.step(spans, [1] * rows, [Draw(GREEDY, [], 0.5, config.vocab_size)] * rows)
         for span in spans:
             model.store.abort(span)

@@ -105,7 +105,7 @@ class Talk:
 
     def step(self, ids: Sequence[int]) -> list[int]:
         """One token of each of the first sequences; the logits are those that the tokens were chosen from."""
-        spans = [self.model.store.open(sequence, 1) for sequence in self.sequences[: len(ids)]]
+        spans = [self.model.store.open_step(sequence) for sequence in self.sequences[: len(ids)]]
         draws = [Draw(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
         seen: list[np.ndarray] = []
         fetch = self.model.ops.fetch_tokens

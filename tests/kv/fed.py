@@ -16,11 +16,13 @@ from tests.kv.reference import as_read, attention
 N, HEADS, KV_HEADS, D = 8, 4, 2, 16
 
 
-def make_store(codec_k="f16", codec_v="f16", mean_bits=8, windows=(None,), tokens=256, sequences=4) -> KVStore:
+def make_store(
+    codec_k="f16", codec_v="f16", mean_bits=8, windows=(None,), tokens=256, sequences=4, step_rows=1
+) -> KVStore:
     """A store with one layer per window."""
     k, v = codecs.get(codec_k), codecs.get(codec_v)
     layers = tuple(LayerShape(k, v, mean_bits, window) for window in windows)
-    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), tokens, sequences)
+    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), tokens, sequences, step_rows)
     # Rotations are not the store's business: vectors come rotated.
     return KVStore(NumpyOps(), plan, [Conditioning()] * len(windows))
 
@@ -52,13 +54,18 @@ class Fed:
         k = self.rng.standard_normal((count, KV_HEADS, D)).astype(np.float32) + 1
         return k, self.rng.standard_normal((count, KV_HEADS, D)).astype(np.float32)
 
-    def feed(self, count: int, chunk: int | None = None, *, commit: bool = True) -> np.ndarray:
-        """`count` tokens through one span, `chunk` rows at a time, in every layer; checks what they see."""
+    def feed(
+        self, count: int, chunk: int | None = None, *, step: bool = False, kept: int | None = None, commit: bool = True
+    ) -> np.ndarray:
+        """`count` tokens through one span, `chunk` rows at a time, in every layer; checks what they see.
+
+        kept: of the rows of a step.
+        """
         start = self.kv.length
         new_k, new_v = self.new(count)
         k, v = np.concatenate([self.k, new_k]), np.concatenate([self.v, new_v])
         q = self.rng.standard_normal((count, HEADS, D)).astype(np.float32)
-        span = self.store.open(self.kv, count)
+        span = self.store.open_step(self.kv, count) if step else self.store.open(self.kv, count)
         out = np.empty((len(self.store.shape.layers), *q.shape), np.float32)
         for layer in range(len(self.store.shape.layers)):
             self.store.begin_layer(layer, span)
@@ -71,8 +78,9 @@ class Fed:
                 self.check(out[layer, rows], q[rows], k, v, start, start + first, layer)
             self.store.seal(layer, span)
         if commit:
-            self.store.commit(span)
-            self.k, self.v = k, v
+            self.store.commit(span, kept)
+            assert self.kv.length == start + (count if kept is None else kept)
+            self.k, self.v = k[: self.kv.length], v[: self.kv.length]
         else:
             self.store.abort(span)
         return out

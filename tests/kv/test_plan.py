@@ -23,7 +23,7 @@ from engine.kv.plan import (
     plan_for_memory,
     plan_for_tokens,
 )
-from engine.kv.store import KVStore
+from engine.kv.store import STEP_ROWS, KVStore
 from engine.quantization.conditioning import Conditioning
 
 codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])
@@ -82,12 +82,28 @@ def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> N
     plan = plan_for_tokens(few_heads, tokens, sequences)
     store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
     sequence = store.new_sequence()
-    for count in (tokens // 3, tokens // 3, *[1] * min(200, tokens - 2 * (tokens // 3))):
+    for count in (tokens // 3, tokens // 3):
         if count:
             store.commit(store.open(sequence, count))
+    for _ in range(min(200, tokens - 2 * (tokens // 3))):
+        store.commit(store.open_step(sequence))
     if sequence.length < tokens:
         store.commit(store.open(sequence, tokens - sequence.length))
     assert sequence.length == tokens
+
+
+@given(shapes(), st.integers(2, 4), st.integers(1, STEP_ROWS))
+def test_a_plan_holds_steps_of_all_its_sequences(shape, count, step_rows) -> None:
+    """All of which go over the end of a block, or of as many as there can be."""
+    few_heads = replace(shape, kv_heads=1, head_dim=8)
+    length = 2 * shape.block_size - 1
+    plan = plan_for_tokens(few_heads, 2 * count * (length + step_rows), count, step_rows)
+    store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
+    sequences = [store.new_sequence() for _ in range(count)]
+    for sequence in sequences:
+        store.commit(store.open(sequence, length))
+    spans = [store.open_step(sequence, step_rows) for sequence in sequences]
+    store.commit_steps(spans, [step_rows // 2] * len(spans))
 
 
 @given(shapes(st.none()), st.integers(200, 5000), st.integers(1, 5))

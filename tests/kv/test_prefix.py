@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
-from engine.kv.store import KVStore
+from engine.kv.store import STEP_ROWS, KVStore
 from tests.kv.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
 
 
@@ -40,8 +40,10 @@ class Told(Fed):
     def new(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self._plain(self.kv.length, self.kv.length + count)
 
-    def feed(self, count: int, chunk: int | None = None, *, commit: bool = True) -> np.ndarray:
-        out = super().feed(count, chunk, commit=commit)
+    def feed(
+        self, count: int, chunk: int | None = None, *, step: bool = False, kept: int | None = None, commit: bool = True
+    ) -> np.ndarray:
+        out = super().feed(count, chunk, step=step, kept=kept, commit=commit)
         self.prefixes.publish(self.kv, self.ids)
         return out
 
@@ -54,7 +56,15 @@ class Told(Fed):
         """Tokens one by one."""
         for token in ids:
             self.ids.append(token)
-            self.feed(1)
+            self.feed(1, step=True)
+        return self
+
+    def draft(self, ids: Sequence[int], kept: int) -> Told:
+        """A step of several tokens, the first `kept` of which are accepted."""
+        accepted = [*self.ids, *ids[:kept]]
+        self.ids += ids
+        self.feed(len(ids), step=True, kept=kept)
+        self.ids = accepted
         return self
 
     def end(self) -> None:
@@ -181,7 +191,7 @@ class Schedules(RuleBasedStateMachine):
 
     @initialize(windows=st.sampled_from([(None,), (12,), (None, 12)]))
     def start(self, windows) -> None:
-        self.house = House("polarquant", windows, tokens=64, sequences=3)
+        self.house = House("polarquant", windows, tokens=64, sequences=3, step_rows=N)
         self.told: list[Told] = []
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=4), count=st.integers(1, 40))
@@ -195,6 +205,13 @@ class Schedules(RuleBasedStateMachine):
     def step(self, data, ids: list[int]) -> None:
         told = data.draw(st.sampled_from(self.told))
         self._grow(told, lambda: told.step(*ids))
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 1), min_size=1, max_size=STEP_ROWS))
+    def draft(self, data, ids: list[int]) -> None:
+        told = data.draw(st.sampled_from(self.told))
+        kept = data.draw(st.integers(0, len(ids)))
+        self._grow(told, lambda: told.draft(ids, kept))
 
     def _grow(self, told: Told, how) -> None:
         try:

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
-from engine.kv.store import SequenceKV
+from engine.kv.snapshot import export
+from engine.kv.store import STEP_ROWS, SequenceKV, Span
 from tests.kv.fed import Fed, N, assert_held_by, held, make_store
 
 
@@ -21,7 +23,46 @@ def test_every_token_sees_sink_codes_and_tail(codec: str, mean_bits: int, window
     for count, chunk in [(3, None), (1, None), (40, 7), (1, None), (1, None), (1, None), (6, 1), (30, None), (1, None)]:
         sequence.feed(count, chunk)
     for _ in range(2 * N + 1):
-        sequence.feed(1)
+        sequence.feed(1, step=True)
+
+
+@pytest.mark.parametrize("first", [0, 3, N - 1, N, 2 * N - 1, 3 * N + 5])
+@pytest.mark.parametrize("window", [None, 1, 5, 20])
+def test_rows_of_a_step_see_each_other_and_leave_no_trace_unless_kept(first: int, window: int | None) -> None:
+    """Over ends of blocks, of the first one as well, whatever part of them is kept."""
+    sequence = Fed(make_store("ring4", "ring3.5", 8, (window, None), step_rows=STEP_ROWS))
+    if first:
+        sequence.feed(first)
+    for count, kept in [(5, 2), (N, 0), (2, 2), (STEP_ROWS, 5), (3, 3), (STEP_ROWS, STEP_ROWS), (7, 1), (N + 1, N)]:
+        sequence.feed(count, step=True, kept=kept)
+        assert sequence.store.bytes_held(sequence.kv) == sequence.store.shape.sequence_bytes(sequence.kv.length)
+        assert_held_by(sequence.store, [sequence.kv])
+    sequence.feed(N)
+
+
+@given(st.lists(st.tuples(st.integers(1, STEP_ROWS), st.integers(0, STEP_ROWS)), min_size=1, max_size=12))
+@settings(max_examples=25)
+def test_rows_that_are_kept_are_stored_as_if_they_had_come_alone(steps: list[tuple[int, int]]) -> None:
+    windows = (None, 12)
+    alone, together = (Fed(make_store("ring4", "ring3.5", windows=windows, step_rows=STEP_ROWS)) for _ in range(2))
+    for count, kept in steps:
+        k, v = together.new(count)
+        for fed, parts in ((together, [slice(0, count)]), (alone, [slice(i, i + 1) for i in range(min(kept, count))])):
+            store = fed.store
+            for rows in parts:
+                span = store.open_step(fed.kv, rows.stop - rows.start)
+                for layer in range(len(windows)):
+                    view = store.view(layer, span, slice(0, span.count), span.start)
+                    store.ops.append_kv(store.cache(layer), [view], k[rows], v[rows])
+                store.commit(span, min(kept, count) if fed is together else None)
+    for index in range(len(windows)):
+        tables = [fed.kv.tables[index] for fed in (alone, together)]
+        assert [(len(t.coded), t.dropped, t.sink is None, t.tail is None) for t in tables[:1]] == [
+            (len(t.coded), t.dropped, t.sink is None, t.tail is None) for t in tables[1:]
+        ]
+    a, b = (export(fed.store, fed.kv).arrays for fed in (alone, together))
+    assert a.keys() == b.keys()
+    assert all(np.array_equal(a[name], b[name]) for name in a)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 9))
@@ -43,10 +84,9 @@ def test_steps_and_prompts_store_the_same_codes() -> None:
     # The same random stream in both: K/V of the prompt, replayed one by one.
     steps.k, steps.v = prompt.k[:0], prompt.v[:0]
     for t in range(50):
-        span = steps.store.open(steps.kv, 1)
+        span = steps.store.open_step(steps.kv)
         view = steps.store.view(0, span, slice(0, 1), t)
         steps.store.ops.append_kv(steps.store.cache(0), [view], prompt.k[t : t + 1], prompt.v[t : t + 1])
-        steps.store.seal(0, span)
         steps.store.commit(span)
     for name, codes in prompt.store.cache(0).k.items():
         ids, replayed = prompt.kv.tables[0].coded, steps.kv.tables[0].coded
@@ -54,16 +94,18 @@ def test_steps_and_prompts_store_the_same_codes() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 3, N, 20])
-@pytest.mark.parametrize("count", [1, 2, N, 3 * N + 1])
-def test_an_aborted_span_changes_nothing(first: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "step"), [(1, False), (2, False), (N, False), (3 * N + 1, False), (1, True), (N, True)]
+)
+def test_an_aborted_span_changes_nothing(first: int, count: int, step: bool) -> None:
     sequence = Fed(make_store("polarquant", "polarquant", windows=(None, 12)))
     if first:
         sequence.feed(first)
     before = held(sequence.store)
-    sequence.feed(count, commit=False)
+    sequence.feed(count, step=step, commit=False)
     assert held(sequence.store) == before
     sequence.feed(5)
-    sequence.feed(1)
+    sequence.feed(1, step=True)
 
 
 def test_blocks_outside_the_window_are_given_back() -> None:
@@ -92,6 +134,50 @@ def test_running_out_of_blocks_changes_nothing() -> None:
         store.open(sequence.kv, 100)
     assert (held(store), sequence.kv.length) == before
     sequence.feed(10)
+
+
+def test_a_step_without_slots_changes_nothing() -> None:
+    store = make_store(sequences=1, windows=(None, 30))
+    sequence = Fed(store)
+    sequence.feed(2 * N + 3)
+    taken = store.groups[1].exact.allocate(1)  # the one slot that is neither sink nor tail
+    before = held(store), sequence.kv.length
+    with pytest.raises(OutOfBlocks):
+        store.open_step(sequence.kv, N)
+    assert (held(store), sequence.kv.length) == before
+    sequence.feed(N - 3, step=True)
+    store.groups[1].exact.release(taken[0])
+    sequence.feed(N, step=True, kept=1)
+
+
+def test_a_damaged_row_ends_its_own_sequence_if_it_is_kept() -> None:
+    """In a block that is encoded; a row that was rejected is nobody's."""
+    store = make_store("ring4", "ring3.5", step_rows=STEP_ROWS)
+    sequences = [Fed(store, seed) for seed in range(3)]
+    for sequence in sequences:
+        sequence.feed(2 * N - 2)
+
+    def opened(damaged: int, row: int) -> list[Span]:
+        spans = [store.open_step(sequence.kv, 4) for sequence in sequences]
+        for i, span in enumerate(spans):
+            k, v = sequences[i].new(4)
+            if i == damaged:
+                k[row] = np.nan
+            store.ops.append_kv(store.cache(0), [store.view(0, span, slice(0, 4), span.start)], k, v)
+        return spans
+
+    # Lengths are 2N − 2 → 2N − 1: the damaged row is rejected, and the block is not full.
+    assert store.commit_steps(opened(1, 1), [1, 1, 1]) == {}
+    # 2N − 1 → 2N + 1: the damaged row is kept, but in the block behind the full one.
+    assert store.commit_steps(opened(1, 1), [2, 2, 2]) == {}
+    for sequence in sequences:
+        span = store.open_step(sequence.kv, N - 3)
+        store.commit(span)
+    # 3N − 2 → 3N, 3N, 3N − 1: of the three, the second has a full block with a damaged row.
+    damaged = store.commit_steps(opened(1, 1), [2, 2, 1])
+    assert list(damaged) == [1]
+    assert (damaged[1].code, isinstance(damaged[1], EngineError)) == ("model_damaged", True)
+    assert [sequence.kv.length for sequence in sequences] == [3 * N, 3 * N, 3 * N - 1]
 
 
 def test_bytes_held_are_those_of_the_arrays() -> None:
@@ -142,11 +228,32 @@ class Schedules(RuleBasedStateMachine):
             self.store.abort(span)
 
     @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), count=st.integers(1, STEP_ROWS), commit=st.booleans())
+    def step(self, data, count: int, commit: bool) -> None:
+        kv = data.draw(st.sampled_from(self.sequences))
+        try:
+            span = self.store.open_step(kv, count)
+        except OutOfBlocks:
+            return
+        if commit:
+            kept = data.draw(st.integers(0, count))
+            start = kv.length
+            self.store.commit(span, kept)
+            assert kv.length == start + kept
+        else:
+            self.store.abort(span)
+
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def end(self, data) -> None:
         kv = data.draw(st.sampled_from(self.sequences))
         self.sequences.remove(kv)
         self.store.release(kv)
+
+    @invariant()
+    def they_take_what_their_lengths_say(self) -> None:
+        for kv in getattr(self, "sequences", ()):
+            assert self.store.bytes_held(kv) == self.store.shape.sequence_bytes(kv.length)
 
     @invariant()
     def references_are_those_of_the_tables(self) -> None:
@@ -164,16 +271,14 @@ def test_blocks_that_a_step_fills_are_encoded_together_as_they_are_alone(types: 
         for fed in (alone[number], together[number]):
             fed.feed(2 * N - 1 - number // 2)
     for fed in alone:
-        fed.feed(1)
-    store, spans = stores[1], [stores[1].open(fed.kv, 1) for fed in together]
+        fed.feed(1, step=True)
+    store, spans = stores[1], [stores[1].open_step(fed.kv) for fed in together]
     for i, (fed, span) in enumerate(zip(together, spans, strict=True)):
         k, v = fed.new(1)
         view = store.view(0, span, slice(0, 1), span.start)
         store.ops.append_kv(store.cache(0), [view], k, v)
         assert bool(span.growth[0].coded) == (i < 2)
-    store.seal_steps(spans)
-    for span in spans:
-        store.commit(span)
+    assert store.commit_steps(spans) == {}
     for one, other in zip(alone, together, strict=True):
         tables = one.kv.tables[0].coded, other.kv.tables[0].coded
         assert len(tables[0]) == len(tables[1])

@@ -194,7 +194,7 @@ def test_two_sequences_step_together_as_they_do_alone(fixture) -> None:
     first, second = model.store.new_sequence(), model.store.new_sequence()
     feed(model, first, ids[:20])
     feed(model, second, ids[:33])
-    spans = [model.store.open(first, 1), model.store.open(second, 1)]
+    spans = [model.store.open_step(first), model.store.open_step(second)]
     together = model.logits(model.run(spans, [ids[20], ids[33]]))
     for span in spans:
         model.store.commit(span)

@@ -161,9 +161,12 @@ def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int,
     size = last + 1 - span.now_start
     now_k, now_v = (whole[:, :size] for whole in cache.exact(span.now))
     skipped = max(0, (oldest - span.now_start) // _KEY_TILE * _KEY_TILE)
-    for first in range(skipped, size, _KEY_TILE):
+    for first in range(skipped, now_k.shape[1], _KEY_TILE):
         rows = slice(first, first + _KEY_TILE)
         yield _Tile(span.now_start + first, now_k[:, rows], now_v[:, rows])
+    for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
+        now_k, now_v = (whole[:, : size - first] for whole in cache.exact(Place(None, slot)))
+        yield _Tile(span.now_start + first, now_k, now_v)
 
 
 def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

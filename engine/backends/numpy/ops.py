@@ -189,10 +189,16 @@ class NumpyOps:
 
     def append_kv(self, cache: LayerCache, spans: Sequence[CacheSpan], k: np.ndarray, v: np.ndarray) -> None:
         for span in spans:
-            start = span.position - span.now_start
-            slots = slice(start, start + span.rows.stop - span.rows.start)
-            for now, new in zip(cache.exact(span.now), (k, v), strict=True):
-                now[:, slots] = new[span.rows].swapaxes(0, 1)
+            start, of_span = span.position - span.now_start, (k[span.rows].swapaxes(0, 1), v[span.rows].swapaxes(0, 1))
+            if not span.following:
+                for now, new in zip(cache.exact(span.now), of_span, strict=True):
+                    now[:, start : start + new.shape[1]] = new
+                continue
+            # Of few rows, which go to more than one slot.
+            positions = np.arange(start, start + of_span[0].shape[1])
+            slots = np.array([span.now.block, *span.following])[positions // cache.form.block_size]
+            for exact, new in zip((cache.exact_k, cache.exact_v), of_span, strict=True):
+                exact[slots, :, positions % cache.form.block_size] = new.swapaxes(0, 1)
 
     def place_kv(
         self,

@@ -29,7 +29,7 @@ def filled(store: KVStore, length: int, rng: np.random.Generator) -> SequenceKV:
 
 def begun(store: KVStore, rng: np.random.Generator) -> tuple[list[Span], np.ndarray]:
     """A step of sequences of all LENGTHS, whose K/V are there, and its queries."""
-    spans = [store.open(filled(store, length, rng), 1) for length in LENGTHS]
+    spans = [store.open_step(filled(store, length, rng)) for length in LENGTHS]
     k, v = rng.standard_normal((2, len(spans), KV_HEADS, D)).astype(np.float32)
     for layer in range(len(store.shape.layers)):
         store.ops.append_kv(store.cache(layer), views(store, layer, spans), k, v)
