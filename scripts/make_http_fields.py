@@ -9,14 +9,14 @@ _APIS = {"O": "OpenAI", "L": "llama-server", "V": "vLLM", "P": "here alone"}
 _BEGINNING = """\
 # Fields of a request
 
-What becomes of every field that OpenAI, llama-server and vLLM know in a request to `/v1/chat/completions` or
-`/v1/completions`, or on the [socket](socket-protocol.md). `python -m scripts.make_http_fields` writes this file.
+How this server treats every field that OpenAI, llama-server or vLLM define for a request to `/v1/chat/completions`
+or `/v1/completions`, or on the [socket](socket-protocol.md). `python -m scripts.make_http_fields` writes this file.
 
 - *Honoured*: it does what its name says.
-- *Harmless*: the answer is the same with it and without it, and it is passed over.
-- *Refused*: a 400 names it, unless its value asks for nothing.
+- *Harmless*: the answer is the same with it and without it, and it is ignored.
+- *Refused*: a 400 names it, unless its value has no effect.
 
-Fields that none of the three knows are passed over: clients send names of their own. `null` stands for the default
+Fields that none of the three defines are ignored: clients send names of their own. `null` stands for the default
 everywhere. Whole numbers may be written as 5.0.
 """
 
@@ -30,9 +30,9 @@ def document() -> str:
             *(f"| {_name(field)} | {field.says} |" for field in _of("honoured")),
             "\n## Harmless\n\n| Field | Known to | Why it changes nothing |\n|---|---|---|",
             *(f"| {_name(field)} | {field.says} |" for field in _of("harmless")),
-            "\n## Refused\n\n| Field | Known to | Values that ask for nothing | Why it is refused |\n|---|---|---|---|",
+            "\n## Refused\n\n| Field | Known to | Values without effect | Why it is refused |\n|---|---|---|---|",
             *(
-                f"| {_name(field)} | {field.neutral.told if field.neutral else ''} | {field.says} |"
+                f"| {_name(field)} | {field.neutral.text if field.neutral else ''} | {field.says} |"
                 for field in _of("refused")
             ),
             "",

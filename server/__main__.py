@@ -43,7 +43,7 @@ MakeWeb = Callable[[Driver, ServerConfig, socket.socket], Any]
 
 
 class _Missing(Exception):
-    """Packages that only the server needs are not there."""
+    """Packages that only the server needs are missing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _web() -> MakeWeb:
-    """What makes the HTTP server. Raises _Missing before a model is loaded for nothing."""
+    """The HTTP server's constructor. Raises _Missing; `_run` calls it before it loads a model."""
     try:
         from server.http.app import create_app
         from server.http.uvicorn_server import Web
@@ -107,10 +107,10 @@ async def _serve(driver: Driver, make_web: MakeWeb, http: socket.socket, lines: 
             servers.append(SocketServer(driver, lines))
         for server in servers:
             await server.start()
-        with _signals() as told:
+        with _signals() as signalled:
             where = f"Listening at http://{address_of(http)}"
             print(where if lines is None else f"{where} and, for JSON lines, at {address_of(lines)}", flush=True)
-            await told.wait()
+            await signalled.wait()
             for server in servers:
                 server.refuse()
             await driver.drain(_DRAIN_SECONDS)
@@ -122,18 +122,19 @@ async def _serve(driver: Driver, make_web: MakeWeb, http: socket.socket, lines: 
 @contextmanager
 def _signals() -> Iterator[asyncio.Event]:
     """An event that the first SIGTERM or SIGINT sets; the second ends the process."""
-    loop, told, heard = asyncio.get_running_loop(), asyncio.Event(), False
+    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+    count = 0
 
-    def hear(number: int, _frame: FrameType | None) -> None:
-        nonlocal heard
-        if heard:
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
             os._exit(_SIGNALLED + number)
-        heard = True
-        loop.call_soon_threadsafe(told.set)
+        loop.call_soon_threadsafe(signalled.set)
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield told
+        yield signalled
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The server's own settings, and what each value on its command line may be."""
+"""The server's settings, and the limits of their values on its command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY_VARIABLE = "POLARLM_API_KEY"
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where the server listens and what it grants to one client."""
+    """Where the server listens, and its limits per client."""
 
     host: str = setting(
         "127.0.0.1", "--host", metavar="ADDRESS", help="address to listen at; 0.0.0.0 lets other machines in"
@@ -35,7 +35,7 @@ class ServerConfig:
         None,
         "--api-key",
         metavar="KEY",
-        help=f"what clients have to know; the environment variable {KEY_VARIABLE} keeps it out of the process list",
+        help=f"key that clients must send; the environment variable {KEY_VARIABLE} keeps it out of the process list",
     )
     allowed_host: tuple[str, ...] = setting(
         (),
@@ -101,7 +101,7 @@ def read_command_line(
         description="Serve a local language model: OpenAI's HTTP API, and JSON lines over a socket.",
         checks=_CHECKS,
     )
-    # Looked at before a model is fetched and read.
+    # Checked before a model is fetched and read.
     settle(None, engine, {})
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
@@ -114,12 +114,12 @@ def read_command_line(
 
 
 def _is_key(text: str) -> bool:
-    """What an HTTP header can carry, and no white space."""
+    """Whether an HTTP header can carry `text`, and it has no white space."""
     return text != "" and all("!" <= character <= "~" for character in text)
 
 
 def _is_name(text: str) -> bool:
-    """A host name or address as it is in a Host header, without a port."""
+    """Whether `text` is a host name or address as in a Host header, without a port."""
     return re.fullmatch(r"[A-Za-z0-9._-]+", text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))
 
 
@@ -132,7 +132,7 @@ def _is_address(text: str) -> bool:
 
 
 def _is_origin(text: str) -> bool:
-    """What browsers send as Origin: in lower case, with neither a path nor a slash at the end."""
+    """Whether `text` is * or an Origin as browsers send it: in lower case, without a path or a final slash."""
     return text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+", text) is not None
 
 

@@ -34,11 +34,11 @@ Work = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Connection(asyncio.Protocol):
-    """Reads requests, and runs each as a task whose lines go out as they come.
+    """Reads requests, and runs each as a task that writes its lines as they come.
 
-    A client that has gone, or that does not read what it asked for, loses the connection, and its requests with it.
-    One that has ended its side alone gets its answers. As the two look the same from here, spaces are sent to it in the
-    meantime, which JSON passes over: they tell whether there still is anybody.
+    The connection closes, and its requests are cancelled, when the client is gone or does not read its answers. A
+    client that has closed its sending side alone still gets its answers. Both look alike from here, so the server sends
+    it white space in the meantime, which JSON ignores: writing fails once the client is gone.
     """
 
     def __init__(self, driver: Driver, others: set[Connection]) -> None:
@@ -48,10 +48,10 @@ class Connection(asyncio.Protocol):
         self._lines = Lines(self._config.max_body)
         self._requests: dict[Id, asyncio.Task[None]] = {}
         self._known = self._config.api_key is None
-        self._greeted = False  # by a JSON object
-        self._ended = False  # the client's side
-        self._full = False  # the transport's buffer
-        self._waiting = bytearray()  # for room in there
+        self._greeted = False  # a JSON object has come
+        self._ended = False  # the client has closed its sending side
+        self._full = False  # the transport's buffer is
+        self._waiting = bytearray()  # to be written when it has room
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.lost = asyncio.Event()
 
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         self._others.add(self)
         self._await_request()
         if not self._known:
-            self._after("key", KEY_SECONDS, self._turn_away)
+            self._after("key", KEY_SECONDS, self._refuse_key)
 
     def data_received(self, data: bytes) -> None:
         for line in self._lines.feed(data):
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
     # -- messages in -------------------------------------------------------------------------------------------
 
     def _take(self, line: bytes | None) -> None:
-        """Do what a line asks for; None stands for one that is too long."""
+        """Start or cancel the request on a line; None stands for a line that is too long."""
         if line is not None and not line.strip():
             return
         request_id: Id | None = None
@@ -123,15 +123,15 @@ class Connection(asyncio.Protocol):
             if self._greeted:
                 self._complain(request_id, error)
             elif not self._known:
-                self._turn_away()
+                self._refuse_key()
             else:
                 self._hang_up(f"{error}; this is no port for HTTP or TLS, and the first line has to be a message")
 
     def _read(self, line: bytes | None) -> dict[str, Any]:
         """The message on a line.
 
-        A first line that holds none ends the connection: a web page can have a browser send lines behind others of its
-        own, as the body of an HTTP request or within the greeting of TLS.
+        A first line without one ends the connection: a web page can make a browser send lines of the page's choice
+        after lines of the browser's own, in the body of an HTTP request or in a TLS handshake.
         """
         if line is None:
             raise BadRequest(None, f"a line may have {self._config.max_body} bytes at most")
@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
         return message
 
     def _greet(self, message: dict[str, Any]) -> bool:
-        """Look at the key of a message, if it has one; a first message without the right key is the last."""
+        """Check a message's key and return whether it has one; a first message without the right key closes."""
         key, wanted = message.get("api_key"), self._config.api_key
         if not self._known and wanted is not None:
             given = key if isinstance(key, str) else ""
@@ -148,10 +148,10 @@ class Connection(asyncio.Protocol):
             if self._known:
                 self._timers.pop("key").cancel()
             else:
-                self._turn_away()
+                self._refuse_key()
         return key is not None
 
-    def _turn_away(self) -> None:
+    def _refuse_key(self) -> None:
         self._hang_up('send {"api_key": …} with the right key as the first message', "unauthorized")
 
     def _hang_up(self, reason: str, code: str = "invalid_request") -> None:
@@ -167,15 +167,15 @@ class Connection(asyncio.Protocol):
         self._requests[request_id] = self._loop.create_task(self._serve(request_id, work))
 
     def _work(self, request_id: Id, message: dict[str, Any]) -> Work:
-        """What is to be done for a message; it returns the last one to the client."""
+        """The coroutine function of a message's request; its result is the last message to the client."""
         if message.get("save") is not None and message.get("load") is not None:
             raise BadRequest("load", "give either save or load, not both")
         if message.get("save") is not None:
             saved = read_name("save", message["save"])
             prompt = read_prompt(message)
             options = read_options(message, parse_special=self._config.parse_special)
-            told = not self._config.hide_cached_tokens
-            return lambda: _transferred(self._driver.save_session(saved, prompt, options), told)
+            counted = not self._config.hide_cached_tokens
+            return lambda: _transferred(self._driver.save_session(saved, prompt, options), counted)
         if message.get("load") is not None:
             loaded = read_name("load", message["load"])
             salt = read_salt(message.get("cache_salt"))
@@ -187,7 +187,7 @@ class Connection(asyncio.Protocol):
         return lambda: self._answer(request_id, asked)
 
     def _cancel(self, request_id: Id, value: Any) -> None:
-        """End a request; one that has ended meanwhile has had its last message."""
+        """Cancel a request; a request that has ended meanwhile has sent its last message already."""
         if value is not True:
             raise BadRequest("cancel", "cancel must be true")
         if request_id in self._requests:
@@ -197,7 +197,7 @@ class Connection(asyncio.Protocol):
     # -- messages out ------------------------------------------------------------------------------------------
 
     async def _serve(self, request_id: Id, work: Work) -> None:
-        """Do what a request asks for; its task is cancelled where nobody wants that any more."""
+        """Run a request and send its last message; its task is cancelled with the request or the connection."""
         try:
             with journal.entry(self._client, "socket"):
                 last = await work()
@@ -217,13 +217,12 @@ class Connection(asyncio.Protocol):
                 text += chunk.text
                 logprobs += [likelihood(tokenizer, token) for token in chunk.logprobs]
                 if (text or logprobs) and (asked.stream or chunk.finish_reason):
-                    told = {"logprobs": logprobs} if logprobs else {}
-                    self._send(request_id, {"delta": text} | told)
+                    self._send(request_id, {"delta": text} | ({"logprobs": logprobs} if logprobs else {}))
                     text, logprobs = "", []
         return last_of(chunk, self._config.hide_cached_tokens)
 
     def _finish(self, request_id: Id, message: dict[str, Any]) -> None:
-        """The last message of a request; from then on its id is free."""
+        """Send the last message of a request; its id is free from then on."""
         self._send(request_id, message)
         del self._requests[request_id]
         if not self._requests:
@@ -250,7 +249,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
         elif len(self._waiting) > MOST_PENDING:
             self._transport.abort()
-        else:  # here and not in the transport, which takes longer for each piece the more of them it has
+        else:  # not in the transport, whose cost per write grows with the number of writes that wait
             self._waiting += data
 
     def _flush(self) -> None:
@@ -259,7 +258,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(waiting)
 
     def _close(self) -> None:
-        """Hang up once everything is sent."""
+        """Close the connection once everything is sent."""
         self._flush()
         self._transport.close()
 
@@ -274,7 +273,7 @@ class Connection(asyncio.Protocol):
     # -- the end -----------------------------------------------------------------------------------------------
 
     async def close(self, seconds: float) -> None:
-        """Let requests that are about to end send their last messages, and hang up; returns when that is done."""
+        """Wait up to `seconds` for the requests' last messages, then close; returns once the connection is lost."""
         try:
             if self._requests:
                 await asyncio.wait(self._requests.values(), timeout=seconds)
@@ -285,7 +284,7 @@ class Connection(asyncio.Protocol):
             await self.lost.wait()
 
 
-async def _transferred(session: Awaitable[int], told: bool = True) -> dict[str, Any]:
-    """A session has been saved or loaded; `told`: how many tokens it has."""
+async def _transferred(session: Awaitable[int], counted: bool = True) -> dict[str, Any]:
+    """The last message of a request that saves or loads a session; with its number of tokens if `counted`."""
     tokens = await session
-    return {"done": True} | ({"tokens": tokens} if told else {})
+    return {"done": True} | ({"tokens": tokens} if counted else {})

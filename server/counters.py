@@ -1,4 +1,4 @@
-"""What the server has done so far, as plain numbers."""
+"""Counters of the server's requests, tokens and seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Snapshot:
 
 @dataclass
 class Totals:
-    """The running counters; the event loop alone writes them."""
+    """The running counters; only the event loop writes them."""
 
     requests: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -37,11 +37,11 @@ class Totals:
     generation_seconds: float = 0.0
     completion_tokens: int = 0
     seconds: float = 0.0
-    answers: int = 0  # that have ended, of the requests
-    answer_seconds: float = 0.0  # of the seconds, those of answers
+    answers: int = 0  # generation requests that have ended
+    answer_seconds: float = 0.0  # their part of `seconds`
 
     def ended(self, outcome: str, seconds: float, *, answer: bool) -> None:
-        """Count a request; answer: whether its time counts as that of an answer."""
+        """Count a request that has ended; answer: whether it counts in the mean time of an answer."""
         self.requests[outcome] += 1
         self.seconds += seconds
         if answer:
@@ -49,7 +49,7 @@ class Totals:
             self.answer_seconds += seconds
 
     def count(self, chunk: Chunk) -> None:
-        """Add what a chunk brings."""
+        """Add a chunk's tokens and usage."""
         self.completion_tokens += len(chunk.token_ids)
         if chunk.usage is not None:
             self.cached_tokens += chunk.usage.cached_tokens

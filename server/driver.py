@@ -27,7 +27,7 @@ from server.worker import Worker
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-_TOKENIZERS = 4  # threads that turn prompts into tokens, and as many for texts; a template may take its time
+_TOKENIZERS = 4  # threads that tokenize prompts, and as many for texts; a template may be slow
 _LAST_SECONDS = 5.0  # for a session that is being saved when the server ends
 
 
@@ -51,14 +51,14 @@ class Driver:
         self._sessions = sessions
         self._totals = Totals()
         self._answers = _Queue(engine.config.parallel + config.max_queue)
-        self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs holds up sessions alone
-        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: nothing of theirs is generated
+        self._transfers = _Queue(1 + config.max_queue)  # apart: a hanging disk delays only sessions
+        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: they generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
         self._closing = False
         self._stopping = False
         self._wake = threading.Event()
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
-        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # holds up no prompt
+        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # delays no prompt
         self._disk = Worker("sessions")
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -72,7 +72,7 @@ class Driver:
         self._thread.start()
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, wait for those under way, and end what is left after `seconds`."""
+        """Take no more requests, wait for those under way, and end those left after `seconds`."""
         self._closing = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -80,7 +80,7 @@ class Driver:
             self._end_all(refused.closing())
 
     async def stop(self) -> None:
-        """End everything; returns when the engine's thread has ended, whether or not a disk hangs."""
+        """End all requests; returns when the engine's thread has ended, even if a disk hangs."""
         self._closing = self._stopping = True
         self._end_all(refused.closing())
         self._wake.set()
@@ -94,12 +94,12 @@ class Driver:
 
     @property
     def closing(self) -> bool:
-        """Whether new requests are refused because the server is about to end."""
+        """Whether new requests are refused because the server is closing."""
         return self._closing
 
     @property
     def room(self) -> int:
-        """How many answers may be under way at the same time, those included that wait."""
+        """How many answers may be under way at the same time, waiting ones included."""
         return self._answers.room
 
     def _end_all(self, reason: Exception) -> None:
@@ -136,7 +136,7 @@ class Driver:
                     entry.cached_tokens += ticket.cached_tokens()
 
     async def _next(self, job: Job) -> Any:
-        """What the thread that works on a job hands over next; raises an exception in its place."""
+        """The next item that a job's thread has appended; raises it if it is an exception."""
         item = await job.arrived.get()
         if isinstance(item, Exception):
             raise _for_clients(item)
@@ -178,7 +178,7 @@ class Driver:
 
     def _leave(self, job: Job, queue: _Queue) -> None:
         job.close()
-        self._wake.set()  # the engine may have to take it out
+        self._wake.set()  # for the engine to drop it
         queue.jobs.discard(job)
         answer = queue is self._answers and job.outcome != "error"  # most errors come before anything is computed
         self._totals.ended(job.outcome, time.monotonic() - job.started, answer=answer)
@@ -196,7 +196,7 @@ class Driver:
         return replace(params, max_tokens=limit)
 
     def _submit(self, job: Job, prompt: Prompt, params: SamplingParams, options: PromptOptions | None) -> Ticket:
-        """In a thread of the pool: the engine takes a request between two units of its work."""
+        """Submit a request, in a thread of the pool: the engine takes it between two units of work."""
         ticket = self.engine.submit(prompt, params, options, into=job)
         job.queued(ticket)
         self._wake.set()
@@ -205,7 +205,7 @@ class Driver:
     # -- sessions ------------------------------------------------------------------------------------------------
 
     async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
-        """Save as much of `prompt` as is in the store; returns its tokens. Raises Refused or EngineError."""
+        """Save the stored part of `prompt`; returns its number of tokens. Raises Refused or EngineError."""
         folder = self._folder
 
         def save() -> int:
@@ -215,7 +215,7 @@ class Driver:
         return await self._on_disk("saved", save)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
-        """Put a session back into the store; returns its tokens. Raises Refused or EngineError."""
+        """Load a session into the store; returns its number of tokens. Raises Refused or EngineError."""
         file = self._folder.file(name)
 
         def load() -> int:
@@ -226,11 +226,11 @@ class Driver:
         return await self._on_disk("loaded", load)
 
     async def list_sessions(self) -> list[Saved]:
-        """The sessions there are. Raises Refused."""
+        """All sessions. Raises Refused."""
         return await self._on_disk("listed", self._folder.all)
 
     async def remove_session(self, name: str) -> None:
-        """Raises Refused or EngineError."""
+        """Remove a session. Raises Refused or EngineError."""
         folder = self._folder
 
         def remove() -> None:
@@ -240,7 +240,7 @@ class Driver:
         await self._on_disk("removed", remove)
 
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
-        """What `work` returns, which runs in the thread for sessions, one at a time.
+        """The result of `work`, which runs in the thread for sessions, one at a time.
 
         A timeout or a cancellation ends the wait for it, but not the work once it has begun.
         """
@@ -256,18 +256,18 @@ class Driver:
             raise Refused("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
         return self._sessions
 
-    # -- what else clients ask -----------------------------------------------------------------------------------
+    # -- status and texts ----------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """The counters as they are now."""
         return self._totals.snapshot(active=sum(len(queue.jobs) for queue in self._queues))
 
     async def status(self) -> Status:
-        """How busy the engine is; waits for the unit of work at hand."""
+        """The engine's load; waits for the current unit of work."""
         return await self._aside(self.engine.status)
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
-        """What `work` returns, in a thread for texts, and counted as `outcome`. Raises what it raises, or Refused."""
+        """The result of `work`, run in a thread for texts and counted as `outcome`. Raises its errors and Refused."""
         with self._job(self._texts) as (_, job):
             self._text_pool.submit(_hand_over, work, job)
             result: T = await self._next(job)
@@ -275,7 +275,7 @@ class Driver:
             return result
 
     async def _aside(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The engine's answer, without keeping the event loop waiting for it."""
+        """The result of `function`, run in a thread of the pool. Raises its EngineErrors, and Refused for others."""
         try:
             return await self._loop.run_in_executor(self._pool, function, *arguments)
         except EngineError:
@@ -289,11 +289,11 @@ class Driver:
         """One unit after another; sleeps while there is none. No error ends this thread before `stop` does."""
         while True:
             self._wake.clear()
-            if self._stopping:  # looked at behind `clear`, so that the call of `stop` is not missed
+            if self._stopping:  # read after `clear`, so that a call of `stop` is not missed
                 return
             try:
                 busy = self.engine.work()
-            except Exception as error:  # not of a step, which ends its own requests: of the engine as a whole
+            except Exception as error:  # of the engine as a whole: an error in a step ends only its requests
                 busy = False
                 self._loop.call_soon_threadsafe(self._end_all, error)
             if not busy:
@@ -301,7 +301,7 @@ class Driver:
 
 
 def _hand_over(work: Callable[[], Any], job: Job) -> None:
-    """Do the work that a job waits for; not what begins when nobody waits any more."""
+    """Do the work of a job and append its result or error; nothing if the job is closed already."""
     try:
         if not job.closed:
             job.append(work())
@@ -310,7 +310,7 @@ def _hand_over(work: Callable[[], Any], job: Job) -> None:
 
 
 def _for_clients(error: Exception) -> Exception:
-    """`error`, or, where it was not meant for a client's eyes, a sentence in its place."""
+    """`error` if clients may see it, else a generic Refused; then the log has it."""
     if isinstance(error, (Refused, EngineError)):
         return error
     _LOG.error("a request ended with an unexpected error", exc_info=error)

@@ -1,8 +1,8 @@
-"""What becomes of every field that OpenAI, llama-server and vLLM know in a request for a completion.
+"""How this server treats every field of a completion request that OpenAI, llama-server or vLLM defines.
 
 A field is *honoured*, *harmless* (the answer is the same with it and without it), or *refused* by name, unless its
-value asks for nothing. Fields that none of the three knows are passed over: clients send names of their own, and what
-nobody knows can be expected to do nothing. docs/http-fields.md is generated from this table.
+value is the default. Fields that none of the three defines are ignored: clients send extra names, and expect no effect
+of names without a definition. docs/http-fields.md is generated from this table.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Neutral:
-    """Values of a refused field that ask for nothing, and how the documentation names them."""
+    """Values of a refused field that have no effect, and their text in the documentation."""
 
-    told: str
+    text: str
     holds: Callable[[Any, Body], bool]
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field, the APIs that have it, and what it does here, or why it does nothing."""
+    """A field, the APIs that define it, and its effect here, or why it has none."""
 
     name: str
     apis: str  # O: OpenAI, L: llama-server, V: vLLM, P: this server alone
@@ -35,7 +35,7 @@ class Field:
 
 
 def complaint(body: Body) -> tuple[str, str] | None:
-    """The first field of a request that asks for what is not there, and a sentence that names it; None if none does."""
+    """The first refused field of a request whose value has an effect, and a sentence that names it; else None."""
     for name, value in body.items():
         field = FIELDS.get(name)
         if field is None or field.standing != "refused" or value is None:
@@ -45,14 +45,14 @@ def complaint(body: Body) -> tuple[str, str] | None:
     return None
 
 
-# -- values that ask for nothing ---------------------------------------------------------------------------------
+# -- values without effect ---------------------------------------------------------------------------------------
 
 
 def _is(*values: Any) -> Neutral:
-    """One of `values`; true and false are no numbers."""
-    told = " or ".join(f"`{json.dumps(value)}`" for value in values)
+    """One of `values`; true and false are not numbers."""
+    text = " or ".join(f"`{json.dumps(value)}`" for value in values)
     return Neutral(
-        told, lambda given, _: any(given == value and _is_flag(given) == _is_flag(value) for value in values)
+        text, lambda given, _: any(given == value and _is_flag(given) == _is_flag(value) for value in values)
     )
 
 
@@ -94,7 +94,7 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield (
         "messages",
         "OLV",
-        "strings and text parts of system, developer, user and assistant; what else is in a message is passed over",
+        "strings and text parts of system, developer, user and assistant; other fields of a message are ignored",
     )
     yield "prompt", "OLV", "a string, or an array of token ids; one to a request"
     yield "parse_special", "P", "whether names of control tokens in a raw prompt become these tokens [true]"
@@ -133,14 +133,14 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield (
         "n_probs",
         "L",
-        "log-probabilities with so many tokens in each place; 0 leaves it to `logprobs` [0]",
+        "log-probabilities of this many tokens at each place; 0 leaves it to `logprobs` [0]",
     )
     yield "n", "OLV", "answers, 1 to 16 [1]"
     yield "n_cmpl", "L", "another name of `n`, which counts if both are given"
     yield "stream", "OLV", "[false]"
-    yield "stream_options", "OLV", "`include_usage`; what else is in there is passed over"
+    yield "stream_options", "OLV", "`include_usage`; its other fields are ignored"
     yield "cache_prompt", "L", "false computes all of the prompt, whatever is in the cache [true]"
-    yield "cache_salt", "V", "only requests with the same salt find what this one leaves in the cache"
+    yield "cache_salt", "V", "only requests with the same salt find the blocks that this one leaves in the cache"
 
 
 _NO_TOOLS = "this server calls no tools"
@@ -149,7 +149,7 @@ _NO_GRAMMAR = "nothing constrains the answer that it would apply to"
 _ONLY_SPEED = "it concerns speed, not the answer"
 _NO_SHIFT = "the answer ends where the context is full, and nothing is left out of it"
 _NO_MEDIA = "this server takes text alone, and refuses other parts in messages"
-_ABOUT = "it says whose request it is, or what for"
+_ABOUT = "it identifies the user or the request"
 
 
 def _harmless() -> Iterator[tuple[str, str, str]]:
@@ -167,7 +167,7 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
     yield "priority", "V", "requests are served in the order in which they come"
     yield "prediction", "O", _ONLY_SPEED
     for name in ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"):
-        yield name, "O", "the cache finds what prompts have in common by itself"
+        yield name, "O", "the cache finds common beginnings of prompts by itself"
     for name in ("id_slot", "n_cache_reuse", "backend_sampling", "sse_ping_interval"):
         yield name, "L", _ONLY_SPEED
     yield "stream_interval", "V", "each piece is sent as it comes"
@@ -201,8 +201,8 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
     yield "spaces_between_special_tokens", "V", "control tokens are not in the text of answers"
     yield "return_token_offsets", "V", "it has an effect only at other endpoints"
     for name in ("verbose", "timings_per_token", "return_progress"):
-        yield name, "L", "what it would add beside the answer is not sent"
-    yield "t_max_prompt_ms", "L", "llama-server passes over it as well"
+        yield name, "L", "the extra output that it asks for is not sent"
+    yield "t_max_prompt_ms", "L", "llama-server ignores it as well"
 
 
 def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
@@ -277,10 +277,10 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     yield "post_sampling_probs", "L", _is(False), "log-probabilities are the model's own, before sampling"
     yield "prompt_logprobs", "V", None, "there are log-probabilities of answers alone"
     yield "logprob_token_ids", "V", _is([]), "log-probabilities are of the most likely tokens"
-    told = "the answer does not tell it; leave it out"
+    not_returned = "this server does not return it; leave it out"
     for name in ("return_token_ids", "return_tokens_as_token_ids", "return_prompt_text"):
-        yield name, "V", _is(False), told
-    yield "return_tokens", "L", _is(False), told
+        yield name, "V", _is(False), not_returned
+    yield "return_tokens", "L", _is(False), not_returned
     yield "response_fields", "L", _is([]), "answers have all of their fields"
     yield "lora", "L", _is([]), "this server has no adapters"
     yield "image_data", "L", _is([]), "this server takes text alone"

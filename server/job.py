@@ -1,4 +1,4 @@
-"""What a client waits for, seen from the event loop and from the engine's thread."""
+"""A job: the link between a coroutine that waits and the thread that computes for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Job:
-    """A request between the loop and who works on it in a thread: a queue for the one, an outbox for the other."""
+    """A request of the event loop that a thread works on: the loop reads its queue, the thread appends to it."""
 
     loop: asyncio.AbstractEventLoop
     arrived: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
@@ -29,21 +29,21 @@ class Job:
         self._closed = False
 
     def append(self, item: Any, /) -> None:
-        """Hand over a chunk, a result, or an exception in its place; nothing that this raises may reach a step."""
+        """Append a chunk, a result, or an exception in its place. Never raises: that would end the engine's step."""
         try:
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, item)
-        except RuntimeError:  # the loop is closed, and nobody reads any more
+        except RuntimeError:  # the loop is closed
             _LOG.debug("a chunk came after the event loop was closed")
 
     def queued(self, ticket: Ticket) -> None:
-        """The engine has the request; maybe nobody wants it any more."""
+        """Note the engine's ticket; cancel the request if the job is closed already."""
         with self._lock:
             self._ticket, closed = ticket, self._closed
         if closed:
             ticket.cancel()
 
     def close(self) -> None:
-        """Have the engine drop the request, now or as soon as it has it."""
+        """Cancel the request, now or as soon as the engine has it."""
         with self._lock:
             self._closed, ticket = True, self._ticket
         if ticket is not None:
@@ -51,11 +51,11 @@ class Job:
 
     @property
     def closed(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether `close` has been called: no coroutine waits for the job."""
         with self._lock:
             return self._closed
 
     def end(self, reason: Exception) -> None:
-        """End the request with an error for its reader; in the event loop."""
+        """Cancel the request and raise `reason` in the coroutine that reads it; called in the event loop."""
         self.close()
         self.arrived.put_nowait(reason)

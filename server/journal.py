@@ -1,4 +1,4 @@
-"""The log: a line for each request, and for whatever else is worth one; JSON, or on a terminal for people."""
+"""The log: a line for each request and each warning; JSON, or plain sentences on a terminal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine import Chunk
 from engine.requests.request import Prompt
 
 _REQUESTS = logging.getLogger("server.requests")
-_MOST_PATH = 200  # characters of a path, which anybody can send
-_ASKED_ALL_THE_TIME = {"/stats"}  # by every page that is open; a line each would hide all others
+_MOST_PATH = 200  # characters of a path, which clients choose
+_ASKED_ALL_THE_TIME = {"/stats"}  # by every open page; its lines would hide all others
 
 
 @dataclass
 class Entry:
-    """What is known about a request by its end. Several answers to one request share an entry."""
+    """The facts of a request for its line in the log. Several answers to one request share an entry."""
 
     client: str
     route: str
@@ -35,11 +35,11 @@ class Entry:
     completion_tokens: int = 0
     prompt: Prompt | None = None  # where prompts are logged
     answer: str | None = None
-    _routine: bool = False  # not worth a line
+    _routine: bool = False  # has no line
     _started: float = field(default_factory=time.monotonic)
 
     def count(self, chunk: Chunk) -> None:
-        """Add what a chunk brings."""
+        """Add a chunk's tokens, usage and text."""
         self.completion_tokens += len(chunk.token_ids)
         if chunk.usage is not None:
             self.cached_tokens += chunk.usage.cached_tokens
@@ -47,7 +47,7 @@ class Entry:
             self.answer = (self.answer or "") + chunk.text
 
     def line(self) -> dict[str, Any]:
-        """The entry as it is written; what does not apply is left out."""
+        """The fields of the line, without those that do not apply."""
         known = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
         return known | {"seconds": round(time.monotonic() - self._started, 6)}
 
@@ -56,13 +56,13 @@ _CURRENT: ContextVar[Entry | None] = ContextVar("entry", default=None)
 
 
 def current() -> Entry | None:
-    """The entry of the request that this task works for."""
+    """The entry of this task's request."""
     return _CURRENT.get()
 
 
 @contextmanager
 def entry(client: str, route: str) -> Iterator[Entry]:
-    """A request while it is under way; its line, if it is worth one, is written at the end."""
+    """The entry of a request while it is under way; writes its line at the end, unless it is routine."""
     new = Entry(client, route)
     token = _CURRENT.set(new)
     try:
@@ -74,7 +74,7 @@ def entry(client: str, route: str) -> Iterator[Entry]:
 
 
 class Journaled:
-    """An ASGI application each of whose HTTP requests has an entry."""
+    """ASGI middleware that gives each HTTP request an entry."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -109,20 +109,20 @@ class _ForPeople(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = getattr(record, "line", None)
-        told = f"{record.levelname.lower()}: {record.getMessage()}" if line is None else _in_words(line)
-        lines = [f"{datetime.fromtimestamp(record.created):%H:%M:%S} {told}"]
+        text = f"{record.levelname.lower()}: {record.getMessage()}" if line is None else _in_words(line)
+        lines = [f"{datetime.fromtimestamp(record.created):%H:%M:%S} {text}"]
         if record.exc_info and record.exc_info[1] is not None:
             lines += "".join(traceback.format_exception(record.exc_info[1])).splitlines()
         return "\n".join(map(_visible, lines))
 
 
 def _visible(line: str) -> str:
-    """Paths and messages are anybody's: they must neither move the cursor nor begin a line of their own."""
+    """`line` with control characters replaced: clients choose paths, which must not move the cursor or start a line."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
 def _in_words(line: Mapping[str, Any]) -> str:
-    """An entry's line in one line for people."""
+    """The fields of an entry as a sentence."""
     heads = [str(line[name]) for name in ("route", "status", "outcome") if name in line]
     facts = [f"{line['seconds']:.1f} s, for {line['client']}"]
     if line["prompt_tokens"]:
@@ -133,7 +133,7 @@ def _in_words(line: Mapping[str, Any]) -> str:
 
 
 def set_up() -> None:
-    """From now on, log to standard error: requests, and what libraries have to warn of."""
+    """Log requests, and warnings of libraries, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_ForPeople() if sys.stderr.isatty() else _Json())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

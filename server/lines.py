@@ -1,4 +1,4 @@
-"""What arrives on a socket, line by line."""
+"""Splits the bytes of a socket into lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class Lines:
-    """Cuts what arrives into lines of at most `limit` bytes, and never holds more than one."""
+    """Splits a stream of bytes into lines of at most `limit` bytes; buffers one line at most."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -14,7 +14,7 @@ class Lines:
         self._skipping = False
 
     def feed(self, data: bytes) -> Iterator[bytes | None]:
-        """The lines that `data` completes, without their ends; None as soon as one is too long."""
+        """The lines that `data` completes, without their line ends; None for a line as soon as it is too long."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             if self._outgrown(end):
@@ -27,11 +27,11 @@ class Lines:
             yield None
 
     def rest(self) -> bytes:
-        """A last line that nothing ended."""
+        """The last line, which has no line end."""
         return bytes(self._held)
 
     def _outgrown(self, piece: bytes) -> bool:
-        """Take `piece` in; whether it is what makes the line too long."""
+        """Append `piece` to the line; returns whether it makes the line too long."""
         if self._skipping:
             return False
         self._skipping = len(self._held) + len(piece) > self._limit

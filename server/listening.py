@@ -17,17 +17,17 @@ from typing import Any
 BACKLOG = 128  # connections that the system holds until they are accepted
 _OTHER_FILES = 256  # that the process opens beside its connections
 _LOG = logging.getLogger(__name__)
-_LOST_AFTER = 20  # seconds without a sign of life until a peer counts as lost
+_LOST_AFTER = 20  # seconds without an answer until a peer counts as lost
 
 
 class ListenError(Exception):
-    """The server cannot listen where it was told to. The message is a sentence for the user."""
+    """The server cannot listen at its address. The message is a sentence for the user."""
 
 
 def tcp_socket(host: str, port: int) -> socket.socket:
     """A socket bound to `host`, by IPv4 where it has both, that listens. Raises ListenError.
 
-    Who connects waits until the connection is accepted.
+    Clients that connect wait until the connection is accepted.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -36,7 +36,7 @@ def tcp_socket(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     bound = socket.socket(family, kind, protocol)
     try:
-        if os.name == "posix":  # elsewhere this would share the port with whoever has it
+        if os.name == "posix":  # elsewhere this option shares a port that is in use
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         bound.listen(BACKLOG)  # two that are only bound could share the port
@@ -50,17 +50,17 @@ def tcp_socket(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A socket at `path` that only its owner can open, and that listens; its file goes when it is done.
+    """A listening socket at `path` that only its owner can open; its file is removed at the end.
 
-    A socket file that nobody listens at any more is replaced. Raises ListenError.
+    A socket file without a listener is replaced. Raises ListenError.
     """
     if not hasattr(socket, "AF_UNIX"):
         raise ListenError("--unix: this system's Python has no Unix sockets; use --socket-port")
-    _make_way(path)
+    _remove_unused(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
         try:
             bound.bind(path)
-            os.chmod(path, 0o600)  # before it listens: until then nobody can connect
+            os.chmod(path, 0o600)  # before it listens: until then no client can connect
             bound.listen(BACKLOG)
             inode = os.stat(path).st_ino
         except OSError as error:
@@ -69,21 +69,22 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
             yield bound
         finally:
             with suppress(OSError):
-                if os.stat(path).st_ino == inode:  # nobody has put another one in its place
+                if os.stat(path).st_ino == inode:  # still this socket's file
                     os.unlink(path)
 
 
-def _make_way(path: str) -> None:
+def _remove_unused(path: str) -> None:
+    """Remove a socket file without a listener. Raises ListenError where another file or server is there."""
     try:
         mode = os.stat(path, follow_symlinks=False).st_mode
     except OSError:
-        return  # there is none, or bind has more to say about it
+        return  # there is none, or `bind` fails with a better reason
     if not stat.S_ISSOCK(mode):
         raise ListenError(f"--unix {path}: there is a file that is not a socket; choose another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
-        visitor.settimeout(5)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(5)
         try:
-            visitor.connect(path)
+            client.connect(path)
         except ConnectionRefusedError:
             with suppress(FileNotFoundError):
                 os.unlink(path)
@@ -144,7 +145,7 @@ def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]
         nonlocal last
         error, message = context.get("exception"), str(context.get("message")).lower()
         if isinstance(error, ValueError) and "_start_serving" in message:
-            return  # the next attempt, and by now nobody listens any more
+            return  # a further attempt after the server has stopped listening
         if not isinstance(error, OSError) or "accept" not in message:
             loop.default_exception_handler(context)
         elif time.monotonic() - last >= 1:
@@ -155,11 +156,11 @@ def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]
 
 
 def notice_lost_peers(connected: socket.socket) -> None:
-    """Have the system end the connection to a machine that has gone without a word."""
+    """Have the system close the connection when its peer's machine no longer answers."""
     if connected.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has each of these; without them its own, longer times hold.
+    # A system without one of these options uses its own, longer time.
     limits = {"TCP_KEEPIDLE": _LOST_AFTER // 2, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
     limits["TCP_USER_TIMEOUT"] = _LOST_AFTER * 1000
     for name, limit in limits.items():

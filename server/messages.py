@@ -1,4 +1,4 @@
-"""What single messages of the socket hold, as docs/socket-protocol.md describes them."""
+"""The messages of the socket, as docs/socket-protocol.md describes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_id(message: dict[str, Any]) -> Id:
 
 
 def likelihood(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
-    """A token's log-probability, and those of the most likely ones in its place."""
+    """A token's log-probability, and those of the most likely tokens at its place."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -35,7 +35,7 @@ def likelihood(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
 
 
 def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
-    """The last message of an answer, made of its last chunk."""
+    """The last message of an answer, from its last chunk."""
     usage = chunk.usage
     assert usage is not None
     counts = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
@@ -46,10 +46,10 @@ def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
 
 
 def error_of(error: Exception) -> dict[str, Any]:
-    """The message that tells a client of an error."""
+    """The message with an error."""
     message = in_flags(error) if isinstance(error, EngineError) else str(error)
-    told: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": message}
+    fields: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": message}
     for name in ("field", "retry_after"):
         if (value := getattr(error, name, None)) is not None:
-            told[name] = value
-    return {"error": told | getattr(error, "numbers", {})}
+            fields[name] = value
+    return {"error": fields | getattr(error, "numbers", {})}

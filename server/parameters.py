@@ -1,6 +1,6 @@
-"""What a request may ask for: JSON in, an engine's prompt, options and sampling parameters out.
+"""Reading requests: JSON in, an engine's prompt, options and sampling parameters out.
 
-`server.fields` says of every field that other servers know what becomes of it here.
+`server.fields` lists how every field that other servers define is treated here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_ANSWERS = 16  # n
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that has been looked at."""
+    """A request that has been read and validated."""
 
     prompt: Prompt  # messages have "role" and "content" alone, both text
     options: PromptOptions
@@ -42,9 +42,9 @@ def read(
 ) -> Asked:
     """The request in a JSON object: a prompt under one of the names in `takes`, and parameters.
 
-    tokenize: gives the ids of a text, as `logit_bias` may hold them. With `switched_logprobs`, log-probabilities are
+    tokenize: returns the ids of a string in `logit_bias`. With `switched_logprobs`, log-probabilities are
     asked for as in OpenAI's chat, by `logprobs: true` and a count in `top_logprobs`; otherwise `logprobs` is the count.
-    parse_special: see `read_options`. null stands for the default everywhere. Fields that nobody knows are passed over.
+    parse_special: see `read_options`. null stands for the default everywhere. Unknown fields are ignored.
     Raises BadRequest.
     """
     body = {name: value for name, value in body.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The prompt of a request, and how it is read: JSON in, what the engine takes out."""
+"""Reading the prompt of a request: JSON in, an engine's Prompt and PromptOptions out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from server.values import LARGEST, BadRequest, count, flag, shown, text, wrong
 MOST_SALT = 1024  # characters
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""The roles that clients may use, and what the templates call them."""
+"""The roles that clients may use, and their names in templates."""
 
 
 def read_prompt(body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt")) -> Prompt:
-    """What stands under one of the names in `takes`. Raises BadRequest."""
+    """The prompt under one of the names in `takes`. Raises BadRequest."""
     given = [name for name in takes if body.get(name) is not None]
     if len(given) != 1:
         missing = f"{' or '.join(takes)} is missing"
@@ -25,7 +25,7 @@ def read_prompt(body: Mapping[str, Any], takes: Collection[str] = ("messages", "
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool) -> PromptOptions:
-    """How the prompt is read; parse_special: whether a raw one has control tokens where the request does not say.
+    """The options of a prompt; parse_special: the default, whether a raw prompt has control tokens.
 
     Raises BadRequest.
     """

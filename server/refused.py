@@ -1,4 +1,4 @@
-"""Why the server does not do what a client asks, with the codes of such answers."""
+"""Reasons why the server refuses a request, with the codes of its answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 
 class Refused(Exception):
-    """A request that the server does not serve, or not to its end. The message is a sentence for the client.
+    """A request that the server refuses or ends early. The message is a sentence for the client.
 
     `code` is stable: "busy" (try again after `retry_after` seconds), "closing", "timeout", "internal",
     "sessions_off" (there is no folder for them), "unknown_session".
@@ -28,9 +28,9 @@ def closing() -> Refused:
 
 
 def busy(message: str, seconds: int) -> Refused:
-    """`seconds`: after which it makes sense to try again, at the earliest.
+    """A refusal that asks the client to come back after `seconds` or more.
 
-    Each client is told a different time: those that came together would else come back together, for the room of one.
+    The time is random: clients that are refused together would otherwise come back together.
     """
     return Refused("busy", f"{message}: try again a little later", seconds + random.randrange(max(5, seconds)))
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when an answer ends: JSON in, SamplingParams out, every field looked at."""
+"""Reading sampling parameters: JSON in, SamplingParams out, every field validated."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _within_limits(field: str, name: str, value: Any) -> Any:
 
 
 def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
-    """`SamplingParams.logprobs`: how many of the most likely tokens to tell of; None for no log-probabilities."""
+    """`SamplingParams.logprobs`: a number of most likely tokens; None for no log-probabilities."""
     given, top = body.get("logprobs"), body.get("top_logprobs")
     if probabilities := count("n_probs", body.get("n_probs", 0), 0, MOST_LOGPROBS):
         return probabilities

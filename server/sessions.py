@@ -1,4 +1,4 @@
-"""Sessions by name: files in one folder that clients may save and load, and no other file is within their reach."""
+"""Sessions by name: files in one folder that clients may save and load; no name leads to another file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SessionFile(os.PathLike[str]):
-    """Where a session is; in sentences for clients it is called by its name."""
+    """The path of a session's file; sentences for clients show its name alone."""
 
     folder: Path
     name: str
@@ -41,18 +41,18 @@ class SessionFile(os.PathLike[str]):
 
 
 class SessionFolder:
-    """The sessions of a server. Its methods wait for the disk."""
+    """The sessions of a server. Its methods block on the disk."""
 
     def __init__(self, folder: str, most: int) -> None:
-        """Makes the folder, for its owner alone, if there is none. Raises EngineError where that cannot be.
+        """Make the folder, for its owner alone, if it does not exist. Raises EngineError if it cannot be made.
 
-        most: bytes of all sessions together.
+        most: limit of the bytes of all sessions together.
         """
         self._most = most
         try:
             self._folder = Path(folder).expanduser()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the home of nobody
+        except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
             reason = getattr(error, "strerror", None) or str(error).rstrip(".")
             raise EngineError(
                 f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
@@ -64,22 +64,22 @@ class SessionFolder:
         return SessionFile(self._folder, name)
 
     def all(self) -> list[Saved]:
-        """What there is, in the order of names."""
+        """All sessions, ordered by name."""
         found = []
         for path in sorted(self._folder.glob("*" + _SUFFIX)):
             name = path.name.removesuffix(_SUFFIX)
             try:
                 status = path.stat()
-            except OSError:  # gone meanwhile, or a link that leads nowhere
+            except OSError:  # removed meanwhile, or a broken link
                 continue
             if _NAME.fullmatch(name) and path.is_file():
                 found.append(Saved(name, status.st_size, int(status.st_mtime)))
         return found
 
     def limit(self, name: str) -> Callable[[int, int], None]:
-        """The `progress` for saving a session: a function that raises EngineError where the file takes too much room.
+        """A `progress` function for saving a session that raises EngineError where the file is too large.
 
-        An earlier session of this name is replaced, and does not count.
+        A session that this one replaces does not count.
         """
         others = sum(saved.bytes for saved in self.all() if saved.name != name)
 
@@ -94,7 +94,7 @@ class SessionFolder:
         return check
 
     def remove(self, name: str) -> bool:
-        """Whether there was one. Raises EngineError where it cannot be removed."""
+        """Remove a session; returns whether it existed. Raises EngineError where it cannot be removed."""
         try:
             os.unlink(self.file(name))
         except FileNotFoundError:
@@ -105,7 +105,7 @@ class SessionFolder:
 
 
 def read_name(field: str, value: Any) -> str:
-    """The name of a session. Raises BadRequest for what is none: no name leads out of the folder."""
+    """`value` as the name of a session. Raises BadRequest for other values, such as paths."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise BadRequest(
             field, f"{field} must be 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"

@@ -9,11 +9,11 @@ from server.connection import Connection
 from server.driver import Driver
 from server.listening import BACKLOG
 
-_LAST_SECONDS = 5.0  # for clients to take what is on its way to them
+_LAST_SECONDS = 5.0  # for clients to read their last messages
 
 
 class SocketServer:
-    """Serves the clients of one socket that listens; see `server.listening`."""
+    """Serves the clients of one listening socket; see `server.listening`."""
 
     def __init__(self, driver: Driver, bound: socket.socket) -> None:
         self._driver = driver
@@ -30,10 +30,10 @@ class SocketServer:
         )
 
     def refuse(self) -> None:
-        """Take no more connections; those there are go on."""
+        """Accept no more connections; those that are open go on."""
         self._server.close()
 
     async def close(self) -> None:
-        """Hang up on all clients, once what is on its way has reached them; the driver has been drained before."""
+        """Close all connections after their last messages are sent; the driver has been drained before."""
         self.refuse()
         await asyncio.gather(*(connection.close(_LAST_SECONDS) for connection in list(self._connections)))

@@ -1,4 +1,4 @@
-"""Values of a client's JSON, looked at one by one: what is wrong with them is a sentence that names the field."""
+"""Reading and validating values of a client's JSON; every error is a sentence that names the field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LARGEST = 2**63 - 1
 
 
 class BadRequest(Exception):
-    """A request that cannot be understood, or asks for what is not there. The message is a sentence for the client.
+    """A request that is malformed or asks for an unsupported feature. The message is a sentence for the client.
 
     `field` is the path of the field that is wrong, such as "messages[2].content"; None for the request as a whole.
     """
@@ -22,9 +22,9 @@ class BadRequest(Exception):
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """The JSON object in `data`. Raises BadRequest where it is none."""
+    """The JSON object in `data`. Raises BadRequest for anything else."""
     try:
-        value = json.loads(data.decode("utf-8"))  # NaN and Infinity, too: whoever reads a field refuses them by name
+        value = json.loads(data.decode("utf-8"))  # NaN and Infinity, too: `number` refuses them with the field's name
     except UnicodeDecodeError:
         raise BadRequest(None, "the request is not UTF-8 text") from None
     except RecursionError:

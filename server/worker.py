@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 
 
 class Worker:
-    """Does one piece of work after the other, in order, in a thread that the end of the process does not wait for.
+    """Runs functions one after the other, in order, in a thread that does not keep the process from ending.
 
     Threads of a pool are joined at exit: a disk that hangs would keep the process from ending.
     """
@@ -23,7 +23,7 @@ class Worker:
         self._queue.put(work)
 
     def stop(self, seconds: float) -> bool:
-        """Drop the work that has not begun, and wait up to `seconds` for the rest; returns whether it ended."""
+        """Drop functions that have not begun; wait up to `seconds` for the running one, and return whether it ended."""
         try:
             while True:
                 self._queue.get_nowait()

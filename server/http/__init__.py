@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's shapes for answers, and plain ones for what OpenAI has none for."""
+"""The HTTP API: OpenAI's endpoints, and plain ones for sessions, tokens and status."""

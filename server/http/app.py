@@ -1,4 +1,4 @@
-"""The HTTP application. Whoever runs it starts and stops the driver, in the same event loop."""
+"""The HTTP application. Its caller starts and stops the driver, in the same event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from server.values import BadRequest
 
 
 def create_app(driver: Driver, config: ServerConfig) -> Starlette:
-    """OpenAI's endpoints over `driver`, and what else a server is asked."""
+    """The ASGI application: OpenAI's endpoints over `driver`, and those for sessions, tokens, status and the page."""
     api = _Api(driver, config)
     routes = [
         Route("/v1/chat/completions", Generation(driver, Chat()).serve, methods=["POST"]),
@@ -48,13 +48,13 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
     errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
     return Starlette(
         routes=routes,
-        middleware=[*_permissions(config), Middleware(Guard, config=config)],
-        exception_handlers={**dict.fromkeys(errors, handle), ClientDisconnect: _nobody_there},
+        middleware=[*_cors(config), Middleware(Guard, config=config)],
+        exception_handlers={**dict.fromkeys(errors, handle), ClientDisconnect: _no_response},
     )
 
 
-def _permissions(config: ServerConfig) -> list[Middleware]:
-    """What tells browsers which pages may use the API; none to begin with."""
+def _cors(config: ServerConfig) -> list[Middleware]:
+    """The middleware that lets web pages from other origins use the API; none without --cors-origin."""
     if not config.cors_origin:
         return []
     return [
@@ -62,15 +62,15 @@ def _permissions(config: ServerConfig) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # Authorization, and what OpenAI's client for browsers adds
+            allow_headers=["*"],  # Authorization, and the headers of OpenAI's client for browsers
             allow_private_network=True,  # a page on the internet, a server on the user's machine
             expose_headers=["Retry-After", "X-Should-Retry"],
         )
     ]
 
 
-async def _nobody_there(_request: Request, _error: Exception) -> Any:
-    """No response."""
+async def _no_response(_request: Request, _error: Exception) -> Any:
+    """The client is gone."""
 
 
 class _Api:
@@ -98,7 +98,7 @@ class _Api:
         }
 
     async def health(self, _request: Request) -> Response:
-        """200 while requests are taken, 503 when the server is about to end."""
+        """200 while the server takes requests, 503 while it closes."""
         closing = self._driver.closing
         return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
 
@@ -108,6 +108,6 @@ class _Api:
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def stats(self, request: Request) -> Response:
-        """/stats?tokens=N adds what a sequence of N tokens takes."""
+        """/stats?tokens=N adds the memory of a sequence of N tokens."""
         tokens = asked_tokens(request.query_params)
         return JSONResponse(stats(self._driver.engine, await self._driver.status(), tokens))

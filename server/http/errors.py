@@ -1,4 +1,4 @@
-"""Every error that a client may see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""The errors that clients may see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.flags import in_flags
 from server.refused import Refused
 from server.values import BadRequest
 
-CLOSE = {"Connection": "close"}  # for answers behind which the connection cannot go on
+CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used
 _RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # OpenAI's clients look at it
 
-# What is not the client's fault; everything else of the engine's is a 400.
+# Errors of the engine that are not the client's fault; all others are a 400.
 _ENGINE_STATUS = {
     "out_of_memory": 503,
     "closed": 503,
@@ -39,7 +39,7 @@ _REFUSED_STATUS = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An answer that is an error. `message` is a sentence for the client, `param` the field that is wrong."""
+    """An error response. `message` is a sentence for the client, `param` the wrong field."""
 
     status: int
     message: str
@@ -57,7 +57,7 @@ class ApiError(Exception):
 
 
 def _type(status: int) -> str:
-    """The names that OpenAI gives to kinds of errors."""
+    """OpenAI's name for errors with this status."""
     if status >= 500:
         return "server_error"
     return "rate_limit_error" if status == 429 else "invalid_request_error"

@@ -1,4 +1,4 @@
-"""Who may speak to the API: looked at before any of a request's body is read."""
+"""Access control of the API, before any of a request's body is read."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.config import ServerConfig
 from server.http.errors import CLOSE, ApiError
 
-_OPEN = {"/health", "/"}  # what needs no key: whoever watches over the server asks it; the page asks for the key
+_OPEN = {"/health", "/"}  # need no key: monitors ask the first, and the page asks its user for the key
 
 
 class Guard:
     """ASGI middleware that checks Host, API key, Content-Type, and how the body is framed.
 
-    A web page elsewhere cannot use the API: its browser asks before it sends JSON and gets no permission unless
-    --cors-origin gives it, and where a name of the attacker's leads to this machine (DNS rebinding), Host holds that
-    name. Where there is a key, Host may hold any: such a page does not know the key.
+    A web page of another origin cannot use the API: its browser asks before it sends JSON and gets no permission unless
+    --cors-origin gives it, and where an attacker's name resolves to this machine (DNS rebinding), Host has that name.
+    With an API key, Host may have any name: such a page does not know the key.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -39,7 +39,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if "content-length" in headers and "transfer-encoding" in headers:
-            # Somebody between the client and this server may have believed the other one.
+            # A proxy between the client and this server may have believed the other one.
             sentence = "A request has either Content-Length or Transfer-Encoding, not both"
             return ApiError(400, sentence, "invalid_http", headers=CLOSE)
         if self._key is None and not self._is_ours(headers.getlist("host"), scope.get("server")):
@@ -56,11 +56,10 @@ class Guard:
         return None
 
     def _is_ours(self, hosts: list[str], server: tuple[str, int | None] | None) -> bool:
-        """Whether a request was meant for this server: for a loopback name, for --host or an --allowed-host, or for the
-        address it reached.
+        """Whether Host names this server: a loopback name, --host, an --allowed-host, or the address it was reached at.
 
-        Where --host is every address, so is any literal address: behind a forwarded port the server cannot know its
-        own, and an attacker's name is none.
+        Where --host is every address, any literal address does: behind a forwarded port the server cannot know its own
+        address, and an attacker needs a name.
         """
         name = _without_port(hosts[0]) if len(hosts) == 1 else ""
         if name in self._names or (server is not None and name == _bare(server[0])):
@@ -73,7 +72,7 @@ class Guard:
         if self._key is None:
             return True
         scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
-        # Both in constant time, so that nobody can find the key byte by byte.
+        # In constant time, so that no client can find the key byte by byte.
         return hmac.compare_digest(key.strip().encode(), self._key) and scheme.lower() == "bearer"
 
 
@@ -82,7 +81,7 @@ def _is_json(content_types: list[str]) -> bool:
 
 
 def _without_port(host: str) -> str:
-    """The name or address in a Host header, `[::1]:8080` as `::1`; empty for what is neither."""
+    """The name or address in a Host header, `[::1]:8080` as `::1`; empty for anything else."""
     found = re.fullmatch(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?", host)
     return "" if found is None else _bare(found[1])
 

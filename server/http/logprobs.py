@@ -1,4 +1,4 @@
-"""How OpenAI writes log-probabilities, in answers to conversations and to plain prompts."""
+"""Log-probabilities as OpenAI writes them, in answers to conversations and to plain prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model_loaders.tokenizers import Tokenizer
 
 
 class Logprobs(Protocol):
-    """Writes those of one answer, piece by piece or at once."""
+    """Writes the log-probabilities of one answer, piece by piece or at once."""
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """A choice's "logprobs" for the answer's next tokens."""
@@ -35,10 +35,10 @@ class ChatLogprobs:
 
 
 class TextLogprobs:
-    """/v1/completions: lists of equal length. `text_offset` counts the characters that are whole before a token.
+    """/v1/completions: lists of equal length. `text_offset` counts the complete characters before a token.
 
-    The most likely tokens are keys of an object, the chosen one always among them; of several tokens with the same text
-    it has the most likely.
+    The most likely tokens are keys of an object, and the chosen one is always among them; of several tokens with the
+    same text it has the most likely.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -64,7 +64,7 @@ class TextLogprobs:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def _place(self, token_id: int) -> int:
-        """Where the text of the next token begins, in the answer's."""
+        """The offset of the next token's text in the answer's."""
         begin = self._offset
         self._offset += len(self._detokenizer.push([token_id]))
         return begin

@@ -1,4 +1,4 @@
-"""/metrics: what the server has done and how busy it is, in Prometheus' text format."""
+"""/metrics: counters of the server and its load, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Numbers(Collector):
 def exposition(done: Snapshot, now: Status, *, without_cached: bool) -> bytes:
     """The page that Prometheus reads; its type is prometheus_client.CONTENT_TYPE_LATEST.
 
-    without_cached: whether to be silent about what was found in the cache.
+    without_cached: whether to leave out the number of tokens that were found in the cache.
     """
     registry = CollectorRegistry()
     registry.register(_Numbers(done, now, without_cached))

@@ -29,7 +29,7 @@ class Generation:
         self._dialect = dialect
 
     async def serve(self, request: Request) -> Response:
-        """Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect where nobody waits any more."""
+        """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
         dialect, model = self._dialect, self._driver.engine.model
         body = await read_body(request, self._driver.config.max_body)
         asked = read(
@@ -42,8 +42,8 @@ class Generation:
         if asked.n > (room := self._driver.room):
             sentence = f"n is {asked.n}, and this server has room for {room} answers, those included that wait"
             raise BadRequest("n", f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
-        told = asked.params.logprobs is not None
-        logprobs = [dialect.logprobs(model.tokenizer) for _ in range(asked.n if told else 0)]
+        with_logprobs = asked.params.logprobs is not None
+        logprobs = [dialect.logprobs(model.tokenizer) for _ in range(asked.n if with_logprobs else 0)]
         hidden = self._driver.config.hide_cached_tokens
         writer = Writer(dialect, model.name, asked.include_usage, logprobs, tells_cached=not hidden)
         if asked.stream:
@@ -89,5 +89,5 @@ class Generation:
 
 
 def _params(params: SamplingParams, index: int) -> SamplingParams:
-    """Several answers to one request differ, and do so again for the same seed."""
+    """The parameters of answer `index`: each has a seed of its own, so that answers differ and can be repeated."""
     return params if params.seed < 0 else replace(params, seed=params.seed + index)

@@ -1,4 +1,4 @@
-"""The chat page, and the headers that keep anything else from running in it."""
+"""The chat page, and the headers that forbid any other script in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, dict[str, str]]:
-    """The page and its headers: the script and the style in it are allowed by what they are, and no other."""
+    """The page and its headers, which allow its own script and style by their hashes, and no others."""
     text = files("server").joinpath("page.html").read_text(encoding="utf-8")
     policy = [
         "default-src 'none'",

@@ -1,4 +1,4 @@
-"""/sessions: what the store holds of a conversation, saved and loaded by name."""
+"""/sessions: a conversation's part of the store, saved and loaded by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sessions:
         return JSONResponse({"sessions": [asdict(saved) for saved in await self._driver.list_sessions()]})
 
     async def save(self, request: Request) -> Response:
-        """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many of the prompt's were in the store.
+        """{"name", "messages" or "prompt"} → {"name", "tokens"}: the number of the prompt's tokens in the store.
 
         The prompt is read as for an answer, with "parse_special" and "cache_salt".
         """
@@ -45,7 +45,7 @@ class Sessions:
         return JSONResponse({"name": name} if config.hide_cached_tokens else {"name": name, "tokens": tokens})
 
     async def load(self, request: Request) -> Response:
-        """{"name"} → {"name", "tokens"}; "cache_salt" says which prompts are to find it."""
+        """{"name"} → {"name", "tokens"}; only prompts with the same "cache_salt" find it."""
         body = await read_body(request, self._driver.config.max_body)
         name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
         return JSONResponse({"name": name, "tokens": await self._driver.load_session(name, salt)})

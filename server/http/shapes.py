@@ -1,4 +1,4 @@
-"""How OpenAI writes answers: whole ones and streamed ones, to conversations and to plain prompts."""
+"""Answers in OpenAI's shapes: whole and streamed ones, to conversations and to plain prompts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 
 
 class Dialect(Protocol):
-    """What differs between the two ways to ask."""
+    """The difference between the endpoints for conversations and for plain prompts."""
 
-    takes: str  # the field that holds the prompt
+    takes: str  # field of the prompt
     prefix: str  # of an answer's id
     whole: str  # names of the objects
     part: str
-    switched_logprobs: bool  # asked for with true, and a count beside it
+    switched_logprobs: bool  # whether log-probabilities are requested by true and a count beside it
 
     def answer(self, text: str) -> dict[str, Any]:
-        """A whole answer, as a part of a choice."""
+        """The fields of a choice for a whole answer."""
 
     def opening(self) -> dict[str, Any] | None:
-        """What a streamed answer begins with, before any text."""
+        """The fields of a streamed answer's first choice, before any text; None for no such choice."""
 
     def piece(self, text: str) -> dict[str, Any]:
-        """Some of a streamed answer; without text, its end."""
+        """The fields of a choice for a piece of a streamed answer; for its end without text."""
 
     def logprobs(self, tokenizer: Tokenizer) -> Logprobs:
-        """What writes the log-probabilities of an answer."""
+        """A writer of the log-probabilities of one answer."""
 
 
 class Chat:
@@ -75,18 +75,18 @@ class Text:
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes the objects of one response."""
+    """Makes the JSON objects of one response."""
 
     dialect: Dialect
     model: str
-    with_usage: bool  # a streamed response: ends with the usage, and all before it says null
-    logprobs: Sequence[Logprobs] = ()  # for each answer, where they are asked for
-    tells_cached: bool = True  # how much of the prompt was in the cache
+    with_usage: bool  # whether a streamed response ends with the usage; it is null in all events before
+    logprobs: Sequence[Logprobs] = ()  # one for each answer, if requested
+    tells_cached: bool = True  # whether the usage has the number of cached tokens
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
-        """The response that is not streamed."""
+        """The body of a response that is not streamed."""
         choices = [
             self._choice(index, self.dialect.answer(answer.text), answer.finish_reason, answer.logprobs)
             for index, answer in enumerate(answers)
@@ -105,13 +105,12 @@ class Writer:
         if chunk.finish_reason is not None:
             yield self._part(self._choice(index, self.dialect.piece(""), chunk.finish_reason))
 
-    def usage(self, of_answers: Sequence[Usage]) -> dict[str, Any]:
-        """The event behind the last answer's end."""
-        return self._part() | {"usage": self._usage(of_answers)}
+    def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """The event after the end of the last answer."""
+        return self._part() | {"usage": self._usage(usages)}
 
-    def _usage(self, of_answers: Sequence[Usage]) -> dict[str, Any]:
-        told = usage(of_answers)
-        return told if self.tells_cached else told | {"prompt_tokens_details": None}
+    def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        return usage(usages) | ({} if self.tells_cached else {"prompt_tokens_details": None})
 
     def _part(self, *choices: dict[str, Any]) -> dict[str, Any]:
         part = self._object(self.dialect.part, choices)
@@ -133,17 +132,17 @@ class Writer:
         reason: str | None = None,
         tokens: Sequence[TokenLogprob] | None = None,
     ) -> dict[str, Any]:
-        told = self.logprobs[index].write(tokens) if self.logprobs and tokens is not None else None
-        return {"index": index, **content, "logprobs": told, "finish_reason": reason}
+        logprobs = self.logprobs[index].write(tokens) if self.logprobs and tokens is not None else None
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
-def usage(of_answers: Sequence[Usage]) -> dict[str, Any]:
-    """The usage of answers to one prompt, which counts once: cached is of it what no answer had to read again."""
-    prompt = of_answers[0].prompt_tokens
-    completion = sum(answer.completion_tokens for answer in of_answers)
+def usage(usages: Sequence[Usage]) -> dict[str, Any]:
+    """The usage of answers to one prompt, which counts once; its cached tokens are those that every answer found."""
+    prompt = usages[0].prompt_tokens
+    completion = sum(answer.completion_tokens for answer in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": min(answer.cached_tokens for answer in of_answers)},
+        "prompt_tokens_details": {"cached_tokens": min(answer.cached_tokens for answer in usages)},
     }

@@ -1,4 +1,4 @@
-"""/stats: what the model, its cache and its requests are at the moment, for people to look at."""
+"""/stats: the model, its cache and the current requests, for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server.values import BadRequest
 
 
 def asked_tokens(query: Mapping[str, str]) -> int | None:
-    """`tokens` of a query: how long the sequence is whose memory is asked for. Raises BadRequest."""
+    """`tokens` of a query: the length of a sequence whose memory is asked for. Raises BadRequest."""
     given = query.get("tokens")
     if given is None:
         return None
@@ -23,7 +23,7 @@ def asked_tokens(query: Mapping[str, str]) -> int | None:
 
 
 def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
-    """A JSON object; with `tokens`, what a sequence of so many takes and would take in half precision."""
+    """A JSON object; with `tokens`, also the memory of a sequence of so many, here and in half precision."""
     cache = engine.cache_shape
     (_, type_k), (_, type_v) = chosen(engine.config)
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Asynchronous plumbing: several answers at once, clients that go away, and server-sent events."""
+"""Several answers at once, clients that disconnect, and server-sent events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pieces = AsyncGenerator[tuple[int, Chunk], None]
 
 Event = dict[str, Any] | None
 
-SLOW_READER_SECONDS = 10.0  # that a client may leave its end of the connection full
+SLOW_READER_SECONDS = 10.0  # for which a client may read nothing while its end of the connection is full
 
 
 async def merged(answers: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
@@ -57,7 +57,7 @@ async def merged(answers: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
 
 
 async def while_there(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away: then raises ClientDisconnect."""
+    """The result of `work`. When the client disconnects, cancels it and raises ClientDisconnect."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -69,7 +69,7 @@ async def while_there(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has gone away; its request has been read to the end."""
+    """Returns when the client has disconnected. The body of its request has been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -83,8 +83,8 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 class EventStream(Response):
     """Server-sent events, one for each JSON value or, for None, "[DONE]".
 
-    `events` has given out the `first` already, so that what goes wrong before it has a status of its own. A client
-    that goes away, or that does not read, has `events` closed.
+    `first` has been taken from `events` already, so that an error before it has a status of its own. `events` is closed
+    when the client disconnects or does not read.
     """
 
     media_type = "text/event-stream"
@@ -133,6 +133,6 @@ async def _send_soon(send: Send, data: bytes, last: bool = False) -> None:
 
 
 def _framed(event: Event) -> bytes:
-    """ASCII alone: some clients take Unicode's line separators for the end of a line."""
+    """An event in ASCII alone: some clients take Unicode's line separators for the end of a line."""
     data = "[DONE]" if event is None else json.dumps(event, separators=(",", ":"))
     return f"data: {data}\n\n".encode("ascii")

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: texts to ids and back, without an answer."""
+"""/tokenize and /detokenize: text to ids and back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from server.driver import Driver
 from server.http.bodies import read_body
 from server.values import LARGEST, count, flag, text, wrong
 
-MOST_TOKENS = 1 << 18  # of a text; each takes several times its bytes on the way to the client
+MOST_TOKENS = 1 << 18  # of a text; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15
 
 
 class Tokens:
-    """Two endpoints, which are counted and wait as answers do."""
+    """Two endpoints, whose requests are counted and queued as those for answers are."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -52,7 +52,7 @@ class Tokens:
             ids.insert(0, self._tokenizer.bos_id)
         most = MOST_PIECES if with_pieces else MOST_TOKENS
         if len(ids) > most:
-            raise EngineError(f"content has {len(ids)} tokens, but at most {most} are told: send it in parts")
+            raise EngineError(f"content has {len(ids)} tokens, but at most {most} are returned: send it in parts")
         return [{"id": i, "piece": _piece(self._tokenizer, i)} for i in ids] if with_pieces else ids
 
     async def detokenize(self, request: Request) -> Response:
@@ -64,7 +64,7 @@ class Tokens:
         return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(ids))})
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """A token may have many bytes: what is to be sent may be no longer than what may be received."""
+        """The text of the tokens. A token may have many bytes: the text may be no longer than a request's body."""
         most = room = self._driver.config.max_body
         for token in tokens:
             if token >= self._tokenizer.vocab_size:
@@ -76,7 +76,7 @@ class Tokens:
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
-    """What a token stands for, or is called; its bytes where these are no whole characters."""
+    """A token's text, or a control token's name; its bytes where these are not whole characters."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode() or tokenizer.token_name(token)

@@ -18,8 +18,8 @@ from server.refused import TOO_MANY_CONNECTIONS, busy
 # For a request's line and headers to arrive, or for the rest of a body whose request has been answered already. Other
 # waits have limits of their own.
 HEAD_SECONDS = 10.0
-LAST_SECONDS = 1.0  # for a client that is turned away to read the reason
-_MOST_TURNED_AWAY = 64  # clients that are given LAST_SECONDS at the same time; further ones are closed at once
+LAST_SECONDS = 1.0  # for a refused client to read the reason
+_MOST_REFUSED = 64  # clients that have LAST_SECONDS at the same time; further ones are closed at once
 
 
 class WebConnection(H11Protocol):
@@ -27,9 +27,9 @@ class WebConnection(H11Protocol):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        # uvicorn would turn away any client that sends a request while there are too many, and not the latest one.
+        # uvicorn would refuse any client that sends a request while there are too many, and not the latest one.
         self._most, self.limit_concurrency = self.limit_concurrency, None
-        self._turned_away = False
+        self._refused = False
         self._waiting: asyncio.TimerHandle | None = None
 
     # -- called by the event loop ------------------------------------------------------------------------------
@@ -39,12 +39,12 @@ class WebConnection(H11Protocol):
         self.logger = _Addressed(self.logger, self.client)  # type: ignore[assignment]
         notice_lost_peers(transport.get_extra_info("socket"))
         if self._is_one_too_many():
-            self._turn_away()
+            self._refuse()
         else:
             self._watch()
 
     def data_received(self, data: bytes) -> None:
-        if self._turned_away:
+        if self._refused:
             return
         super().data_received(data)
         self._watch()
@@ -61,9 +61,9 @@ class WebConnection(H11Protocol):
             self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection over data that is not HTTP, with an error where no answer is under way."""
+        """Close the connection because of data that is not HTTP, with an error if no answer is under way."""
         waits_for_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
-        if self.cycle is not None and not self.cycle.response_complete:  # the application answers to nobody
+        if self.cycle is not None and not self.cycle.response_complete:  # nobody reads its answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if waits_for_answer:
@@ -71,27 +71,27 @@ class WebConnection(H11Protocol):
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        """Never, and without uvicorn's warning, which advises to install packages."""
+        """False, and without uvicorn's warning, which advises to install packages."""
         return False
 
     # -- too many connections, and slow ones -------------------------------------------------------------------
 
     def _is_one_too_many(self) -> bool:
-        return self._most is not None and len(self.connections) - self._others_turned_away() > self._most
+        return self._most is not None and len(self.connections) - self._others_refused() > self._most
 
-    def _others_turned_away(self) -> int:
-        return sum(isinstance(other, WebConnection) and other._turned_away for other in self.connections)
+    def _others_refused(self) -> int:
+        return sum(isinstance(other, WebConnection) and other._refused for other in self.connections)
 
-    def _turn_away(self) -> None:
+    def _refuse(self) -> None:
         """Send the error at once, without waiting for a request."""
-        at_once = self._others_turned_away() >= _MOST_TURNED_AWAY
-        self._turned_away = True
+        at_once = self._others_refused() >= _MOST_REFUSED
+        self._refused = True
         refusal = busy(TOO_MANY_CONNECTIONS, 1)
         headers = {"Retry-After": str(refusal.retry_after), **CLOSE}
         self._send(ApiError(503, refusal.message, refusal.code, headers=headers))
         if at_once:
             self.transport.close()
-        else:  # to close a connection on which something comes could take the answer from the client
+        else:  # closing a connection with unread data could discard the answer at the client
             with suppress(OSError):  # it may be gone already
                 self.transport.write_eof()
             self._waiting = self.loop.call_later(LAST_SECONDS, self.transport.close)
@@ -106,7 +106,7 @@ class WebConnection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
     def _watch(self) -> None:
-        """Close the connection of a client that begins no request, or leaves a head or an answered body incomplete.
+        """Start or stop the time limit of a client that sends no request, an incomplete head, or an incomplete body.
 
         Bytes that arrive do not extend the time.
         """

@@ -1,4 +1,4 @@
-"""uvicorn in an event loop that is not its own, with signals left to whoever runs it."""
+"""uvicorn in its caller's event loop, without its signal handlers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from server.config import ServerConfig
 from server.http.uvicorn_connection import WebConnection
 from server.listening import BACKLOG, ListenError, address_of
 
-_LAST_SECONDS = 5  # for clients to take what is on its way to them
-# Longer than clients keep a connection that they may use again (5 seconds is usual): where both let go of it at the
-# same time, the next request meets a server that has just hung up.
+_LAST_SECONDS = 5  # for clients to read their last responses
+# Longer than clients keep an idle connection (usually 5 seconds): if both closed it at the same time, a request could
+# meet a connection that the server has just closed.
 _IDLE_SECONDS = 30
 
 
 class Web(uvicorn.Server):
-    """Serves an ASGI application at a socket that listens; see `server.listening`."""
+    """Serves an ASGI application at a listening socket; see `server.listening`."""
 
     def __init__(self, app: Any, config: ServerConfig, bound: socket.socket) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class Web(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # anybody could name any client
+                proxy_headers=False,  # any client could claim any address
                 backlog=BACKLOG,
                 limit_concurrency=config.max_connections,
                 timeout_keep_alive=_IDLE_SECONDS,
@@ -59,15 +59,15 @@ class Web(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are not uvicorn's here."""
+        """Install no signal handlers: `server.__main__` has its own."""
         yield
 
     def refuse(self) -> None:
-        """Take no more connections; those there are go on."""
+        """Accept no more connections; those that are open go on."""
         for server in self.servers:
             server.close()
 
     async def close(self) -> None:
-        """Let responses end, for a few seconds, and hang up."""
+        """Wait a few seconds for responses to end, then close all connections."""
         self.should_exit = True
         await self._task

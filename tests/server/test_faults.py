@@ -33,10 +33,11 @@ ENDLESS = {**LONG, "max_tokens": -1, "stream": True}
 IMPATIENT = """
 import os, socket, time
 import server.__main__ as program
-from server import connection, web_connection
+from server import connection
+from server.http import uvicorn_connection
 from server.http import streams
 connection.SLOW_SECONDS = streams.SLOW_READER_SECONDS = {slow}
-web_connection.HEAD_SECONDS = {head}
+uvicorn_connection.HEAD_SECONDS = {head}
 bind = program.tcp_socket
 def with_small_buffers(host, port):
     bound = bind(host, port)
@@ -54,7 +55,7 @@ def noting(protocol):
         pause(self)
     protocol.connection_made, protocol.pause_writing = with_less, noted
 noting(connection.Connection)
-noting(web_connection.WebConnection)
+noting(uvicorn_connection.WebConnection)
 """
 PRELUDE = IMPATIENT.format(slow=SLOW, head=HEAD) + SMALL_BLOCKS.format(kept=0)
 
