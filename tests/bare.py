@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +34,15 @@ def bare_model(
     block_size: int = 16,
     centred: bool = True,
     tokens: int = 2048,
+    step_rows: int = 1,
     ops: NumpyOps | None = None,
 ) -> Model:
     """A model with a store of its own; the weights may be shared."""
     k, v = (codecs.get(name) for name in types)
     d, mean_bits = config.head_dim, 16 if centred and types[0] != "f16" else 0
     layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
-    plan = plan_for_tokens(CacheShape(block_size, config.kv_heads, d, layers), tokens, 4)
+    plan = plan_for_tokens(CacheShape(block_size, config.kv_heads, d, layers), tokens, 4, step_rows)
+    plan = replace(plan, coded_blocks=tuple(4 * count for count in plan.coded_blocks))  # of each of the sequences
     ops = ops or NumpyOps()
     conditioning = [Conditioning(k.rotation(d), v.rotation(d))] * config.layers
     return Model(ops, config, weights, KVStore(ops, plan, conditioning))

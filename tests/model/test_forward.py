@@ -11,10 +11,14 @@ import pytest
 from engine.backends.numpy.attention import LayerCache, read_blocks
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Place
+from engine.kv.store import Span
 from engine.model.forward import Model
 from engine.model.score import score
+from engine.sampling.sample import Draw, Sampling
 from tests.bare import bare_model, feed, kl, log_softmax, prefill_logits, read_model, spread, step_logits
 from tests.conftest import FIXTURES
+
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 MODELS = sorted(path.name for path in FIXTURES.iterdir())
 
@@ -204,3 +208,73 @@ def test_two_sequences_step_together_as_they_do_alone(fixture) -> None:
         feed(model, kv, ids[:length])
         alone.append(feed(model, kv, [ids[length]])[0])
     assert np.abs(together - np.array(alone)).max() <= 1e-5 * spread(reference)
+
+
+def stepped(model: Model, spans: Sequence[Span], ids: Sequence[int]) -> np.ndarray:
+    """A step of the rows `ids` of all spans → the logits (T, V) that its tokens are chosen from."""
+    seen: list[np.ndarray] = []
+    fetch_tokens = model.ops.fetch_tokens
+
+    def watched(chosen, logits, draws):
+        seen.append(logits)
+        return fetch_tokens(chosen, logits, draws)
+
+    model.ops.fetch_tokens = watched
+    try:
+        tokens = model.step(spans, ids, [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * len(ids))
+    finally:
+        model.ops.fetch_tokens = fetch_tokens
+    assert tokens == seen[0].argmax(-1).tolist()
+    return seen[0]
+
+
+# Of three sequences, by rounds: the rows of a step, and how many of them are kept.
+ROUNDS = [((5, 1, 3), (2, 1, 3)), ((2, 9, 1), (2, 1, 0)), ((16, 12, 8), (9, 12, 4)), ((1, 1, 1), (1, 1, 1))]
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("polarquant", "ring4")])
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_rows_of_a_step_get_what_a_prompt_gives_them(fixture, types: tuple[str, str], block_size: int) -> None:
+    """In company of others, over ends of blocks, behind rows that were rejected."""
+    config, weights, ids, reference = fixture
+    model, other = (bare_model(config, weights, types, block_size=block_size, step_rows=16) for _ in range(2))
+    sequences, prompts = ([of.store.new_sequence() for _ in range(3)] for of in (model, other))
+    for kv, prompt, length in zip(sequences, prompts, (20, 33, 5), strict=True):
+        feed(model, kv, ids[:length])
+        feed(other, prompt, ids[:length])
+    for counts, kept in ROUNDS:
+        spans = [model.store.open_step(kv, count) for kv, count in zip(sequences, counts, strict=True)]
+        rows = [drafted(ids, span, keep) for span, keep in zip(spans, kept, strict=True)]
+        together = stepped(model, spans, [token for own in rows for token in own])
+        assert model.store.commit_steps(spans, kept) == {}
+        alone = []
+        for prompt, own, keep in zip(prompts, rows, kept, strict=True):
+            span = other.store.open(prompt, len(own))
+            alone.append(other.logits(other.run([span], own)))
+            other.store.abort(span)
+            if keep:
+                feed(other, prompt, own[:keep])
+        assert np.abs(together - np.concatenate(alone)).max() <= 1e-5 * spread(reference)
+    assert [kv.length for kv in sequences] == [kv.length for kv in prompts] == [34, 48, 13]
+
+
+def drafted(ids: Sequence[int], span: Span, kept: int) -> list[int]:
+    """The rows of a span: as many of `ids` as will be kept, then wrong ones."""
+    return [*ids[span.start : span.start + kept], *[7] * (span.count - kept)]
+
+
+def test_rows_of_a_step_get_what_they_get_one_by_one(fixture) -> None:
+    """As long as no block is encoded: the rows behind it would see its codes."""
+    config, weights, ids, reference = fixture
+    model = bare_model(config, weights, ("polarquant", "ring4"), block_size=64, step_rows=16)
+    pair, single = [model.store.new_sequence() for _ in range(2)], model.store.new_sequence()
+    for kv in (*pair, single):
+        feed(model, kv, ids[:7])
+    for count, kept in ((6, 2), (3, 3), (16, 11)):
+        spans = [model.store.open_step(kv, count) for kv in pair]
+        own = drafted(ids, spans[0], kept)
+        together = stepped(model, spans, own * 2)
+        model.store.commit_steps(spans, [kept] * 2)
+        alone = np.concatenate([feed(model, single, [token], step=True) for token in own[:kept]])
+        for logits in (together[:kept], together[count : count + kept]):
+            assert np.abs(logits - alone).max() <= 1e-5 * spread(reference)

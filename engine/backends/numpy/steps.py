@@ -1,10 +1,10 @@
 """What makes a step of many sequences cheap in NumPy: thin products, and attention of all of them at once.
 
-A step has a row for each sequence. Taken one by one, sequences of moderate length cost more in calls than in
+A step has a row for each sequence, or a few. Taken one by one, sequences of moderate length cost more in calls than in
 arithmetic; and BLAS, whose products of many rows first copy the matrix into an order of its own, does so for a few
 rows as well.
 
-Letters: B rows, a sequence each; M blocks that they see, in full precision or coded.
+Letters: T rows of B sequences, R of them at most of one; M blocks that they see, in full precision or coded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepSpans(tuple[CacheSpan, ...]):
         self.parts: list[list[CacheSpan]] = []
         room = 0
         for span in spans:
-            blocks = len(span.table) + 2
+            blocks = len(span.table) + len(span.following) + 2
             if blocks > room:
                 self.parts.append([])
                 room = _MOST_BLOCKS
@@ -69,64 +69,83 @@ class StepSpans(tuple[CacheSpan, ...]):
 
 def is_step(spans: Sequence[CacheSpan]) -> bool:
     """Whether these are rows of several sequences, whose newest tokens all lie in exact slots."""
-    return len(spans) > 1 and all(span.rows.stop - span.rows.start == 1 and span.now.buffer is None for span in spans)
+    return len(spans) > 1 and all(span.now.buffer is None for span in spans)
 
 
 class Layout:
-    """The M blocks that B rows see: first those in exact `slots`, then the coded ones, `ids`.
+    """The M blocks that B sequences see: first those in exact `slots`, then the coded ones, `ids`.
 
-    owner (M,): the row that sees a block. positions (M, N): of its tokens. seen (B, 1): the position of each row.
-    order (M,): the blocks by owner. first (B,): where each row's blocks begin in that order.
+    rows (B, R): the rows of each sequence, counted from the first of all; where it has fewer, its last one again.
+    owner (M,): the sequence that sees a block. positions (M, N): of its tokens. seen (M, R): those of the owner's rows.
+    order (M,): the blocks by owner. first (B,): where each sequence's blocks begin in that order.
     """
 
     def __init__(self, spans: Sequence[CacheSpan], block_size: int) -> None:
-        rows = range(len(spans))
-        sinks = [row for row in rows if spans[row].sink is not None]
-        tables = [spans[row].table for row in rows]
-        starts = [spans[row].now_start for row in rows] + [0] * len(sinks)
+        sequences = range(len(spans))
+        sinks = [i for i in sequences if spans[i].sink is not None]
+        following = [(i, number) for i in sequences for number in range(len(spans[i].following))]
+        tables = [span.table for span in spans]
+        starts = [span.now_start for span in spans] + [0] * len(sinks)
+        starts += [spans[i].now_start + block_size * (1 + number) for i, number in following]
         starts += [span.table_start + block_size * i for span in spans for i in range(len(span.table))]
-        self.owner = np.array([*rows, *sinks, *(row for row in rows for _ in tables[row])])
-        self.slots = np.array([*(span.now.block for span in spans), *(spans[row].sink for row in sinks)])
+        self.owner = np.array(
+            [*sequences, *sinks, *(i for i, _ in following), *(i for i in sequences for _ in tables[i])]
+        )
+        slots = [span.now.block for span in spans], [spans[i].sink for i in sinks]
+        self.slots = np.array([*slots[0], *slots[1], *(spans[i].following[number] for i, number in following)])
         self.ids = np.array([i for table in tables for i in table], np.intp)
         self.positions = np.array(starts)[:, None] + np.arange(block_size)
-        self.seen = np.array([span.position for span in spans])[self.owner, None]
+        counts = np.array([span.rows.stop - span.rows.start for span in spans])
+        in_sequence = np.minimum(np.arange(counts.max()), counts[:, None] - 1)  # (B, R)
+        self.rows = np.array([span.rows.start - spans[0].rows.start for span in spans])[:, None] + in_sequence
+        self.seen = (np.array([span.position for span in spans])[:, None] + in_sequence)[self.owner]
         self.order = np.argsort(self.owner, kind="stable")
-        self.first = np.searchsorted(self.owner[self.order], rows)
+        self.first = np.searchsorted(self.owner[self.order], sequences)
 
     def hidden(self, window: int | None) -> np.ndarray:
-        """(M, N): tokens that a block's owner does not see, behind its own one or before its window."""
-        hidden = self.positions > self.seen
-        return hidden if window is None else hidden | (self.positions <= self.seen - window)
+        """(M, R, N): tokens of a block that a row of its owner does not see, behind the row or before its window."""
+        positions, seen = self.positions[:, None], self.seen[..., None]
+        hidden = positions > seen
+        return hidden if window is None else hidden | (positions <= seen - window)
 
 
 def attend_together(q: np.ndarray, cache: LayerCache, layout: Layout, window: int | None) -> np.ndarray:
-    """Attention of q (B, K, G, D), scaled, over all blocks of `layout` at once: (B, K, G, D)."""
-    exact = len(layout.slots)
-    asked = q[layout.owner].swapaxes(0, 1)  # (K, M, G, D): a row's queries for each of its blocks
+    """Attention of q (T, K, G, D), scaled, over all blocks of `layout` at once: (T, K, G, D)."""
+    (_, kv_heads, group, dim), exact = q.shape, len(layout.slots)
+    most = layout.rows.shape[1]
+    # (K, M, R·G, D): the queries of a sequence's rows for each of its blocks.
+    asked = (
+        q[layout.rows[layout.owner]].transpose(2, 0, 1, 3, 4).reshape(kv_heads, len(layout.owner), most * group, dim)
+    )
     hidden = layout.hidden(window)
     k, v = (whole[layout.slots].swapaxes(0, 1) for whole in (cache.exact_k, cache.exact_v))
     # Behind its last token a slot may hold anything, and not even nothing times NaN is nothing.
-    v[np.broadcast_to(hidden[:exact], v.shape[:3])] = 0
+    v[np.broadcast_to(hidden[:exact].all(axis=1), v.shape[:3])] = 0
     scores, values = [asked[:, :exact] @ k.swapaxes(2, 3)], [v]
     if len(layout.ids):
         coded_k, coded_v, mean = read_blocks(cache, layout.ids)
-        by_block = (len(coded_k), len(layout.ids), -1, q.shape[-1])
+        by_block = (len(coded_k), len(layout.ids), -1, dim)
         of_coded = asked[:, exact:] @ coded_k.reshape(by_block).swapaxes(2, 3)
         if mean is not None:
             of_coded += asked[:, exact:] @ mean[..., None]
         scores.append(of_coded)
         values.append(coded_v.reshape(by_block))
-    weights = np.concatenate(scores, axis=1)  # (K, M, G, N)
-    np.copyto(weights, -np.inf, where=hidden[:, None])
+    weights = np.concatenate(scores, axis=1)  # (K, M, R·G, N)
+    np.copyto(weights, -np.inf, where=hidden if most == 1 else hidden.repeat(group, axis=1))
     # Every row sees itself, so that no maximum is −inf.
     weights -= _over_blocks(np.maximum, weights.max(axis=-1, keepdims=True), layout)[:, layout.owner]
     np.exp(weights, out=weights)
     total = _over_blocks(np.add, weights.sum(axis=-1, keepdims=True), layout)
     edges = [0, exact, len(layout.owner)]
     mixed = [weights[:, a:b] @ of for a, b, of in zip(edges, edges[1:], values, strict=False)]
-    return (_over_blocks(np.add, np.concatenate(mixed, axis=1), layout) / total).swapaxes(0, 1)
+    out = _over_blocks(np.add, np.concatenate(mixed, axis=1), layout) / total  # (K, B, R·G, D)
+    out = out.reshape(kv_heads, -1, most, group, dim).transpose(1, 2, 0, 3, 4)
+    # What stands where a sequence has no row is that of its last one once more.
+    y = np.empty(q.shape, np.float32)
+    y[layout.rows] = out
+    return y
 
 
 def _over_blocks(reduce: np.ufunc, x: np.ndarray, layout: Layout) -> np.ndarray:
-    """x (K, M, …), reduced over the blocks of each row: (K, B, …)."""
+    """x (K, M, …), reduced over the blocks of each sequence: (K, B, …)."""
     return reduce.reduceat(x[:, layout.order], layout.first, axis=1)

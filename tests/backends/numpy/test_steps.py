@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -27,53 +31,65 @@ def filled(store: KVStore, length: int, rng: np.random.Generator) -> SequenceKV:
     return kv
 
 
-def begun(store: KVStore, rng: np.random.Generator) -> tuple[list[Span], np.ndarray]:
-    """A step of sequences of all LENGTHS, whose K/V are there, and its queries."""
-    spans = [store.open_step(filled(store, length, rng)) for length in LENGTHS]
-    k, v = rng.standard_normal((2, len(spans), KV_HEADS, D)).astype(np.float32)
+def begun(
+    store: KVStore, rng: np.random.Generator, counts: Sequence[int] = (1,) * len(LENGTHS)
+) -> tuple[list[Span], np.ndarray]:
+    """A step of sequences of all LENGTHS with so many rows each, whose K/V are there, and its queries."""
+    spans = [store.open_step(filled(store, length, rng), count) for length, count in zip(LENGTHS, counts, strict=True)]
+    k, v = rng.standard_normal((2, sum(counts), KV_HEADS, D)).astype(np.float32)
     for layer in range(len(store.shape.layers)):
         store.ops.append_kv(store.cache(layer), views(store, layer, spans), k, v)
-    return spans, rng.standard_normal((len(spans), HEADS, D)).astype(np.float32)
+    return spans, rng.standard_normal((sum(counts), HEADS, D)).astype(np.float32)
 
 
 def views(store: KVStore, layer: int, spans: list[Span]) -> list[CacheSpan]:
-    return [store.view(layer, span, slice(i, i + 1), span.start) for i, span in enumerate(spans)]
+    ends = itertools.accumulate(span.count for span in spans)
+    return [
+        store.view(layer, span, slice(end - span.count, end), span.start) for span, end in zip(spans, ends, strict=True)
+    ]
 
 
 def alone(store: KVStore, layer: int, spans: list[Span], q: np.ndarray, window: int | None) -> np.ndarray:
+    """Row after row of each sequence by itself."""
     ops, cache = store.ops, store.cache(layer)
+    rows = [(span, row) for span in spans for row in range(span.count)]
     return np.concatenate(
         [
-            ops.attention(q[i : i + 1], cache, [store.view(layer, span, slice(0, 1), span.start)], 0.3, window)
-            for i, span in enumerate(spans)
+            ops.attention(q[i : i + 1], cache, [store.view(layer, span, slice(0, 1), span.start + row)], 0.3, window)
+            for i, (span, row) in enumerate(rows)
         ]
     )
 
 
+@pytest.mark.parametrize("counts", [[1] * 8, [5] * 8, [1, 3, 2, 16, N, 9, 6, 7]], ids=["one", "five", "ragged"])
 @pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
 @pytest.mark.parametrize("most", [4, 9, 64])
 def test_attention_of_all_is_that_of_each(
-    types: tuple[str, str], most: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    types: tuple[str, str], most: int, counts: list[int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of one row and of several: over ends of blocks, within windows, with sinks that are complete or not."""
     monkeypatch.setattr(steps, "_MOST_BLOCKS", most)
     windows = (None, 11, 3 * N)
-    store = make_store(*types, windows=windows, sequences=len(LENGTHS))
-    spans, q = begun(store, rng)
+    store = make_store(*types, windows=windows, sequences=len(LENGTHS), step_rows=16)
+    store = KVStore(store.ops, replace(store.plan, coded_blocks=(32,) * 3), store.conditioning)
+    spans, q = begun(store, rng, counts)
     for layer, window in enumerate(windows):
         together = store.ops.spans(views(store, layer, spans), N)
         out = store.ops.attention(q, store.cache(layer), together, 0.3, window)
         np.testing.assert_allclose(out, alone(store, layer, spans, q, window), atol=2e-6)
     parts = steps.StepSpans(views(store, 0, spans)).parts
     assert [span for part in parts for span in part] == views(store, 0, spans)
-    assert all(len(part) == 1 or sum(len(span.table) + 2 for span in part) <= most for part in parts)
+    blocks = [[len(span.table) + len(span.following) + 2 for span in part] for part in parts]
+    assert all(len(part) == 1 or sum(part) <= most for part in blocks)
 
 
-def test_what_is_left_in_a_slot_reaches_nobody(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("counts", [[1] * 8, [4, 1, 9, 2, 16, 3, N, 5]], ids=["one", "ragged"])
+def test_what_is_left_in_a_slot_reaches_nobody(counts: list[int], rng: np.random.Generator) -> None:
     """A sequence whose numbers went wrong has gone, and another one has its slots."""
-    store = make_store(sequences=len(LENGTHS))
+    store = make_store(sequences=len(LENGTHS), step_rows=16)
     cache = store.cache(0)
     cache.exact_k[:], cache.exact_v[:] = np.nan, np.inf
-    spans, q = begun(store, rng)
+    spans, q = begun(store, rng, counts)
     out = store.ops.attention(q, cache, store.ops.spans(views(store, 0, spans), N), 0.3, None)
     np.testing.assert_allclose(out, alone(store, 0, spans, q, None), atol=2e-6)
 
@@ -92,7 +108,7 @@ def test_a_thin_product_is_the_product(rows: int, shape: tuple[int, int], rng: n
 def test_only_steps_take_the_short_way() -> None:
     step = CacheSpan(slice(0, 1), 5, Place(None, 0), 0, None, [], N)
     other = CacheSpan(slice(1, 2), 5, Place(None, 1), 0, None, [], N)
-    prompt = CacheSpan(slice(1, 3), 5, Place(None, 1), 0, None, [], N)
+    prompt = CacheSpan(slice(1, 3), 5, Place((np.zeros(1), np.zeros(1)), 0), 0, None, [], N)
     assert steps.is_step([step, other])
     assert not steps.is_step([step])
     assert not steps.is_step([step, prompt])
