@@ -1,9 +1,8 @@
-// The next token of every sequence: `sample` of engine/sampling/sample.py without logit_bias and DRY, so that only ids
-// leave the GPU.
+// The next token of every sequence: `sample` of engine/sampling/sample.py, so that only ids leave the GPU.
 //
-// ids (B): the token, or -1 where the largest logit is not finite. logits (B, V), rows `stride` apart; penalised in
-// place and restored at the end. draws (B, 8 + 64): float temperature, top_k, top_p, min_p, repeat_penalty,
-// presence_penalty, frequency_penalty, uniform in [0, 1); int ids of the last tokens, -1 for none.
+// ids (B): the token; -1 where the logits are not finite, -2 where bias and mask leave none. logits (B, V), rows
+// `stride` apart; biases, penalties and DRY are applied in place and taken back at the end. draws: the table of
+// adjust.cuh. saved: a float for each word of the table where rows have lists; anything.
 //
 // Nothing is sorted. The order "largest first, equal ones by id" gives every token a place, one integer; what a cut
 // keeps is all places up to a last one, which a descent finds digit by digit: a histogram of the digit, then the bin in
@@ -13,93 +12,13 @@
 // once more for the sum of all masses if there is no top-k. The maxima of single threads tell which are the best: at
 // least n tokens are not below the n-th largest of them, and not many more. Where the answer lies behind those (flat
 // logits at high temperature) a descent reads V once per 8 bits of a place, seven times at most.
+// A list costs an access to each of its logits, before and behind; a mask V / 8 bytes with every read of V, which sees
+// forbidden tokens as -infinity.
 // Grid (B), block 64 ... 512: 512 for large V. DEFINES: none.
-// PRECOND: 1 <= V <= 2^19, V <= stride; logits aligned to 16 bytes, stride % 4 == 0; recent tokens < V.
-typedef unsigned long long Mass, Place;
-
-constexpr int ROOM = 4096, BINS = 256, DIGIT = 8, RECENT = 64;
-constexpr float UNIT = 17592186044416.0f;  // 2^44: the mass of the best token
-constexpr float LOG2_E = 1.44269504f;
-#define NEGATIVE_INFINITY __int_as_float(0xff800000)
-
-struct Params {
-    float temperature, top_k, top_p, min_p, repeat, presence, frequency, uniform;
-};
-
-// Larger for larger floats; -0 is 0.
-__device__ __forceinline__ unsigned key(float x) {
-    const unsigned bits = __float_as_uint(x + 0.0f);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float of_key(unsigned k) { return __uint_as_float(k & 0x80000000u ? k & 0x7fffffffu : ~k); }
-
-struct Row {
-    const float *logits;
-    int count, id_bits;
-    float best;
-    unsigned best_key;
-
-    __device__ __forceinline__ Place place(float x, int id) const {
-        return Place(best_key - key(x)) << id_bits | unsigned(id);
-    }
-};
-
-// What the cuts so far have kept.
-struct __align__(16) Kept {
-    Place last;
-    float floor;  // of x - best
-
-    __device__ __forceinline__ bool holds(float difference, Place place) const {
-        return place <= last && difference >= floor;
-    }
-};
-
-struct __align__(16) Sum {
-    Mass total;
-    Place last;  // of what has any weight
-};
-
-struct Shared {
-    Row row;
-    Kept kept;
-    Kept covered;        // what the list holds for certain
-    float values[ROOM];  // the list: some tokens, among them all those up to a place, in any order
-    int ids[ROOM];
-    int listed;
-    unsigned low[BINS], high[BINS], counts[BINS];  // all 0 but within a level of a descent
-    Place places[BINS];                            // some token of each bin
-    Sum sums[32];
-    Mass target;  // the outcome of a level
-    int bin, alone;
-};
-__shared__ Shared s;
-
-// rate: e^(difference / temperature) = 2^(difference · rate); 0 counts tokens.
-__device__ __forceinline__ Mass weight(float difference, float rate) {
-    return rate > 0.0f ? Mass(exp2_fast(difference * rate) * UNIT) : 1;
-}
-
-// visit(value, id) for every token of the list, or of the row; a thread's ids ascend in a row.
-// AHEAD loads of a thread are on their way at once.
-template <int AHEAD, class Visit>
-__device__ __forceinline__ void each(const Row &row, bool in_list, Visit visit) {
-    if (in_list) {
-        for (int i = threadIdx.x; i < s.listed; i += blockDim.x) visit(s.values[i], s.ids[i]);
-        return;
-    }
-    const int step = 4 * blockDim.x;
-    for (int first = 4 * threadIdx.x; first < row.count; first += AHEAD * step) {
-        Chunk<float> x[AHEAD];
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a)
-            if (first + a * step < row.count) load_floats(x[a].at, row.logits + first + a * step);
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (first + a * step + j < row.count) visit(x[a].at[j], first + a * step + j);
-    }
-}
+// JOINS: adjust.cuh, row.cuh.
+// PRECOND: 1 <= V <= 2^19, V <= stride; logits aligned to 16 bytes, stride % 4 == 0; table aligned to 16 bytes; ids of
+// lists < V, recent <= 64.
+constexpr int NOT_FINITE = -1, NOTHING_LEFT = -2;  // in the place of an id
 
 // The sum of the totals and the last of the places, of all threads and in all of them.
 __device__ __forceinline__ Sum over_block(Sum sum) {
@@ -244,20 +163,25 @@ __device__ __forceinline__ Place cut_by_mass(float rate, float share, bool more)
     return descend(in_list, rate, in_list ? of_list.last : all.last, target);
 }
 
-// The token, in all threads. best and best_key of the row are still to be found.
-__device__ __forceinline__ int draw(Row row, const Params &p) {
+// The token, in all threads. best and best_key of the row are still to be found. possible: whether this thread knows of
+// a token that the model finds possible.
+__device__ __forceinline__ int draw(Row row, const Params &p, bool possible) {
     float maximum = NEGATIVE_INFINITY;
     int id = 4 * threadIdx.x;
-    bool is_nan = false;
+    bool broken = false;
     each<8>(row, false, [&](float x, int i) {
-        is_nan |= x != x;
+        broken |= x != x;
         if (x > maximum) maximum = x, id = i;
+    }, [&](float x) {
+        broken |= !(x < -NEGATIVE_INFINITY);
+        possible |= x > NEGATIVE_INFINITY;
     });
-    if (__syncthreads_or(is_nan)) return -1;
+    if (__syncthreads_or(broken)) return NOT_FINITE;
     const Place first = over_block({0, Place(key(maximum)) << 32 | ~unsigned(id)}).last;
     row.best_key = unsigned(first >> 32);
     row.best = of_key(row.best_key);
-    if (row.best - row.best != 0.0f) return -1;  // an infinity
+    if (row.best == NEGATIVE_INFINITY) return __syncthreads_or(possible) ? NOTHING_LEFT : NOT_FINITE;
+    if (row.best == -NEGATIVE_INFINITY) return NOT_FINITE;
     const int top_k = p.top_k < row.count ? int(p.top_k) : 0;
     if (p.temperature == 0.0f || top_k == 1 || row.count == 1) return int(~unsigned(first));
 
@@ -273,28 +197,26 @@ __device__ __forceinline__ int draw(Row row, const Params &p) {
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-sample_kernel(int *ids, float *logits, const int *draws, int V, long long stride) {
-    draws += blockIdx.x * (sizeof(Params) / sizeof(int) + RECENT);
-    const Params &p = *reinterpret_cast<const Params *>(draws);
-    const int *recent = draws + sizeof(Params) / sizeof(int);
+sample_kernel(int *ids, float *logits, const int *draws, float *saved, int V, long long stride) {
+    const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.x];
+    const Lists lists = lists_of(draws, p);
     logits += blockIdx.x * stride;
     for (int i = threadIdx.x; i < BINS; i += blockDim.x) s.low[i] = s.high[i] = s.counts[i] = s.places[i] = 0;
 
-    // A thread for each of the recent tokens: the first one with a token penalises it.
-    int token = threadIdx.x < RECENT ? recent[threadIdx.x] : -1, occurrences = 0;
-    for (int i = 0; token >= 0 && i < RECENT; ++i) {
-        const bool same = recent[i] == token;
-        if (same && i < threadIdx.x) token = -1;
-        occurrences += same;
-    }
-    const float before = token >= 0 ? logits[token] : 0.0f;
-    if (token >= 0) {
-        const float seen = before > 0.0f ? __fdiv_rn(before, p.repeat) : __fmul_rn(before, p.repeat);
-        logits[token] = float(double(seen) - occurrences * double(p.frequency) - double(p.presence));
-    }
+    // In the order of sample.py, and back in the opposite one.
+    float *saved_biased = saved + (lists.bias_ids - draws), *saved_dry = saved + (lists.dry_ids - draws);
+    bool possible = change_logits(logits, lists.bias_ids, p.biases, saved_biased,
+                                  [&](float x, int i) { return x + lists.biases[i]; });
+    const Penalised penalised = penalise(logits, lists.recent, p);
+    possible |= penalised.before > NEGATIVE_INFINITY;
+    possible |= change_logits(logits, lists.dry_ids, p.dry, saved_dry,
+                              [&](float x, int i) { return float(double(x) - lists.dry[i]); });
     __syncthreads();
-    const int id = draw({logits, V, 32 - __clz(V - 1), 0.0f, 0}, p);
+    const int id = draw({logits, lists.mask, V, 32 - __clz(V - 1), 0.0f, 0}, p, possible);
     __syncthreads();
-    if (token >= 0) logits[token] = before;
+    restore_logits(logits, lists.dry_ids, p.dry, saved_dry);
+    if (penalised.token >= 0) logits[penalised.token] = penalised.before;
+    __syncthreads();
+    restore_logits(logits, lists.bias_ids, p.biases, saved_biased);
     if (threadIdx.x == 0) ids[blockIdx.x] = id;
 }

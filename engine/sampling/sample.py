@@ -50,6 +50,11 @@ class Sampling:
     dry_sequence_breakers: Sequence[str] = ()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the last tokens are not penalised."""
+        return self.repeat_penalty == 1 and not self.presence_penalty and not self.frequency_penalty
+
+    @property
     def is_dry(self) -> bool:
         """Whether repetitions are penalised."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
@@ -157,13 +162,12 @@ def nothing_left(draw: Draw) -> EngineError:
 
 def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.ndarray:
     """Bias and penalties, on a copy where there are any."""
-    plain = params.repeat_penalty == 1 and not params.presence_penalty and not params.frequency_penalty
-    if plain and not params.logit_bias:
+    if params.is_plain and not params.logit_bias:
         return logits
     logits = logits.copy()
     for token, bias in params.logit_bias.items():
         logits[token] += bias
-    if not plain and len(recent):
+    if not params.is_plain and len(recent):
         ids, counts = np.unique(np.asarray(recent), return_counts=True)
         seen = logits[ids]
         seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)

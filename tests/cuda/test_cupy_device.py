@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -12,13 +13,19 @@ import pytest
 
 from engine.backends.cuda.kernel_source import source
 from engine.backends.cuda.ops import CudaOps
+from engine.config import SamplingParams
 from engine.errors import EngineError
+from engine.sampling.sample import Draw, resolve
+from model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy
 from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
-from tests.cuda.test_model_emulated import talk
+from tests.cuda.test_draws import everything, stepped
+from tests.cuda.test_model_emulated import model_of, talk
+from tests.sampling.constrained import mask_of
 
 SILU = source("activate_mul", ACT="float", ACTIVATION="silu")
+DEFAULTS = GenerationDefaults()
 NAME, RECORDING = "engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"
 
 
@@ -284,6 +291,30 @@ def test_a_whole_model_says_the_same_recorded_or_not(
     device.replay = lambda key, work, inputs: work(*map(device.from_host, inputs))
     for given, wanted in zip(recorded, talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")), strict=True):
         np.testing.assert_array_equal(given, wanted)
+
+
+def test_a_recorded_step_draws_with_the_lists_of_its_call(device, machine: Machine) -> None:
+    """Biases, penalties and masks that grow, shrink and go from step to step: few recordings, and the same tokens."""
+    model = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16"))
+    vocabulary = model.config.vocab_size
+
+    def draws(step: int) -> list[Draw]:
+        biased = resolve(SamplingParams(temperature=0, logit_bias={7 + i: i - 4.0 for i in range(step)}), DEFAULTS)
+        plain = resolve(SamplingParams(temperature=0), DEFAULTS)
+        first = Draw(biased, [], 0.5, vocabulary)
+        if step % 3 == 0:
+            first = replace(first, sampling=plain)
+        if step % 2:
+            first = replace(first, allowed=mask_of(range(step, vocabulary, 3), vocabulary))
+        return [first, everything(vocabulary, step) if step > 6 else Draw(plain, [], 0.5, vocabulary)]
+
+    steps = [*range(12), *range(12)]
+    recorded = [stepped(model, draws(step)) for step in steps]
+    assert len(device._recordings._kept) == 2  # with lists and without
+    assert len(machine.graphs) == 2
+    device.replay = lambda key, work, inputs: work(*map(device.from_host, inputs))
+    assert recorded == [stepped(model, draws(step)) for step in steps]
+    assert len(set(map(tuple, recorded))) > 5
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------

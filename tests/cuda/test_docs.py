@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,14 @@ import pytest
 from bench.gpu.model import parameters
 from bench.gpu.setup import LLAMA_8B
 from engine import codecs, records
-from engine.backends.cuda import kernel_source, launch_configs
+from engine.backends.cuda import draws, kernel_source, launch_configs
 from engine.backends.cuda.ops import CudaOps
 from engine.config import EngineConfig
 from engine.kv import cache_types
 from engine.quantization.conditioning import mean_fields
 from engine.records import Layout
 from engine.records.pair_table import PairRecord
-from engine.sampling.sample import Draw
+from engine.sampling.sample import Draw, Penalties
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.nvrtc import SHARED_LIMIT
 from tests.cuda.test_model_emulated import GREEDY, N, model_of
@@ -223,6 +225,33 @@ def test_the_floor_of_a_step_follows_from_records() -> None:
 
 def test_the_default_is_the_type_that_the_layouts_are_of() -> None:
     assert _both(*cache_types.PRESETS[EngineConfig().cache_type]) == tuple(RECORDS[:2])
+
+
+# -- draws -----------------------------------------------------------------------------------------------------------
+
+
+def draws_rows() -> Iterator[Row]:
+    vocabulary = LLAMA_8B.vocab_size
+    plain = Draw(GREEDY, list(range(64)), 0.5, vocabulary)
+    asked: dict[str, dict[str, Any]] = {
+        "no more than a sampler": {},
+        "4 biases, as bans of end tokens": {"logit_bias": dict.fromkeys(range(4), -math.inf)},
+        "penalties, on 64 tokens": {"presence_penalty": 1.0},
+        "300 biases": {"logit_bias": dict.fromkeys(range(300), 1.0)},
+        "DRY, against 100 tokens": {"dry": Penalties(np.arange(100), np.ones(100))},
+        "a mask": {"allowed": np.zeros(-(-vocabulary // 32), np.uint32)},
+    }
+    asked["all of these"] = {name: value for more in asked.values() for name, value in more.items()}
+    for name, more in asked.items():
+        of_draw = {field: more[field] for field in ("dry", "allowed") if field in more}
+        chain = replace(GREEDY, **{field: value for field, value in more.items() if field not in of_draw})
+        draw = replace(plain, sampling=chain, **of_draw)
+        lists = sum(part.nbytes for part in draws._lists(draw)[0])
+        yield name, f"{lists:,}", f"{draws.pack_draws([draw]).table.nbytes:,}"
+
+
+def test_lists_of_draws_take_what_the_document_says() -> None:
+    assert table("The row asks for", "In its lists", "Table of draws") == list(draws_rows())
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------

@@ -291,13 +291,13 @@ def test_sample(ops: CudaOps, rng: np.random.Generator, width: int) -> None:
     assert sampled(ops, logits, draws) == sampled(HOST, logits, draws)
 
 
-def test_a_bias_is_taken_on_the_host(ops: CudaOps, rng: np.random.Generator) -> None:
+def test_a_bias_is_added(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 1, 96)
     draws = [Draw(replace(GREEDY, logit_bias={7: 1e5}), [], 0.5, 96)]
     assert sampled(ops, logits, draws) == [7]
 
 
-def test_what_dry_subtracts_is_taken_on_the_host(ops: CudaOps, rng: np.random.Generator) -> None:
+def test_what_dry_asks_for_is_subtracted(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 2, 96)
     first, second = np.argsort(-logits[1])[:2].tolist()
     dry = Penalties(np.array([first]), np.array([100.0]))

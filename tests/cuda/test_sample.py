@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.backends.cuda.draws import pack_draws
 from engine.backends.cuda.kernel_source import source
 from engine.limits import PENALTY_WINDOW
 from engine.sampling.sample import Draw, Sampling, _adjust, sample
 from tests.cuda.programs import Program
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
-NO_TOKENS = np.full(PENALTY_WINDOW, -1, np.int32)
+NO_TOKENS: list[int] = []
 
 
 @cache
@@ -35,32 +36,36 @@ def on_host(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: f
     return sample(logits, Draw(chain, recent, drawn, len(logits)))
 
 
-def params(chain: Sampling, drawn: float) -> np.ndarray:
-    return np.array(
-        [
-            chain.temperature, chain.top_k, chain.top_p, chain.min_p,
-            chain.repeat_penalty, chain.presence_penalty, chain.frequency_penalty, drawn,
-        ],
-        np.float32,
-    )  # fmt: skip
+def params(chain: Sampling, drawn: float) -> tuple[Sampling, float]:
+    return chain, drawn
 
 
-def window(recent: Sequence[int]) -> np.ndarray:
-    last = list(recent)[-PENALTY_WINDOW:]
-    return np.array(last + [-1] * (PENALTY_WINDOW - len(last)), np.int32)
+def window(recent: Sequence[int]) -> list[int]:
+    return list(recent)[-PENALTY_WINDOW:]
 
 
 def launch(
-    logits: np.ndarray, rows: Sequence[np.ndarray], recent: Sequence[np.ndarray], threads: int = 128, seed: int = 2
+    logits: np.ndarray,
+    rows: Sequence[tuple[Sampling, float]],
+    recent: Sequence[Sequence[int]],
+    threads: int = 128,
+    seed: int = 2,
+    **more: object,
 ) -> np.ndarray:
-    """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernel wants them: aligned."""
+    """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernel wants them: aligned.
+
+    more: of each `Draw`.
+    """
     batch, vocab = logits.shape
     stride = (vocab + 7) // 4 * 4
     held = np.full((batch, stride), np.nan, np.float32)
     held[:, :vocab] = logits
     before, ids = held.copy(), np.full(batch, -7, np.int32)
-    draws = np.concatenate([np.stack(rows).view(np.int32), np.stack(recent)], 1)
-    args = (ids, held, draws, np.int32(vocab), np.int64(stride))
+    draws = pack_draws(
+        [Draw(chain, last, drawn, vocab, **more) for (chain, drawn), last in zip(rows, recent, strict=True)]
+    )
+    saved = np.full(draws.table.shape, np.nan, np.float32) if draws.has_lists else None
+    args = (ids, held, draws.table, saved, np.int32(vocab), np.int64(stride))
     program().launch("sample_kernel", (batch,), (threads,), *args, seed=seed)
     np.testing.assert_array_equal(held, before)
     return ids

@@ -81,6 +81,8 @@ EMULATOR_FLOAT2(__fdiv_rn, a / b)
 EMULATOR_FLOAT2(__fmul_rn, a * b)
 EMULATOR_FLOAT2(__fadd_rn, a + b)
 EMULATOR_FLOAT2(__fsub_rn, a - b)
+EMULATOR_INLINE double __dmul_rn(double a, double b) { return a * b; }
+EMULATOR_INLINE double __dsub_rn(double a, double b) { return a - b; }
 EMULATOR_INLINE float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 // Float to integer saturates, NaN is 0.

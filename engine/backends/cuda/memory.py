@@ -9,12 +9,12 @@ from __future__ import annotations
 from engine.backends.cuda import launch_configs
 from engine.backends.cuda.cache import HEADER, table_width
 from engine.backends.cuda.device import MOST_RECORDINGS, Device
+from engine.backends.cuda.draws import ROW_WORDS, mask_room
 from engine.backends.cuda.launch_configs import SMALL_ROWS
 from engine.backends.ops import Load
 from model_loaders.config import ModelConfig
 
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one in the weights' type
-_DRAW_WORDS = 72  # of a row of `cuda_draws.Draws`
 
 
 def prompt_bytes(load: Load, exact_bytes: int, chunk: int) -> int:
@@ -36,16 +36,21 @@ def prompt_bytes(load: Load, exact_bytes: int, chunk: int) -> int:
 
 
 def step_bytes(load: Load, device: Device) -> int:
-    """Bytes that recorded steps of at most `load.rows` sequences take, inputs of all recordings included."""
+    """Bytes that recorded steps of at most `load.rows` sequences take, inputs of all recordings included.
+
+    Lists of draws are counted for one recording, in which every row has a mask: of the others, those with as many masks
+    take theirs from what nobody counts.
+    """
     model, rows = load.model, load.rows
     e, f, queries, heads = _widths(model)
     table = HEADER + table_width(load.tokens // load.form.block_size)
-    inputs = MOST_RECORDINGS * rows * _FLOAT * (1 + model.head_dim + _DRAW_WORDS + _groups(model) * table)
+    inputs = MOST_RECORDINGS * rows * _FLOAT * (1 + model.head_dim + ROW_WORDS + _groups(model) * table)
     project = 3 * _FLOAT * heads + _NARROW * e
     forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries)
     layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_splits(load, device), _parts(load, device))
     head = _logits(model, rows) + rows * _NARROW * e + _parts(load, device)
-    return inputs + rows * _FLOAT * (e + 1) + max(layer, head)
+    lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # they, and the logits they change
+    return inputs + lists + rows * _FLOAT * (e + 1) + max(layer, head)
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:

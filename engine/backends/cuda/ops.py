@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.backends.cuda import launch_configs
+from engine.backends.cuda import launch_configs, sampling
 from engine.backends.cuda.cache import Told
 from engine.backends.cuda.cache_ops import CacheOps
 from engine.backends.cuda.device import Array, Device
@@ -23,14 +23,13 @@ from engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS, UNROUNDED
 from engine.backends.cuda.memory import prompt_bytes, step_bytes
 from engine.backends.ops import Load, Result
 from engine.errors import EngineError
-from engine.sampling.sample import NOT_FINITE, Draw, Sampled, sample_all, token_logprob
+from engine.sampling.sample import Draw, Sampled
 from engine.weight_formats import Linear, Matrix, get
 
 _UPLOAD_BYTES = 64 << 20  # of float32, while weights become narrow on the device
 # Left free for what nobody counts: compiled kernels, graphs, the libraries' own, pieces too small to be of use. That it
 # is enough has not been seen on a GPU.
 _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # of the free memory at most
-_SAMPLE_THREADS = 512
 
 
 class _Product(NamedTuple):
@@ -235,24 +234,10 @@ class CudaOps(CacheOps):
         return pack_draws(draws)
 
     def sample(self, logits: Array, draws: Draws) -> Array:
-        rows, ids = _in_fours(self._device, logits), self._device.empty((len(logits),), np.int32)
-        args = ids, rows, draws.on(self._device), draws.vocabulary, np.int64(rows.shape[1])
-        self._launch("sample", (len(logits),), Shape({}, _SAMPLE_THREADS), *args)
-        return ids
+        return sampling.sample(self._device, self._launch, logits, draws)
 
     def fetch_tokens(self, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-        chosen = self._device.to_host(ids).tolist()
-        return [self._told(token, logits[row], draws[row]) for row, token in enumerate(chosen)]
-
-    def _told(self, token: int, logits: Array, draw: Draw) -> Sampled:
-        """What the kernel chose for a row (V,) of logits. The host gets to see them for what the kernel does not do."""
-        if token < 0:
-            return EngineError(NOT_FINITE, "model_damaged")
-        if draw.sampling.logit_bias or draw.dry is not None or draw.allowed is not None:
-            return sample_all(self.to_host(logits)[None], [draw])[0]
-        if draw.logprobs is None:
-            return token
-        return token_logprob(self.to_host(logits[: draw.vocabulary]), token, draw.logprobs)
+        return sampling.fetch_tokens(self._device, ids, logits, draws)
 
 
 def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:
@@ -262,13 +247,3 @@ def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _in_fours(device: Device, logits: Array) -> Array:
-    """logits (B, V) in rows that begin at multiples of 16 bytes."""
-    count, width = logits.shape
-    if width % 4 == 0:
-        return logits
-    rows = device.empty((count, -(-width // 4) * 4), np.float32)
-    rows[:, :width] = logits
-    return rows

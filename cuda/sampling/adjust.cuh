@@ -1,0 +1,77 @@
+// What a row is drawn with, and what is done to single logits before: biases, penalties, DRY. A part of sample.cu.
+//
+// The table of draws is int32: a `Params` for each row, then the lists of those rows that have any, each at the word
+// `lists`, a multiple of 4: double amounts of DRY (dry), int ids (dry); int ids (biases), float biases (biases); int
+// ids of the last tokens (recent), the same one several times; the mask, ceil(V / 32) words, if `masked`.
+struct __align__(16) Params {
+    float temperature, top_k, top_p, min_p, uniform, repeat;
+    int lists, biases, recent, dry, masked, unused;
+    double presence, frequency;
+};
+
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
+struct Lists {
+    const double *dry;
+    const int *dry_ids, *bias_ids;
+    const float *biases;
+    const int *recent;
+    const unsigned *mask;  // null where all tokens are allowed
+};
+
+__device__ __forceinline__ Lists lists_of(const int *table, const Params &p) {
+    const int *dry = table + p.lists, *dry_ids = dry + 2 * p.dry, *bias_ids = dry_ids + p.dry;
+    const int *biases = bias_ids + p.biases, *recent = biases + p.biases, *mask = recent + p.recent;
+    return {reinterpret_cast<const double *>(dry),
+            dry_ids,
+            bias_ids,
+            reinterpret_cast<const float *>(biases),
+            recent,
+            p.masked ? reinterpret_cast<const unsigned *>(mask) : nullptr};
+}
+
+// change(x, i) in the place of each x = logits[ids[i]], which goes to saved[i]. No id comes twice.
+// Whether one of this thread's was larger than -infinity.
+template <class Change>
+__device__ __forceinline__ bool change_logits(float *logits, const int *ids, int count, float *saved, Change change) {
+    if (count == 0) return false;
+    bool possible = false;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        const float x = logits[ids[i]];
+        saved[i] = x;
+        possible |= x > NEGATIVE_INFINITY;
+        logits[ids[i]] = change(x, i);
+    }
+    __syncthreads();
+    return possible;
+}
+
+__device__ __forceinline__ void restore_logits(float *logits, const int *ids, int count, const float *saved) {
+    if (count == 0) return;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) logits[ids[i]] = saved[i];
+    __syncthreads();
+}
+
+// A recent token and its logit before the penalties; -1 where the thread has none.
+struct Penalised {
+    int token;
+    float before;
+};
+
+// A thread for each of the recent tokens: the first one with a token penalises it.
+__device__ __forceinline__ Penalised penalise(float *logits, const int *recent, const Params &p) {
+    if (p.recent == 0) return {-1, NEGATIVE_INFINITY};
+    int token = threadIdx.x < p.recent ? recent[threadIdx.x] : -1, occurrences = 0;
+    for (int i = 0; token >= 0 && i < p.recent; ++i) {
+        const bool same = recent[i] == token;
+        if (same && i < threadIdx.x) token = -1;
+        occurrences += same;
+    }
+    const float before = token >= 0 ? logits[token] : NEGATIVE_INFINITY;
+    if (token >= 0) {
+        const float seen = before > 0.0f ? __fdiv_rn(before, p.repeat) : __fmul_rn(before, p.repeat);
+        logits[token] = float(__dsub_rn(__dsub_rn(double(seen), __dmul_rn(occurrences, p.frequency)), p.presence));
+    }
+    __syncthreads();
+    return {token, before};
+}

@@ -1,0 +1,252 @@
+"""What draws ask for beside a sampler: biases, penalties, DRY, masks. One body for the NumPy ops and for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from engine.backends.cuda.draws import pack_draws
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import Ops
+from engine.config import SamplingParams
+from engine.errors import EngineError
+from engine.limits import PENALTY_WINDOW
+from engine.model.forward import Model
+from engine.sampling.sample import Draw, Penalties, Sampled, resolve
+from model_loaders.config import GenerationDefaults
+from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.cuda.test_model_emulated import model_of
+from tests.sampling.constrained import mask_of
+from tests.sampling.test_sample import OFF, distribution, quarters
+
+V = 70  # three words of a mask
+NEAR = 2e-6  # of where the device, which adds masses in 2^-44 of float32 exponentials, may draw a neighbour
+
+
+def near(value: float) -> float:
+    """As the device gets it."""
+    return float(np.float32(value))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of logits and what its token is drawn with."""
+
+    logits: list[float]
+    values: Mapping[str, Any]
+    recent: list[int]
+    uniform: float
+    allowed: frozenset[int] | None
+    dry: Mapping[int, float]
+
+    @property
+    def draw(self) -> Draw:
+        chain = resolve(SamplingParams(**{**OFF, **self.values}), GenerationDefaults())
+        dry = Penalties(np.array(list(self.dry), np.int32), np.array(list(self.dry.values()))) if self.dry else None
+        mask = None if self.allowed is None else mask_of(self.allowed, V)
+        return Draw(chain, self.recent, self.uniform, V, dry=dry, allowed=mask)
+
+    def distribution(self, slack: float = 0.0) -> dict[int, float]:
+        """Token → probability, most likely first, by the plain chain; nothing where no token is left.
+
+        DRY and the mask come behind the penalties, and so into the logits of a chain that has none.
+        """
+        chain = self.draw.sampling
+        x = [value + chain.logit_bias.get(i, 0.0) for i, value in enumerate(self.logits)]
+        for token in set(self.recent):
+            x[token] = x[token] / chain.repeat_penalty if x[token] > 0 else x[token] * chain.repeat_penalty
+            x[token] -= self.recent.count(token) * chain.frequency_penalty + chain.presence_penalty
+        x = [value - self.dry.get(i, 0.0) for i, value in enumerate(x)]
+        x = [value if self.allowed is None or i in self.allowed else -math.inf for i, value in enumerate(x)]
+        if max(x) == -math.inf:
+            return {}
+        cuts = {name: self.values[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in self.values}
+        plain = resolve(SamplingParams(**{**OFF, **cuts}), GenerationDefaults())
+        return {i: p for i, p in distribution(x, plain, [], slack).items() if x[i] > -math.inf}
+
+
+tokens = st.integers(0, V - 1)
+rows = st.builds(
+    Row,
+    st.lists(quarters, min_size=V, max_size=V),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0, 0.25, 1.0, 3.0]),
+            "top_k": st.integers(0, V + 3),
+            "top_p": st.floats(0.01, 1).map(near),
+            "min_p": st.floats(0.01, 1).map(near),
+            "repeat_penalty": st.sampled_from([0.5, 2.0, 4.0]),
+            "presence_penalty": st.sampled_from([-1.0, 0.5]),
+            "frequency_penalty": st.sampled_from([-0.25, 0.5]),
+            "logit_bias": st.dictionaries(tokens, st.one_of(quarters, st.just(-math.inf)), max_size=V),
+        },
+    ),
+    st.lists(tokens, max_size=PENALTY_WINDOW),
+    st.floats(0, 1, exclude_max=True).map(lambda value: min(near(value), 1 - 2**-24)),
+    st.one_of(st.none(), st.frozensets(tokens), st.frozensets(tokens, max_size=2)),
+    st.dictionaries(tokens, quarters.map(abs), max_size=20),
+)
+
+
+def sampled(ops: Ops, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+    on_device = ops.to_device(logits)
+    chosen = ops.fetch_tokens(ops.sample(on_device, ops.pack_draws(draws)), on_device, draws)
+    np.testing.assert_array_equal(ops.to_host(on_device), logits)  # as they were, for log-probabilities
+    return chosen
+
+
+OPS = {"NumPy": NumpyOps(), "device": CudaOps(open_device())}
+
+
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+@given(st.lists(rows, min_size=1, max_size=3))
+def test_tokens_are_those_of_the_plain_chain(ops: Ops, batch: list[Row]) -> None:
+    """Masks, biases, penalties and DRY before every sampler; rows with and without them in one batch."""
+    wanted = [row.distribution() for row in batch]
+    # Where rounding may decide what top-p and min-p keep, both are right.
+    for row, expected in zip(batch, wanted, strict=True):
+        assume(all(row.distribution(slack).keys() == expected.keys() for slack in (-NEAR, NEAR)))
+    chosen = sampled(ops, np.array([row.logits for row in batch], np.float32), [row.draw for row in batch])
+    for row, expected, token in zip(batch, wanted, chosen, strict=True):
+        if not expected:
+            assert isinstance(token, EngineError)
+            assert "bans every token" in str(token)
+            continue
+        edges = np.cumsum(list(expected.values()))
+        places = [row.uniform * edges[-1] + off for off in (-NEAR, 0, NEAR)]
+        among = np.searchsorted(edges, places, side="right").clip(0, len(edges) - 1)
+        assert token in [list(expected)[i] for i in among]
+
+
+@given(rows, st.sampled_from([0.1, 0.3, 0.7]), st.sampled_from([1.1, 1.3]))
+def test_logits_are_changed_to_the_last_bit_as_on_the_host(row: Row, amount: float, repeat: float) -> None:
+    """By numbers that neither float32 nor float64 has: the best token is the host's, however near the second is."""
+    values = {"temperature": 0, "presence_penalty": amount, "frequency_penalty": 0.7 * amount}
+    bias = {token: value * amount for token, value in row.values.get("logit_bias", {}).items()}
+    values |= {"repeat_penalty": repeat, "logit_bias": bias}
+    dry = {token: penalty * amount for token, penalty in row.dry.items()}
+    draw = replace(row, values=values, dry=dry).draw
+    logits = np.array([row.logits], np.float32) / np.float32(3)
+    host, device = (sampled(ops, logits, [draw])[0] for ops in OPS.values())
+    assert str(device) == str(host)
+
+
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 33, V - 1])
+def test_logits_that_are_not_finite_are_damage_whatever_the_mask_hides(ops: Ops, value: float, place: int) -> None:
+    logits = np.zeros((4, V), np.float32)
+    logits[:3, place] = value
+    chain = resolve(SamplingParams(logit_bias={place: -math.inf}, presence_penalty=1.0), GenerationDefaults())
+    plain = resolve(SamplingParams(), GenerationDefaults())
+    hidden = mask_of([1, 2], V)
+    draws = [
+        Draw(chain, [place], 0.5, V),
+        Draw(plain, [], 0.5, V, allowed=hidden),
+        Draw(plain, [], 0.5, V, allowed=mask_of([], V)),
+        Draw(plain, [], 0.5, V, allowed=hidden),
+    ]
+    *damaged, sound = sampled(ops, logits, draws)
+    assert ["not finite" in str(error) for error in damaged] == [True] * 3
+    assert sound in (1, 2)
+
+
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+def test_possible_tokens_that_are_banned_are_no_damage(ops: Ops) -> None:
+    """The model finds one token possible: without it, by a bias, DRY's largest or a mask, nothing is left."""
+    logits = np.full((3, V), -np.inf, np.float32)
+    logits[:, 40] = 1.0
+    plain = resolve(SamplingParams(), GenerationDefaults())
+    draws = [
+        Draw(resolve(SamplingParams(logit_bias={40: -math.inf}), GenerationDefaults()), [], 0.5, V),
+        Draw(plain, [], 0.5, V, dry=Penalties(np.array([40]), np.array([1e37]))),
+        Draw(plain, [], 0.5, V, allowed=mask_of(set(range(V)) - {40}, V)),
+    ]
+    biased, penalised, masked = sampled(ops, logits, draws)
+    assert "logit_bias bans every token" in str(biased)
+    assert penalised == 40
+    assert "constraint bans every token" in str(masked)
+
+
+# -- what is brought to the device, and back -------------------------------------------------------------------------
+
+
+def asking(**values: Any) -> Draw:
+    return Draw(resolve(SamplingParams(**values), GenerationDefaults()), [4, 5, 4], 0.5, V)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_without_lists_are_64_bytes(rows: int) -> None:
+    """Less than what they were when the last tokens came with every row."""
+    assert pack_draws([asking(temperature=0.5)] * rows).table.shape == (rows, 16)
+
+
+def test_lists_take_what_is_in_them_in_few_sizes() -> None:
+    bias = dict.fromkeys(range(30), 1.0)
+    sizes = [len(pack_draws([asking(logit_bias=dict(list(bias.items())[:count]))]).table) for count in range(1, 31)]
+    assert set(sizes) == {16 + 256}
+    masked = Draw(asking().sampling, [], 0.5, 128_256, allowed=np.zeros(4008, np.uint32))
+    assert [len(pack_draws([masked] * rows).table) - 16 * rows for rows in (1, 2, 3)] == [4096, 8192, 16384]
+    plain = replace(masked, allowed=None)
+    assert len(pack_draws([plain, masked, plain]).table) == 48 + 4096  # a row without a mask has no room for one
+
+
+class Counting(EmulatedDevice):
+    """Counts the bytes that come back to the host."""
+
+    back = 0
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        self.back += x.nbytes
+        return super().to_host(x)
+
+
+def everything(vocabulary: int, number: int) -> Draw:
+    """A draw with all that can be asked for, but log-probabilities."""
+    bias = {7: 3.0, 9: -2.5, 2: -math.inf, 3: -math.inf}  # as min_tokens bans the ends
+    values = {"temperature": 0.0, "logit_bias": bias, "repeat_penalty": 1.3, "frequency_penalty": 0.1}
+    dry = Penalties(np.array([11, 12]), np.array([0.8, 1.4]))
+    allowed = mask_of(range(number, vocabulary, 2), vocabulary)
+    chain = resolve(SamplingParams(**values), GenerationDefaults())
+    return Draw(chain, [7, 20, 7], 0.5, vocabulary, dry=dry, allowed=allowed)
+
+
+def stepped(model: Model, draws: Sequence[Draw]) -> list[Sampled]:
+    spans = [model.store.open_step(model.store.new_sequence()) for _ in draws]
+    tokens = model.step(spans, [5 + i for i in range(len(draws))], draws)
+    for span in spans:
+        model.store.commit(span)
+        model.store.release(span.sequence)
+    return tokens
+
+
+def test_nothing_of_the_logits_of_a_step_comes_back() -> None:
+    device = Counting(checked=False)
+    ops = CudaOps(device)
+    model = model_of(ops, "llama_gqa_linear", ("f16", "f16"))
+    vocabulary = model.config.vocab_size
+    draws = [everything(vocabulary, number) for number in range(3)]
+    device.back = 0
+    device.launches.clear()
+    tokens = stepped(model, draws)
+    assert device.back == 3 * 4  # the ids
+    launches = [*device.launches]
+    host = model_of(NumpyOps(), "llama_gqa_linear", ("f16", "f16"))
+    assert tokens == stepped(host, draws)
+    free = [replace(draw, sampling=asking(temperature=0).sampling, dry=None, allowed=None) for draw in draws]
+    assert tokens != stepped(model, free)
+    device.launches.clear()
+    stepped(model, free)
+    assert device.launches == launches  # and nothing more is launched for them
+    device.back = 0
+    stepped(model, [draws[0], replace(draws[1], logprobs=2), draws[2]])
+    assert device.back == 3 * 4 + 4 * vocabulary
