@@ -35,7 +35,9 @@
 //   NORMED    whether a token's values still have to be multiplied by its norm
 //   fill(shared, tables)                all threads of the block, before a barrier. `shared` is the side's first row
 //   Codes, .load(record, part, lane)    the codes of a part in registers
+//   QUANTIZED whether records are anything else than full precision, which needs no decoding
 //   Decoder(codes, shared, lane), .next(t, a)   tile t into registers; t = 0, 1, … in order, constants after unrolling
+//   RANDOM_ACCESS   whether .next takes tiles in any order, without those before them
 //   norms(norm, record, part, lane, shared)     norm[2i + h] of token 16i + 8h + g; ones unless NORMED
 //   ROUNDED   whether codes are chosen among POINTS points of WIDTH values, at tables + POINTS_F32, and then packed by
 //   pack(record, codes, norms, tables, thread, threads)      codes [N][D / WIDTH], norms [N] ≥ 0, both in shared memory

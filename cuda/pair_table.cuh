@@ -7,7 +7,7 @@
 template <class L>
 struct PairTable {
     static constexpr int ROWS = L::ROWS;
-    static constexpr bool NORMED = true;
+    static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false;
     static constexpr int ROUNDED = 1, WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 
     // Row `byte` has, in every lane's column, the point whose code is on top of that byte. Ten bits: four groups of

@@ -5,16 +5,16 @@
 // factors (H), or null: what the result of each head is multiplied with.
 // The rotation back is diag(before) · H/√ORDER · diag(behind), as in rotate.cu; signs (D) are unread where ORDER is 1,
 // which is no rotation.
-// DEFINES: D, ORDER. PRECOND: part_acc aligned to 16 bytes; ORDER divides D, and is at most 32 or D % 32 == 0.
+// DEFINES: D, ORDER, WARPS. PRECOND: part_acc aligned to 16 bytes; ORDER divides D, and is at most 32 or D % 32 == 0.
 //
-// Grid (B · H), block 32 · COMBINE_WARPS: the warps of a block share the splits of one head.
+// Grid (B · H), block 32 · WARPS: the warps of a block share the splits of one head.
 
-constexpr int DP = (D + 15) / 16 * 16, COMBINE_WARPS = 8, QUADS = (DP + 127) / 128;  // QUADS of channels of a lane
+constexpr int DP = (D + 15) / 16 * 16, QUADS = (DP + 127) / 128;  // QUADS of channels of a lane
 
-extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
 combine_kernel(float *out, const float *part_acc, const float *part_ml, const float *factors, const float *before,
                const float *behind, int heads, int splits) {
-    __shared__ float4 held[COMBINE_WARPS][QUADS][32];
+    __shared__ float4 held[WARPS][QUADS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long head = blockIdx.x;
     part_acc += head * splits * DP;
@@ -31,7 +31,7 @@ combine_kernel(float *out, const float *part_acc, const float *part_ml, const fl
 
     float4 total[QUADS] = {};
 #pragma unroll 4
-    for (int s = warp; s < splits; s += COMBINE_WARPS) {
+    for (int s = warp; s < splits; s += WARPS) {
         const float weight = seen ? exp2_fast(part_ml[2 * s] - top) * share : 0.0f;
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
@@ -49,15 +49,15 @@ combine_kernel(float *out, const float *part_acc, const float *part_ml, const fl
     const auto sum_of = [&](int channel) {
         float x = 0.0f;
 #pragma unroll
-        for (int w = 0; w < COMBINE_WARPS; ++w) x += sums[w * QUADS * 128 + channel];
+        for (int w = 0; w < WARPS; ++w) x += sums[w * QUADS * 128 + channel];
         return x;
     };
     out += head * D;
 #if ORDER == 1
-    for (int channel = threadIdx.x; channel < D; channel += COMBINE_WARPS * 32) out[channel] = sum_of(channel);
+    for (int channel = threadIdx.x; channel < D; channel += WARPS * 32) out[channel] = sum_of(channel);
 #else
     __shared__ float whole[D];
-    for (int channel = threadIdx.x; channel < D; channel += COMBINE_WARPS * 32)
+    for (int channel = threadIdx.x; channel < D; channel += WARPS * 32)
         whole[channel] = sum_of(channel) * before[channel];
     __syncthreads();
     if (warp > 0) return;

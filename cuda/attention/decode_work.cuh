@@ -5,12 +5,8 @@ constexpr int PT = KeyLayout::PT, STEPS = KeyLayout::STEPS, TILES = KeyLayout::T
 constexpr int CHUNKS = (GROUP + 7) / 8, HEADS = (GROUP + CHUNKS - 1) / CHUNKS;  // of a CTA; the last may have less
 constexpr int SLICES = N / 16;                                                  // of a record
 
-template <class Codec>
-constexpr bool IS_EXACT = false;
-template <class Layout>
-constexpr bool IS_EXACT<f16<Layout>> = true;
 // Coded blocks that need no decoding are slices like the exact records.
-constexpr bool ALL_EXACT = IS_EXACT<KeyCodec> && IS_EXACT<ValueCodec> && KeyLayout::MEAN_BITS == 0;
+constexpr bool ALL_EXACT = !KeyCodec::QUANTIZED && !ValueCodec::QUANTIZED && KeyLayout::MEAN_BITS == 0;
 
 using Tables = SharedTables<KeyCodec, ValueCodec>;
 // For the sum over warps, in the place of the tables: acc [WARPS][HEADS][MERGE_ROW], max and sum [WARPS][HEADS][2].

@@ -6,19 +6,8 @@ constexpr int PART = ExactKeyLayout::PART, PARTS = ExactKeyLayout::PARTS, PT = E
 constexpr int TILES = ExactKeyLayout::TILES, PART_BYTES = TILES * 512, EXACT_BYTES = ExactKeyLayout::NBYTES;
 constexpr int MT = WARP_ROWS / 16;  // tiles of rows of a warp
 
-template <class Codec>
-constexpr bool IS_F16 = false;
-template <class Layout>
-constexpr bool IS_F16<f16<Layout>> = true;
-// Codecs that decode any tile without those before it.
-template <class L>
-struct polarquant;
-template <class Codec>
-constexpr bool ANY_TILE = IS_F16<Codec>;
-template <class Layout>
-constexpr bool ANY_TILE<polarquant<Layout>> = true;
 // Sides whose coded blocks are exact records.
-constexpr bool RAW_KEYS = IS_F16<KeyCodec> && KeyLayout::MEAN_BITS == 0, RAW_VALUES = IS_F16<ValueCodec>;
+constexpr bool RAW_KEYS = !KeyCodec::QUANTIZED && KeyLayout::MEAN_BITS == 0, RAW_VALUES = !ValueCodec::QUANTIZED;
 
 using Tables = SharedTables<KeyCodec, ValueCodec>;
 constexpr int KEYS = Tables::BYTES;  // the tables begin at 0
@@ -129,7 +118,7 @@ __device__ __forceinline__ void decode_keys(unsigned char *to, const unsigned ch
         typename KeyCodec::Decoder decoder(codes, tables, lane);
         constexpr int first = TILES * W / WARPS;
 #pragma unroll
-        for (int t = ANY_TILE<KeyCodec> ? first : 0; t < TILES * (W + 1) / WARPS; ++t) {
+        for (int t = KeyCodec::RANDOM_ACCESS ? first : 0; t < TILES * (W + 1) / WARPS; ++t) {
             unsigned a[4], mean[2];
             decoder.next(t, a);
             if (t < first) continue;
@@ -157,7 +146,7 @@ __device__ __forceinline__ void decode_values(unsigned char *to, const unsigned 
         __half2 pair[2];  // norms of tokens 16u + 2tg + {0, 1}, and + 8
         constexpr int first = TILES * W / WARPS;
 #pragma unroll
-        for (int t = ANY_TILE<ValueCodec> ? first : 0; t < TILES * (W + 1) / WARPS; ++t) {
+        for (int t = ValueCodec::RANDOM_ACCESS ? first : 0; t < TILES * (W + 1) / WARPS; ++t) {
             unsigned a[4];
             decoder.next(t, a);
             if (t < first) continue;

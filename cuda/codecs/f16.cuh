@@ -5,6 +5,7 @@ struct f16 {
     static constexpr int ROWS = 0;
     static constexpr bool NORMED = false;
     static constexpr int ROUNDED = 0;
+    static constexpr bool QUANTIZED = false, RANDOM_ACCESS = true;
 
     static __device__ __forceinline__ void fill(unsigned char *, const unsigned char *) {}
 

@@ -10,6 +10,7 @@ struct polarpair {
     static constexpr int ROWS = L::ROWS;
     static constexpr bool NORMED = false;
     static constexpr int ROUNDED = 0;
+    static constexpr bool QUANTIZED = true, RANDOM_ACCESS = false;
 
     static constexpr int SCALES = L::RANGED == 2 ? 4 : L::RANGED + 1;
     static constexpr int WIDTH = (L::STEPS + 3) / 4 * 4;                         // scale words of a lane and group

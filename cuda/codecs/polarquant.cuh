@@ -21,6 +21,7 @@ struct polarquant {
     static constexpr int ROWS = 80;
     static constexpr bool NORMED = false;
     static constexpr int ROUNDED = 0;
+    static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true;
 
     static constexpr int SHARERS = L::VALUES && L::LEVELS == 4 ? 8 : 4;  // lanes that hold radii together
     static constexpr int RADIUS_WORDS = L::VALUES || L::LEVELS == 3 ? 2 : 1;

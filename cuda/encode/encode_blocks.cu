@@ -20,7 +20,8 @@
 //
 // Grid (count, K), block WARPS · 32, dynamic shared memory Room::BYTES (x and mean for a codec that is not ROUNDED).
 // DEFINES: TOKENS, so many of a block are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS, a
-// multiple of TOKENS / 32, and two times that at least.
+// multiple of TOKENS / 32, and two times that at least; LARGEST, what values are clipped to before they are rounded;
+// TILT_LOW, TILT_HIGH, how far a norm may tilt from that of least squares.
 // PRECOND: exact records are finite, pools aligned to 128 bytes, everything else to 16.
 // JOINS: exact_block.cuh, nearest.cuh, rounding_room.cuh, rounding.cuh.
 

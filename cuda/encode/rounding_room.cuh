@@ -1,8 +1,5 @@
 // What `Rounder` works with: what errors cost, and its arrays in shared memory. Part of encode_blocks.cu.
 
-constexpr float LARGEST = 1e5f;                      // as in engine/quantization/encode.py
-constexpr float TILT_LOW = 0.8f, TILT_HIGH = 1.25f;  // likewise
-
 // What errors of one KV head cost; mean: that of the queries for which norms are tilted.
 struct Cost {
     const float *feedback, *matrix, *mean, *tokens;

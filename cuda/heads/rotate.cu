@@ -1,6 +1,6 @@
 // y = x @ rotation for every vector of D: x, y (vectors, D).
 //
-// DEFINES: ACT, D, ORDER (a power of two that divides D).
+// DEFINES: ACT, D, ORDER (a power of two that divides D), VECTORS (of a block of rotate_dense).
 // PRECOND: D % 32 == 0 or ORDER <= 32; D <= 1024.
 
 // A warp holds one vector: lane l has channels l, l + 32, ….
@@ -32,7 +32,6 @@ rotate_kernel(ACT *y, const ACT *x, const float *signs_in, const float *signs_ou
 
 // Any rotation (D, D). A block reads the matrix once for VECTORS vectors.
 // Grid (ceil(vectors / VECTORS)), block any.
-constexpr int VECTORS = 4;
 extern "C" __global__ void __launch_bounds__(256)
 rotate_dense_kernel(ACT *y, const ACT *x, const float *rotation, int vectors) {
     __shared__ float held[VECTORS][D];

@@ -28,9 +28,9 @@ from engine.codecs import Codec, PathRounding, Rounding
 from engine.codecs._arrays import checked
 from engine.quantization.metric import Metric
 
-_TILT_RANGE = 0.8, 1.25  # how far a norm may tilt from that of least squares
+TILT_RANGE = 0.8, 1.25  # how far a norm may tilt from that of least squares
 
-_LARGEST = np.float32(1e5)  # half precision ends sooner; fourth powers, times a metric, still fit float32
+LARGEST = 1e5  # half precision ends sooner; fourth powers, times a metric, still fit float32
 
 _SLAB = 1 << 19  # values that are rounded together: enough to hide the cost of a step, few enough for the cache
 
@@ -47,7 +47,7 @@ def encode_well(codec: Codec, x: np.ndarray, metric: Metric | None) -> dict[str,
     rounding = codec.rounding
     if metric is None or rounding is None or x.size == 0:
         return codec.encode(x)
-    x = np.ascontiguousarray(np.clip(checked(x, codec.name), -_LARGEST, _LARGEST))
+    x = np.ascontiguousarray(np.clip(checked(x, codec.name), -LARGEST, LARGEST))
     parts = []
     step = max(1, _SLAB // (x.size // x.shape[1]))
     for start in range(0, x.shape[1], step):
@@ -218,5 +218,5 @@ def _tilted(rounded: _Rounded, metric: Metric) -> np.ndarray:
     lean_x, lean_read, weighted = _dot(x, lean), _dot(read, lean), second @ read
     tilted = _ratio(_dot(x, weighted) + lean_x * lean_read, _dot(read, weighted) + np.square(lean_read))
     plain = _ratio(_dot(x, read), _dot(read, read))
-    low, high = _TILT_RANGE
+    low, high = TILT_RANGE
     return np.clip(tilted, low * plain, high * plain) * rounded.norms

@@ -24,7 +24,6 @@ from tests.cuda.test_kernels_basic import hadamard_signs
 from tests.cuda.variants import Cache, Variant
 
 SEEDS = [0, 1, 2]
-COMBINE_THREADS = 256
 
 
 @cached
@@ -71,8 +70,9 @@ def combined(
     out = np.full((sequences, heads, dim), np.nan, np.float32)
     order, before, behind = rotation
     args = out, acc, ml, factors, before, behind, i32(heads), i32(splits)
-    program = compiled(source("combine", D=dim, ORDER=order))
-    program.launch("combine_kernel", (sequences * heads,), (COMBINE_THREADS,), *args, seed=seed)
+    shape = launch_configs.combine(dim, order)
+    program = compiled(source("combine", **shape.defines))
+    program.launch("combine_kernel", (sequences * heads,), (shape.threads,), *args, seed=seed)
     return out
 
 

@@ -78,7 +78,8 @@ def shared_bytes(layout: Layout, warps: int, tokens: int) -> int:
 @cache
 def program(name: str, shape: Shape) -> Program:
     keys, values = (Side(values, name, shape).layout for values in (False, True))
-    return Program(source("encode_blocks", keys, values, WARPS=shape.warps, TOKENS=shape.tokens))
+    defines = {"WARPS": shape.warps, "TOKENS": shape.tokens, **launch_configs.ROUNDING}
+    return Program(source("encode_blocks", keys, values, **defines))
 
 
 @cache
@@ -212,7 +213,7 @@ def metric_of(side: Side, heads: int, *, tilt: bool = True, tokens: bool = True)
 
 def codes_of(side: Side, fields: dict[str, np.ndarray]) -> np.ndarray:
     """The fields of a codec of pairs but the norm → (K, B, N, D/2)."""
-    return side.layout.record.codes_of({name: x for name, x in fields.items() if name != "norm"})
+    return side.layout.record.packing.codes({name: x for name, x in fields.items() if name != "norm"})
 
 
 def cost(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metric) -> np.ndarray:

@@ -91,7 +91,7 @@ def test_rotate(rng: np.random.Generator, dim: int, matrix: Callable, backwards:
     signs = (behind, before) if backwards else (before, behind)
     x = store(rng.standard_normal((vectors, dim)), act)
     exact, plain = both(rotate, read(x, act), rotation)
-    run = program("rotate", ACT=act, D=dim, ORDER=order)
+    run = program("rotate", ACT=act, D=dim, ORDER=order, VECTORS=4)
     for seed in SEEDS:
         y = poisoned((vectors, dim), act)
         run.launch("rotate_kernel", (5,), (64,), y, x, *signs, i32(vectors), seed=seed)
@@ -106,7 +106,7 @@ def test_rotate_with_a_dense_matrix(rng: np.random.Generator) -> None:
     x = rng.standard_normal((5, 64)).astype(np.float32)
     exact, plain = both(rotate, x, dense(64))
     y = np.full_like(x, np.nan)
-    run = program("rotate", ACT="float", D=64, ORDER=64)
+    run = program("rotate", ACT="float", D=64, ORDER=64, VECTORS=4)
     run.launch("rotate_dense_kernel", (2,), (64,), y, x, dense(64), i32(5))
     assert_as_exact_as_numpy(y, exact, plain, "float")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine import codecs, records
 from engine.backends.cuda import launch_configs
+from engine.backends.cuda.heads import rotate_defines
 from engine.backends.cuda.kernel_source import source
 from engine.records import Layout
 from tests.cuda.nvrtc import SHARED_LIMIT
@@ -66,7 +67,7 @@ def _all(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
 
 
 def _rotate() -> list[Variant]:
-    return [Variant("rotate", {"ACT": act, "D": d, "ORDER": d & -d}) for act in _TYPES for d in _HEAD_DIMS]
+    return [Variant("rotate", {**rotate_defines(d, d & -d), "ACT": act}) for act in _TYPES for d in _HEAD_DIMS]
 
 
 def _heads(kernel: str) -> list[Variant]:
@@ -166,7 +167,9 @@ VARIANTS: dict[str, list[Variant]] = {
     "activate_mul": _all("activate_mul", ACT=_TYPES, ACTIVATION=("silu",)),
     "add_bias": _all("add_bias", ACT=("float",), WEIGHT=_SHORT),
     "append_kv": _exact("append_kv"),
-    "combine": [Variant("combine", {"D": d, "ORDER": order}) for d in _HEAD_DIMS for order in (1, d & -d)],
+    "combine": [
+        Variant("combine", launch_configs.combine(d, order).defines) for d in _HEAD_DIMS for order in (1, d & -d)
+    ],
     "condition": _heads("condition"),
     "copy_exact": _exact("copy_exact"),
     "copy_records": _all("copy_records"),

@@ -26,7 +26,6 @@ from engine.records import Layout
 
 # Threads of a block.
 _COPY_THREADS = 256
-_COMBINE_THREADS = 256  # COMBINE_WARPS in cuda/attention/combine.cu
 
 
 class _Call(NamedTuple):
@@ -282,7 +281,7 @@ class CacheOps(HeadOps):
             layouts=cache.layouts,
         )
         out = self._device.empty(q.shape, np.float32)
-        shape = Shape({"D": dim, "ORDER": turn.order}, _COMBINE_THREADS)
+        shape = launch_configs.combine(dim, turn.order)
         args = out, parts, sums, call.factors, turn.before, turn.behind, heads, splits
         self._launch("combine", (count * heads,), shape, *args)
         return out

@@ -14,7 +14,7 @@ from engine.backends.cuda.rotation import NO_TURN, OnDevice, Space, prepare
 from engine.backends.ops import StoredSpace
 
 _WARPS = 4  # of a block, a vector each
-_DENSE_VECTORS = 4  # VECTORS in cuda/heads/rotate.cu
+_VECTORS = 4  # of a block that multiplies by a matrix
 
 Turns = tuple[Array, Array]  # cos and sin
 Norms = tuple[Array, Array, float] | None  # weights for queries and for keys, eps
@@ -84,7 +84,7 @@ class HeadOps:
         if turn.matrix is not None or turn.order == 1:
             return self._dense(x, turn)
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
-        shape = Shape({"ACT": "float", "D": dim, "ORDER": turn.order}, WARP * _WARPS)
+        shape = Shape(rotate_defines(dim, turn.order), WARP * _WARPS)
         self._launch("rotate", (-(-vectors // _WARPS),), shape, y, x, turn.before, turn.behind, vectors)
         return y
 
@@ -93,6 +93,10 @@ class HeadOps:
         if turn.matrix is None:
             return x
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
-        shape = Shape({"ACT": "float", "D": dim, "ORDER": 1}, threads_for(dim))
-        self._launch("rotate_dense", (-(-vectors // _DENSE_VECTORS),), shape, y, x, turn.matrix, vectors, file="rotate")
+        shape = Shape(rotate_defines(dim, 1), threads_for(dim))
+        self._launch("rotate_dense", (-(-vectors // _VECTORS),), shape, y, x, turn.matrix, vectors, file="rotate")
         return y
+
+
+def rotate_defines(head_dim: int, order: int) -> dict[str, int | str]:
+    return {"ACT": "float", "D": head_dim, "ORDER": order, "VECTORS": _VECTORS}

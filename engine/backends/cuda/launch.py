@@ -22,7 +22,7 @@ CUDA_TYPES = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"
 class Shape(NamedTuple):
     """Constants that a kernel is compiled with, threads of a block, bytes of dynamic shared memory."""
 
-    defines: Mapping[str, int | str]
+    defines: Mapping[str, int | float | str]
     threads: int
     shared: int = 0
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from engine.backends.cuda.launch import Shape
+from engine.backends.cuda.launch import WARP, Shape
+from engine.quantization import encode
 from engine.records import Layout, table_bytes
 
 # Bytes of shared memory that a block may have on every GPU that we serve: those of 8.6, 8.9 and 12.0 have the least.
@@ -23,10 +24,13 @@ _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # of a block's shared memory, at its beginning: decode_attention counts on them
 _GEMM_STATIC_BYTES = 768  # of gemm_small's shared memory, beside the dynamic: 4 (ROWS · WARPS_K + ROWS) at most
 _ENCODE_WARPS = 12  # two blocks fit a multiprocessor
+_COMBINE_WARPS = 8
 _OUTPUTS = 4  # rows of weights of a warp in gemv
 _GEMV_WARPS = 16  # of a multiprocessor: fewer have too few bytes on their way
 _GEMV_INPUTS = 256  # that a warp of gemv takes at once
 _LEAST_STAGES = 8  # of a part in gemm_small: beginning and ending cost about five
+# How codes are chosen, as in `engine.quantization.encode`.
+ROUNDING = {"LARGEST": encode.LARGEST, "TILT_LOW": encode.TILT_RANGE[0], "TILT_HIGH": encode.TILT_RANGE[1]}
 DECODE_HEADS = 8  # query heads that a block of decode_attention serves
 
 
@@ -77,6 +81,11 @@ def decode_splits(processors: int, blocks: int) -> int:
     return min(range(1, processors + 1), key=lambda splits: -(-splits * blocks // processors) * (1 / splits + 1 / 30))
 
 
+def combine(head_dim: int, order: int) -> Shape:
+    """For the splits of one head; order: of Hadamard's matrix in the rotation."""
+    return Shape({"D": head_dim, "ORDER": order, "WARPS": _COMBINE_WARPS}, WARP * _COMBINE_WARPS)
+
+
 def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[Shape, int]:
     """For `group` query heads to a KV head; rows of scores of a block."""
     shape = keys.record.geometry
@@ -96,7 +105,8 @@ def encode_blocks(keys: Layout, values: Layout) -> Shape:
         if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens, or a multiple of 32
             raise ValueError(f"On a GPU blocks of {size} tokens are too large for this head dimension: choose 64.")
         tokens //= 2
-    return Shape({"WARPS": _ENCODE_WARPS, "TOKENS": tokens}, 32 * _ENCODE_WARPS, max(shared))
+    defines = {"WARPS": _ENCODE_WARPS, "TOKENS": tokens, **ROUNDING}
+    return Shape(defines, WARP * _ENCODE_WARPS, max(shared))
 
 
 def _encode_bytes(side: Layout, tokens: int) -> int:
