@@ -91,12 +91,12 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def close_to(word: str, known: Iterable[str]) -> str | None:
-    """The one of `known` words that a mistyped one most likely stands for, if any."""
+    """The one of the `known` words that is most similar to a mistyped one; None if none is."""
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def in_flags(error: EngineError) -> str:
-    """The sentence of an error as a command line says it: with flags in place of the settings that it names.
+    """The sentence of an error for a command line: with flags in place of the settings that it names.
 
     >>> in_flags(EngineError("threads=-1: give a number of threads", settings=("threads",)))
     '--threads -1: give a number of threads'
@@ -135,14 +135,14 @@ def _explain(field: Field[Any]) -> str:
 
 
 def _meant(word: str, groups: Mapping[str, type]) -> str:
-    """The flag that an unknown word most likely stands for, in brackets; empty where it is like none."""
+    """The flag that is most similar to an unknown word, in brackets; empty if none is."""
     known = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in field.metadata["flags"]]
     flag = close_to(word.partition("=")[0], ["--help", "--version", *known]) if word.startswith("-") else None
     return f" (did you mean {flag}?)" if flag else ""
 
 
 def _version() -> str:
-    """What `--version` prints; a checkout that nobody installed has no version of its own."""
+    """The line of `--version`; a checkout that is not installed has no version."""
     try:
         return f"polarlm {importlib.metadata.version('polarlm')}"
     except importlib.metadata.PackageNotFoundError:
@@ -216,14 +216,14 @@ def _checked(read: Callable[[str], Any], check: Check | None) -> Callable[[str],
 
 def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
     """How the words of a flag become a field's value: the container of a repeated flag, and one word's reader."""
-    of, container = typing.get_args(annotation), typing.get_origin(annotation)
-    if type(None) in of:
-        (given,) = (kind for kind in of if kind is not type(None))
+    arguments, container = typing.get_args(annotation), typing.get_origin(annotation)
+    if type(None) in arguments:
+        (given,) = (kind for kind in arguments if kind is not type(None))
         return _reader(given)
     if container is dict:
         return dict, _read_bias
     if container is tuple:
-        return tuple, _READERS[of[0]]
+        return tuple, _READERS[arguments[0]]
     return None, _READERS[annotation]
 
 

@@ -40,7 +40,7 @@ _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Model:
-    """Everything that generating text with one model takes."""
+    """A model's configuration, weights, tokenizer and chat template."""
 
     name: str  # short, for the user: the folder's name, or the file's without its quantization
     path: Path
@@ -75,7 +75,7 @@ def load(path: str | Path | None, *, mmap: bool = True, verbose: Callable[[str],
 
 
 def load_weights(path: str | Path, mmap: bool = True) -> tuple[ModelConfig, WeightSource, str]:
-    """Configuration, weights and the type that most of them are stored in; needs no tokenizer. Raises LoadError."""
+    """Configuration, weights and the type of most of them; reads no tokenizer. Raises LoadError."""
     where = _existing(path)
     if where.is_dir():
         config, weights = open_folder(where, mmap)
@@ -135,7 +135,7 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
 
 
 def _header(file: Path, mmap: bool) -> GgufFile:
-    """An open GGUF file. Raises LoadError, also where the package that knows the format is missing."""
+    """An open GGUF file. Raises LoadError, also where the package `gguf` is missing."""
     try:
         from model_loaders.gguf_file import GgufFile
     except ModuleNotFoundError as error:
@@ -149,7 +149,7 @@ def _header(file: Path, mmap: bool) -> GgufFile:
 
 
 def _existing(path: str | Path) -> Path:
-    """The path of a folder or .gguf file; LoadError says what else it is."""
+    """The path of a folder or file that exists. Raises LoadError with advice for anything else."""
     shown = os.path.expanduser(os.fspath(path))
     if not shown:
         raise LoadError(
@@ -161,7 +161,7 @@ def _existing(path: str | Path) -> Path:
     if not os.path.exists(where):  # never raises, unlike Path.exists
         if _looks_like_a_hub_name(path):
             raise LoadError(
-                f"{path} is no folder here but looks like a model's name on a hub; download its files into a folder "
+                f"{path} is not a folder here but looks like a model's name on a hub; download its files into a folder "
                 f"(hf download {path} --local-dir {where.name}) and give that."
             )
         raise LoadError(
@@ -178,7 +178,7 @@ def _existing(path: str | Path) -> Path:
 
 
 def _looks_like_a_hub_name(path: str | Path) -> bool:
-    """Whether a path that does not exist is an owner's and a model's name: in no folder, and no .gguf file."""
+    """Whether a path that does not exist looks like owner/model: in no existing folder, and not a .gguf file."""
     if not isinstance(path, str) or path.endswith(".gguf"):
         return False
     found = _HUB_ID.fullmatch(path)

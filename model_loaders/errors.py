@@ -1,4 +1,4 @@
-"""The one error of this floor: a sentence for the user."""
+"""The error of this package: a sentence for the user."""
 
 
 class LoadError(ValueError):

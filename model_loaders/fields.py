@@ -1,4 +1,4 @@
-"""Typed, bounds-checked access to a configuration that someone else wrote."""
+"""Typed, bounds-checked access to the configuration files of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in a folder: configuration, weights and what belongs to them, in Hugging Face's layout."""
+"""A model in a folder in Hugging Face's layout: configuration, weights and generation defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 
 def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
-    """Raises LoadError for everything but a plain checkpoint of a supported family."""
+    """Configuration and weights of a folder. Raises LoadError unless it is a plain checkpoint of a supported family."""
     _refuse_other_layouts(folder)
     fields = Fields(read_json(folder / "config.json"), folder / "config.json")
     if fields.has("quantization_config"):
@@ -34,9 +34,9 @@ def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
 
 
 def generation_defaults(folder: Path) -> GenerationDefaults:
-    """What `generation_config.json` asks for; a file that is not there asks for nothing.
+    """The defaults in `generation_config.json`; all None if it does not exist.
 
-    `do_sample: false` means greedy only where no temperature is written beside it: many files carry it as a leftover.
+    `do_sample: false` means greedy only without a temperature beside it: many files have it as a leftover.
     """
     path = folder / "generation_config.json"
     fields = Fields(read_json(path, required=False), path)
@@ -56,7 +56,7 @@ def _number(fields: Fields, key: str, maximum: float) -> float | None:
 
 
 def _refuse_other_layouts(folder: Path) -> None:
-    """Says what a folder is that is not a whole model in safetensors."""
+    """Raises LoadError, with advice, for a folder without a complete model in safetensors."""
     has_config = (folder / "config.json").is_file()
     if has_config and any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return

@@ -1,4 +1,4 @@
-"""What a child process cannot share with the one it was forked from: threads, locks that they held, pipes.
+"""Renewing threads, locks and pipes in a forked child, which cannot share them with its parent.
 
 A forked process has a copy of all memory, but of the threads only the one that forked.
 """
@@ -11,17 +11,17 @@ from weakref import WeakSet
 
 
 class Renewable(Protocol):
-    """Something that has threads, locks or pipes."""
+    """An object with threads, locks or pipes."""
 
     def renew(self) -> None:
-        """Make them anew, in a child process that was just forked and has one thread."""
+        """Make them anew in a child process, which was just forked and has one thread."""
 
 
 _holders: WeakSet[Renewable] = WeakSet()
 
 
 def renew_in_children(holder: Renewable) -> None:
-    """From now on, as long as `holder` is alive, have `renew` called in every child forked by `os.fork`."""
+    """Call `holder.renew` in every child forked by `os.fork`, for as long as `holder` is alive."""
     _holders.add(holder)
 
 
@@ -30,5 +30,5 @@ def _renew_all() -> None:
         holder.renew()
 
 
-if hasattr(os, "register_at_fork"):  # no such thing on Windows
+if hasattr(os, "register_at_fork"):  # Windows has none
     os.register_at_fork(after_in_child=_renew_all)

@@ -42,7 +42,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies: `shape` has the rows first, as NumPy has it; `offset` counts from the file's start."""
+    """A tensor's place in its file: `shape` has the rows first, as in NumPy; `offset` counts from the file's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,8 +55,8 @@ class GgufFile:
     """An open GGUF file.
 
     `metadata` maps each key to a str, int, float, bool, or a list of one of these (`tokenizer.ggml.tokens`: list of
-    str). Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError where the header does not hold together
-    or promises more than the file has.
+    str). Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError where the header is inconsistent or
+    exceeds the file.
     """
 
     metadata: Mapping[str, object]
@@ -117,7 +117,7 @@ class GgufFile:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor as the header tells it: the fastest dimension first, the offset from the start of the data."""
+    """A tensor as in the header: the fastest dimension first, the offset from the start of the data."""
 
     name: str
     dims: tuple[int, ...]
@@ -166,7 +166,7 @@ class _Cursor:
         self._buffer = bytearray()
 
     def _need(self, end: int) -> None:
-        """Has the bytes up to `end` in the buffer."""
+        """Read the bytes up to `end` into the buffer."""
         if end <= len(self._buffer):
             return
         if end <= self._source.size:
@@ -188,7 +188,7 @@ class _Cursor:
         return np.frombuffer(self.take(np.dtype(dtype).itemsize), dtype)[0].item()
 
     def count(self, item_bytes: int) -> int:
-        """A 64-bit count of things that take at least `item_bytes` each in what is left of the file."""
+        """A 64-bit count of items, which take at least `item_bytes` each of the rest of the file."""
         count = self.number("<u8")
         if count * item_bytes > self._source.size - self.position:
             raise LoadError(
@@ -227,7 +227,7 @@ class _Cursor:
             ) from None
 
     def _strings(self, count: int) -> list[object]:
-        """The loop that a vocabulary of hundreds of thousands of entries goes through: no call per entry."""
+        """`count` strings, without a call for each: a vocabulary has hundreds of thousands."""
         unpack, buffer, position = struct.Struct("<Q").unpack_from, self._buffer, self.position
         strings: list[object] = []
         for _ in range(count):

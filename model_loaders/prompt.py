@@ -1,8 +1,8 @@
-"""From a conversation to token ids, such that what people write never steers the model.
+"""From a conversation to token ids, such that no message can inject control tokens.
 
-Control strings of the template become control tokens; the same strings inside a message stay text. Both are text when
-the template has run, so what the messages bring along is marked beforehand with a character that Unicode reserves for
-such internal use and that nothing else in the conversation contains.
+Control strings of the template become control tokens; the same strings inside a message stay text. Both are text in
+the template's output, so those in messages are marked beforehand with a character that Unicode reserves for internal
+use and that the conversation does not contain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from model_loaders.errors import LoadError
 from model_loaders.templates import ChatTemplate
 from model_loaders.tokenizers import Tokenizer
 
-# Unicode's noncharacters; after them the private planes, so that there is always one more that a text does not have.
+# Unicode's noncharacters, and then the private planes: a text always lacks one of them.
 _INTERNAL = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
@@ -25,7 +25,7 @@ _INTERNAL = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE), range(0x100000, 0x1
 class _Message:
     role: str
     content: str
-    token_ids: tuple[int, ...] | None  # what the engine generated, to stand for `content`
+    token_ids: tuple[int, ...] | None  # the generated ids, in place of those of `content`
 
 
 def chat_ids(
@@ -34,20 +34,19 @@ def chat_ids(
     tokenizer: Tokenizer,
     check: Callable[[str], None] | None = None,
 ) -> list[int]:
-    """Ids of a conversation, ending where the assistant is to write; with BOS where the model wants one.
+    """Ids of a conversation and of the prompt for an answer; with BOS where the model wants one.
 
     An assistant message may carry "token_ids", the ids it was generated as (a final end-of-generation id is left out:
-    the template writes its own). They are put in the place of its content as they are, after the very ids that its
-    prompt ended with, so that a conversation begins with all the ids of its previous turn. Where the template does
-    not show the content as it is, white space at its edges aside, what it shows is used instead: models that reason
-    have templates that leave the reasoning out of earlier answers. `check` is called with the text before it is
-    tokenized, and may raise.
+    the template writes its own). They replace its content, after the ids that its prompt ended with, so that a
+    conversation begins with all the ids of its previous turn. Where the template changes the content, other than white
+    space at its edges, its text is used instead: templates of models that reason leave the reasoning out of earlier
+    answers. `check` is called with the text before it is tokenized, and may raise.
 
-    Raises ValueError for messages of a wrong form, LoadError where the template fails.
+    Raises ValueError for malformed messages, LoadError where the template fails.
     """
     checked = [_checked(message, index, tokenizer) for index, message in enumerate(_sequence(messages))]
     mark, edge = _unused_characters(2, [template.source, *(text for m in checked for text in (m.role, m.content))])
-    parts = _Rendering(template, checked, _Guard.of(tokenizer), mark, edge).parts()
+    parts = _Rendering(template, checked, _guard(tuple(tokenizer.control_tokens())), mark, edge).parts()
     if check is not None:
         check("".join(part for part in parts if isinstance(part, str)).replace(mark, ""))
     ids: list[int] = []
@@ -65,7 +64,7 @@ class _Rendering:
     """Runs the template over messages whose control strings are hidden and whose token ids are known by number.
 
     An answer with ids is shown to the template in a frame of characters that occur nowhere else. Where the frame comes
-    out whole, the ids stand for it; a template that takes something out of an answer tears it.
+    out whole, the ids replace it; a template that changes an answer breaks its frame.
     """
 
     def __init__(self, template: ChatTemplate, messages: list[_Message], guard: _Guard, mark: str, edge: str) -> None:
@@ -77,7 +76,7 @@ class _Rendering:
         self._texts: dict[tuple[tuple[int, ...], int | None], str | LoadError] = {}  # by frames and number of messages
 
     def parts(self) -> list[str | int]:
-        """The text, alternating with the numbers of messages whose ids belong in between.
+        """The text, alternating with the numbers of the messages whose ids replace their content.
 
         The template's process is asked once where the template shows every answer as it is, in the same place behind
         its question: for the plain text, the framed one, and the prompt of the first answer.
@@ -89,8 +88,7 @@ class _Rendering:
         while framed:
             text = self._text(framed)
             if parts := self._split(text, framed):
-                # The frames themselves can have led the template another way. White space aside: within a frame it
-                # could not be trimmed.
+                # The frames may have changed what the template does. Without white space, which it cannot trim in one.
                 unframed = "".join(self._contents[part] if isinstance(part, int) else part for part in parts)
                 return self._as_prompted(parts) if _dense(unframed) == _dense(plain) else [plain]
             whole = [i for i in framed if text.count(self._frame(i)) == 1]
@@ -120,7 +118,7 @@ class _Rendering:
         self._texts |= zip(keys, self._template.render_each(conversations), strict=True)
 
     def _split(self, text: str, framed: list[int]) -> list[str | int] | None:
-        """`text` cut at these frames, their numbers in between; None where one is missing, torn or out of order."""
+        """`text` split at these frames, alternating with their numbers; None if any is missing, broken or misplaced."""
         parts: list[str | int] = []
         for index in framed:
             before, found, text = text.partition(self._frame(index))
@@ -131,13 +129,13 @@ class _Rendering:
         return None if any(self._edge in part for part in parts if isinstance(part, str)) else parts
 
     def _as_prompted(self, parts: list[str | int]) -> list[str | int]:
-        """The text before each answer, as it was when the model was asked for it.
+        """`parts` with the text before each answer as it was in the prompt for that answer.
 
-        Templates write a past message with other white space than they ask for a new one ("Assistant: Hi" after
-        "Assistant:"), or leave out what they opened for it ("<think>"). What the prompt had takes the place of it.
-        The text between question and answer is mostly the same throughout, and then rendered once.
+        Templates write white space before a past answer that its prompt did not have ("Assistant: Hi" for
+        "Assistant:"), or leave out what the prompt opened for it ("<think>"). The text between question and answer is
+        mostly the same throughout, and then rendered once.
         """
-        asked: dict[str, str] = {}  # by what stands there now
+        asked: dict[str, str] = {}  # text of the prompt, by the text in `parts`
         for position in range(1, len(parts), 2):
             before, index = parts[position - 1], parts[position]
             assert isinstance(before, str)
@@ -151,7 +149,7 @@ class _Rendering:
         return parts
 
     def _prompt(self, before: str, index: int, earlier: list[str | int]) -> str:
-        """The text that asked for answer `index`, behind the `earlier` ones; `before` where it cannot be told."""
+        """The text of the prompt for answer `index`, after the `earlier` ones; `before` where the template has none."""
         framed = [i for i in earlier if isinstance(i, int)]
         try:
             prompt = self._split(self._text(framed, index), framed)
@@ -167,7 +165,7 @@ def _dense(text: str) -> str:
 
 
 class _Guard:
-    """Puts a mark into every place of a text where a control string is, or could come to be at its edges."""
+    """Marks every place of a text where a control string is, or where its edge could complete one."""
 
     def __init__(self, control: tuple[str, ...]) -> None:
         self._control = control
@@ -176,18 +174,14 @@ class _Guard:
         self._tails = {string[n:] for string in control for n in range(1, len(string))}
         self._longest = max(map(len, control), default=0)
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> _Guard:
-        return _guard_of(tuple(tokenizer.control_tokens()))
-
     def break_up(self, text: str, mark: str) -> str:
-        """Parts every control string in `text` after its first character."""
+        """`text` with a mark after the first character of every control string."""
         return self._anywhere.sub(rf"\1{mark}", text)
 
     def hide(self, text: str, mark: str) -> str:
         """`break_up`, and a mark at an edge where the template's text could complete a control string.
 
-        The marks are inside of white space at the edges, so that a template can still trim it.
+        White space at the edges stays outside the marks, so that a template can trim it.
         """
         body = text.strip()
         reach = range(1, min(len(body), self._longest) + 1)
@@ -202,7 +196,7 @@ class _Guard:
 
 
 @lru_cache(maxsize=4)
-def _guard_of(control: tuple[str, ...]) -> _Guard:
+def _guard(control: tuple[str, ...]) -> _Guard:
     return _Guard(control)
 
 

@@ -1,4 +1,4 @@
-"""The parent's end of `template_worker.py`: a template that can neither hang this process nor eat its memory."""
+"""The parent's end of `template_worker.py`: templates with a limit of time and memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from model_loaders.forks import renew_in_children
 
 _WORKER = Path(__file__).with_name("template_worker.py")
-# The worker sees the same packages, and no folder that only a script of its own would have on the path.
+# The worker has this process's path, without the folder of its own script.
 _START = "import runpy, sys; worker, *sys.path = sys.argv[1:]; runpy.run_path(worker, run_name='__main__')"
 
 # The worker's own limit counts processor time. These count seconds, for systems without that limit; they are generous,
-# as a busy machine may let the worker wait.
+# since the worker may have to wait on a busy machine.
 _START_SECONDS = 60.0
 _RENDER_SECONDS = 10.0
 _EXIT_SECONDS = 5.0  # until a worker that has closed its pipe is gone
@@ -44,7 +44,7 @@ class TemplateProcess:
         Raises TemplateFailed where a limit, which holds for all of them together, ends the process.
         """
         with self._lock:
-            if self._worker is not None and self._worker.poll() is not None:  # something ended it while it was idle
+            if self._worker is not None and self._worker.poll() is not None:  # it was killed while idle
                 self._stop()
             if self._worker is None:
                 self._start()
@@ -52,13 +52,13 @@ class TemplateProcess:
         return [TemplateFailed(answer["error"]) if "error" in answer else answer["text"] for answer in answers]
 
     def renew(self) -> None:
-        """The worker is the parent's, and so is what it answers: this process starts one of its own."""
+        """Forget the parent's worker and its pipes in a forked child, which starts a worker of its own."""
         self._lock = threading.Lock()
         worker, self._worker = self._worker, None
         if worker is None:
             return
         self._end.detach()
-        worker.returncode = 0  # nobody waits for it here
+        worker.returncode = 0  # it is not this process's child
         nothing = os.open(os.devnull, os.O_RDWR)
         for pipe in (worker.stdin, worker.stdout):
             # Not closed: that would send what another thread of the parent was about to write a second time.
@@ -73,7 +73,7 @@ class TemplateProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the user's word to this process alone
+                start_new_session=True,  # Ctrl-C goes to this process alone
             )
         except (OSError, ValueError, TypeError) as error:  # TypeError: a program without an interpreter's path
             raise TemplateFailed(f"no process could be started for it ({error})") from error
@@ -108,7 +108,7 @@ class TemplateProcess:
             line = worker.stdout.readline()
         except OSError:
             line = b""
-        except BaseException:  # Ctrl-C: the answer still to come must not be taken for that of the next question
+        except BaseException:  # Ctrl-C: the next request must not read this one's answer
             self._stop()
             raise
         finally:
@@ -122,7 +122,7 @@ class TemplateProcess:
 
 
 def _reason(worker: subprocess.Popen[bytes]) -> str:
-    """Why a worker that was not ended by us has closed its pipe."""
+    """The reason why a worker that this process did not kill has closed its pipe."""
     from model_loaders.template_worker import OUT_OF_MEMORY  # brings all of Jinja, which no other path here needs
 
     try:
@@ -143,6 +143,6 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             try:
                 pipe.close()
-            except OSError:  # what was still to be written has nowhere to go
+            except OSError:  # unwritten data is lost
                 continue
     worker.wait()

@@ -1,6 +1,6 @@
 """Runs one chat template for its parent process: JSON lines in, JSON lines out.
 
-A template is a program that came with somebody's model. Jinja's sandbox keeps it from files and from Python's insides,
+A template is a program that comes with a model. Jinja's sandbox keeps it from files and from Python's insides,
 but bounds neither its time nor its memory. Rendered in the engine's own process, with the limits below on text and on
 products, two nested loops over 100,000 numbers or a macro that calls itself twice do not end, and
 `'%1000000000d' % 1` takes all the memory there is (tests/model_loaders/test_templates.py has these attacks and more).
@@ -51,14 +51,14 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _size(value: Any) -> int:
-    """How much a factor contributes to the size of a product: its length, or for an integer itself."""
+    """The contribution of a factor to the size of a product: its length, or an integer's absolute value."""
     if isinstance(value, int):
         return abs(value)
     return len(value) if isinstance(value, str | list | tuple) else 1
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training: here it is nothing but its content."""
+    """`{% generation %}` marks the assistant's text for training; it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class has it so
 
@@ -73,7 +73,7 @@ def compiled(source: str) -> jinja2.Template:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment.from_string(source)
 
 
@@ -108,7 +108,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """The system ends this process when it has computed for `seconds`; 0 takes the limit away."""
+    """Have the system end this process after `seconds` of processor time from now; 0 removes the limit."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -151,5 +151,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except MemoryError:  # so little is left that there is no answer
+    except MemoryError:  # too little is left for an answer
         os._exit(OUT_OF_MEMORY)

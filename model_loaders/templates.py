@@ -1,4 +1,4 @@
-"""Chat templates: how a model wants a conversation written down."""
+"""Chat templates: from a conversation to the text that a model was trained on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ChatTemplate:
         """`origin` names the template in error messages: the file it came from."""
         self.source = source
         self.is_default = is_default
-        # The plain default has no token that ends an answer: a base model would go on with the user's next message.
+        # The plain default has no token that ends an answer: a base model would continue with the user's next message.
         self.stops: tuple[str, ...] = ("\nUser:",) if source == _PLAIN else ()
         self._origin = origin
         self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
@@ -44,7 +44,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True, **variables: object
     ) -> str:
-        """The conversation as text, ending where the assistant is to write if `add_generation_prompt`.
+        """The conversation as text, with the prompt for an answer if `add_generation_prompt`.
 
         `variables` are passed to the template ("enable_thinking", ...). Raises LoadError where the template is
         invalid, refuses the conversation, or needs more time or memory than a conversation can.
@@ -75,7 +75,7 @@ class ChatTemplate:
 def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemplate:
     """The template of a model folder: chat_template.jinja, else tokenizer_config.json's, else a default.
 
-    Raises LoadError where it is there but cannot be read.
+    Raises LoadError where a file exists but cannot be read.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -95,7 +95,7 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
 
 
 def for_gguf(gguf: GgufFile) -> ChatTemplate:
-    """The template inside a GGUF file, else a default. Raises LoadError where it is no text."""
+    """The template inside a GGUF file, else a default. Raises LoadError where it is not text."""
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, list) else []
 
@@ -119,7 +119,7 @@ def _template(source: str | None, origin: str, *, bos_token: str, eos_token: str
 
 
 def _named_template(file: Path, value: object) -> str | None:
-    """A template is written as text, or as a list of named ones of which "default" is for chats."""
+    """The template for chats in `value`, which is text or a list of named templates."""
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, Mapping)}
         value = named.get("default", next(iter(named.values()), None))

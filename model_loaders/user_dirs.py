@@ -1,4 +1,4 @@
-"""Where things that were made or fetched once are kept for the next time."""
+"""The user's cache folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CACHE_VARIABLE = "POLARLM_CACHE"
 def cache_folder() -> Path:
     """The user's cache folder for this program, or the one that POLARLM_CACHE names; it need not exist yet.
 
-    Raises LoadError where there is neither.
+    Raises LoadError where there is none.
     """
     named = os.environ.get(CACHE_VARIABLE)
     try:

@@ -1,4 +1,4 @@
-"""The chat's own settings, and what each value on its command line may be."""
+"""The chat's settings, and the limits of the values on its command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.limits import SAMPLING, complaint
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """What the terminal chat is asked to do."""
+    """The settings of the terminal chat."""
 
     prompt: str | None = setting(
         None,
@@ -33,7 +33,7 @@ class ChatConfig:
         "--system-prompt",
         metavar="TEXT",
         text=True,
-        help="what the model is told before the conversation",
+        help="the system prompt, ahead of the conversation",
     )
     conversation: bool = setting(
         True,
@@ -94,7 +94,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams
         ),
         checks=_CHECKS,
     )
-    # Looked at before a model is fetched and read.
+    # Checked before a model is fetched and read.
     settle(None, engine, {})
     if chat.prompt is not None and chat.file is not None:
         raise FlagError("-p/--prompt and -f/--file both give the prompt; leave one of them out")
@@ -114,7 +114,7 @@ def read_prompt(chat: ChatConfig) -> str | None:
 
 
 def ignored_flags(chat: ChatConfig) -> list[str]:
-    """A sentence for each flag that was given and does nothing here."""
+    """A sentence for each given flag that has no effect here."""
     return [
         f"{field.metadata['flags'][0]} {field.metadata['help']}"
         for field in fields(chat)

@@ -1,7 +1,7 @@
 """The chat's terminal: messages, the model's text, notes and progress.
 
-Standard output carries the model's text and nothing else; notes, errors and progress go to standard error. The input
-prompt is only drawn when a person is there: standard input and one of the two outputs are terminals.
+Standard output carries only the model's text; notes, errors and progress go to standard error. The input prompt is
+drawn only if standard input and one of the two outputs are terminals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromk
 
 
 class Console:
-    """Reads messages from standard input and keeps the model's text apart from everything else."""
+    """Reads messages from standard input, writes the model's text to standard output and the rest to standard error."""
 
     def __init__(self, color: str = "auto") -> None:
         """`color` is on, off or auto."""
@@ -61,28 +61,28 @@ class Console:
         return "\n".join(lines)
 
     def read_all(self) -> str:
-        """What is left of piped input, without its last line end. Raises EngineError where it is not UTF-8."""
+        """The rest of piped input, without its last line end. Raises EngineError where it is not UTF-8."""
         return self._piped(self._in.read).removesuffix("\n")
 
     def keep_message(self) -> None:
-        """Puts the last message into the history, if it was not dropped; `read` does so before the next one."""
+        """Adds the last message to the history unless it was dropped; `read` does so before the next message."""
         if self._editor is not None:
             self._editor.history.keep()
 
     def drop_message(self) -> None:
-        """Leaves the last message out of the history if it is long, as a paste is that was refused."""
+        """Leaves the last message out of the history if it is long, such as a refused paste."""
         if self._editor is not None:
             self._editor.history.drop()
 
     def show_message(self, text: str) -> None:
-        """Shows a message that came from the command line as if it had been typed."""
+        """Shows a message from the command line as if it had been typed."""
         if self.interactive:
             print(
                 "\n" + self._paint(_GREEN, PROMPT) + text, file=self._out if self.on_terminal else self._err, flush=True
             )
 
     def write(self, text: str) -> None:
-        """The model's text, at once."""
+        """Writes a piece of the model's text, without delay."""
         if text:
             self.end_progress()
             self._out.write(text.translate(_VISIBLE) if self.on_terminal else text)
@@ -103,15 +103,15 @@ class Console:
         self._tell(self._paint(_RED, "error: ") + self._visible(text))
 
     def prefill(self, done: int, total: int) -> None:
-        """How many tokens of the prompt have been read, as a bar that appears after a second."""
+        """Shows the progress of the prompt in tokens, as a bar that appears after a second."""
         self._progress("reading the prompt", "{n:.0f}/{total} tokens, ", done, total)
 
     def transfer(self, what: str, done: int, total: int) -> None:
-        """How many bytes have come or gone, likewise; `what` says which way."""
+        """Shows the progress of a transfer in bytes, as a bar; `what` is 'saving' or 'loading'."""
         self._progress(what, "", done, total)
 
     def end_progress(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -124,7 +124,7 @@ class Console:
             self._bar.update(done - self._bar.n)
 
     def _visible(self, text: str) -> str:
-        """Notes tell what is in files and in messages, too."""
+        """`text` with control characters replaced: notes quote files and messages, too."""
         return text.translate(_VISIBLE) if self._err.isatty() else text
 
     def _piped(self, read: Callable[[], str]) -> str:
@@ -145,9 +145,9 @@ class Console:
 
 @contextmanager
 def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
-    """Makes Ctrl-C a question for the loop inside, so that the engine is never stopped half way through a step.
+    """Yields a function that returns whether Ctrl-C was pressed, so that no step of the engine is interrupted.
 
-    A second Ctrl-C, before the first was answered, raises KeyboardInterrupt.
+    A second Ctrl-C raises KeyboardInterrupt.
     """
     asked = False
 
@@ -159,14 +159,14 @@ def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:
-        with _ctrl_c_unseen():
+        with _without_ctrl_c_echo():
             yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def _ctrl_c_unseen() -> Iterator[None]:
+def _without_ctrl_c_echo() -> Iterator[None]:
     """Keeps the terminal from writing ^C into the model's text."""
     terminal = _own_terminal()
     if terminal is None:
@@ -183,7 +183,7 @@ def _ctrl_c_unseen() -> Iterator[None]:
 
 
 def _own_terminal() -> int | None:
-    """Standard input, if it is a terminal that this process may set: one in the background would be stopped for it."""
+    """Standard input if it is a terminal that this process may configure; that would stop a background process."""
     if termios is None or sys.stdin is None or not sys.stdin.isatty():
         return None
     try:
@@ -203,7 +203,7 @@ def use_utf8() -> None:
 
 
 def discard_output() -> None:
-    """Points both outputs at nothing, so that the interpreter's last flush does not meet a closed pipe again."""
+    """Redirects both outputs to the null device, so that the interpreter's last flush meets no closed pipe."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nothing, stream.fileno())

@@ -14,14 +14,14 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 
 PROMPT = "> "
-_SHORT = 1000  # characters of a message that a person may want back even where it was refused
+_SHORT = 1000  # characters: a refused message of no more stays in the history
 
 
 class LineEditor:
     """Reads messages from a person at a terminal."""
 
     def __init__(self, prompt: str, colored: bool) -> None:
-        """`prompt` is PROMPT, in whatever colour."""
+        """`prompt` is PROMPT, possibly with codes for colour."""
         self.history = History(_history_file())
         self._session: PromptSession[str] = PromptSession(
             ANSI("\n" + prompt),
@@ -40,7 +40,7 @@ class LineEditor:
 
 
 class History(FileHistory):
-    """Messages of earlier chats and of this one, each of which waits until it is known whether it was refused."""
+    """Messages of earlier chats and of this one; the last one is added once it is known not to be refused."""
 
     _last: str | None = None
 
@@ -50,7 +50,7 @@ class History(FileHistory):
     def keep(self) -> None:
         """Adds the last message."""
         if self._last is not None:
-            with suppress(OSError):  # a full disk: it is still there in this chat
+            with suppress(OSError):  # a full disk: this chat still has it
                 super().append_string(self._last)
             self._last = None
 
@@ -61,7 +61,7 @@ class History(FileHistory):
 
 
 def state_folder() -> Path | None:
-    """Where the chat keeps what its user alone may read; it need not exist yet. None for a user without a home."""
+    """The folder of the chat's private files, which need not exist yet; None for a user without a home folder."""
     try:
         folder = platformdirs.user_state_path("polarlm")
     except RuntimeError:

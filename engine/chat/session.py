@@ -21,16 +21,16 @@ from engine.sampling.repeats import Repeats
 from engine.sessions import Progress
 
 _MIB = 1 << 20
-_LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer that ends in so many, of so many rounds or more, is stopped
-_BRIEF = 200  # characters of a message that reminds of where a conversation was
+_LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer stops that ends in so many tokens of so many rounds or more
+_BRIEF = 200  # characters of the last messages that `/load` shows
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What came of one prompt.
+    """The answer to one prompt.
 
-    `finish_reason` is "cancelled" after Ctrl-C, and "loop" for an answer that was stopped because it went round in
-    circles; `usage` is None then.
+    `finish_reason` is "cancelled" after Ctrl-C, and "loop" for an answer that was stopped because it repeated itself;
+    `usage` is None then.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Session:
         self.set_system(system)
 
     def set_system(self, text: str | None) -> None:
-        """Starts anew with `text` as the system prompt; None leaves it out."""
+        """Starts a new conversation with `text` as the system prompt; None for no system prompt."""
         self.system = text
         self.clear()
 
@@ -84,9 +84,9 @@ class Session:
         return self._answer(self.messages[:-1])
 
     def save(self, path: str) -> str:
-        """Writes the conversation and its cache to a file, and says so; an empty path is the one of `/load`.
+        """Writes the conversation and its cache to a file; returns a sentence. An empty path is the default one.
 
-        Raises EngineError, or KeyboardInterrupt after Ctrl-C; what is in the file is as it was then.
+        Raises EngineError, or KeyboardInterrupt after Ctrl-C; the file is unchanged then.
         """
         if not any(message["role"] == "assistant" for message in self.messages):
             raise EngineError("There is no answer yet, and so nothing to save", "session")
@@ -96,9 +96,9 @@ class Session:
         return f"The conversation is saved in {file}: {count} tokens."
 
     def load(self, path: str) -> str:
-        """Goes on with a conversation that was saved, in place of this one; says how that one ended.
+        """Replaces this conversation with a saved one; returns a sentence and the saved one's last messages.
 
-        Raises EngineError, or KeyboardInterrupt after Ctrl-C; the conversation is as it was then.
+        Raises EngineError, or KeyboardInterrupt after Ctrl-C; the conversation is unchanged then.
         """
         file = _session_file(path)
         with self._transfer("loading") as progress:
@@ -115,7 +115,7 @@ class Session:
 
     @contextmanager
     def _transfer(self, what: str) -> Iterator[Progress]:
-        """Shows progress; Ctrl-C ends it between two pieces."""
+        """Yields a function that shows progress, and raises KeyboardInterrupt after Ctrl-C."""
         with ctrl_c_asked() as asked:
 
             def progress(done: int, total: int) -> None:
@@ -143,14 +143,14 @@ class Session:
     def _stream(self, prompt: str | list[Mapping[str, Any]]) -> Turn:
         """Writes the answer as it comes; Ctrl-C ends it after the token, or the piece of the prompt, in progress.
 
-        So does an answer that repeats itself over and over, where that is looked for.
+        With the loop check, an answer that repeats itself over and over ends as well.
         """
         pieces: list[str] = []
         ids: list[int] = []
         repeats = Repeats()
         reason, usage = None, None
         times: list[float] = []
-        as_written = PromptOptions(parse_special=True)  # a raw prompt is whole: it brings its own template along
+        as_written = PromptOptions(parse_special=True)  # a raw prompt has its own template
         answer = self.engine.stream(prompt, self.params, as_written, progress=True)
         try:
             with ctrl_c_asked() as asked, closing(answer) as chunks:
@@ -180,19 +180,19 @@ class Session:
 
 
 def _session_file(path: str) -> Path:
-    """The file that a person named, else the one that is used without a name. Raises EngineError without a home."""
+    """The file at `path`; the default one if it is empty. Raises EngineError where there is no home folder for it."""
     if path:
         return Path(os.path.expanduser(path))
     folder = state_folder()
     if folder is None:
         raise EngineError("There is no home folder for a file without a name: give a path", "storage")
-    with suppress(OSError):  # whoever opens the file finds a better sentence
+    with suppress(OSError):  # opening the file fails with a better sentence
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / "chat_session.safetensors"
 
 
 def _messages(note: Any) -> list[Mapping[str, Any]] | None:
-    """The messages of a conversation that `Session.save` noted, ending with an answer; None for anything else."""
+    """The messages in a note of `Session.save`, which end with an answer; None for any other note."""
     messages = note.get("messages") if isinstance(note, dict) else None
     if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
         return None
@@ -202,7 +202,7 @@ def _messages(note: Any) -> list[Mapping[str, Any]] | None:
 
 
 def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
-    """A sentence for an answer that the model did not end itself, else None."""
+    """A sentence for an answer that the model did not end, else None."""
     if turn.finish_reason == "cancelled":
         return "The answer was stopped." if turn.token_ids else "Stopped before the first token."
     if turn.finish_reason == "loop":
@@ -236,7 +236,7 @@ def numbers(turn: Turn, engine: Engine) -> str:
 
 
 def why_larger(engine: Engine) -> str | None:
-    """A sentence for a cache that takes more than half precision would, as it does in a short conversation."""
+    """A sentence for a cache that is larger than in half precision, as in a short conversation; else None."""
     cache, size = engine.cache_stats(), engine.config.block_size
     if cache.bytes <= cache.f16_bytes:
         return None
@@ -247,6 +247,6 @@ def why_larger(engine: Engine) -> str | None:
 
 
 def cpu(engine: Engine) -> str | None:
-    """How many threads of the CPU compute a step, and why; None on a GPU."""
+    """The number of CPU threads of a step, and the reason for it; None on a GPU."""
     threads = engine.status().threads
     return None if threads is None else f"CPU threads of a step: {threads.number} ({threads.why})"

@@ -1,8 +1,8 @@
-"""The terminal chat: `python -m engine.chat`. It folds `Engine.stream`.
+"""The terminal chat: `python -m engine.chat`.
 
-Piped input holds one message per line, and the answers, each ending in a line end, are all that standard output gets.
-Exit codes: 0; 1 for an unexpected error; 2 for a sentence about a flag, the model or, without a terminal, a message;
-130 after Ctrl-C outside a conversation at the terminal; 141 when the reader of the output is gone.
+Piped input has one message per line, and standard output gets only the answers, each with a line end.
+Exit codes: 0; 1 for an unexpected error; 2 for an error in a flag, the model or, without a terminal, a message;
+130 after Ctrl-C outside a conversation at the terminal; 141 when the reader of the output has closed it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
 
 
 def _raw_prompt(prompt: str | None, chat: ChatConfig, console: Console) -> str:
-    """The text that -no-cnv goes on from: the prompt, else all of piped input."""
+    """The prompt of -no-cnv: from the flags, else all of piped input."""
     if chat.system_prompt is not None:
         console.note("note: -sys has no effect with -no-cnv, which uses no chat template")
     if prompt is not None:
@@ -97,17 +97,17 @@ def _raw_prompt(prompt: str | None, chat: ChatConfig, console: Console) -> str:
 
 
 class _Conversation:
-    """Takes messages and commands until there are no more, and collects the exit code."""
+    """Runs messages and commands until the input ends; returns the exit code."""
 
     def __init__(self, session: Session, console: Console, chat: ChatConfig) -> None:
         self._session, self._console, self._chat = session, console, chat
         self._one_turn = chat.single_turn or not chat.conversation
         self._code = 0
         self._over = False
-        self._ctrl_c = False  # whether the last thing that happened was Ctrl-C
+        self._ctrl_c = False  # whether Ctrl-C came last
 
     def run(self, prompt: str | None) -> int:
-        """Answers `prompt` first, if there is one."""
+        """Answers `prompt` first, if given, and then the input; returns the exit code."""
         if self._console.interactive and not self._one_turn:
             self._console.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
         if prompt is not None:
@@ -125,14 +125,14 @@ class _Conversation:
         return self._code
 
     def complete(self, prompt: str) -> int:
-        """Goes on from plain text, which a terminal shows ahead of what the model adds."""
+        """Continues plain text, which a terminal shows before the model's text; returns the exit code."""
         if self._console.on_terminal:
             self._console.write(prompt)
         self._turn(lambda: self._session.complete(prompt))
         return self._code
 
     def _read(self) -> str:
-        """The next line of input; empty where there is nothing to do."""
+        """The next line of input; empty at its end and after Ctrl-C."""
         try:
             text = self._console.read()
         except EOFError:
@@ -175,7 +175,7 @@ class _Conversation:
 
     @property
     def _watched(self) -> bool:
-        """Whether a person is there who sees what goes wrong and can do something else."""
+        """Whether a user is at a terminal who can react to an error."""
         return self._console.interactive and not self._one_turn
 
     def _failed(self, error: EngineError) -> None:
@@ -183,7 +183,7 @@ class _Conversation:
         self._code = 0 if self._watched else _BAD_REQUEST
 
     def _transfer(self, work: Callable[[], str]) -> None:
-        """Saves or loads, and tells what came of it."""
+        """Saves or loads, and shows the result or the error."""
         try:
             self._console.note(work())
         except EngineError as error:

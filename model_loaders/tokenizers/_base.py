@@ -1,4 +1,4 @@
-"""What all kinds of tokenizer do alike: keep control tokens apart from text."""
+"""The common part of all kinds of tokenizer: control tokens, apart from text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class LeadingSpace:
-    """Where a SentencePiece-style vocabulary puts a space in front of text."""
+    """The places where a SentencePiece-style vocabulary puts a space in front of text."""
 
     at_start: bool = False
     after_control: bool = False
@@ -32,17 +32,16 @@ class LeadingSpace:
 
 @dataclass(frozen=True)
 class Takes:
-    """Whether a control token takes the white space around it away."""
+    """Whether a control token removes the white space around it."""
 
     before: bool = False
     behind: bool = False
 
 
 class BaseTokenizer(ABC):
-    """Implements `Tokenizer` over two questions that a kind answers about its own vocabulary.
+    """Implements `Tokenizer` over two abstract methods of a kind of vocabulary.
 
-    The libraries underneath are only ever given plain text: control strings are found here, so that "does user text
-    become control tokens" has one answer for all kinds.
+    The libraries get only plain text: control strings are found here, in the same way for all kinds.
     """
 
     def __init__(
@@ -56,9 +55,9 @@ class BaseTokenizer(ABC):
         lacks: bytes = b"",
         takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
-        """shrinks: bytes of text of which normalization makes one at most; None where it may drop text.
+        """shrinks: the most bytes of text that normalization turns into one; None where it may drop text.
 
-        lacks: bytes that the vocabulary has no id for. takes: of the control tokens that take white space.
+        lacks: bytes without an id in the vocabulary. takes: which control tokens remove white space.
         """
         self.vocab_size = vocab_size
         self.bos_id = special.bos_id
@@ -78,7 +77,7 @@ class BaseTokenizer(ABC):
 
     @abstractmethod
     def _piece_bytes(self, token_id: int) -> bytes:
-        """The bytes of an id that is no control token, b"" for a hole in the numbering."""
+        """The bytes of an id that is not a control token; b"" for a hole in the numbering."""
 
     def tokenize(self, text: str, *, control: bool = False, continued: bool = False, mark: str = "") -> list[int]:
         ids: list[int] = []
@@ -102,7 +101,7 @@ class BaseTokenizer(ABC):
 
     @cached_property
     def _longest(self) -> int:
-        """Bytes of the longest token, or name of a control token."""
+        """The number of bytes of the longest token or name of a control token."""
         pieces = max(len(self._piece_bytes(token_id)) for token_id in range(self.vocab_size))
         return max(pieces, *(len(string.encode()) for string in self._control), 1)
 
@@ -133,7 +132,7 @@ class BaseTokenizer(ABC):
 
 
 def _valid_unicode(text: str) -> str:
-    """Half a surrogate pair has no UTF-8 form (it comes from cut JSON escapes): U+FFFD stands in for it."""
+    """`text` with U+FFFD for halves of surrogate pairs, which have no UTF-8 form and come from cut JSON escapes."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""What every kind of tokenizer offers to the rest of the house."""
+"""The interface of all kinds of tokenizer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ class Tokenizer(Protocol):
     """Text to ids and back. Ids are the rows of the model's embedding.
 
     A *control token* is one that the model's authors flagged special ("<|im_end|>", "</s>"): it steers the model and
-    is no text. Added tokens without that flag ("<tool_call>") are ordinary text.
+    is not text. Added tokens without that flag ("<tool_call>") are ordinary text.
     """
 
     vocab_size: int  # ids are 0 .. vocab_size-1; the embedding may have more rows, as padding
-    bos_id: int | None  # to be put in front of a sequence; None where the model does not want one
+    bos_id: int | None  # the first id of a sequence; None where the model wants none
     eos_ids: frozenset[int]  # every id that ends a generation
-    strips_leading_space: bool  # the first text of a sequence gains a space that is not the user's
+    strips_leading_space: bool  # tokenizing adds a space to the first text of a sequence, and detokenizing removes it
 
     def tokenize(self, text: str, *, control: bool = False, continued: bool = False, mark: str = "") -> list[int]:
         """Ids of `text`; never adds BOS or EOS, never truncates.
 
         control: control-token strings in `text` become their ids; otherwise they stay plain text.
         continued: `text` follows other text of the same sequence, so no leading space is added to it.
-        mark: a character that is taken out after control strings were looked for, so that it can hide some of them.
+        mark: a character that is removed after control strings were found, so that it can hide some of them.
         """
 
     def least_tokens(self, text: str) -> int:
-        """A number of ids that `text` cannot have fewer of, known without tokenizing it; 0 where that says nothing."""
+        """A lower bound of the number of ids of `text`, found without tokenizing it."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes an id contributes to text, b"" for a control token; ValueError if there is no such id."""

@@ -1,4 +1,4 @@
-"""Which ids begin a sequence and which end a generation, as far as the files around a vocabulary say."""
+"""The ids that begin a sequence and that end a generation, from the files beside a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from model_loaders.tokenizers._base import SpecialIds
 
 # Ends of a text or of a turn in the chat formats of the Llama family. Where a vocabulary has one as a control token,
-# the model means "I am done" by it, even if its configuration forgot to say so.
+# the model ends its answer with it, even if its configuration does not say so.
 WELL_KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
 
@@ -42,7 +42,7 @@ def for_folder(
     adds_bos: bool,
     default_bos: int | None = None,
 ) -> SpecialIds:
-    """`adds_bos` and `default_bos` are what the vocabulary's own file says; tokenizer_config.json overrules both."""
+    """The ids of a folder; its tokenizer_config.json overrides `adds_bos` and `default_bos` of the vocabulary."""
     named = token_string(settings.tokenizer.get("bos_token"))
     bos = lookup(named) if named else None
     for candidate in (default_bos, settings.config.get("bos_token_id")):

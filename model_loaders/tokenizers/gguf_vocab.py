@@ -1,4 +1,4 @@
-"""The vocabulary inside a GGUF file: `tokenizer.ggml.*` holds lists, from which the libraries' models are rebuilt.
+"""The vocabulary inside a GGUF file: the libraries' models, rebuilt from the lists of `tokenizer.ggml.*`.
 
 Keys and token types as in ggml's docs/gguf.md; defaults of absent keys as in llama.cpp.
 """
@@ -94,7 +94,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
     pre_tokenizer = patterns.pre_tokenizer(str(name))
     if pre_tokenizer is None:
         raise LoadError(
-            f"{vocabulary.path} cuts text into words the way {name!r} does (tokenizer.ggml.pre), which is not known "
+            f"{vocabulary.path} splits text into words as {name!r} does (tokenizer.ggml.pre), which is not known "
             f"here; known are {', '.join(patterns.KNOWN)}: use the model's safetensors folder instead."
         )
     control = vocabulary.control
@@ -133,7 +133,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
 
 
 def _specify(model: Any, vocabulary: _Vocabulary) -> None:
-    """Training and normalization settings: what SentencePiece's own file has beside the pieces."""
+    """Fill in the training and normalization settings of SentencePiece's own file."""
     byte_count = sum(kind == _Type.BYTE for kind in vocabulary.types)
     model.trainer_spec.model_type = protobuf.TrainerSpec.BPE
     model.trainer_spec.byte_fallback = byte_count == 256

@@ -58,7 +58,7 @@ class LibraryTokenizer(BaseTokenizer):
 
     def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
         library = self._library if leading_space else self._without_space
-        # Unlike `encode`, a batch lets other threads of Python run meanwhile, and leaves out what is not asked for.
+        # Unlike `encode`, a batch releases the interpreter's lock, and computes the ids alone.
         return library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _piece_bytes(self, token_id: int) -> bytes:
@@ -79,7 +79,7 @@ def load(file: Path, settings: FolderSettings) -> LibraryTokenizer:
         control = {entry["content"]: entry["id"] for entry in description["added_tokens"] if entry["special"]}
     except OSError as error:
         raise LoadError(f"{file} cannot be read: {error.strerror}.") from error
-    except Exception as error:  # the library raises bare Exception for whatever it does not like
+    except Exception as error:  # the library raises bare Exception
         raise LoadError(f"{file} is not a valid tokenizer.json ({error}): download it again.") from error
     kinds = {step["type"] for step in steps}
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
@@ -102,22 +102,22 @@ def _spelling(byte: int, byte_level: bool) -> str:
 
 
 def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
-    """Bytes of text that become one at most: composing takes no more than three to one, nor does "▁" for a space.
+    """The most bytes of text that become one: three, by composing characters, or by "▁" for a space.
 
-    None where text may be dropped: by a normalizer or a pre-tokenizer, or by added tokens that take the white space at
-    their sides.
+    None where text may be dropped: by a normalizer or a pre-tokenizer, or by added tokens that remove the white space
+    around them.
     """
     if any(token.lstrip or token.rstrip for token in library.get_added_tokens_decoder().values()):
         return None
     stages = {"normalizer": library.normalizer, "pre_tokenizer": library.pre_tokenizer}
-    given = {stage: json.loads(of.__getstate__()) for stage, of in stages.items() if of is not None}
+    given = {stage: json.loads(step.__getstate__()) for stage, step in stages.items() if step is not None}
     if not all(map(_keeps_text, _steps(given))):
         return None
     return 1 if byte_level and "normalizer" not in given else 3
 
 
 def _keeps_text(step: Mapping[str, object]) -> bool:
-    """Whether a normalizer or a pre-tokenizer drops nothing, as far as is known."""
+    """Whether a normalizer or a pre-tokenizer is known to drop no text."""
     if step["type"] == "Replace":
         return step["pattern"] == {"String": " "} and step["content"] == "▁"
     if step["type"] in ("Split", "Punctuation"):

@@ -1,4 +1,4 @@
-"""How text is cut into words before BPE merges inside each of them: one kind per family of byte-level vocabularies."""
+"""Regular expressions that split text into words, inside which BPE merges; one kind per family of vocabularies."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _CASED = (
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MARKS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 
-# GGUF's names of pre-tokenizers (`tokenizer.ggml.pre`), of the architectures that are supported, and what they cut by,
-# one expression after the other: what an expression finds, and what it leaves between, is cut by the next one.
+# GGUF's names of pre-tokenizers (`tokenizer.ggml.pre`), of the architectures that are supported, and their expressions,
+# one expression after the other: each splits the pieces of the one before into its matches and the text between.
 _EXPRESSIONS: dict[str, tuple[str, ...]] = {
     # llama.cpp's choice where a file does not say; no model is known to be trained with it.
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
@@ -55,7 +55,7 @@ KNOWN = sorted(_EXPRESSIONS)
 
 
 def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
-    """The word cutter that GGUF calls `name`, ending in the byte alphabet; None if it is not known."""
+    """The pre-tokenizer that GGUF calls `name`, with the byte alphabet at its end; None if it is not known."""
     if name not in _EXPRESSIONS:
         return None
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in _EXPRESSIONS[name]]

@@ -15,7 +15,7 @@ from model_loaders.tokenizers._base import BaseTokenizer, LeadingSpace, SpecialI
 from model_loaders.tokenizers._pieces import byte_of, text_of
 from model_loaders.tokenizers._special import FolderSettings, for_folder
 
-# The classes of a protobuf module are made at import, where a type checker cannot see them.
+# A type checker cannot see the classes of a protobuf module, which are made at import.
 protobuf: Any = sentencepiece_model_pb2
 _Piece = protobuf.ModelProto.SentencePiece
 
@@ -54,7 +54,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
 
 def _shrinks(model: Any) -> int | None:
-    """Bytes of text that become one at most: "▁", which has three, is a space. None where text may be dropped."""
+    """The most bytes of text that become one: three, by "▁" for a space. None where text may be dropped."""
     normalizer = model.normalizer_spec
     keeps_all = not normalizer.precompiled_charsmap and not normalizer.remove_extra_whitespaces
     return 3 if keeps_all and model.trainer_spec.byte_fallback else None
@@ -88,7 +88,7 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> SentencePieceT
 
 
 def _append_added_tokens(model: Any, settings: FolderSettings) -> None:
-    """Fine-tunes number their own tokens after the vocabulary's end, in tokenizer_config.json only."""
+    """Append the tokens of fine-tunes, which are in tokenizer_config.json alone, to the vocabulary."""
     added = sorted((token_id, string, special) for string, (token_id, special) in settings.added_tokens().items())
     limit = len(model.pieces) + len(added)
     for token_id, string, special in added:
