@@ -124,6 +124,7 @@ def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> 
     if note:
         say(note)
     source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose)
+    source = replace(source, config=source.config.for_context(config.ctx_size))
     try:
         shape = _cache_shape(config, encoding, ops, source.config)
         count = weight_count(source.weights)
@@ -188,9 +189,11 @@ def _store(
         statistics = load_or_calibrate(ops, source.config, weights, source.tokenizer, shape.block_size, say)
     conditioning: list[Conditioning] = []
     metrics: list[Metrics] = []
-    for layer, of, measured in zip(weights.layers, shape.layers, statistics, strict=True):
+    sizes = variances(
+        ops, source.config, weights, [shape.block_size if layer.mean_bits else None for layer in shape.layers]
+    )
+    for layer, of, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True):
         s = balance(measured) if measured and of.mean_bits and encoding.balance else None
-        size = variances(ops, source.config, layer, shape.block_size if of.mean_bits else None)
         stored = Conditioning(of.codec_k.rotation(d), of.codec_v.rotation(d), scale(size, s))
         conditioning.append(stored)
         if measured is None:

@@ -143,7 +143,7 @@ def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: i
     f16 = codecs.get("f16")
     shape = CacheShape(block_size, config.kv_heads, config.head_dim, (LayerShape(f16, f16),) * config.layers)
     plan = plan_for_tokens(shape, tokens, 1)
-    conditioning = [Conditioning(scale=scale(variances(ops, config, layer))) for layer in weights.layers]
+    conditioning = [Conditioning(scale=scale(size)) for size in variances(ops, config, weights)]
     return Model(ops, config, weights, KVStore(ops, plan, conditioning))
 
 

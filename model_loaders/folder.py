@@ -6,7 +6,7 @@ from pathlib import Path
 
 from model_loaders.config import GenerationDefaults, ModelConfig
 from model_loaders.errors import LoadError
-from model_loaders.families import configure
+from model_loaders.families import configure, table_name
 from model_loaders.fields import Fields, read_json
 from model_loaders.safetensors_source import INDEX, SINGLE, open_safetensors
 from model_loaders.tensors import StoredWeights
@@ -27,7 +27,7 @@ def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
     config = configure(fields)
     weights = open_safetensors(folder, mmap)
     try:
-        return fit(config, weights)
+        return fit(config, weights.renamed(lambda name: table_name(config, name)))
     except BaseException:
         weights.close()
         raise

@@ -12,6 +12,7 @@ import numpy as np
 from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
 from model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
+from model_loaders.families._unsupported import why_not
 from model_loaders.fields import Fields
 from model_loaders.tensors import StoredTensor, StoredWeights
 from model_loaders.weights import fit
@@ -30,23 +31,26 @@ _KEYS = {  # ours (Hugging Face's): the file's, after the architecture and a dot
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+_ORIGINAL_CONTEXT = "original_context_length"
 _ROPE_KEYS = {
     "rope_type": "rope.scaling.type",
     "factor": "rope.scaling.factor",
-    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "original_max_position_embeddings": f"rope.scaling.{_ORIGINAL_CONTEXT}",
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_DIVISORS = "rope_freqs.weight"
+_LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 
 def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     """Raises LoadError for an architecture or a feature that is not supported, and for tensors that do not fit."""
     arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
     if not isinstance(arch, str) or arch not in layouts:
+        reason = why_not(arch) if isinstance(arch, str) else None
         raise LoadError(
-            f"{gguf.path} holds a model of architecture {arch!r}, which is not supported; "
+            f"{gguf.path} holds a model of architecture {arch!r}, {reason or 'which is not supported'}; "
             f"supported are {', '.join(layouts)} (Mistral's files call themselves llama)."
         )
     family, layout = layouts[arch]
@@ -54,7 +58,7 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     config = configure(_fields(gguf, f"{arch}.", family, layout))
     _check_head_channels(gguf, f"{arch}.", config)
     if _ROPE_DIVISORS in gguf.tensors:
-        config = replace(config, rope=replace(config.rope, divisors=_rope_divisors(gguf, _ROPE_DIVISORS, config)))
+        config = replace(config, rope=replace(config.rope, divisors=_checked_divisors(gguf, config)))
     weights = StoredWeights(gguf.path, _tensors(gguf, config), [gguf.bytes])
     return fit(config, weights, interleaved=layout.interleaved, offsets=False)
 
@@ -89,6 +93,9 @@ def _fields(gguf: GgufFile, prefix: str, family: str, layout: GgufLayout) -> Fie
     names["model_type"] = "general.architecture"
     values["model_type"] = family
     values["rope_parameters"] = _rope_parameters(metadata, prefix)
+    if gguf.tensors.keys() >= set(_LONGROPE.values()):
+        names |= _LONGROPE
+        values["rope_parameters"] = _longrope(gguf, prefix)
     values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     values["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
     embedding = gguf.tensors.get("token_embd.weight")
@@ -119,22 +126,43 @@ def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, o
 
 
 def _check_head_channels(gguf: GgufFile, prefix: str, config: ModelConfig) -> None:
-    for key, meaning in (("attention.value_length", "values"), ("rope.dimension_count", "RoPE")):
-        channels = gguf.metadata.get(prefix + key, config.head_dim)
-        if channels != config.head_dim:
+    rotated = config.rotary_dim or config.head_dim
+    for key, meaning, wanted in (
+        ("attention.value_length", "values", config.head_dim),
+        ("rope.dimension_count", "RoPE", rotated),
+    ):
+        channels = gguf.metadata.get(prefix + key, wanted)
+        if channels != wanted:
             raise LoadError(
                 f"{gguf.path}: {prefix}{key} is {channels!r}, but keys have {config.head_dim} channels per head; "
                 f"another number for {meaning} is not supported."
             )
 
 
-def _rope_divisors(gguf: GgufFile, label: str, config: ModelConfig) -> tuple[float, ...]:
-    """Divisors of frequencies, one per rotated pair of channels, worked out when the file was made."""
-    place, pairs = gguf.tensors[label], (config.rotary_dim or config.head_dim) // 2
-    if place.shape != (pairs,) or place.dtype != "F32":
+def _longrope(gguf: GgufFile, prefix: str) -> dict[str, object]:
+    """Phi-3's RoPE; its kind stands in no metadata."""
+    rope: dict[str, object] = {key: list(_divisors(gguf, label)) for key, label in _LONGROPE.items()}
+    factor, context = (gguf.metadata.get(f"{prefix}rope.scaling.{key}") for key in ("attn_factor", _ORIGINAL_CONTEXT))
+    return {**rope, "rope_type": "longrope", "attention_factor": factor, "original_max_position_embeddings": context}
+
+
+def _checked_divisors(gguf: GgufFile, config: ModelConfig) -> tuple[float, ...]:
+    """Llama 3.1's frequencies, one divisor per channel pair, worked out when the file was made."""
+    divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), (config.rotary_dim or config.head_dim) // 2
+    if len(divisors) != pairs:
         raise LoadError(
-            f"{gguf.path}: the tensor {label} is {place.dtype} {place.shape}, "
+            f"{gguf.path}: the tensor {_ROPE_DIVISORS} is {gguf.tensors[_ROPE_DIVISORS].dtype} ({len(divisors)},), "
             f"but RoPE needs F32 ({pairs},); use another file of the model."
+        )
+    return divisors
+
+
+def _divisors(gguf: GgufFile, label: str) -> tuple[float, ...]:
+    place = gguf.tensors[label]
+    if len(place.shape) != 1 or place.dtype != "F32":
+        raise LoadError(
+            f"{gguf.path}: the tensor {label} is {place.dtype} {place.shape}, but RoPE needs F32 and one dimension; "
+            "use another file of the model."
         )
     divisors = gguf.bytes.view(place.offset, place.nbytes).view("<f4").astype(np.float64)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):

@@ -63,6 +63,11 @@ def rope_config(
 
 def rotary_dim(fields: Fields, head_dim: int) -> int | None:
     """How many channels of a head RoPE rotates, from the first on; None for all. Raises LoadError for an odd number."""
+    if fields.has("rotary_dim"):
+        channels = fields.integer("rotary_dim", maximum=head_dim)
+        if channels % 2:
+            raise fields.refuse("rotary_dim", "but RoPE needs an even number of channels per head")
+        return None if channels == head_dim else channels
     section = fields.section("rope_parameters")
     holder = section if section is not None and section.has("partial_rotary_factor") else fields
     channels = int(head_dim * holder.number("partial_rotary_factor", 1.0, maximum=1.0))

@@ -1,16 +1,18 @@
 """Makes the tiny models under tests/fixtures with transformers, the second implementation that the tests compare with.
 
     python -m venv /tmp/reference && /tmp/reference/bin/pip install torch transformers
-    /tmp/reference/bin/python scripts/make_fixtures.py
+    /tmp/reference/bin/python scripts/make_fixtures.py [NAME ...]
 
+With names, it makes these models alone; without, all of them and `rope.json`.
 Every model has random weights, scaled so that logits spread over a few units and the order of the tokens matters.
 `reference.npz` beside each holds ids int64 (T,), logits float32 (T, V), inv_freq float32 (D/2,) and the scalar
-attention_factor, all computed by transformers in float32 from the files as they were stored. `rope.json` holds
-frequencies of realistic RoPE settings.
+attention_factor, and where there are two kinds of RoPE local_inv_freq or short_inv_freq, all computed by transformers
+in float32 from the files as they were stored. `rope.json` holds frequencies of realistic RoPE settings.
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +88,52 @@ MODELS = {
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
     ),
     "qwen3_qk_norm_tied": ("qwen3", "float16", "new", {"head_dim": 16, "tie_word_embeddings": True}),
+    # √64 is the same in every type; the scale of attention is not 1 / √16.
+    "gemma3_tied": (
+        "gemma3_text",
+        "bfloat16",
+        "new",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "olmo2_post_norms": ("olmo2", "float32", "new", {"pad_token_id": 0}),
+    "phi3_longrope_partial": (
+        "phi3",
+        "bfloat16",
+        "new",
+        {
+            "hidden_size": 64,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 32,
+                "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.8],
+                "long_factor": [1.0, 1.3, 2.0, 3.5, 6.0, 8.0],
+            },
+        },
+    ),
+    "phi3_window": ("phi3", "float16", "old", {"pad_token_id": 0, "sliding_window": 16}),
+    "smollm3_no_rope_tied": (
+        "smollm3",
+        "float16",
+        "new",
+        {"num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": True},
+    ),
 }
 
 # Settings as released: Llama 2, a fourfold linear stretch, Llama 3.1 and 3.2, Qwen2.5 with yarn, and yarn's variants.
@@ -103,15 +151,19 @@ ROPES = {
 }
 
 
-def randomize(model: torch.nn.Module) -> None:
-    """Matrices keep the size of what passes through them; q and k are larger, so that attention is selective."""
+def randomize(model: torch.nn.Module, norm: float) -> None:
+    """Matrices keep the size of what passes through them; q and k are larger, so that attention is selective.
+
+    norm: about what the weights of norms are.
+    """
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.data = 1 + 0.2 * torch.randn_like(parameter)
+            parameter.data = norm + 0.2 * torch.randn_like(parameter)
         elif name.endswith("bias"):
             parameter.data = 0.5 * torch.randn_like(parameter)
         else:
-            gain = 1.6 if "q_proj" in name or "k_proj" in name else 2.0 if parameter.shape[0] == 96 else 1.0
+            is_selective = any(part in name for part in ("q_proj", "k_proj", "qkv_proj"))
+            gain = 1.6 if is_selective else 2.0 if parameter.shape[0] == 96 else 1.0
             parameter.data = gain * torch.randn_like(parameter) / parameter.shape[1] ** 0.5
 
 
@@ -138,7 +190,7 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     torch.manual_seed(SEED)
     config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    randomize(model)
+    randomize(model, 0 if model_type == "gemma3_text" else 1)  # Gemma multiplies with 1 + w
     shard = {"max_shard_size": "24KB"} if name.endswith("sharded") else {}
     model.to(getattr(torch, dtype)).save_pretrained(folder, **shard)
     if spelling == "old":
@@ -150,15 +202,22 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
     ids = torch.randint(0, COMMON["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(SEED))
     with torch.no_grad():
         logits = stored(ids).logits[0]
-    rotary = stored.model.rotary_emb
-    np.savez(
-        folder / "reference.npz",
-        ids=ids[0].numpy(),
-        logits=logits.numpy(),
-        inv_freq=rotary.inv_freq.numpy(),
-        attention_factor=np.float64(rotary.attention_scaling),
-    )
+    np.savez(folder / "reference.npz", ids=ids[0].numpy(), logits=logits.numpy(), **ropes(stored.model.rotary_emb))
     print(f"{name}: logits {logits.std():.2f} on average, from {logits.min():.1f} to {logits.max():.1f}")
+
+
+def ropes(rotary: torch.nn.Module) -> dict[str, np.ndarray | np.float64]:
+    """Frequencies and the factor on cos and sin, as they were for the reference."""
+    if hasattr(rotary, "full_attention_inv_freq"):
+        return {
+            "inv_freq": rotary.full_attention_inv_freq.numpy(),
+            "attention_factor": np.float64(rotary.full_attention_attention_scaling),
+            "local_inv_freq": rotary.sliding_attention_inv_freq.numpy(),
+        }
+    found = {"inv_freq": rotary.inv_freq.numpy(), "attention_factor": np.float64(rotary.attention_scaling)}
+    if rotary.rope_type == "longrope":
+        found["short_inv_freq"] = rotary.original_inv_freq.numpy()
+    return found
 
 
 def make_ropes() -> None:
@@ -184,6 +243,7 @@ def make_ropes() -> None:
 
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
-    for name, settings in MODELS.items():
-        make_model(name, *settings)
-    make_ropes()
+    for name in sys.argv[1:] or MODELS:
+        make_model(name, *MODELS[name])
+    if not sys.argv[1:]:
+        make_ropes()

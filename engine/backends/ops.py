@@ -168,8 +168,14 @@ class Ops(Protocol):
     def to_host(self, x: Array) -> Any:
         """A device array as NumPy float32."""
 
-    def embed(self, table: Matrix, ids: Array) -> Array:
-        """Rows `ids` (T,) int32 of table (V, E) → (T, E)."""
+    def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
+        """Rows `ids` (T,) int32 of table (V, E), times `scale` → (T, E)."""
+
+    def rms_norm(self, x: Array, norm: tuple[Array, float], residual: Array | None = None) -> None:
+        """x / rms(x) * weight of each row of x (T, n), in place; with a residual (T, n), added to that instead.
+
+        norm: weight (n,) and eps. Rows of x may be parts of longer ones.
+        """
 
     def linear(
         self,
@@ -185,8 +191,8 @@ class Ops(Protocol):
 
         norm: weight (in,) and eps of an RMS norm before: x / rms(x) * weight. residual (T, out): what the result is
         added to, in place. activation, without a residual: the result is [gate | up], and activation(gate) * up
-        (T, out / 2) is returned; "silu" is one. recorded: for work that `replay` may record, which takes our own
-        kernels for any number of rows.
+        (T, out / 2) is returned; its names are those of `model_loaders.config.Activation`. recorded: for work that
+        `replay` may record, which takes our own kernels for any number of rows.
         """
 
     def prepare(self, spaces: Sequence[StoredSpace]) -> list[PreparedSpace]:

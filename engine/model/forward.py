@@ -1,4 +1,4 @@
-"""The Llama-family forward pass, written once over the op set.
+"""The forward pass of a decoder, written once over the op set.
 
 Letters: T rows, E hidden size, F feed-forward size, H query heads, K KV heads, D head dim, V vocabulary size.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from engine.backends.ops import Array, Draws, Ops, Spans, StoredSpace
 from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
+from engine.model.rope import Rope, RopeTables
 from engine.sampling.sample import NOT_FINITE, Draw, Sampled
 from engine.weight_formats import Linear, Matrix
 from model_loaders.config import ModelConfig
-from model_loaders.rope import rope_frequencies
 
 Taps = Callable[[str, int, int, Array], None]
 """taps(name, layer, position, x) sees values of a prompt's forward pass; x has rows from `position` of the sequence on.
@@ -31,14 +32,16 @@ returns. Parts of a prompt may come in any order, from several threads.
 class LayerWeights:
     """One decoder layer. Matrices are (out, in); None where the family has no such term."""
 
-    attention_norm: Array  # (E,)
+    attention_norm: Array | None  # (E,)
     qkv: Linear  # ((H + 2K)·D, E): q heads, k heads, v heads
-    q_norm: Array | None  # (D,)
-    k_norm: Array | None
+    q_norm: Array | None  # (D,), or (H·D,) of all heads together
+    k_norm: Array | None  # (D,), or (K·D,)
     out: Linear  # (E, H·D)
-    ffn_norm: Array  # (E,)
+    ffn_norm: Array | None  # (E,)
     gate_up: Linear  # (2F, E)
     down: Linear  # (E, F)
+    attention_post_norm: Array | None = None  # (E,): of what is added to the residual stream
+    ffn_post_norm: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Model:
         self.weights = weights
         self.store = store
         self.taps = taps
-        self._frequencies, self._rope_factor = rope_frequencies(config.rope, config.head_dim)
-        self.attention_scale = config.head_dim**-0.5
+        self._ropes = RopeTables(config)
+        self.attention_scale = config.attention_scale or config.head_dim**-0.5
         spaces = [
             StoredSpace(
                 config.kv_heads,
@@ -105,8 +108,8 @@ class Model:
         count, whole = len(ids), any(span.round_trip for span in spans)
         step = count if whole else self.ops.prefill_rows
         first_output = 0 if outputs is None else count - outputs
-        x = self.ops.embed(self.weights.embedding, self.ops.to_device(np.asarray(ids, np.int32)))
-        turns = [self.ops.to_device(turn) for turn in self._turns(spans)]
+        x = self._embed(self.ops.to_device(np.asarray(ids, np.int32)))
+        ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self._rope(spans)]
         units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
         parts = [[self._part(spans, rows, first_output) for rows in self.ops.parts(unit)] for unit in units]
         done, last = 0, (self.config.layers - 1, units[-1])
@@ -114,7 +117,7 @@ class Model:
             for span in spans:
                 self.store.begin_layer(layer, span)
             for unit, of in zip(units, parts, strict=True):
-                self._layer(layer, x, turns, of, spans if unit is units[-1] else ())
+                self._layer(layer, x, ropes[self._ropes.of_layer[layer]], of, spans if unit is units[-1] else ())
                 rows = unit.stop - unit.start
                 done += rows
                 if by_layer or done + rows > step or (layer, unit) == last:
@@ -152,28 +155,34 @@ class Model:
         see each other causally. To commit the spans is the caller's. Cost: the weights are read once for all rows.
         """
         seen = [self._spans(layers[0], spans, slice(0, len(ids))) for _, layers in self.store.shape.groups]
-        inputs = [np.asarray(ids, np.int32), *self._turns(spans), self.ops.pack_draws(draws), *seen]
+        ropes = [table for rope in self._rope(spans) for table in rope]
+        inputs = [np.asarray(ids, np.int32), self.ops.pack_draws(draws), *ropes, *seen]
         most = max(span.count for span in spans)
         chosen, logits = self.ops.replay(("step", most), self._step, inputs)
         return self.ops.fetch_tokens(chosen, logits, draws)
 
-    def _step(self, ids: Array, cos: Array, sin: Array, draws: Draws, *spans: Spans) -> tuple[Array, Array]:
-        """ids (T,) int32, cos and sin (T, D/2), spans of each group of layers → tokens (T,), logits (T, V)."""
-        x = self.ops.embed(self.weights.embedding, ids)
+    def _step(self, ids: Array, draws: Draws, *tables: Any) -> tuple[Array, Array]:
+        """ids (T,) int32 → tokens (T,), logits (T, V).
+
+        tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers.
+        """
+        x, first_spans = self._embed(ids), 2 * len(self._ropes)
         for layer in range(self.config.layers):
-            seen = spans[self.store.group_of(layer)]
+            kind, seen = self._ropes.of_layer[layer], tables[first_spans + self.store.group_of(layer)]
+            cos, sin = tables[2 * kind : 2 * kind + 2]
             self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
         logits = self._head(x, recorded=True)
         return self.ops.sample(logits, draws), logits
 
     # -- one layer ----------------------------------------------------------------------------------------------
 
-    def _turns(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin (T, D/2) of every position's RoPE angles; formed in float64, since positions grow large."""
-        positions = np.concatenate([np.arange(s.start, s.start + s.count) for s in spans])
-        angles = positions[:, None] * self._frequencies
-        cos, sin = np.cos(angles) * self._rope_factor, np.sin(angles) * self._rope_factor
-        return cos.astype(np.float32), sin.astype(np.float32)
+    def _rope(self, spans: Sequence[Span]) -> list[Rope]:
+        """cos and sin of the spans' positions, per kind of RoPE."""
+        return self._ropes.tables(np.concatenate([np.arange(s.start, s.start + s.count) for s in spans]))
+
+    def _embed(self, ids: Array) -> Array:
+        """ids (T,) int32 → (T, E)."""
+        return self.ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
 
     def _part(self, spans: Sequence[Span], rows: slice, first_output: int) -> _Part:
         count = rows.stop - rows.start
@@ -196,10 +205,10 @@ class Model:
         return self.ops.spans(views, self.store.shape.block_size)
 
     def _layer(
-        self, layer: int, x: Array, turns: Sequence[Array], parts: Sequence[_Part], complete: Sequence[Span]
+        self, layer: int, x: Array, rope: tuple[Array, Array], parts: Sequence[_Part], complete: Sequence[Span]
     ) -> None:
         """Take the rows of `parts` of x (T, E) through one decoder layer, in place, and seal the spans `complete`."""
-        cos, sin = turns
+        cos, sin = rope
         group, is_last = self.store.group_of(layer), layer == self.config.layers - 1
 
         def project(i: int) -> Array:
@@ -230,9 +239,14 @@ class Model:
         position: of the first row, for the taps; None in a step, which has none and may be recorded.
         """
         ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
-        qkv = ops.linear(x, w.qkv, norm=(w.attention_norm, config.norm_eps), recorded=recorded)
-        qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
+        qkv = ops.linear(x, w.qkv, norm=self._norm(w.attention_norm), recorded=recorded)
         norms = None if w.q_norm is None else (w.q_norm, w.k_norm, config.norm_eps)
+        if norms is not None and config.wide_qk_norm:
+            keys, values = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
+            ops.rms_norm(qkv[:, :keys], (w.q_norm, config.norm_eps))
+            ops.rms_norm(qkv[:, keys:values], (w.k_norm, config.norm_eps))
+            norms = None
+        qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         heads, cache = (qkv, (cos, sin), self._spaces[layer]), self.store.cache(layer)
         if self.taps is None or position is None:
             return ops.place_kv(*heads, cache, spans, norms)
@@ -253,10 +267,22 @@ class Model:
         mixed = mixed.reshape(len(x), config.heads * config.head_dim)
         if self.taps is not None and position is not None:
             self.taps("attention", layer, position, mixed)
-        ops.linear(mixed, w.out, residual=x, recorded=recorded)
-        norm = w.ffn_norm, config.norm_eps
-        activated = ops.linear(x, w.gate_up, norm=norm, activation="silu", recorded=recorded)
-        ops.linear(activated, w.down, residual=x, recorded=recorded)
+        self._add(x, mixed, w.out, w.attention_post_norm, recorded)
+        norm = self._norm(w.ffn_norm)
+        activated = ops.linear(x, w.gate_up, norm=norm, activation=config.activation, recorded=recorded)
+        self._add(x, activated, w.down, w.ffn_post_norm, recorded)
+
+    def _add(self, x: Array, y: Array, w: Linear, post_norm: Array | None, recorded: bool) -> None:
+        """x (T, E) += the projection of y (T, in), normalised before where there is a norm behind it."""
+        norm = self._norm(post_norm)
+        if norm is None:
+            self.ops.linear(y, w, residual=x, recorded=recorded)
+        else:
+            self.ops.rms_norm(self.ops.linear(y, w, recorded=recorded), norm, residual=x)
+
+    def _norm(self, weight: Array | None) -> tuple[Array, float] | None:
+        """A norm as the ops take it."""
+        return None if weight is None else (weight, self.config.norm_eps)
 
     def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
         """hidden (T, E) → logits (T, V)."""

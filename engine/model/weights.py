@@ -15,6 +15,8 @@ from engine.backends.ops import Array, Ops
 from engine.model.forward import LayerWeights, ModelWeights
 from engine.weight_formats import Linear, Matrix
 from model_loaders.config import ModelConfig
+from model_loaders.families import tensors
+from model_loaders.tensor_table import Slots
 from model_loaders.weights import WeightSource, main_dtype
 
 _SAMPLE = 1024  # values from either end of each weight matrix that tell one model from another
@@ -39,10 +41,9 @@ class _Reader:
         self.bytes += matrix.nbytes
         return matrix
 
-    def linear(self, names: Sequence[str], biased: bool = False) -> Linear:
-        """The weights of the projections of these names, whose outputs come one after the other, and their biases."""
-        matrix = self.matrix([f"{name}.weight" for name in names])
-        return Linear((matrix,), self.vector([f"{name}.bias" for name in names]) if biased else None)
+    def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
+        """The projections of these weights, whose outputs come one after the other, and their biases."""
+        return Linear((self.matrix(weights),), self.vector(biases) if biases else None)
 
     def _stacked(self, names: Sequence[str]) -> np.ndarray:
         shapes = [self._source.shape(name) for name in names]
@@ -61,10 +62,12 @@ def load_weights(
 ) -> ModelWeights:
     """Every weight on the device. `progress` is told the float32 bytes that have been read since its last call."""
     read = _Reader(ops, source, main_dtype(source), progress)
-    embedding = read.matrix(["model.embed_tokens.weight"])
-    layers = [_layer(read, config, f"model.layers.{i}.") for i in range(config.layers)]
-    norm = read.vector(["model.norm.weight"])
-    head = Linear((embedding,) if config.tied_head else (read.matrix(["lm_head.weight"]),))
+    table = tensors(config)
+    top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
+    embedding = read.matrix(top["embedding"])
+    layers = [_layer(read, slots) for slots in table.layers]
+    norm = read.vector(top["norm"])
+    head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
     return ModelWeights(embedding, layers, norm, head, read.bytes)
 
 
@@ -79,6 +82,9 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
     Of the weights as they are on the device: where those are narrower than the file's, it is another model.
     """
     digest = hashlib.sha256(repr(config).encode())
+    for field in fields(config):
+        if not field.repr and (value := getattr(config, field.name)) != field.default:
+            digest.update(repr((field.name, value)).encode())
     for name, shape, ends in _samples(ops, weights):
         digest.update(repr((name, shape)).encode())
         for sample in ends:
@@ -108,20 +114,25 @@ def _tensors(weights: ModelWeights) -> Iterator[tuple[str, Array | Matrix | Line
                     yield f"{number}.{field.name}_bias", tensor.bias
 
 
-def _layer(read: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
-    def norm(name: str, present: bool = True) -> Array | None:
-        return read.vector([f"{prefix}{name}.weight"]) if present else None
+def _layer(read: _Reader, slots: Slots) -> LayerWeights:
+    def names(slot: str) -> list[str]:
+        return [spec.name for spec in slots.get(slot, ())]
 
-    def linear(names: Sequence[str], biased: bool) -> Linear:
-        return read.linear([prefix + name for name in names], biased)
+    def norm(slot: str) -> Array | None:
+        return read.vector(names(slot)) if slot in slots else None
+
+    def linear(slot: str) -> Linear:
+        return read.linear(names(slot), names(f"{slot}_bias"))
 
     return LayerWeights(
-        attention_norm=norm("input_layernorm"),
-        qkv=linear([f"self_attn.{x}_proj" for x in "qkv"], config.qkv_bias),
-        q_norm=norm("self_attn.q_norm", config.qk_norm),
-        k_norm=norm("self_attn.k_norm", config.qk_norm),
-        out=linear(["self_attn.o_proj"], config.out_bias),
-        ffn_norm=norm("post_attention_layernorm"),
-        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], config.mlp_bias),
-        down=linear(["mlp.down_proj"], config.mlp_bias),
+        attention_norm=norm("attention_norm"),
+        qkv=linear("qkv"),
+        q_norm=norm("q_norm"),
+        k_norm=norm("k_norm"),
+        out=linear("out"),
+        ffn_norm=norm("ffn_norm"),
+        gate_up=linear("gate_up"),
+        down=linear("down"),
+        attention_post_norm=norm("attention_post_norm"),
+        ffn_post_norm=norm("ffn_post_norm"),
     )

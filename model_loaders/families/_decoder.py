@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from model_loaders.config import ModelConfig
+from collections.abc import Mapping, Sequence
+
+from model_loaders.config import Activation, ModelConfig, RopeConfig
 from model_loaders.fields import Fields
 from model_loaders.rope import rope_config
 from model_loaders.tensor_table import Names, TensorTable, tensor_table
 
-_ACTIVATIONS = ("silu", "swish")  # two names of one function
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
 QK_NORMS: Names = {
     "q_norm": (("self_attn.q_norm", "attn_q_norm"),),
     "k_norm": (("self_attn.k_norm", "attn_k_norm"),),
@@ -31,6 +33,9 @@ def decoder(
     fields: Fields,
     family: str,
     *,
+    activation_key: str = "hidden_act",
+    activations: Mapping[str, Activation] = _ACTIVATIONS,
+    rope: RopeConfig | None = None,
     head_dim: int | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
@@ -38,7 +43,11 @@ def decoder(
     qk_norm: bool = False,
     windows: tuple[int | None, ...] = (),
 ) -> ModelConfig:
-    """Reads the keys that all families share. `head_dim` is the family's own default; None: E / H."""
+    """Reads the keys that all families share.
+
+    activation_key, activations: the key of the activation, and what it may say. rope: what the family has read itself.
+    head_dim: the family's own default; None: E / H.
+    """
     hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
     heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", heads, maximum=_MAX_HEADS)
@@ -50,10 +59,11 @@ def decoder(
     if head_dim % 2:
         key = "head_dim" if fields.has("head_dim") else "hidden_size"
         raise fields.refuse(key, f"but RoPE needs an even number of channels per head, not {head_dim}")
-    if fields.text("hidden_act", "silu") not in _ACTIVATIONS:
-        raise fields.refuse("hidden_act", "but only silu is supported")
+    activation = fields.text(activation_key, next(iter(activations)))
+    if activation not in activations:
+        raise fields.refuse(activation_key, f"but only {next(iter(activations))} is supported")
     max_context = fields.integer("max_position_embeddings")
-    rope = rope_config(fields, max_context)
+    rope = rope or rope_config(fields, max_context)
     if rope.kind == "yarn":  # some files give the trained length as the maximum, some the stretched one
         max_context = max(max_context, int(rope.original_context * rope.factor))
     return ModelConfig(
@@ -74,6 +84,7 @@ def decoder(
         qk_norm=qk_norm,
         tied_head=fields.flag("tie_word_embeddings", False),
         windows=windows,
+        activation=activations[activation],
     )
 
 
@@ -96,6 +107,12 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     if not kinds:
         first = fields.integer("max_window_layers", minimum=0)
         return tuple(window if layer >= first else None for layer in range(layers))
+    return typed_windows(fields, kinds)
+
+
+def typed_windows(fields: Fields, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """`sliding_window` in the layers whose kind, as `layer_types` has it, says so."""
+    layers, window = layer_count(fields), fields.integer("sliding_window")
     if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise fields.refuse("layer_types", f"but must say sliding_attention or full_attention for {layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from engine.backends.cuda.kernel_source import source
-from engine.backends.numpy.ops import NumpyOps, rms_norm, rotate, silu_mul
+from engine.backends.numpy.activations import ACTIVATIONS
+from engine.backends.numpy.ops import NumpyOps, rms_norm, rotate
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import assert_as_exact_as_numpy, poisoned, read, store
 from tests.cuda.programs import Program
@@ -38,16 +39,17 @@ def i32(value: int) -> np.int32:
     return np.int32(value)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("act", ["float", "__half", "__nv_bfloat16"])
-def test_activate_mul(rng: np.random.Generator, act: str) -> None:
+def test_activate_mul(rng: np.random.Generator, act: str, activation: str) -> None:
     tokens, f = 3, 1032
     gate_up = rng.standard_normal((tokens, 2 * f)) * 4
-    gate_up[0, :4] = [-100, -88, 80, 0]  # e^100 overflows
+    gate_up[0, :6] = [-100, -88, 80, 0, -8, 8]  # e^100 overflows
     gate_up = store(gate_up, act)
-    exact, plain = both(silu_mul, read(gate_up, act))
+    exact, plain = both(ACTIVATIONS[activation], read(gate_up, act))
     for seed in SEEDS:
         y = poisoned((tokens, f), act)
-        run = program("activate_mul", ACT=act, ACTIVATION="silu")
+        run = program("activate_mul", ACT=act, ACTIVATION=activation)
         run.launch("activate_mul_kernel", (3, tokens), (64,), y, gate_up, i32(f), seed=seed)
         assert_as_exact_as_numpy(y, exact, plain, act)
 
@@ -56,11 +58,38 @@ def test_activate_mul(rng: np.random.Generator, act: str) -> None:
 def test_embed(rng: np.random.Generator, act: str, weight: str) -> None:
     table = store(rng.standard_normal((11, 72)), weight)
     ids = np.array([10, 0, 3, 3], np.int32)
-    expected = store(OPS.embed(matrix(read(table, weight)), ids), act)
-    for seed in SEEDS:
+    for seed, scale in zip(SEEDS, (1.0, 2.5, 8.0), strict=True):
+        expected = store(OPS.embed(matrix(read(table, weight)), ids, scale), act)
         x = poisoned((4, 72), act)
-        program("embed", ACT=act, WEIGHT=weight).launch("embed_kernel", (4,), (32,), x, table, ids, i32(72), seed=seed)
+        args = x, table, ids, i32(72), np.float32(scale)
+        program("embed", ACT=act, WEIGHT=weight).launch("embed_kernel", (4,), (32,), *args, seed=seed)
         np.testing.assert_array_equal(x, expected)
+
+
+@pytest.mark.parametrize("weight", ["__half", "__nv_bfloat16"])
+@pytest.mark.parametrize("add", [0, 1])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1032), (3, 264), (2, 8)])
+def test_rms_norm(rng: np.random.Generator, weight: str, add: int, rows: int, n: int) -> None:
+    """Of columns of wider rows, in place, or added to other rows."""
+    x = rng.standard_normal((rows, n + 16)).astype(np.float32)
+    norm = store(rng.standard_normal(n), weight)
+    y = rng.standard_normal((rows, n)).astype(np.float32)
+
+    def op(x: np.ndarray, norm: np.ndarray, y: np.ndarray) -> np.ndarray:
+        normed = rms_norm(x, norm, EPS)
+        return y + normed if add else normed
+
+    exact, plain = both(op, np.ascontiguousarray(x[:, 8:-8]), read(norm, weight), y)
+    for seed in SEEDS:
+        given, target = x.copy(), y.copy()
+        to, stride = (target, n) if add else (given[:, 8:-8], n + 16)
+        args = to, given[:, 8:-8], norm, i32(n), np.int64(stride), np.int64(n + 16), np.float32(EPS)
+        program("rms_norm", ACT="float", WEIGHT=weight, ADD=add).launch(
+            "rms_norm_kernel", (rows,), (64,), *args, seed=seed
+        )
+        assert_as_exact_as_numpy(np.ascontiguousarray(to), exact, plain, "float")
+        np.testing.assert_array_equal(given[:, :8], x[:, :8])
+        np.testing.assert_array_equal(given[:, -8:], x[:, -8:])
 
 
 def hadamard_signs(rotation: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:

@@ -152,12 +152,17 @@ def close(logits: list[np.ndarray], exact: list[np.ndarray], rounded: list[np.nd
     assert allowed <= spread / 20, "the comparison says nothing"
 
 
-# Half and bfloat16 weights, biases, norms of heads, a group of layers with a window and one without.
+# Half and bfloat16 weights, biases, norms of heads, a group of layers with a window and one without; and what each
+# family alone has: norms behind projections, GELU, RoPE on a part of the channels, in some layers, and of two kinds.
 CASES = [
     ("llama_wide_heads_biases", ("f16", "f16")),
     ("llama_gqa_llama3_tied", ("f16", "f16")),
     ("qwen2_mixed_windows", ("ring4", "ring3.5")),
     ("qwen3_qk_norm_tied", ("polarquant", "polarquant")),
+    ("gemma3_tied", ("ring4", "ring3.5")),
+    ("olmo2_post_norms", ("f16", "f16")),
+    ("phi3_longrope_partial", ("f16", "f16")),
+    ("smollm3_no_rope_tied", ("f16", "f16")),
 ]
 
 

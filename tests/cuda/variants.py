@@ -131,7 +131,8 @@ def _encode_blocks() -> list[Variant]:
 
 # What `linear` asks for: NORMED, ADD, and whether with an ACTIVATION.
 _SILU: dict[str, Define] = {"ACTIVATION": "silu"}
-_LINEAR = ((0, 0, {}), (1, 0, {}), (0, 1, {}), (1, 1, {}), (0, 0, _SILU), (1, 0, _SILU))
+_GELU: dict[str, Define] = {"ACTIVATION": "gelu_tanh"}
+_LINEAR = ((0, 0, {}), (1, 0, {}), (0, 1, {}), (1, 1, {}), (0, 0, _SILU), (1, 0, _SILU), (0, 0, _GELU), (1, 0, _GELU))
 
 
 def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
@@ -164,7 +165,7 @@ def _gemv() -> list[Variant]:
 
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
-    "activate_mul": _all("activate_mul", ACT=_TYPES, ACTIVATION=("silu",)),
+    "activate_mul": _all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh")),
     "add_bias": _all("add_bias", ACT=("float",), WEIGHT=_SHORT),
     "append_kv": _exact("append_kv"),
     "combine": [
@@ -182,6 +183,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "narrow": _all("narrow", ACT=("float",), WEIGHT=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
+    "rms_norm": _all("rms_norm", ACT=("float",), WEIGHT=_SHORT, ADD=(0, 1)),
     "rotate": _rotate(),
     "sample": _all("sample"),
 }

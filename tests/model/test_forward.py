@@ -15,6 +15,7 @@ from engine.kv.store import Span
 from engine.model.forward import Model
 from engine.model.score import score
 from engine.sampling.sample import Draw, Sampling
+from model_loaders.families import families
 from tests.bare import bare_model, feed, kl, log_softmax, prefill_logits, read_model, spread, step_logits
 from tests.conftest import FIXTURES
 
@@ -39,8 +40,8 @@ def scored(model, ids, **options):
 
 def test_every_family_and_rope_kind_has_a_fixture() -> None:
     configs = [read_model(FIXTURES / name)[0] for name in MODELS]
-    assert {c.family for c in configs} == {"llama", "mistral", "qwen2", "qwen3"}
-    assert {c.rope.kind for c in configs} >= {"default", "linear", "llama3", "yarn"}
+    assert {c.family for c in configs} == set(families())
+    assert {c.rope.kind for c in configs} >= {"default", "linear", "llama3", "yarn", "longrope"}
     assert {c.tied_head for c in configs} == {True, False}
     assert any(c.kv_heads == 1 for c in configs)
     assert any(1 < c.kv_heads < c.heads for c in configs)

@@ -12,7 +12,7 @@ from engine import Engine
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Place, StoredSpace
 from engine.model.magnitudes import Variances, scale, variances
-from model_loaders.rope import rope_frequencies
+from engine.model.rope import pair_frequencies
 from tests.bare import bare_model, kl, prefill_logits, read_model
 from tests.conftest import FIXTURES
 from tests.rescaled import rescale
@@ -79,8 +79,8 @@ def test_of_a_real_model_they_tell_the_size_within_a_factor_of_three() -> None:
         ids = [1, *engine.tokenize(shared("text", "tinystories_dedup.txt").read_text()[:800])][:127]
     model = bare_model(config, weights, block_size=128)
     prefill_logits(model, ids)
-    for index, layer in enumerate(weights.layers):
-        (k, v), told = model.store.cache(index).exact(Place(None, 0)), variances(OPS, config, layer)
+    for index, told in enumerate(variances(OPS, config, weights)):
+        k, v = model.store.cache(index).exact(Place(None, 0))
         for side, variance in zip((k[:, 16:127], v[:, 16:127]), told, strict=True):
             ratio = np.sqrt(variance.mean(axis=1) / np.square(side).mean(axis=(1, 2)))
             assert (ratio < 3).all()
@@ -97,16 +97,28 @@ def test_of_inputs_that_have_nothing_to_do_with_each_other_they_are_exact(
     layer, count = weights.layers[1], 4096
     if layer.qkv.bias is not None:
         layer = replace(layer, qkv=replace(layer.qkv, bias=20 * layer.qkv.bias))
+        weights = replace(weights, layers=[weights.layers[0], layer, *weights.layers[2:]])
     x = rng.standard_normal((count, config.hidden_size)).astype(np.float32)
-    qkv = OPS.linear(x, layer.qkv, norm=(layer.attention_norm, config.norm_eps))
+    norm = None
+    if layer.attention_norm is not None:
+        norm = layer.attention_norm, config.norm_eps
+    else:  # an embedding, and what the norms of the first layer gave
+        first, embedding = weights.layers[0], OPS.rows(weights.embedding)
+        squares = np.square(embedding).mean(axis=0)
+        x *= np.sqrt(squares + np.square(first.attention_post_norm) + np.square(first.ffn_post_norm))
+    qkv = OPS.linear(x, layer.qkv, norm=norm)
     norms = None if layer.k_norm is None else (layer.q_norm, layer.k_norm, config.norm_eps)
-    angles = np.outer(np.arange(count), rope_frequencies(config.rope, config.head_dim)[0])
-    turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    _, k, v = OPS.condition(qkv.reshape(count, -1, config.head_dim), turns, StoredSpace(config.kv_heads), norms)
+    if config.wide_qk_norm:
+        keys = slice(config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim)
+        OPS.rms_norm(qkv[:, keys], (layer.k_norm, config.norm_eps))
+        norms = None
+    angles = np.outer(np.arange(count), pair_frequencies(config, config.layer_rope(1))[0])
+    rope = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    _, k, v = OPS.condition(qkv.reshape(count, -1, config.head_dim), rope, StoredSpace(config.kv_heads), norms)
     if block_size is not None:
         blocks = k.reshape(-1, block_size, *k.shape[1:])
         k = (blocks - blocks.mean(axis=1, keepdims=True)).reshape(k.shape)
-    told = variances(OPS, config, layer, block_size)
+    told = variances(OPS, config, weights, [block_size] * config.layers)[1]
     for side, variance in zip((k, v), told, strict=True):
         np.testing.assert_allclose(variance.mean(-1), np.square(side).mean((0, 2)), rtol=0.1)
 

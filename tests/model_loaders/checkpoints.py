@@ -12,25 +12,8 @@ from model_loaders import ModelConfig, WeightSource, families
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
 NAMES = sorted(folder.name for folder in MODELS.iterdir())
 
-# The families' parts under the names that ggml gives them.
-_GGUF_PARTS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "lm_head.weight": "output.weight",
-    "model.norm.weight": "output_norm.weight",
-}
+
+_OWN_NAMES = ("gemma3", "olmo2", "phi3", "smollm3")
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -55,12 +38,13 @@ def safetensors_file(path: Path, header: object, data: bytes = b"") -> Path:
     return path
 
 
-def gguf_name(name: str) -> str:
-    if name in _GGUF_TOP:
-        return _GGUF_TOP[name]
-    _, _, layer, rest = name.split(".", 3)
-    part, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_GGUF_PARTS[part]}.{kind}"
+def gguf_name(name: str, arch: str = "qwen3") -> str:
+    """The name that ggml gives a tensor of this architecture; most have it as qwen3 has."""
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    official = gguf.get_tensor_name_map(architectures[arch if arch in _OWN_NAMES else "qwen3"], 8)
+    found = official.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def interleaved(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -80,7 +64,7 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
         "attention.head_count_kv": config.kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": config.rotary_dim or config.head_dim,
         "rope.freq_base": config.rope.theta,
         "context_length": config.max_context,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
@@ -99,14 +83,26 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+def rotated_in_front(tensor: np.ndarray, config: ModelConfig, heads: int) -> np.ndarray:
+    """Heads of rows with the channels in front that RoPE rotates, as files have them, where it rotates not all."""
+    if config.rotary_dim is None:
+        return tensor
+    half, pairs, dim = config.head_dim // 2, config.rotary_dim // 2, config.head_dim
+    rotated, rows = heads * dim, tensor[: heads * dim].reshape(heads, dim, -1)
+    order = [*range(pairs), *range(half, half + pairs), *range(pairs, half), *range(half + pairs, dim)]
+    return np.concatenate([rows[:, order].reshape(tensor[:rotated].shape), tensor[rotated:]])
+
+
 def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.ndarray], **changes: object) -> Path:
     """The model as llama.cpp's converter would write it, in F32; tensors named as ggml names them stay as they are."""
     writer = gguf_header(path, arch, config, **changes)
     for name, tensor in tensors.items():
-        if arch == "llama" and ".q_proj." in name:
+        if arch in ("llama", "smollm3") and ".q_proj." in name:
             tensor = interleaved(tensor, config.heads)
-        if arch == "llama" and ".k_proj." in name:
+        if arch in ("llama", "smollm3") and ".k_proj." in name:
             tensor = interleaved(tensor, config.kv_heads)
-        writer.add_tensor(gguf_name(name) if name.startswith(("model.", "lm_head.")) else name, tensor)
+        if ".qkv_proj." in name:
+            tensor = rotated_in_front(tensor, config, config.heads + config.kv_heads)
+        writer.add_tensor(gguf_name(name, arch) if name.startswith(("model.", "lm_head.")) else name, tensor)
     finish(writer)
     return path

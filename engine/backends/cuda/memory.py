@@ -25,12 +25,14 @@ def prompt_bytes(load: Load, exact_bytes: int, chunk: int) -> int:
     model, tokens, size = load.model, load.tokens, load.form.block_size
     e, f, queries, heads = _widths(model)
     chunk = min(tokens, chunk)
-    whole = _FLOAT * tokens * (e + model.head_dim + 1)  # hidden states, cosines and sines, ids
+    whole = _FLOAT * tokens * (e + _ropes(model) * model.head_dim + 1)  # hidden states, cosines and sines, ids
     buffer = exact_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # conditioned, then turned by a matrix
     attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after it is turned
-    forward = _FLOAT * (heads + queries) + max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f)
+    behind = _behind(model)
+    forward = max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f + behind, _NARROW * queries + behind)
+    forward += _FLOAT * (heads + queries)
     logits = _FLOAT * min(tokens, size) * model.vocab_size  # of all rows of a block that is scored
     return whole + buffer + spans + max(chunk * max(project, attend, forward), logits)
 
@@ -44,9 +46,10 @@ def step_bytes(load: Load, device: Device) -> int:
     model, rows = load.model, load.rows
     e, f, queries, heads = _widths(model)
     table = HEADER + table_width(load.tokens // load.form.block_size)
-    inputs = MOST_RECORDINGS * rows * _FLOAT * (1 + model.head_dim + ROW_WORDS + _groups(model) * table)
+    words = 1 + _ropes(model) * model.head_dim + ROW_WORDS + _groups(model) * table
+    inputs = MOST_RECORDINGS * rows * _FLOAT * words
     project = 3 * _FLOAT * heads + _NARROW * e
-    forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries)
+    forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _behind(model)
     layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_splits(load, device), _parts(load, device))
     head = _logits(model, rows) + rows * _NARROW * e + _parts(load, device)
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # they, and the logits they change
@@ -57,6 +60,15 @@ def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
     """E, F, and the numbers of a token's queries, and of its queries, keys and values."""
     queries = model.heads * model.head_dim
     return model.hidden_size, model.ffn_size, queries, queries + 2 * model.kv_heads * model.head_dim
+
+
+def _behind(model: ModelConfig) -> int:
+    """Bytes of a row that a norm behind a projection takes."""
+    return _FLOAT * model.hidden_size if model.post_norms else 0
+
+
+def _ropes(model: ModelConfig) -> int:
+    return len(set(model.ropes)) or 1
 
 
 def _groups(model: ModelConfig) -> int:

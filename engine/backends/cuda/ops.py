@@ -18,7 +18,7 @@ from engine.backends.cuda.cache import Told
 from engine.backends.cuda.cache_ops import CacheOps
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.draws import Draws, pack_draws
-from engine.backends.cuda.launch import MOST_THREADS, Shape, threads_for, type_of
+from engine.backends.cuda.launch import MOST_THREADS, Shape, row_stride, threads_for, type_of
 from engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.backends.cuda.memory import prompt_bytes, step_bytes
 from engine.backends.ops import Load, Result
@@ -142,12 +142,18 @@ class CudaOps(CacheOps):
 
     # -- the forward pass --------------------------------------------------------------------------------------
 
-    def embed(self, table: Matrix, ids: Array) -> Array:
+    def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
         width = table.shape[1]
         x = self._device.empty((len(ids), width), np.float32)
         shape = _typed(table.data, Shape({}, threads_for(width // 8)))
-        self._launch("embed", (len(ids),), shape, x, table.data, ids, width)
+        self._launch("embed", (len(ids),), shape, x, table.data, ids, width, float(scale))
         return x
+
+    def rms_norm(self, x: Array, norm: tuple[Array, float], residual: Array | None = None) -> None:
+        (rows, n), (gain, eps), y = x.shape, norm, x if residual is None else residual
+        most = MOST_THREADS if rows <= SMALL_ROWS else 256  # as in `_narrow`
+        shape = _typed(gain, Shape({}, threads_for(-(-n // 8), most)), ADD=int(residual is not None))
+        self._launch("rms_norm", (rows,), shape, y, x, gain, n, row_stride(y), row_stride(x), float(eps))
 
     def linear(
         self,

@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.backends import transfer
 from engine.backends.numpy import host_memory
+from engine.backends.numpy.activations import ACTIVATIONS
 from engine.backends.numpy.attention import Buffer, LayerCache, attend_alone
 from engine.backends.numpy.cores import cores
 from engine.backends.numpy.encoding import alike, as_codes, encode_side
@@ -108,8 +109,17 @@ class NumpyOps:
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x
 
-    def embed(self, table: Matrix, ids: np.ndarray) -> np.ndarray:
-        return table.data[ids]
+    def embed(self, table: Matrix, ids: np.ndarray, scale: float = 1.0) -> np.ndarray:
+        x: np.ndarray = table.data[ids]
+        return x if scale == 1 else x * np.float32(scale)
+
+    @_quiet
+    def rms_norm(self, x: np.ndarray, norm: tuple[np.ndarray, float], residual: np.ndarray | None = None) -> None:
+        y = rms_norm(x, *norm)
+        if residual is None:
+            x[...] = y
+        else:
+            residual += y
 
     @_quiet
     def linear(
@@ -307,20 +317,3 @@ def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None 
     """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None leaves a factor out."""
     x = x if scale is None else x * scale
     return x if rotation is None else x @ rotation
-
-
-def silu_mul(gate_up: np.ndarray) -> np.ndarray:
-    """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
-    half = gate_up.shape[-1] // 2
-    gate, up = gate_up[..., :half], gate_up[..., half:]
-    # exp overflows to inf for gates below −88, where silu is 0 = gate / inf.
-    with np.errstate(over="ignore"):
-        y = np.exp(-gate)
-    y += 1
-    np.divide(gate, y, out=y)
-    y *= up
-    return y
-
-
-# Name → activation(gate) * up of [gate | up].
-ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"silu": silu_mul}

@@ -1,0 +1,31 @@
+// y = x / rms(x) · norm for every row; with ADD, y += that.
+//
+// x, y: rows of n numbers, x_stride and y_stride apart; y may be x. norm (n).
+// Grid (rows), block any. DEFINES: ACT, WEIGHT (of norm), ADD (0 or 1).
+// Cost: reads x twice, the second time from the cache.
+// PRECOND: n % 8 == 0, strides % 8 == 0; x, y, norm aligned to 16 bytes.
+
+extern "C" __global__ void __launch_bounds__(1024)
+rms_norm_kernel(ACT *y, const ACT *x, const WEIGHT *norm, int n, long long y_stride, long long x_stride, float eps) {
+    __shared__ float partial[32];
+    x += blockIdx.x * x_stride;
+    y += blockIdx.x * y_stride;
+    float squares = 0.0f;
+    for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
+        float v[8];
+        load_floats(v, x + i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares += v[j] * v[j];
+    }
+    // Nobody writes before everybody has read: y may be x.
+    const float factor = rsqrtf(block_sum(squares, partial) / n + eps);
+    for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
+        float v[8], w[8], sum[8];
+        load_floats(v, x + i);
+        load_floats(w, norm + i);
+        if (ADD) load_floats(sum, y + i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = v[j] * factor * w[j] + (ADD ? sum[j] : 0.0f);
+        store_floats(y + i, v);
+    }
+}

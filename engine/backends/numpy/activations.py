@@ -1,0 +1,43 @@
+"""Activations of the feed-forward layer, multiplied with what they let through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+
+def silu_mul(gate_up: np.ndarray) -> np.ndarray:
+    """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
+    half = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :half], gate_up[..., half:]
+    return _over_one_plus_exp(gate, -gate, up)
+
+
+def gelu_tanh_mul(gate_up: np.ndarray) -> np.ndarray:
+    """gate_up (T, 2F) = [gate | up] → gelu(gate) * up (T, F), where gelu(x) = x/2 · (1 + tanh u) = x / (1 + e^-2u) and
+    u = √(2/π) · (x + 0.044715 x³)."""
+    half = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :half], gate_up[..., half:]
+    with np.errstate(over="ignore"):  # of a gate so large that its cube is infinite
+        exponent = gate * gate
+        exponent *= np.float32(0.044715)
+        exponent += 1
+        exponent *= gate
+    exponent *= np.float32(-((8 / np.pi) ** 0.5))
+    return _over_one_plus_exp(gate, exponent, up)
+
+
+def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """gate / (1 + e^exponent) * up, in the memory of `exponent`."""
+    # exp overflows to inf above 88, where the quotient is 0 = gate / inf.
+    with np.errstate(over="ignore"):
+        y = np.exp(exponent, out=exponent)
+    y += 1
+    np.divide(gate, y, out=y)
+    y *= up
+    return y
+
+
+# Name → activation(gate) * up of [gate | up].
+ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}

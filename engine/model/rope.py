@@ -1,0 +1,45 @@
+"""Angles of RoPE: per kind of RoPE that a model's layers have, per pair of channels that lie D/2 apart.
+
+Pairs that RoPE leaves alone, because it rotates a part of the channels or a layer has none, have an angle of zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model_loaders.config import ModelConfig, RopeConfig
+from model_loaders.rope import rope_frequencies
+
+Rope = tuple[np.ndarray, np.ndarray]  # cos and sin (T, D/2) float32
+
+
+def pair_frequencies(config: ModelConfig, rope: RopeConfig | None) -> tuple[np.ndarray, np.ndarray]:
+    """Radians per position, and the factor on cos and sin, of every pair of channels: (D/2,) float64 each."""
+    frequencies, factors = np.zeros(config.head_dim // 2), np.ones(config.head_dim // 2)
+    if rope is not None:
+        rotated, factor = rope_frequencies(rope, config.rotary_dim or config.head_dim)
+        frequencies[: len(rotated)], factors[: len(rotated)] = rotated, factor
+    return frequencies, factors
+
+
+class RopeTables:
+    """cos and sin of positions, once for all layers that rotate alike."""
+
+    def __init__(self, config: ModelConfig):
+        ropes = [config.layer_rope(layer) for layer in range(config.layers)]
+        kinds = list(dict.fromkeys(ropes))
+        self.of_layer = [kinds.index(rope) for rope in ropes]
+        """Layer → number of its table."""
+        self._frequencies = [pair_frequencies(config, rope) for rope in kinds]
+
+    def __len__(self) -> int:
+        return len(self._frequencies)
+
+    def tables(self, positions: np.ndarray) -> list[Rope]:
+        """cos and sin of positions (T,), per kind; angles are formed in float64, since positions grow large."""
+        tables = []
+        for frequencies, factors in self._frequencies:
+            angles = positions[:, None] * frequencies
+            cos, sin = np.cos(angles) * factors, np.sin(angles) * factors
+            tables.append((cos.astype(np.float32), sin.astype(np.float32)))
+        return tables

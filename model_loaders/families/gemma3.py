@@ -1,0 +1,120 @@
+"""Gemma 3: norms before and after attention and feed-forward, GELU, two kinds of RoPE, windows in five layers of six.
+
+Also the text part of the models that see images; images are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from model_loaders.config import ModelConfig, RopeConfig
+from model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder, layer_count, typed_windows
+from model_loaders.families._gguf import GgufLayout
+from model_loaders.fields import Fields
+from model_loaders.rope import rope_config
+from model_loaders.tensor_table import TensorTable, tensor_table
+
+MODEL_TYPES = ("gemma3", "gemma3_text")
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+_DEFAULTS = {  # published configurations leave out what is as in the 4B model
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+_PATTERN = 6  # every sixth layer attends to everything
+_NORMS = {
+    "attention_norm": (("input_layernorm", "attn_norm"),),
+    "attention_post_norm": (("post_attention_layernorm", "post_attention_norm"),),
+    "ffn_norm": (("pre_feedforward_layernorm", "ffn_norm"),),
+    "ffn_post_norm": (("post_feedforward_layernorm", "post_ffw_norm"),),
+}
+
+
+def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
+    """The scale of attention, as llama.cpp has it: only the 27B model, of 62 layers, differs."""
+    size, heads, layers = (values[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if layers == 62 and isinstance(size, int) and isinstance(heads, int) and heads > 0:
+        return {"query_pre_attn_scalar": size / heads}
+    return {"query_pre_attn_scalar": values["head_dim"]}
+
+
+GGUF = GgufLayout(
+    "gemma3",
+    keys={
+        "sliding_window": "attention.sliding_window",
+        "sliding_window_pattern": "attention.sliding_window_pattern",
+        "rope_local_base_freq": "rope.freq_base_swa",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    implied=_implied,
+)
+
+
+def configure(fields: Fields) -> ModelConfig:
+    fields = (fields.section("text_config") or fields).completed(_DEFAULTS)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.number(key, 0.0):
+            raise fields.refuse(key, "but soft-capping is not supported, and no released Gemma 3 has it")
+    if fields.flag("use_bidirectional_attention", False):
+        raise fields.refuse("use_bidirectional_attention", "but only causal attention is supported")
+    bias = fields.flag("attention_bias", False)
+    rope, local = _ropes(fields)
+    config = decoder(
+        fields,
+        "gemma3",
+        activations={"gelu_pytorch_tanh": "gelu_tanh"},
+        activation_key="hidden_activation",
+        rope=rope,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        windows=_windows(fields),
+    )
+    return replace(
+        config,
+        post_norms=True,
+        embedding_scale=config.hidden_size**0.5,
+        attention_scale=fields.positive("query_pre_attn_scalar") ** -0.5,
+        ropes=tuple(rope if window is None else local for window in config.windows),
+    )
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, {**_NORMS, **QK_NORMS, **PROJECTIONS}, norm_offset=1.0)
+
+
+def _windows(fields: Fields) -> tuple[int | None, ...]:
+    if fields.has("layer_types"):
+        return typed_windows(fields, fields.texts("layer_types"))
+    pattern = fields.integer("sliding_window_pattern", _PATTERN)
+    layers, window = layer_count(fields), fields.integer("sliding_window")
+    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+
+
+def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
+    """RoPE of the layers that attend to everything, and of those with a window, in the new or the old spelling."""
+    context, by_type = fields.integer("max_position_embeddings"), fields.section("rope_parameters")
+    theta = fields.number("rope_local_base_freq", _LOCAL_THETA, minimum=2.0)
+    if by_type is None or not by_type.sections():
+        return rope_config(fields, context, theta=_THETA), RopeConfig(theta=theta)
+    everything, local = (
+        by_type.section(kind) or Fields({}, by_type.where) for kind in ("full_attention", "sliding_attention")
+    )
+    return (
+        rope_config(fields, context, section=everything, theta=_THETA),
+        rope_config(Fields({"rope_theta": theta}, fields.where), context, section=local),
+    )

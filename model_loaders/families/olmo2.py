@@ -1,0 +1,30 @@
+"""OLMo 2: norms behind attention and feed-forward instead of before them, and of all heads of q and of k together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_loaders.config import ModelConfig
+from model_loaders.families._decoder import PROJECTIONS, QK_NORMS, decoder
+from model_loaders.families._gguf import GgufLayout
+from model_loaders.fields import Fields
+from model_loaders.tensor_table import TensorTable, tensor_table
+
+ARCHITECTURES = ("Olmo2ForCausalLM",)
+GGUF = GgufLayout("olmo2")
+_NAMES = {
+    "attention_post_norm": (("post_attention_layernorm", "post_attention_norm"),),
+    "ffn_post_norm": (("post_feedforward_layernorm", "post_ffw_norm"),),
+    **QK_NORMS,
+    **PROJECTIONS,
+}
+
+
+def configure(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    config = decoder(fields, "olmo2", qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return replace(config, pre_norms=False, post_norms=True, wide_qk_norm=True)
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, _NAMES)

@@ -1,0 +1,48 @@
+"""Phi-3, 3.5 and Phi-4: q, k, v in one tensor and gate, up in another; RoPE that long contexts stretch (longrope), in
+Phi-4-mini on a part of the channels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_loaders.config import ModelConfig
+from model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, decoder, layer_count
+from model_loaders.families._gguf import GgufLayout
+from model_loaders.fields import Fields
+from model_loaders.rope import rope_config, rotary_dim
+from model_loaders.tensor_table import TensorTable, tensor_table
+
+ARCHITECTURES = ("Phi3ForCausalLM",)
+GGUF = GgufLayout(
+    "phi3",
+    keys={
+        "sliding_window": "attention.sliding_window",
+        "rotary_dim": "rope.dimension_count",
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+    },
+)
+_NAMES = {
+    **PRE_NORMS,
+    **PROJECTIONS,
+    "qkv": (("self_attn.qkv_proj", "attn_qkv"),),
+    "gate_up": (("mlp.gate_up_proj", "ffn_up"),),
+}
+
+
+def configure(fields: Fields) -> ModelConfig:
+    rope = rope_config(fields, fields.integer("max_position_embeddings"), longrope=True, partial=True)
+    windows: tuple[int | None, ...] = ()
+    if fields.number("sliding_window", 0.0):
+        windows = (fields.integer("sliding_window"),) * layer_count(fields)
+    config = decoder(fields, "phi3", rope=rope, windows=windows)
+    config = replace(config, rotary_dim=rotary_dim(fields, config.head_dim))
+    pairs = (config.rotary_dim or config.head_dim) // 2
+    for key, factors in (("long_factor", rope.divisors), ("short_factor", rope.short_divisors)):
+        if rope.kind == "longrope" and len(factors) != pairs:
+            section = fields.section("rope_parameters") or fields.section("rope_scaling") or fields
+            raise section.refuse(key, f"but RoPE needs one factor for each of {pairs} pairs of channels")
+    return config
+
+
+def tensors(config: ModelConfig) -> TensorTable:
+    return tensor_table(config, _NAMES)

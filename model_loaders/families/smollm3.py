@@ -1,0 +1,35 @@
+"""SmolLM3: Llama without RoPE in every fourth layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from model_loaders.config import ModelConfig
+from model_loaders.families._decoder import decoder, layer_count, plain_tensors, typed_windows
+from model_loaders.families._gguf import GgufLayout
+from model_loaders.fields import Fields
+
+ARCHITECTURES = ("SmolLM3ForCausalLM",)
+GGUF = GgufLayout("smollm3", interleaved=True)
+tensors = plain_tensors
+
+
+def configure(fields: Fields) -> ModelConfig:
+    layers, bias = layer_count(fields), fields.flag("attention_bias", False)
+    interval = fields.integer("no_rope_layer_interval", 4)
+    has_rope = fields.integers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if len(has_rope) < layers:
+        raise fields.refuse("no_rope_layers", f"but must say for each of {layers} layers whether it has RoPE")
+    windows: tuple[int | None, ...] = ()
+    if fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
+        kinds = ["full_attention" if rope else "sliding_attention" for rope in has_rope[:layers]]
+        windows = typed_windows(fields, fields.texts("layer_types") or kinds)
+    config = decoder(
+        fields,
+        "smollm3",
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        windows=windows,
+    )
+    return replace(config, ropes=tuple(config.rope if rope else None for rope in has_rope[:layers]))
