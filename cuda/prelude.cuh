@@ -97,6 +97,27 @@ __device__ __forceinline__ float within(float x) { return x; }
 template <>
 __device__ __forceinline__ float within<__half>(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
 
+// Where the K/V of a sequence's new rows go, and what they see: a row of the int32 array `spans`. SpanHeader in
+// engine/backends/cuda/cache.py has the same members.
+struct Span {
+    int first_row, rows, position;  // rows of q, k and v; the position of the first of them
+    int sink;                       // exact slot of the first block, or −1
+    int first_coded, coded;         // number of the first coded block, and how many there are
+    int now, now_block, next;       // record of the block that `now` begins with, its number; record of the one behind
+
+    // Ids of the coded blocks.
+    __device__ __forceinline__ const int *ids() const { return &next + 1; }
+
+    // Where a block of `now` lies; further ones follow `next`.
+    __device__ __forceinline__ int record(int block) const {
+        return block == now_block ? now : next + block - now_block - 1;
+    }
+};
+
+__device__ __forceinline__ const Span &span_at(const int *spans, int span_stride, int index) {
+    return *reinterpret_cast<const Span *>(spans + static_cast<long long>(index) * span_stride);
+}
+
 // What one 16-byte access moves.
 template <class T>
 struct __align__(16) Chunk {

@@ -78,7 +78,7 @@ __device__ __forceinline__ void attend_slice(State &state, const Slice &slice, c
 
 // The warp's slices.
 __device__ __forceinline__ void attend_exact(State &state, const Work &work, const Pools &pools, int lane) {
-    const Exact exact(work.span, work.seen);
+    const Exact exact(*work.span, work.seen);
     const int slices = (ALL_EXACT ? work.coded.count * SLICES : 0) + exact.sink_slices + exact.now_slices;
     const int units_before = ALL_EXACT ? 0 : work.coded.count;
 #pragma unroll 1

@@ -25,8 +25,8 @@ struct Seen {
     int oldest, newest;
 };
 
-__device__ __forceinline__ Seen seen_by(const int *span, int window) {
-    const int newest = span[2] + span[1] - 1;
+__device__ __forceinline__ Seen seen_by(const Span &span, int window) {
+    const int newest = span.position + span.rows - 1;
     return {window > 0 ? max(0, newest - window + 1) : 0, newest};
 }
 
@@ -37,9 +37,9 @@ struct Coded {
     const int *ids;
 };
 
-__device__ __forceinline__ Coded coded_of(const int *span, const Seen &seen) {
-    const int hidden = min(max(0, seen.oldest / N - span[4]), span[5]);
-    return {seen.newest < seen.oldest ? 0 : span[5] - hidden, span[4] + hidden, span + 8 + hidden};
+__device__ __forceinline__ Coded coded_of(const Span &span, const Seen &seen) {
+    const int hidden = min(max(0, seen.oldest / N - span.first_coded), span.coded);
+    return {seen.newest < seen.oldest ? 0 : span.coded - hidden, span.first_coded + hidden, span.ids() + hidden};
 }
 
 // The exact records that it sees, in slices of 16 tokens: the sink's, then those of `now` from position `start` on.
@@ -47,11 +47,11 @@ struct Exact {
     int sink, sink_slices;
     int now, start, now_slices;
 
-    __device__ __forceinline__ Exact(const int *span, const Seen &seen) {
-        sink = span[3];
+    __device__ __forceinline__ Exact(const Span &span, const Seen &seen) {
+        sink = span.sink;
         sink_slices = sink >= 0 && seen.oldest < min(N, seen.newest + 1) ? SLICES : 0;
-        start = max(span[7] * N, seen.oldest / 16 * 16);
-        now = span[6];
+        start = max(span.now_block * N, seen.oldest / 16 * 16);
+        now = span.now;
         now_slices = seen.newest < seen.oldest ? 0 : (seen.newest - start) / 16 + 1;
     }
 };
@@ -60,7 +60,7 @@ struct Exact {
 struct Work {
     int sequence, kv_head, in_group, heads;  // query heads in_group … of the KV head's
     int first, stride, count;
-    const int *span;
+    const Span *span;
     Seen seen;
     Coded coded;
 
@@ -72,9 +72,9 @@ struct Work {
         work.sequence = __shfl_sync(ALL_LANES, blockIdx.z, 0);
         work.kv_head = chunk / CHUNKS, work.in_group = chunk % CHUNKS * HEADS;
         work.heads = min(HEADS, GROUP - work.in_group);
-        work.span = spans + static_cast<long long>(work.sequence) * span_stride;
-        work.seen = seen_by(work.span, window);
-        work.coded = coded_of(work.span, work.seen);
+        work.span = &span_at(spans, span_stride, work.sequence);
+        work.seen = seen_by(*work.span, window);
+        work.coded = coded_of(*work.span, work.seen);
         work.stride = gridDim.x * WARPS;
         work.first = blockIdx.x + gridDim.x * __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);
         const int beyond = (ALL_EXACT ? 0 : work.coded.count) - work.first;

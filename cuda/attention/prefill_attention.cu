@@ -44,14 +44,15 @@ __device__ __forceinline__ void both(Region region, int warp, const Bring &bring
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, const unsigned char *values,
                          const unsigned char *exact_k, const unsigned char *exact_v, const unsigned char *now_k,
-                         const unsigned char *now_v, const int *span, const unsigned char *key_tables,
+                         const unsigned char *now_v, const int *spans, const unsigned char *key_tables,
                          const unsigned char *value_tables, const float *factors, int span_stride, int kv_heads,
                          int heads, long long q_stride, int window, float scale) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-    const int position = span[2], held_newest = position + span[1] - 1;
+    const Span &span = span_at(spans, span_stride, 0);
+    const int position = span.position, held_newest = position + span.rows - 1;
     const int first = (gridDim.x - 1 - blockIdx.x) * WARPS * WARP_ROWS;  // last rows first: they take longest
-    const int last = min(first + WARPS * WARP_ROWS, span[1] * GROUP) - 1;
+    const int last = min(first + WARPS * WARP_ROWS, span.rows * GROUP) - 1;
     if (first > last) return;
     const Walk walk(span, kv_heads, head, position + first / GROUP, position + last / GROUP, window);
     const Pools key_pools = {keys, exact_k, now_k}, value_pools = {values, exact_v, now_v};
@@ -68,7 +69,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
 
     if (walk.coded > 0) Tables::fill(shared, key_tables, value_tables);
     const Rows rows = {first + warp * WARP_ROWS, last, position};
-    const Queries queries(q + span[0] * q_stride + head * GROUP * D, q_stride, rows, scale * 1.44269504f,
+    const Queries queries(q + span.first_row * q_stride + head * GROUP * D, q_stride, rows, scale * 1.44269504f,
                           shared + QUERIES + warp * (MT * STEPS * 512), lane);
     State state;
     __syncthreads();
@@ -82,7 +83,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
             both(part.region, warp, [&] { bring_values(part); }, [&] {
                 if (seen) state.weigh(queries, shared + KEYS, rows, part.start, window, lane);
             });
-            const int newest = DP > 128 ? position + span[1] - 1 : held_newest;  // read again where registers are short
+            const int newest = DP > 128 ? position + span.rows - 1 : held_newest;  // read again where registers are short
             if (part.start + PART - 1 > newest) clear_values(shared + VALUES, part.start, newest);
             __syncthreads();
         }
@@ -93,5 +94,5 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     }
     if (!rows.any()) return;
     const float factor = factors ? factors[head * GROUP] : 1.0f;
-    state.write(out + ((long long)span[0] * heads + head * GROUP) * D, heads, rows, factor, lane);
+    state.write(out + ((long long)span.first_row * heads + head * GROUP) * D, heads, rows, factor, lane);
 }

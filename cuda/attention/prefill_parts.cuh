@@ -41,29 +41,29 @@ struct Part {
 
 // The parts that rows at positions `first` … `last` see, in order.
 struct Walk {
-    const int *span;
+    const Span &span;
     int kv_heads, head;
     int sink_hidden, sink, coded_hidden, coded, now_hidden, now;  // parts before the window, and parts seen
 
-    __device__ Walk(const int *span, int kv_heads, int head, int first, int last, int window)
+    __device__ Walk(const Span &span, int kv_heads, int head, int first, int last, int window)
         : span(span), kv_heads(kv_heads), head(head) {
         const int oldest = window > 0 ? max(0, first - window + 1) / PART : 0;  // part of the sequence
-        sink = span[3] >= 0 ? PARTS : 0;
-        coded = span[5] * PARTS;
-        now = last / PART + 1 - span[7] * PARTS;
+        sink = span.sink >= 0 ? PARTS : 0;
+        coded = span.coded * PARTS;
+        now = last / PART + 1 - span.now_block * PARTS;
         sink -= sink_hidden = min(oldest, sink);
-        coded -= coded_hidden = min(max(0, oldest - span[4] * PARTS), coded);
-        now -= now_hidden = min(max(0, oldest - span[7] * PARTS), now);
+        coded -= coded_hidden = min(max(0, oldest - span.first_coded * PARTS), coded);
+        now -= now_hidden = min(max(0, oldest - span.now_block * PARTS), now);
     }
 
     __device__ int parts() const { return sink + coded + now; }
 
     __device__ Part at(int n) const {
-        if (n < sink) return part(SINK, span[3], 0, sink_hidden + n);
+        if (n < sink) return part(SINK, span.sink, 0, sink_hidden + n);
         n += coded_hidden - sink;
-        if (n < coded_hidden + coded) return part(CODED, span[8 + n / PARTS], span[4], n);
+        if (n < coded_hidden + coded) return part(CODED, span.ids()[n / PARTS], span.first_coded, n);
         n += now_hidden - coded_hidden - coded;
-        return part(NOW, span[6] + n / PARTS, span[7], n);
+        return part(NOW, span.now + n / PARTS, span.now_block, n);
     }
 
     // Part n of a region whose first block is block `block` of the sequence.

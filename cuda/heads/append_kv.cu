@@ -2,8 +2,7 @@
 //
 // k, v float: row r holds K vectors of D at k + r · k_stride, v + r · v_stride. They become halves, clipped to ±65504;
 // NaN stays.
-// now_k, now_v: pools (records, K, bytes) of exact records. spans int32 (B, span_stride), of a sequence: [0] its first
-// row, [1] rows, [2] position of the first of them, [6] index of the record of block [7]; further blocks lie behind it.
+// now_k, now_v: pools (records, K, bytes) of exact records. spans int32 (B, span_stride): a Span of each sequence.
 // A CTA writes one KV head of 16 positions that begin at a multiple of 16: per side one tile for every 16 channels. A
 // thread makes 16 bytes of a tile: four channels of two tokens for keys, two channels of four tokens for values. It
 // stores them at once if the launch brings all these tokens, else only the halves of those that it brings.
@@ -79,14 +78,14 @@ append_kv_kernel(unsigned char *now_k, unsigned char *now_v, const float *k, con
                  int span_stride, int spans_count, int kv_heads, long long k_stride, long long v_stride) {
     using Layout = ExactKeyLayout;
     const int head = blockIdx.y;
-    const int *const span = spans + (long long)(spans_count == 1 ? 0 : blockIdx.x) * span_stride;
-    const int first_row = span[0], rows = span[1], position = span[2];
+    const Span &span = span_at(spans, span_stride, spans_count == 1 ? 0 : blockIdx.x);
+    const int first_row = span.first_row, rows = span.rows, position = span.position;
     const int start = (position / 16 + (spans_count == 1 ? blockIdx.x : 0)) * 16;  // of the 16 positions
     if (start >= position + rows) return;
 
     const NewTokens keys = {k + first_row * k_stride + head * Layout::D, k_stride, start - position, rows};
     const NewTokens values = {v + first_row * v_stride + head * Layout::D, v_stride, start - position, rows};
-    const long long record = (long long)(span[6] + start / Layout::N - span[7]) * kv_heads + head;
+    const long long record = (long long)span.record(start / Layout::N) * kv_heads + head;
     const int token = start % Layout::N, part = token / Layout::PART, tile_row = token % Layout::PART / 16;
     const int part_at = part * Layout::TILES * 512;
     for (int i = threadIdx.x; i < 2 * APPEND_SLOTS; i += blockDim.x) {

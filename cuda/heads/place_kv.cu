@@ -2,7 +2,7 @@
 //
 // Row r of qkv is the one new token of sequence r. q (T, H, D). Keys and values become halves, clipped to ±65504 (NaN
 // stays), in the exact record in which their sequence grows. now_k, now_v: pools (records, K, bytes) of exact records.
-// spans int32 (T, span_stride), of a sequence: [2] position of the token, [6] index of the record of block [7].
+// spans int32 (T, span_stride): a Span of each sequence.
 // vectors: T · (H + 2K).
 // Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, WEIGHT (of the norms), HEAD_NORMS (0 or
 // 1), KEY_ORDER, VALUE_ORDER.
@@ -38,9 +38,9 @@ place_kv_kernel(float *q, unsigned char *now_k, unsigned char *now_v, const floa
         store_vector(q + ((long long)row * heads + head) * D, held);
         return;
     }
-    const int *const span = spans + (long long)row * span_stride;
-    const int block = span[2] / L::N, token = span[2] % L::N;
-    const long long record = (long long)(span[6] + block - span[7]) * kv_heads + (head - heads) % kv_heads;
+    const Span &span = span_at(spans, span_stride, row);
+    const int block = span.position / L::N, token = span.position % L::N;
+    const long long record = (long long)span.record(block) * kv_heads + (head - heads) % kv_heads;
     const bool is_key = head < heads + kv_heads;
     unsigned char *const at = (is_key ? now_k : now_v) + record * L::NBYTES;
 #pragma unroll

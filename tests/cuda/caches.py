@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine import codecs, records
+from engine.backends.cuda.cache import HEADER, SpanHeader
 from engine.quantization.conditioning import centre, read_mean
 from tests.cuda.formats import EPS32
-
-_HEADER = 8  # words of a row of spans before the block ids
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class PagedCache:
 
     keys, values: coded records, uint8 (blocks, K, bytes); exact_keys, exact_values: uint8 (slots, K, bytes).
     now_keys, now_values: what `now` records are in: the exact pools in a step, a buffer of their own in a prefill.
-    spans: int32 (B, 8 + W). k, v: for each sequence (K, tokens, D) float64 as decoded from the codecs' own fields.
+    spans: int32 (B, HEADER + W). k, v: for each sequence (K, tokens, D) float64 as decoded from the codecs' own fields.
     rows: new tokens of all sequences together, which q has a row for each.
     """
 
@@ -56,7 +55,11 @@ class PagedCache:
 
     @property
     def rows(self) -> int:
-        return int(self.spans[:, 1].sum())
+        return sum(span.rows for span in self.headers)
+
+    @property
+    def headers(self) -> list[SpanHeader]:
+        return headers(self.spans)
 
     def attention(self, q: np.ndarray, window: int, *, as_kernel: bool = False) -> np.ndarray:
         """q (rows, H, D) → (rows, H, D), float64; window 0 hides nothing.
@@ -65,7 +68,8 @@ class PagedCache:
         """
         scale = np.log2(np.e) / np.sqrt(q.shape[-1])
         out = np.empty(q.shape, np.float64)
-        for (first, count, position), k, v in zip(self.spans[:, :3], self.k, self.v, strict=True):
+        for span, k, v in zip(self.headers, self.k, self.v, strict=True):
+            first, count, position = span.first_row, span.rows, span.position
             for t in range(count):
                 seen = slice(max(0, position + t - window + 1) if window else 0, position + t + 1)
                 queries = (q[first + t] * scale).reshape(self.kv_heads, -1, q.shape[-1])
@@ -84,6 +88,11 @@ class PagedCache:
         allowed = 4 * max(rounding, np.finfo(np.float16).eps / 2 * np.abs(exact).max(), EPS32)
         worst = np.abs(out - exact).max()
         assert worst <= allowed, f"off by up to {worst}, allowed are {allowed}"
+
+
+def headers(spans: np.ndarray) -> list[SpanHeader]:
+    """What the rows of spans (B, HEADER + W) say."""
+    return [SpanHeader(*row) for row in spans[:, :HEADER].tolist()]
 
 
 def _weighted(q: np.ndarray, k: np.ndarray, v: np.ndarray, as_kernel: bool) -> np.ndarray:
@@ -156,14 +165,16 @@ class _Plan:
 
 def _spans(rng: np.random.Generator, plans: list[_Plan], rows: int) -> np.ndarray:
     """Sinks, tails and coded blocks in random places; ids behind the last one lead nowhere."""
-    spans = np.full((len(plans), _HEADER + 3 + max(len(plan.coded) for plan in plans)), 1 << 28, np.int32)
+    spans = np.full((len(plans), HEADER + 3 + max(len(plan.coded) for plan in plans)), 1 << 28, np.int32)
     ids = iter(rng.permutation(_spare(sum(len(plan.coded) for plan in plans))))
     slots = iter(rng.permutation(_spare(2 * len(plans))))
     for number, (row, plan) in enumerate(zip(spans, plans, strict=True)):
         sink = next(slots) if plan.now else -1
         now = next(slots) if rows == 1 else 0
-        row[:_HEADER] = [number, rows, plan.position, sink, 1 + plan.dropped, len(plan.coded), now, plan.now]
-        row[_HEADER : _HEADER + len(plan.coded)] = [next(ids) for _ in plan.coded]
+        row[:HEADER] = SpanHeader(
+            number, rows, plan.position, sink, 1 + plan.dropped, len(plan.coded), now, plan.now, now + 1
+        )
+        row[HEADER : HEADER + len(plan.coded)] = [next(ids) for _ in plan.coded]
     return spans
 
 
@@ -200,18 +211,18 @@ class _Side:
         exact = np.full((_spare(2 * len(plans)), kv_heads, exact_bytes), 0xFF, np.uint8)  # NaN
         now = exact if in_step else np.full((plans[0].now_records, kv_heads, exact_bytes), 0xFF, np.uint8)
         decoded = []
-        for row, plan in zip(spans, plans, strict=True):
+        for row, span, plan in zip(spans, headers(spans), plans, strict=True):
             x = self._vectors(rng, kv_heads, plan.length)
             known = np.full(x.shape, np.nan)
             if plan.now:
-                exact[row[3]], known[:, : self.block_size] = self._exact(x[:, : self.block_size])
+                exact[span.sink], known[:, : self.block_size] = self._exact(x[:, : self.block_size])
             if plan.coded:
-                ids = row[_HEADER : _HEADER + len(plan.coded)]
+                ids = row[HEADER : HEADER + len(plan.coded)]
                 part = slice(plan.coded.start * self.block_size, plan.coded.stop * self.block_size)
                 coded[ids], known[:, part] = self._coded(x[:, part])
             for i in range(plan.now_records):
                 part = slice((plan.now + i) * self.block_size, (plan.now + i + 1) * self.block_size)
-                now[row[6] + i], known[:, part] = self._exact(x[:, part])
+                now[span.now + i], known[:, part] = self._exact(x[:, part])
             decoded.append(known)
         return coded, exact, now, decoded
 

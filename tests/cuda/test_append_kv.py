@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from engine import codecs, records
+from engine.backends.cuda.cache import HEADER, SpanHeader
 from engine.backends.cuda.kernel_source import source
 from engine.records import Layout
+from tests.cuda.caches import headers
 from tests.cuda.programs import Program
 
 SEEDS = [0, 1, 2]
@@ -36,8 +38,9 @@ def padded(dim: int) -> int:
 
 def spans_of(rows: list[list[int]]) -> np.ndarray:
     """rows: first row, rows, position, record and number of the block that `now` begins with, for each sequence."""
-    spans = np.full((len(rows), 11), 1 << 28, np.int32)
-    spans[:, [0, 1, 2, 6, 7]] = rows
+    spans = np.full((len(rows), HEADER + 3), 1 << 28, np.int32)
+    for span, (first, count, position, now, block) in zip(spans, rows, strict=True):
+        span[:HEADER] = SpanHeader(first, count, position, 1 << 28, 1 << 28, 1 << 28, now, block, now + 1)
     return spans
 
 
@@ -63,12 +66,13 @@ def expected(x: np.ndarray, spans: np.ndarray, count: int, block_size: int) -> l
     kv_heads, dim = x.shape[1] // 2, x.shape[2]
     pools = [np.full((count, kv_heads, block_size, padded(dim)), np.nan, np.float16) for _ in range(2)]
     halves = np.clip(x, -HALF_MAX, HALF_MAX).astype(np.float16)
-    for first, rows, position, record, block in spans[:, [0, 1, 2, 6, 7]]:
-        for i in range(rows):
-            number, token = divmod(position + i, block_size)
+    for span in headers(spans):
+        for i in range(span.rows):
+            number, token = divmod(span.position + i, block_size)
+            record = span.now if number == span.now_block else span.next + number - span.now_block - 1
             for side, pool in enumerate(pools):
-                new = pool[record + number - block, :, token]
-                new[:, :dim] = halves[first + i, 1 + side * kv_heads :][:kv_heads]
+                new = pool[record, :, token]
+                new[:, :dim] = halves[span.first_row + i, 1 + side * kv_heads :][:kv_heads]
                 new[:, dim:] = 0
     return pools
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from engine.backends.cuda import launch_configs
+from engine.backends.cuda.cache import HEADER, SpanHeader
 from engine.backends.cuda.kernel_source import source
 from engine.codecs._rotation import twice_signed_hadamard
 from engine.records import table_bytes
@@ -186,10 +187,14 @@ def test_the_tables_are_where_the_kernel_thinks(arch: int) -> None:
     assert usage.registers > 64  # of codes alone there are 32
 
 
-# Word of a row of spans, and a window in which it matters where the first coded block stands.
-@pytest.mark.parametrize(("column", "window"), [(3, 0), (4, 64), (5, 0), (6, 0), (7, 64), (8, 0), (10, 0)])
-def test_a_wrong_span_is_noticed(rng: np.random.Generator, column: int, window: int) -> None:
-    """Off by one: the sink's slot, the first block's number, the number of blocks, the tail's slot, its number, ids."""
+# With a window in which it matters where the first coded block stands.
+@pytest.mark.parametrize(
+    ("word", "window"),
+    [("sink", 0), ("first_coded", 64), ("coded", 0), ("now", 0), ("now_block", 64), (0, 0), (2, 0)],
+)
+def test_a_wrong_span_is_noticed(rng: np.random.Generator, word: str | int, window: int) -> None:
+    """Off by one: a member of the header, or the id of a coded block."""
+    column = HEADER + word if isinstance(word, int) else SpanHeader._fields.index(word)
     cache = random_cache(rng, "ring4", "ring4", [16 * 6 + 5], **SMALL)
     q = queries(rng, cache, 2)
     wrong = replace(cache, spans=cache.spans.copy())

@@ -348,8 +348,8 @@ def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
     form = store_of(ops, ("f16", "f16"), (None,)).cache(0).form
     other = ops.cache(replace(form, block_size=2 * N), 1, 2)
     span = CacheSpan(slice(0, 1), 5 * N, Place(None, 0), 4 * N, 1, [0], 2 * N)
-    assert ops.spans([span], other.form.block_size).table[0, :8].tolist() == [0, 1, 5 * N, 1, 1, 1, 0, 2]
-    assert ops.spans([span], form.block_size).table[0, :8].tolist() == [0, 1, 5 * N, 1, 2, 1, 0, 4]
+    assert ops.spans([span], other.form.block_size).header(0) == (0, 1, 5 * N, 1, 1, 1, 0, 2, 1)
+    assert ops.spans([span], form.block_size).header(0) == (0, 1, 5 * N, 1, 2, 1, 0, 4, 1)
 
 
 def store_of(

@@ -11,6 +11,7 @@ import pytest
 
 from engine import records
 from engine.backends.cuda import launch_configs
+from engine.backends.cuda.cache import HEADER, SpanHeader
 from engine.backends.cuda.kernel_source import source
 from engine.backends.cuda.launch import Shape
 from engine.records import Layout
@@ -171,7 +172,7 @@ def test_the_shapes_that_are_launched(rng: np.random.Generator, codec_k: str, co
 def test_without_coded_blocks_layouts_of_f16_do(rng: np.random.Generator) -> None:
     paged = random_cache(rng, "ring4", "ring3.5", [100], rows=60, head_dim=32)
     q = rng.standard_normal((60, 3, 32), np.float32)
-    assert paged.spans[0, 5] == 0
+    assert paged.headers[0].coded == 0
     exact = paged.key_layout.exact, paged.value_layout.exact
     paged.assert_attention(attend(paged, q, layouts=exact), q[:, :-1])
 
@@ -183,12 +184,15 @@ def test_scores_that_rise_and_fall_steeply(rng: np.random.Generator) -> None:
     paged.assert_attention(attend(paged, q), q[:, :-1])
 
 
-@pytest.mark.parametrize("column", [3, 8, 10])
+SINK = SpanHeader._fields.index("sink")
+
+
+@pytest.mark.parametrize("column", [SINK, HEADER, HEADER + 2])
 def test_another_block_is_noticed(rng: np.random.Generator, column: int) -> None:
     """The comparison fails when the sink or a coded block is the next record of its pool."""
     paged = random_cache(rng, "ring4", "ring3.5", [220], rows=20, block_size=32, head_dim=16)
     q = rng.standard_normal((20, 2, 16), np.float32)
-    spans, pool = paged.spans.copy(), paged.exact_keys if column == 3 else paged.keys
+    spans, pool = paged.spans.copy(), paged.exact_keys if column == SINK else paged.keys
     spans[0, column] = (spans[0, column] + 1) % len(pool)
     with pytest.raises(AssertionError, match="off by"):
         paged.assert_attention(attend(dataclasses.replace(paged, spans=spans), q), q[:, :-1])

@@ -11,6 +11,7 @@ import pytest
 
 from engine import codecs
 from engine.backends.cuda import kernel_source
+from engine.backends.cuda.cache import SpanHeader
 from engine.records import layout
 
 SOURCES = sorted(kernel_source.folder().rglob("*.cu*"))
@@ -115,3 +116,11 @@ def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
 def _joined(file: Path) -> list[str]:
     found = re.search(r"^// JOINS: (.+)\.$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1].split(", ") if found else []
+
+
+def test_a_span_is_the_same_on_both_sides() -> None:
+    prelude = (kernel_source.folder() / "prelude.cuh").read_text(encoding="utf-8")
+    struct = re.search(r"^struct Span \{\n(.*?)\n\n", prelude, re.DOTALL | re.MULTILINE)
+    assert struct is not None
+    members = [name for line in re.findall(r"^ +int ([\w, ]+);", struct[1], re.MULTILINE) for name in line.split(", ")]
+    assert tuple(members) == SpanHeader._fields

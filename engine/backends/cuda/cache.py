@@ -15,10 +15,29 @@ from engine.backends.cuda.device import Array, Device
 from engine.backends.ops import CacheFormat, CacheSpan
 from engine.records import Layout
 
-HEADER = 8  # words of a sequence before the ids of its blocks
 _LEAST_IDS = 16
 
 Layouts = tuple[Layout, Layout]  # of keys and of values
+
+
+class SpanHeader(NamedTuple):
+    """What stands before the ids of a sequence's coded blocks: the members of Span in `cuda/prelude.cuh`, in order.
+
+    now: record of block `now_block`, with which `now` begins; next: of the one behind, and further ones follow that.
+    """
+
+    first_row: int
+    rows: int
+    position: int  # of the first row
+    sink: int  # exact slot of the first block, or −1
+    first_coded: int  # number of the first coded block
+    coded: int
+    now: int
+    now_block: int
+    next: int
+
+
+HEADER = len(SpanHeader._fields)  # words
 
 
 class Buffer(NamedTuple):
@@ -86,14 +105,15 @@ class Told:
 class Spans(Told):
     """Descriptors of sequences.
 
-    table: int32 (B, 8 + W) on the host: [0] first row, [1] rows, [2] position of the first, [3] exact slot of the sink
-    or −1, [4] number of the first coded block, [5] coded blocks, [6] index of the record of block [7], with which `now`
-    begins, [8 …] ids of the coded blocks.
+    table: int32 (B, HEADER + W) on the host: a `SpanHeader`, then the ids of the coded blocks.
     buffer: where the new tokens go; None in a step, whose tokens go to the exact slots.
     """
 
     rows: int
     buffer: Buffer | None
+
+    def header(self, index: int) -> SpanHeader:
+        return SpanHeader(*self.table[index, :HEADER].tolist())
 
 
 def table_width(blocks: int) -> int:
@@ -106,12 +126,19 @@ def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
     width = table_width(max(len(span.table) for span in spans))
     table = np.zeros((len(spans), HEADER + width), np.int32)
     for row, span in zip(table, spans, strict=True):
-        count = span.rows.stop - span.rows.start
-        sink = -1 if span.sink is None else span.sink
-        first_coded, now = span.table_start // block_size, span.now_start // block_size
-        row[:HEADER] = (
-            span.rows.start, count, span.position, sink, first_coded, len(span.table), span.now.block, now
-        )  # fmt: skip
+        # Blocks of a step lie in slots anywhere, those of a buffer one behind the other.
+        following = span.following[0] if span.following else span.now.block + 1
+        row[:HEADER] = SpanHeader(
+            first_row=span.rows.start,
+            rows=span.rows.stop - span.rows.start,
+            position=span.position,
+            sink=-1 if span.sink is None else span.sink,
+            first_coded=span.table_start // block_size,
+            coded=len(span.table),
+            now=span.now.block,
+            now_block=span.now_start // block_size,
+            next=following,
+        )
         row[HEADER : HEADER + len(span.table)] = span.table
     rows = sum(span.rows.stop - span.rows.start for span in spans)
     return Spans(table, rows, spans[0].now.buffer)

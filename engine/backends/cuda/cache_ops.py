@@ -249,7 +249,7 @@ class CacheOps(HeadOps):
         (rows, heads, _), kv_heads = q.shape, cache.form.kv_heads
         group = heads // kv_heads
         # Without coded blocks, as in every first turn, the kernel for exact records is the faster one.
-        layouts = cache.layouts if spans.table[0, 5] else cache.exact_layouts
+        layouts = cache.layouts if spans.header(0).coded else cache.exact_layouts
         shape, tile = launch_configs.prefill_attention(*layouts, group)
         out = self._device.empty(q.shape, np.float32)
         self._launch(
