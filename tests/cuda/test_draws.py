@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +25,9 @@ from model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
 from tests.sampling.constrained import mask_of
-from tests.sampling.test_sample import OFF, distribution, quarters
+from tests.sampling.test_sample import OFF, distribution
 
-V = 70  # three words of a mask
+V = 72  # three words of a mask, and rows that are taken as they lie
 NEAR = 2e-6  # of where the device, which adds masses in 2^-44 of float32 exponentials, may draw a neighbour
 
 
@@ -73,28 +73,45 @@ class Row:
         return {i: p for i, p in distribution(x, plain, [], slack).items() if x[i] > -math.inf}
 
 
-tokens = st.integers(0, V - 1)
-rows = st.builds(
-    Row,
-    st.lists(quarters, min_size=V, max_size=V),
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "temperature": st.sampled_from([0, 0.25, 1.0, 3.0]),
-            "top_k": st.integers(0, V + 3),
-            "top_p": st.floats(0.01, 1).map(near),
-            "min_p": st.floats(0.01, 1).map(near),
-            "repeat_penalty": st.sampled_from([0.5, 2.0, 4.0]),
-            "presence_penalty": st.sampled_from([-1.0, 0.5]),
-            "frequency_penalty": st.sampled_from([-0.25, 0.5]),
-            "logit_bias": st.dictionaries(tokens, st.one_of(quarters, st.just(-math.inf)), max_size=V),
-        },
-    ),
-    st.lists(tokens, max_size=PENALTY_WINDOW),
-    st.floats(0, 1, exclude_max=True).map(lambda value: min(near(value), 1 - 2**-24)),
-    st.one_of(st.none(), st.frozensets(tokens), st.frozensets(tokens, max_size=2)),
-    st.dictionaries(tokens, quarters.map(abs), max_size=20),
-)
+SAMPLERS: dict[str, Callable[[np.random.Generator], float]] = {
+    "temperature": lambda rng: float(rng.choice([0, 0.25, 3.0])),
+    "top_k": lambda rng: int(rng.integers(1, 20)),
+    "top_p": lambda rng: near(rng.uniform(0.01, 1)),
+    "min_p": lambda rng: near(rng.uniform(0.01, 1)),
+    "repeat_penalty": lambda rng: float(rng.choice([0.5, 2.0, 4.0])),
+    "presence_penalty": lambda rng: float(rng.choice([-1.0, 0.5])),
+    "frequency_penalty": lambda rng: float(rng.choice([-0.25, 0.5])),
+}
+ASKED = [*SAMPLERS, "logit_bias", "bans", "dry", "allowed", "nearly nothing"]
+
+
+def quarters(rng: np.random.Generator, low: int, high: int, count: int) -> list[float]:
+    """Exact in float32, whatever of the kind is added to them: ties are ties."""
+    return (rng.integers(4 * low, 4 * high, count) / 4).tolist()
+
+
+def row_of(seed: int, asked: Collection[str]) -> Row:
+    """A row whose best tokens are those that biases, penalties, DRY and mask are about, each of them about several."""
+    rng = np.random.default_rng(seed)
+    best = rng.choice(V, 12, replace=False)
+    logits = np.array(quarters(rng, -10, 2, V))
+    logits[best] = quarters(rng, -2, 8, 12)
+    values = {name: make(rng) for name, make in SAMPLERS.items() if name in asked}
+    bias = dict(zip(some(rng, best), quarters(rng, -9, 9, 12), strict=False)) if "logit_bias" in asked else {}
+    bias |= dict.fromkeys(some(rng, best)[:4] if "bans" in asked else (), -math.inf)
+    dry = dict(zip(some(rng, best), quarters(rng, 0, 5, 12), strict=False)) if "dry" in asked else {}
+    allowed = frozenset(some(rng, np.arange(V))) if "allowed" in asked else None
+    if "nearly nothing" in asked:
+        allowed = frozenset(some(rng, best)[:2])
+    recent = rng.choice(best, rng.integers(0, PENALTY_WINDOW + 1)).tolist()
+    return Row(logits.tolist(), {**values, "logit_bias": bias}, recent, near(rng.integers(0, 999) / 1000), allowed, dry)
+
+
+def some(rng: np.random.Generator, of_these: np.ndarray) -> list[int]:
+    return rng.permutation(of_these)[: rng.integers(0, len(of_these) + 1)].tolist()
+
+
+rows = st.builds(row_of, st.integers(0, 2**32 - 1), st.sets(st.sampled_from(ASKED)))
 
 
 def sampled(ops: Ops, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
@@ -127,17 +144,32 @@ def test_tokens_are_those_of_the_plain_chain(ops: Ops, batch: list[Row]) -> None
         assert token in [list(expected)[i] for i in among]
 
 
-@given(rows, st.sampled_from([0.1, 0.3, 0.7]), st.sampled_from([1.1, 1.3]))
-def test_logits_are_changed_to_the_last_bit_as_on_the_host(row: Row, amount: float, repeat: float) -> None:
-    """By numbers that neither float32 nor float64 has: the best token is the host's, however near the second is."""
-    values = {"temperature": 0, "presence_penalty": amount, "frequency_penalty": 0.7 * amount}
-    bias = {token: value * amount for token, value in row.values.get("logit_bias", {}).items()}
-    values |= {"repeat_penalty": repeat, "logit_bias": bias}
-    dry = {token: penalty * amount for token, penalty in row.dry.items()}
-    draw = replace(row, values=values, dry=dry).draw
-    logits = np.array([row.logits], np.float32) / np.float32(3)
-    host, device = (sampled(ops, logits, [draw])[0] for ops in OPS.values())
-    assert str(device) == str(host)
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("asked", ["logit_bias", "penalties", "dry", "all"])
+def test_logits_are_changed_to_the_last_bit(ops: Ops, rng: np.random.Generator, asked: str) -> None:
+    """By amounts that no binary number has: beside a token with the very logit that comes of it, the first one wins."""
+    logits, draws, wanted = [], [], []
+    for _ in range(100):
+        x = np.float32(rng.normal(0, 4))
+        bias, frequency, presence, dry = (round(value, 3) for value in rng.uniform(0, 2, 4).tolist())
+        repeat, times = round(rng.uniform(0.6, 2), 3), int(rng.integers(1, PENALTY_WINDOW + 1))
+        y, chain, recent, penalties = x, resolve(SamplingParams(temperature=0), GenerationDefaults()), [], None
+        token, beside = (40, 3) if len(draws) % 2 else (3, 40)
+        if asked in ("logit_bias", "all"):
+            chain, y = replace(chain, logit_bias={token: bias}), y + np.float32(bias)
+        if asked in ("penalties", "all"):
+            chain = replace(chain, repeat_penalty=repeat, frequency_penalty=frequency, presence_penalty=presence)
+            recent = [token] * times
+            y = y / np.float32(repeat) if y > 0 else y * np.float32(repeat)
+            y = np.float32(np.float64(y) - times * frequency - presence)
+        if asked in ("dry", "all"):
+            penalties, y = Penalties(np.array([token]), np.array([dry])), np.float32(np.float64(y) - dry)
+        row = np.full(V, -1e6, np.float32)
+        row[token], row[beside] = x, y
+        logits.append(row)
+        draws.append(Draw(chain, recent, 0.5, V, dry=penalties))
+        wanted.append(min(token, beside))
+    assert sampled(ops, np.stack(logits), draws) == wanted
 
 
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
