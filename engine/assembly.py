@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 import model_loaders
+from engine import codecs
 from engine.backends.ops import Load, Ops
 from engine.backends.select import select
 from engine.calibration import load_or_calibrate
@@ -160,7 +161,7 @@ def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Mode
             codec_k,
             codec_v,
             # An unrotated codec of full precision gains nothing from centring.
-            mean_bits=mean_bits if config.key_conditioning and codec_k.name != "f16" else 0,
+            mean_bits=mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0,
             window=model.window(layer),
         )
         for layer, (codec_k, codec_v) in enumerate(cache_types.layer_codecs(config, model.layers, model.head_dim))
@@ -183,7 +184,7 @@ def _store(
 ) -> KVStore:
     """The store, scaled as the weights say, with keys balanced and errors weighed as the calibration says, if any."""
     shape, d = plan.shape, plan.shape.head_dim
-    coded = any(codec.name != "f16" for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
+    coded = any(codecs.is_quantized(codec) for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
     statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
     if config.calibration and config.key_conditioning and coded:
         statistics = load_or_calibrate(ops, source.config, weights, source.tokenizer, shape.block_size, say)
@@ -264,4 +265,4 @@ def fit_line(parts: Parts) -> str:
         f"{sum(plan.coded_blocks)} blocks of {shape.block_size} as {types} ({shape.bits_per_value:.2f} bits/value): "
         f"{plan.tokens:,} tokens fit"
     )
-    return line if types == "f16" else f"{line} (with an f16 cache: {f16_tokens(plan, plan.tokens):,})"
+    return line if types == codecs.FULL else f"{line} (with an f16 cache: {f16_tokens(plan, plan.tokens):,})"

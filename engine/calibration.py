@@ -140,8 +140,8 @@ class _QueriesAndKeys:
 
 def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int) -> Model:
     """A model that sees one prompt of `tokens` in full precision, unrotated."""
-    f16 = codecs.get("f16")
-    shape = CacheShape(block_size, config.kv_heads, config.head_dim, (LayerShape(f16, f16),) * config.layers)
+    full = codecs.get(codecs.FULL)
+    shape = CacheShape(block_size, config.kv_heads, config.head_dim, (LayerShape(full, full),) * config.layers)
     plan = plan_for_tokens(shape, tokens, 1)
     conditioning = [Conditioning(scale=scale(size)) for size in variances(ops, config, weights)]
     return Model(ops, config, weights, KVStore(ops, plan, conditioning))

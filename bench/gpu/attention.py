@@ -56,7 +56,7 @@ class EncodeTime:
 def layer_form(sizes: Sizes, cache_type: CacheType, metric_k: Metric | None, metric_v: Metric | None) -> CacheFormat:
     """A layer's cache, centred as the engine does it. Raises ValueError for a type that does not suit the shape."""
     k, v, config = codecs.get(cache_type.key), codecs.get(cache_type.value), sizes.config
-    mean_bits = _MEAN_BITS if cache_type.key_conditioning and cache_type.key != "f16" else 0
+    mean_bits = _MEAN_BITS if cache_type.key_conditioning and codecs.is_quantized(k) else 0
     return CacheFormat(k, v, metric_k, metric_v, mean_bits, sizes.block_size, config.kv_heads, config.head_dim)
 
 

@@ -101,7 +101,7 @@ def read_tokens(device: Device, cache: Any, side: str, blocks: int, of: Laid, he
     layout = stored.layout.exact
     for slot in (of.sink, of.tail):
         fields, _ = layout.unpack(device.to_host(exact[slot])[head])
-        parts.append(codecs.get("f16").decode(fields).astype(np.float64))
+        parts.append(codecs.get(codecs.FULL).decode(fields).astype(np.float64))
     if of.coded:
         fields, mean = stored.layout.unpack(device.to_host(stored.coded[:blocks])[:, head])
         decoded = codec.decode(fields).astype(np.float64)

@@ -12,7 +12,7 @@ from engine.flags import FlagError
 from engine.kv.cache_types import PRESETS
 
 _OWN = ("ring", "trellis")  # designs of this project: there is no publication that leaves out conditioning
-FULL_PRECISION = "f16"
+FULL_PRECISION = codecs.FULL
 
 
 def chosen_types(types: str | None, ablate: str | None, *, key_conditioning: bool) -> list[CacheType]:

@@ -30,6 +30,9 @@ class Field(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+FULL = "f16"
+"""The codec that does not quantize: full precision, as a cache type, is half precision."""
+
 KEYS_AND_VALUES = frozenset({"k", "v"})
 
 
@@ -129,6 +132,11 @@ def _modules() -> dict[str, ModuleType]:
 def available() -> tuple[str, ...]:
     """Names that `get` knows, without their options."""
     return tuple(_modules())
+
+
+def is_quantized(codec: Codec) -> bool:
+    """Whether it stores anything else than full precision."""
+    return codec.name != FULL
 
 
 def get(name: str) -> Codec:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.backends.ops import CacheFormat
-from engine.codecs import Codec, get
+from engine.codecs import FULL, Codec, get
 from engine.errors import EngineError
 from engine.quantization.conditioning import mean_fields
 from engine.quantization.metric import Metric
@@ -191,7 +191,7 @@ def plan_for_memory(
 
 def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
     """How many tokens an f16 cache would hold in the memory of `plan`."""
-    half = get("f16")
+    half = get(FULL)
     layers = tuple(LayerShape(half, half, window=layer.window) for layer in plan.shape.layers)
     f16 = replace(plan.shape, layers=layers, stored=None)
     low, high = 0, max_tokens

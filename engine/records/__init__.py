@@ -41,6 +41,10 @@ class Layout:
         return self.record.codec
 
     @property
+    def is_quantized(self) -> bool:
+        return self.codec != codecs.FULL
+
+    @property
     def tables(self) -> np.ndarray:
         """What the kernels get as the side's tables, (bytes,) uint8, a multiple of 16."""
         return self.record.tables
@@ -55,7 +59,7 @@ class Layout:
     def exact(self) -> Layout:
         """The layout of full-precision records of the same side and shape."""
         shape = self.record.geometry
-        return layout(codecs.get("f16"), shape.values, shape.block_size, shape.head_dim)
+        return layout(codecs.get(codecs.FULL), shape.values, shape.block_size, shape.head_dim)
 
     def text(self, struct_name: str) -> str:
         """C++: a struct of constants, the parameter of the codec's template."""

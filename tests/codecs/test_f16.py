@@ -33,3 +33,7 @@ def test_not_rotated_and_sixteen_bits():
     codec = codecs.get("f16")
     assert codec.rotation(64) is None
     assert codecs.bits_per_value(codec, 64, 64) == 16
+
+
+def test_it_alone_is_no_quantization() -> None:
+    assert [name for name in codecs.available() if not codecs.is_quantized(codecs.get(name))] == [codecs.FULL]

@@ -57,7 +57,7 @@ class CacheOps(HeadOps):
         return _layout(form, form.codec_k, False, form.mean_bits), _layout(form, form.codec_v, True)
 
     def _exact_layouts(self, form: CacheFormat) -> Layouts:
-        return _layout(form, codecs.get("f16"), False), _layout(form, codecs.get("f16"), True)
+        return _layout(form, codecs.get(codecs.FULL), False), _layout(form, codecs.get(codecs.FULL), True)
 
     # -- room --------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class CacheOps(HeadOps):
         for pool, layout, given in zip(cache.exact, cache.exact_layouts, (k, v), strict=True):
             block = np.zeros((form.kv_heads, form.block_size, form.head_dim), np.float32)
             block[:, :tokens] = given
-            record = layout.pack(codecs.get("f16").encode(block))
+            record = layout.pack(codecs.get(codecs.FULL).encode(block))
             self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
 
     def _copy_records(self, to: Array, of: Array, origins: np.ndarray, targets: np.ndarray) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.codecs import FULL
 from engine.records import Layout
 
 _JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # in the head of a kernel: files that stand before it
@@ -60,7 +61,7 @@ def _readers(sides: Mapping[str, Layout | None]) -> str:
     layouts = {side: layout for side, layout in sides.items() if layout}
     if not layouts:
         return ""
-    names = sorted({"f16"} | {layout.codec for layout in layouts.values()})
+    names = sorted({FULL} | {layout.codec for layout in layouts.values()})
     texts = [_text(name) for name in ("fragments.cuh", "pair_table.cuh", *(f"{name}.cuh" for name in names))]
     texts.append('#line 1 "cuda/layouts.cuh"\n')  # this file is nowhere: it is written here
     for side, layout in layouts.items():

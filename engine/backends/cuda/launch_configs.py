@@ -61,7 +61,7 @@ def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: 
 def decode_attention(keys: Layout, values: Layout, group: int) -> tuple[Shape, int]:
     """For `group` query heads to a KV head; blocks that share a KV head's query heads."""
     padded = keys.record.geometry.padded
-    exact = [side.codec == "f16" for side in (keys, values)]
+    exact = [not side.is_quantized for side in (keys, values)]
     beside_codes = any(exact) and not (all(exact) and keys.mean_bits == 0)
     words = sum(side.record.constants.get("WORDS", 0) for side in (keys, values))  # registers that codes take
     wide = padded > 128 or words > 64 or beside_codes
