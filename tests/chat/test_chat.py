@@ -56,7 +56,7 @@ def test_a_single_turn_without_a_prompt_reads_one_message(chat):
     assert chat("-st", lines="one\ntwo\n")[:2] == (0, "you said: one\n")
 
 
-def test_a_command_is_no_turn(chat):
+def test_a_command_adds_no_message(chat):
     assert chat("-st", lines="/regen\n/stats\none\ntwo\n")[:2] == (0, "you said: one\n")
 
 
@@ -73,7 +73,7 @@ def test_every_line_of_a_pipe_is_one_turn(chat):
     assert "\x1b" not in err
 
 
-def test_what_is_loaded_is_told_on_standard_error(chat):
+def test_the_loaded_model_is_noted_on_standard_error(chat):
     _, out, err = chat("-p", "hi", "-st")
     assert "Reading the weights of fake" in err
     assert err.count("fake: a context of 128 tokens fits") == 1
@@ -113,7 +113,7 @@ def test_regen_answers_the_last_message_again(chat, engine):
     assert engine.prompts[0] == engine.prompts[1] == [{"role": "user", "content": "one"}]
 
 
-def test_an_answer_that_goes_round_in_circles_is_stopped(chat, engine):
+def test_a_looping_answer_is_stopped(chat, engine):
     code, out, err = chat(lines="loop\none\n")
     first, second = out.splitlines()
     assert (code, second) == (0, "you said: one")
@@ -123,7 +123,7 @@ def test_an_answer_that_goes_round_in_circles_is_stopped(chat, engine):
     assert engine.prompts[-1][1]["content"] == first
 
 
-def test_such_an_answer_goes_on_with_no_loop_check(chat, engine):
+def test_a_looping_answer_goes_on_with_no_loop_check(chat, engine):
     code, out, err = chat("-p", "loop", "-st", "--no-loop-check")
     assert (code, len(out.split())) == (0, 4001)
     assert "over and over" not in err
@@ -214,7 +214,7 @@ def test_without_an_answer_nothing_is_saved(chat, state, lines):
 
 
 @pytest.mark.parametrize("command", ["/save /no/such/folder", "/load /no/such/file"])
-def test_what_cannot_be_saved_or_loaded_leaves_the_conversation(chat, engine, command):
+def test_a_failed_save_or_load_leaves_the_conversation(chat, engine, command):
     code, out, err = chat(lines=f"one\n{command}\ntwo\n")
     assert err.count("error: The session") == 1
     assert out == "you said: one\nyou said: two\n"
@@ -246,7 +246,7 @@ def test_exit_leaves(chat):
     assert chat(lines="/exit\nhi\n")[:2] == (0, "")
 
 
-def test_an_unknown_command_is_no_message(chat, engine):
+def test_an_unknown_command_is_not_sent(chat, engine):
     _, _, err = chat(lines="/etc/hosts\n")
     assert "There is no command /etc/hosts. /help lists them" in err
     assert engine.prompts == []

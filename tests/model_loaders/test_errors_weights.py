@@ -166,7 +166,7 @@ def test_missing_tensors(folder: Path) -> None:
     assert "and 6 more" in message
 
 
-def test_a_tensor_that_would_not_take_part(folder: Path) -> None:
+def test_a_bias_that_the_configuration_lacks_is_refused(folder: Path) -> None:
     """A bias that the configuration does not announce changes every result, so it must not be ignored."""
 
     def rename(header: dict) -> None:

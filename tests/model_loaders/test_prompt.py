@@ -86,7 +86,7 @@ def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 class TestMessagesStayText:
     @given(data=st.data())
-    def test_what_people_write_adds_no_control_token(self, model, data: st.DataObject) -> None:
+    def test_text_of_messages_adds_no_control_token(self, model, data: st.DataObject) -> None:
         tokenizer, template = model
         control = sorted(tokenizer.control_tokens())
         span = st.tuples(st.sampled_from(control), st.integers(0, 30), st.integers(0, 30))
@@ -113,7 +113,7 @@ class TestMessagesStayText:
         tokenizer, template = tiny("{{ messages[0].content + 's>' }}")
         assert text_of(tokenizer, chat_ids([user("</")], template, tokenizer)) == "</s>"
 
-    def test_a_role_is_no_way_around(self) -> None:
+    def test_control_strings_in_a_role_stay_text(self) -> None:
         tokenizer, template = tiny("{{ messages[0].role }}")
         ids = chat_ids([{"role": "user</s>", "content": ""}], template, tokenizer)
         assert text_of(tokenizer, ids) == "user</s>"
@@ -158,18 +158,18 @@ class TestConversationsOnlyGrow:
         else:
             assert as_text == as_ids
 
-    def test_a_final_eos_gives_way_to_the_templates_own(self) -> None:
+    def test_a_final_eos_is_replaced_by_the_templates_own(self) -> None:
         tokenizer, template = tiny("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
         answer = {"role": "assistant", "content": "he", "token_ids": [256, 258]}
         assert chat_ids([answer, user("h")], template, tokenizer) == [256, 258, *tokenizer.tokenize("h"), 258]
 
-    def test_what_was_opened_for_an_answer_stays_in_front_of_it(self) -> None:
+    def test_text_that_the_prompt_opened_for_an_answer_stays_before_it(self) -> None:
         tokenizer, template = tiny(THINKING)
         answer = {"role": "assistant", "content": "he", "token_ids": [256]}
         ids = chat_ids([user("h"), answer, user("h")], template, tokenizer)
         assert "assistant\n<think>\nhe" in text_of(tokenizer, ids)
 
-    def test_a_template_that_moves_text_has_its_way(self) -> None:
+    def test_a_template_may_move_text(self) -> None:
         tokenizer, template = tiny(MOVING)
         answer = {"role": "assistant", "content": "!", "token_ids": [256]}
         ids = chat_ids([user("first"), user("a"), answer, user("b")], template, tokenizer)
@@ -184,7 +184,7 @@ class TestConversationsOnlyGrow:
             ("{% for m in messages %}{{ m.content | replace('\ufdd1', '') }}{% endfor %}", "a" + "he" + "c"),
         ],
     )
-    def test_where_the_template_does_not_show_an_answer_as_it_is(self, source: str, text: str) -> None:
+    def test_an_answer_that_the_template_changes_has_the_templates_text(self, source: str, text: str) -> None:
         tokenizer, template = tiny(source)
         answer = {"role": "assistant", "content": "b", "token_ids": [256]}
         ids = chat_ids([user("a"), answer, user("c")], template, tokenizer)
@@ -216,7 +216,7 @@ def text_with_control(tokenizer: Tokenizer, ids: list[int]) -> str:
     return b"".join(spans).decode()
 
 
-def test_a_template_that_is_led_astray_by_the_ids_has_its_text() -> None:
+def test_a_template_that_frames_mislead_has_its_own_text() -> None:
     tokenizer, template = tiny(COUNTING)
     messages = [user("hi"), with_ids(tokenizer, "then he"), user("and?")]
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -240,7 +240,7 @@ class TestReasoningStaysBehind:
             assert f"{said}<" in text
             assert ids == tokenizer.tokenize(text, control=True)
 
-    def test_what_was_rendered_before_an_answer_is_there_again(self, name: str) -> None:
+    def test_the_text_before_an_answer_is_the_same_in_later_prompts(self, name: str) -> None:
         tokenizer, template = reasoning_model(name)
         messages = [user("hi")]
         for _ in range(3):
@@ -280,11 +280,11 @@ class TestReasoningStaysBehind:
 
 class TestBos:
     @pytest.mark.parametrize("source", ["{{ bos_token }}he", "he"])
-    def test_once_where_the_model_wants_it(self, source: str) -> None:
+    def test_bos_is_added_once_where_the_model_wants_it(self, source: str) -> None:
         tokenizer, template = tiny(source, **{"tokenizer.ggml.add_bos_token": True})
         assert chat_ids([user("")], template, tokenizer) == [257, 256]
 
-    def test_not_where_it_does_not(self) -> None:
+    def test_bos_is_not_added_where_the_model_does_not_want_it(self) -> None:
         tokenizer, template = tiny("he", **{"tokenizer.ggml.add_bos_token": False})
         assert chat_ids([user("")], template, tokenizer) == [256]
 
@@ -304,7 +304,7 @@ class TestBos:
         ([{"role": "assistant", "content": "", "token_ids": ["a"]}], r"messages\[0\]\.token_ids has 'a'"),
     ],
 )
-def test_messages_of_a_wrong_form_are_named(messages, complaint: str) -> None:
+def test_malformed_messages_are_named(messages, complaint: str) -> None:
     tokenizer, template = tiny("{{ messages[0].content }}")
     with pytest.raises(ValueError, match=complaint):
         chat_ids(messages, template, tokenizer)

@@ -52,7 +52,7 @@ def test_frequencies_of_released_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_older_spelling_means_the_same(name: str) -> None:
+def test_the_older_spelling_of_rope_settings_means_the_same(name: str) -> None:
     parameters = dict(CASES[name]["rope_parameters"])
     new = parsed(rope_parameters=parameters)
     theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
@@ -61,7 +61,7 @@ def test_the_older_spelling_means_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("absent", [{}, {"rope_scaling": None}, {"rope_parameters": {}}])
-def test_nothing_said_is_the_default_kind(absent: dict[str, object]) -> None:
+def test_absent_rope_settings_mean_the_default_kind(absent: dict[str, object]) -> None:
     assert parsed(**absent) == RopeConfig(theta=10_000.0)
     assert parsed(rope_theta=5e5, **absent) == RopeConfig(theta=5e5)
 

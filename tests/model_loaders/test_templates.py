@@ -66,7 +66,7 @@ class TestWhereItComesFrom:
             assert found.render(HELLO, add_generation_prompt=False) == "User: Hello\n"
 
     @pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default", "template": 7}]])
-    def test_what_is_no_text_is_refused(self, tmp_path: Path, value: object) -> None:
+    def test_a_chat_template_that_is_not_text_is_refused(self, tmp_path: Path, value: object) -> None:
         with pytest.raises(LoadError, match=r"tokenizer_config\.json .*chat_template"):
             for_folder(tmp_path, {"chat_template": value})
         with pytest.raises(LoadError, match=r"tiny\.gguf .*chat_template"):
@@ -173,7 +173,9 @@ class TestWhatItCanNotDo:
     @pytest.mark.parametrize(
         ("name", "reason"), [("SIGPROF", "it needs too much time"), ("SIGKILL", r"its process ended .*\(SIGKILL\)")]
     )
-    def test_the_reason_is_what_ended_the_worker(self, monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+    def test_the_error_names_the_signal_that_ended_the_worker(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+    ) -> None:
         slow = template("{% for _ in range(10**5) %}{% for _ in range(10**5) %}{% endfor %}{% endfor %}")
         slow._process._start()
         worker = slow._process._worker
@@ -182,7 +184,7 @@ class TestWhatItCanNotDo:
         with pytest.raises(LoadError, match=rf"failed: {reason}\.$"):
             slow.render(HELLO)
 
-    def test_too_little_memory_for_an_answer_is_a_reason_too(self) -> None:
+    def test_the_error_names_too_little_memory_for_an_answer(self) -> None:
         program = """
 import json, runpy, sys
 def dumps(answer):
@@ -195,7 +197,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
             worker.communicate(b'"fine"\n', 60)
         assert template_process._reason(worker) == "it needs too much memory"
 
-    def test_a_worker_that_ended_while_nobody_asked_is_replaced(self) -> None:
+    def test_a_worker_that_was_killed_while_idle_is_replaced(self) -> None:
         usable = template("fine")
         usable.render(HELLO)
         worker = usable._process._worker

@@ -254,7 +254,7 @@ class TestBosAndEos:
             ("llama2-model", "<s>", {"</s>"}),
         ],
     )
-    def test_of_known_models(self, name: str, bos: str | None, eos: set[str]) -> None:
+    def test_bos_and_eos_of_known_models(self, name: str, bos: str | None, eos: set[str]) -> None:
         tokenizer = vocab.real(name)
         assert tokenizer.bos_id == (None if bos is None else tokenizer.control_tokens()[bos])
         assert tokenizer.eos_ids == {tokenizer.control_tokens()[string] for string in eos}
@@ -416,7 +416,7 @@ class TestErrors:
             (vocab.tiny_spm(**{"tokenizer.ggml.token_type": [9] * 263}), "token_type|vocabulary"),
         ],
     )
-    def test_what_a_kind_needs(self, gguf, complaint: str) -> None:
+    def test_a_gguf_vocabulary_without_its_lists_is_refused(self, gguf, complaint: str) -> None:
         with pytest.raises(LoadError, match=rf"^tiny\.gguf .*(?:{complaint})"):
             load_for_gguf(gguf)
 
@@ -456,7 +456,7 @@ def test_a_long_text_is_known_to_have_many_tokens(name: str) -> None:
     assert vocab.real(name).least_tokens("x" * 1_000_000) > 2000
 
 
-def test_a_vocabulary_that_lacks_bytes_says_nothing_of_them(tiny_path: Path) -> None:
+def test_least_tokens_ignores_bytes_that_the_vocabulary_lacks(tiny_path: Path) -> None:
     tokenizer = load_for_folder(tiny_path, {}, {})
     assert tokenizer.least_tokens("\x04\x05" * 1000) == 0
     assert tokenizer.least_tokens("the" * 1000) > 0
@@ -472,7 +472,7 @@ def test_a_vocabulary_that_lacks_bytes_says_nothing_of_them(tiny_path: Path) -> 
         (None, pre_tokenizers.Punctuation("removed")),
     ],
 )
-def test_of_text_that_may_be_dropped_nothing_is_known(normalizer: Any, cutter: Any, tmp_path: Path) -> None:
+def test_least_tokens_is_zero_where_text_may_be_dropped(normalizer: Any, cutter: Any, tmp_path: Path) -> None:
     pieces = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257}
     library = tokenizers.Tokenizer(BPE(pieces, [], byte_fallback=True))
     library.decoder = decoders.ByteFallback()

@@ -68,7 +68,7 @@ def run(test: Callable[[Driver], Any], engine: Engine, **settings: Any) -> None:
 # -- answers ---------------------------------------------------------------------------------------------------
 
 
-def test_everyone_gets_what_it_gets_alone(engine: Engine) -> None:
+def test_concurrent_requests_get_the_same_answers_as_alone(engine: Engine) -> None:
     prompts: list[Any] = [[5 + number] * (3 * number + 1) for number in range(9)]
     prompts += ["once", [{"role": "user", "content": "Hi"}]]
     alone = [engine.generate(prompt, greedy(20)) for prompt in prompts]
@@ -82,7 +82,7 @@ def test_everyone_gets_what_it_gets_alone(engine: Engine) -> None:
     run(test, engine)
 
 
-def test_what_the_engine_refuses_is_raised_before_the_first_chunk(engine: Engine) -> None:
+def test_an_engine_error_is_raised_before_the_first_chunk(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
         with pytest.raises(EngineError) as caught:
             await whole(driver, [5] * engine.context)
@@ -138,7 +138,7 @@ def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
     run(test, engine, log_prompts=True)
 
 
-def test_how_long_answers_take_is_not_told_by_what_is_no_answer() -> None:
+def test_the_mean_time_of_answers_counts_only_answers() -> None:
     totals = Totals()
     for outcome, seconds in (("length", 9.0), ("error", 5.0), ("cancelled", 6.5)):
         totals.ended(outcome, seconds, answer=True)
@@ -148,7 +148,7 @@ def test_how_long_answers_take_is_not_told_by_what_is_no_answer() -> None:
     assert totals.usual_seconds() == 7
 
 
-def test_what_is_no_answer_is_counted_apart(engine: Engine) -> None:
+def test_requests_without_an_answer_do_not_count_in_the_mean_time(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
         await whole(driver)
         await driver.counted("tokenized", lambda: time.sleep(0.05))
@@ -249,7 +249,7 @@ def test_the_limit_of_time(engine: Engine) -> None:
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_the_limit_of_time_holds_where_nobody_reads(engine: Engine) -> None:
+def test_the_time_limit_holds_for_a_client_that_does_not_read(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
         chunks = driver.stream(PROMPT, LONG)
         await anext(chunks)
@@ -277,7 +277,7 @@ def test_a_full_queue(engine: Engine) -> None:
     run(test, engine, max_queue=1)  # behind the two that are computed
 
 
-def test_not_all_come_back_at_the_same_time(engine: Engine) -> None:
+def test_refused_clients_get_different_times_to_come_back(engine: Engine) -> None:
     """Those who were refused together: a client does as it is told, and room for one is room for one."""
 
     async def test(driver: Driver) -> None:

@@ -173,7 +173,7 @@ def test_connections_that_are_reset_in_mid_stream(server: Process) -> None:
     assert ended(server) - before == {"cancelled": 5}
 
 
-def test_connections_on_which_nothing_comes_or_not_enough(server: Process) -> None:
+def test_connections_without_a_complete_request_are_closed(server: Process) -> None:
     """They keep nobody from being served, and are hung up on."""
     begun = time.monotonic()
     silent = [connect(server) for _ in range(20)]

@@ -186,7 +186,7 @@ def test_the_document_is_current() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), each(ASKING))
-def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: Any) -> None:
+def test_refused_fields_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(BadRequest) as caught:
         read(**{name: value})
     assert caught.value.field == name
@@ -195,11 +195,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: Any) -> No
 
 
 @pytest.mark.parametrize(("name", "value"), [*each(NOTHING), *((name, None) for name in ASKING)])
-def test_asking_for_nothing_is_fine(name: str, value: Any) -> None:
+def test_neutral_values_of_refused_fields_are_accepted(name: str, value: Any) -> None:
     assert read(**{name: value}) == read()
 
 
-def test_where_the_first_token_belongs_depends_on_the_prompt() -> None:
+def test_add_special_tokens_is_refused_unless_it_is_the_default_of_the_prompt() -> None:
     chat = {"messages": MESSAGES, "add_special_tokens": False}
     assert parameters.read(chat, lambda text: []).params == SamplingParams()
     with pytest.raises(BadRequest, match="add_special_tokens"):
@@ -208,14 +208,14 @@ def test_where_the_first_token_belongs_depends_on_the_prompt() -> None:
 
 @pytest.mark.parametrize("name", of("harmless"))
 @pytest.mark.parametrize("value", [None, True, 5, "x", ["x"], {"x": 1}])
-def test_what_changes_nothing_is_passed_over(name: str, value: Any) -> None:
+def test_harmless_fields_are_ignored(name: str, value: Any) -> None:
     value = "x" if name == "model" and value is not None else value
     asked, plain = read(**{name: value}), read()
     assert (asked.prompt, asked.options, asked.params, asked.n) == (plain.prompt, plain.options, plain.params, plain.n)
 
 
 @pytest.mark.parametrize("name", HONOURED)
-def test_what_is_honoured_reaches_the_engine(name: str) -> None:
+def test_honoured_fields_reach_the_engine(name: str) -> None:
     value, meant = HONOURED[name]
     asked = read(**{name: value})
     assert meant in (asked.params, asked.options)

@@ -48,7 +48,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_cannot_be_honoured_is_a_bad_request_that_names_it(server: Serving, path: str) -> None:
+def test_a_refused_field_is_a_bad_request_that_names_it(server: Serving, path: str) -> None:
     prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
     for name, values in ASKING.items():
         if name == "add_special_tokens" and "messages" in prompt:
@@ -81,20 +81,20 @@ def test_a_prompt_that_is_too_long_is_told_in_numbers(server: Serving) -> None:
 # -- honoured --------------------------------------------------------------------------------------------------------
 
 
-def test_names_for_the_most_tokens(server: Serving) -> None:
+def test_every_name_of_max_tokens_is_honoured(server: Serving) -> None:
     assert tokens(server, max_tokens=None, n_predict=3) == 3
     assert tokens(server, max_tokens=5.0, n_predict=3) == 5
     assert tokens(server, max_completion_tokens=4) == 4
 
 
-def test_names_for_the_penalty_of_repetitions(server: Serving) -> None:
+def test_every_name_of_repeat_penalty_is_honoured(server: Serving) -> None:
     plain = text(server)
     assert text(server, repeat_penalty=1.8) == text(server, repetition_penalty=1.8) != plain
     assert text(server, repetition_penalty=1.8, repeat_last_n=0) == plain
     assert text(server, repetition_penalty=1.8, repeat_last_n=2) != text(server, repetition_penalty=1.8)
 
 
-def test_names_for_log_probabilities(server: Serving) -> None:
+def test_every_name_of_logprobs_is_honoured(server: Serving) -> None:
     def told(**more: Any) -> Any:
         return complete(server, **more)["choices"][0]["logprobs"]
 
@@ -111,7 +111,7 @@ def test_samplers_that_are_off(server: Serving) -> None:
     assert text(server, **drawn, top_p=0) == text(server, temperature=0, max_tokens=40)
 
 
-def test_ends(server: Serving) -> None:
+def test_tokens_that_end_an_answer(server: Serving) -> None:
     early = {"ignore_eos": False, "logit_bias": {str(EOS[0]): 1e5}}
     assert tokens(server, **early) == 0
     assert tokens(server, **early, min_tokens=3) == 3
@@ -181,7 +181,7 @@ def test_a_server_may_be_silent_about_its_cache(tiny: Engine) -> None:
         assert "cached" not in server.http.get("/metrics").text
 
 
-def test_the_socket_is_as_silent(start: Any) -> None:
+def test_the_socket_hides_cached_tokens_too(start: Any) -> None:
     for hidden in (False, True):
         with Client(start(hide_cached_tokens=hidden).address) as client:
             _, last = client.ask(id=1, prompt="the", max_tokens=2)

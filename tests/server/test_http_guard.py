@@ -92,11 +92,11 @@ def test_the_servers_own_names_pass(host: str, reached: str, name: str) -> None:
         ("0.0.0.0", "192.168.1.5", "evil.example:8080"),
     ],
 )
-def test_other_names_do_not(host: str, reached: str, name: str) -> None:
+def test_other_host_names_are_refused(host: str, reached: str, name: str) -> None:
     assert not passes(host, reached, [(b"host", name.encode())])
 
 
-def test_there_is_one_name() -> None:
+def test_a_request_needs_exactly_one_host_header() -> None:
     assert not passes("127.0.0.1", "127.0.0.1", [])
     assert not passes("127.0.0.1", "127.0.0.1", [(b"host", b"localhost"), (b"host", b"localhost")])
 
@@ -116,13 +116,13 @@ def test_with_a_key_any_name_passes(tiny: Engine) -> None:
         assert_error(bare, 401, "invalid_api_key")
 
 
-def test_who_is_refused_for_a_name_is_told_the_flag(server: Serving) -> None:
+def test_a_refused_host_name_is_answered_with_the_flag_to_allow_it(server: Serving) -> None:
     response = server.http.get("/v1/models", headers={"Host": "mybox.local"})
     assert "--allowed-host" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nowhere"])
-def test_a_page_whose_name_leads_here_gets_nothing(server: Serving, path: str) -> None:
+def test_a_page_with_dns_rebinding_is_refused(server: Serving, path: str) -> None:
     assert_error(server.http.get(path, headers={"Host": "evil.example"}), 421, "misdirected_request")
 
 
@@ -199,7 +199,7 @@ def test_a_page_on_the_internet_may_use_a_server_on_this_machine(tiny: Engine) -
     assert permission.headers["access-control-allow-private-network"] == "true"
 
 
-def test_other_pages_get_none(tiny: Engine) -> None:
+def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
     with serving(tiny, cors_origin=(PAGE,)) as server:
         for response in (
             preflight(server, "https://evil.example"),
@@ -276,7 +276,7 @@ def test_a_body_far_too_large_is_an_error_that_clients_understand(server: Servin
         (b'{"prompt": "the", "seed": ' + b"9" * 10_000 + b"}", "digits"),
     ],
 )
-def test_what_is_no_json_object_is_told_so(server: Serving, data: bytes, part: str) -> None:
+def test_a_body_that_is_not_a_json_object_is_a_bad_request(server: Serving, data: bytes, part: str) -> None:
     response = server.http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
     assert_error(response, 400, "invalid_request")
     assert part in response.json()["error"]["message"]
@@ -290,7 +290,7 @@ def test_other_paths_and_methods_are_errors_of_the_same_shape(server: Serving) -
     assert response.headers["allow"] == "POST"
 
 
-def test_bytes_that_are_no_http_are_refused_and_the_server_lives_on(server: Serving) -> None:
+def test_bytes_that_are_not_http_are_refused_and_the_server_lives_on(server: Serving) -> None:
     for garbage in (b"\x16\x03\x01\x02\x00\x01\xfc", b"GET\r\n\r\n", b"{}\n", b"\x00" * 70_000):
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(garbage)

@@ -65,7 +65,7 @@ def assert_chat_tells(server: Serving, content: list[Any], answer: Completion) -
 
 
 @pytest.mark.parametrize("top", [{}, {"top_logprobs": 0}, {"top_logprobs": 20}])
-def test_a_conversation_s(server: Serving, top: dict[str, int]) -> None:
+def test_log_probabilities_of_a_conversation(server: Serving, top: dict[str, int]) -> None:
     answer = expected(server, MESSAGES, top.get("top_logprobs", 0))
     (choice,) = chat(server, **top).choices
     assert choice.message.content == answer.text
@@ -73,7 +73,7 @@ def test_a_conversation_s(server: Serving, top: dict[str, int]) -> None:
     assert choice.logprobs.refusal is None
 
 
-def test_a_streamed_conversation_s(server: Serving) -> None:
+def test_log_probabilities_of_a_streamed_conversation(server: Serving) -> None:
     answer = expected(server, MESSAGES, 3)
     parts = [part.choices[0] for part in chat(server, top_logprobs=3, stream=True)]
     told = [part.logprobs.content for part in parts if part.logprobs is not None]
@@ -100,7 +100,7 @@ def test_an_answer_without_tokens_has_an_empty_list(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_does_not_ask_gets_none(server: Serving, stream: bool) -> None:
+def test_log_probabilities_are_absent_unless_requested(server: Serving, stream: bool) -> None:
     answers = [chat(server, logprobs=False, stream=stream), complete(server, stream=stream)]
     for answer in answers:
         parts = list(answer) if stream else [answer]
@@ -123,7 +123,7 @@ def assert_text_tells(server: Serving, told: dict[str, list[Any]], answer: Compl
 
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_plain_prompt_s(server: Serving, count: int, stream: bool) -> None:
+def test_log_probabilities_of_a_plain_prompt(server: Serving, count: int, stream: bool) -> None:
     answer = expected(server, PROMPT, count)
     given = complete(server, logprobs=count, stream=stream)
     choices = [part.choices[0] for part in (given if stream else [given])]
@@ -135,7 +135,7 @@ def test_a_plain_prompt_s(server: Serving, count: int, stream: bool) -> None:
     assert "".join(choice.text for choice in choices) == answer.text
 
 
-def test_what_was_drawn_is_told_though_others_were_more_likely(server: Serving) -> None:
+def test_the_drawn_token_has_a_log_probability_though_others_were_more_likely(server: Serving) -> None:
     (choice,) = complete(server, logprobs=1, temperature=5, seed=1).choices
     told = choice.logprobs
     for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):

@@ -229,14 +229,14 @@ def test_a_wrong_value_is_a_bad_request_that_names_the_field(
         ),
     ],
 )
-def test_what_the_server_cannot_do_is_refused_by_name(server: Serving, given: dict[str, Any], param: str) -> None:
+def test_unsupported_requests_are_refused_by_name(server: Serving, given: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         chat(server, **given)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_beyond_the_context_is_told_so(server: Serving, stream: bool) -> None:
+def test_a_prompt_longer_than_the_context_is_an_error(server: Serving, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         chat(server, messages=[{"role": "user", "content": "then " * 300}], stream=stream)
     assert caught.value.code == "context_length_exceeded"
@@ -285,7 +285,7 @@ def test_while_the_server_drains_requests_are_refused(server: Serving) -> None:
     assert caught.value.code == "closing"
 
 
-def test_more_answers_than_there_ever_is_room_for_are_no_reason_to_come_back(tiny: Engine) -> None:
+def test_more_answers_than_the_queue_can_hold_are_not_a_busy_error(tiny: Engine) -> None:
     with serving(tiny, max_queue=0) as server:
         room = tiny.config.parallel
         body = {"prompt": "the rain", "max_tokens": 1, "n": room + 1}

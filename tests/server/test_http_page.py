@@ -97,7 +97,7 @@ def test_nothing_can_be_sent_to_the_page(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/stats"])
-def test_by_another_name_there_is_no_page(server: Serving, path: str) -> None:
+def test_the_page_is_refused_for_another_host_name(server: Serving, path: str) -> None:
     response = server.http.get(path, headers={"Host": "evil.example"})
     assert response.status_code == 421
     assert "<html" not in response.text
@@ -155,7 +155,7 @@ def test_the_memory_of_a_sequence_is_what_the_engine_holds_for_it(server: Servin
 
 
 @pytest.mark.parametrize("tokens", ["", "-1", "1.5", "many", "9" * 13, "٣"])
-def test_a_length_that_is_none_is_a_bad_request(server: Serving, tokens: str) -> None:
+def test_an_invalid_number_of_tokens_is_a_bad_request(server: Serving, tokens: str) -> None:
     response = server.http.get("/stats", params={"tokens": tokens})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tokens"
@@ -203,7 +203,7 @@ def test_every_block_is_used_or_kept_or_free(server: Serving) -> None:
 @pytest.mark.parametrize(
     ("path", "status", "lines"), [("/stats", 200, 0), ("/stats", 401, 1), ("/stats", 400, 1), ("/", 200, 1)]
 )
-def test_numbers_that_were_asked_for_again_fill_no_log(
+def test_repeated_stats_requests_have_no_line_in_the_log(
     caplog: pytest.LogCaptureFixture, path: str, status: int, lines: int
 ) -> None:
     async def app(_scope: Any, _receive: Any, send: Any) -> None:

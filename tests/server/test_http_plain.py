@@ -65,7 +65,7 @@ def test_the_token_that_begins_every_text_is_added(shared: Serving, monkeypatch:
     assert tokens(add_special=False) == tokens(add_special=None) == plain
 
 
-def test_tokens_are_told_with_their_pieces(shared: Serving) -> None:
+def test_tokens_are_returned_with_their_pieces(shared: Serving) -> None:
     euro = "€".encode()
     tokens = shared.post("/tokenize", {"content": "the<|im_end|>€", "with_pieces": True}).json()["tokens"]
     assert [token["id"] for token in tokens] == shared.engine.tokenize("the<|im_end|>€", control=True)
@@ -75,12 +75,12 @@ def test_tokens_are_told_with_their_pieces(shared: Serving) -> None:
 
 
 @pytest.mark.parametrize("name", ["add_special", "parse_special", "with_pieces"])
-def test_an_option_that_is_no_truth_value_is_named(shared: Serving, name: str) -> None:
+def test_an_option_that_is_not_a_boolean_is_named(shared: Serving, name: str) -> None:
     response = shared.post("/tokenize", {"content": "the", name: 1})
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
-def test_what_is_told_of_a_text_is_bounded(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_returned_tokens_is_bounded(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens_of_texts, "MOST_TOKENS", 9)
     monkeypatch.setattr(tokens_of_texts, "MOST_PIECES", 3)
     assert len(shared.post("/tokenize", {"content": "1" * 9}).json()["tokens"]) == 9
@@ -145,13 +145,13 @@ def test_texts_that_take_long_hold_up_no_answer(tiny: Engine, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("content", [None, 5, ["the"], {"text": "the"}, True])
-def test_a_content_that_is_no_text_is_a_bad_request(shared: Serving, content: Any) -> None:
+def test_content_that_is_not_a_string_is_a_bad_request(shared: Serving, content: Any) -> None:
     response = shared.post("/tokenize", {"content": content})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "content"
 
 
-def test_half_of_a_surrogate_pair_is_no_text(shared: Serving) -> None:
+def test_half_of_a_surrogate_pair_is_not_text(shared: Serving) -> None:
     json = {"Content-Type": "application/json"}
     response = shared.http.post("/tokenize", content=rb'{"content": "\ud800"}', headers=json)
     assert response.status_code == 400
@@ -159,14 +159,14 @@ def test_half_of_a_surrogate_pair_is_no_text(shared: Serving) -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, 5, "the", {"0": 1}])
-def test_tokens_that_are_no_list_are_a_bad_request(shared: Serving, tokens: Any) -> None:
+def test_tokens_that_are_not_an_array_are_a_bad_request(shared: Serving, tokens: Any) -> None:
     response = shared.post("/detokenize", {"tokens": tokens})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tokens"
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31, 2**64, 10**300, 1.5, True, None, "5", [5]])
-def test_what_is_no_token_is_a_bad_request(shared: Serving, token: Any) -> None:
+def test_an_invalid_token_id_is_a_bad_request(shared: Serving, token: Any) -> None:
     response = shared.post("/detokenize", {"tokens": [5, token]})
     assert response.status_code == 400
     assert response.json()["error"]["message"]
@@ -190,7 +190,7 @@ def test_a_server_is_healthy_while_its_engine_is_busy(server: Serving) -> None:
         assert server.http.get("/health").status_code == 200
 
 
-def test_of_an_error_nobody_has_foreseen_clients_see_nothing(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_generic_for_clients(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise RuntimeError("a secret of the server's")
 

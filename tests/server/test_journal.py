@@ -68,7 +68,7 @@ def test_on_a_terminal_a_request_is_a_short_line(log) -> None:
     )
 
 
-def test_what_a_request_does_not_have_is_left_out(log) -> None:
+def test_a_line_leaves_out_fields_that_the_request_lacks(log) -> None:
     stream = log(True)
     with journal.entry("127.0.0.1:4000", "GET /nothing") as entry:
         entry.status = 404

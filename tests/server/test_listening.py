@@ -24,7 +24,7 @@ OTHER = {"message": "Exception in callback something()", "exception": ValueError
 
 
 @pytest.mark.parametrize(("context", "lines", "others"), [(OUT_OF_FILES, 1, 0), (NOBODY_LISTENS, 0, 0), (OTHER, 0, 3)])
-def test_accept_errors_are_a_line_and_others_are_as_they_were(
+def test_accept_errors_are_one_line_and_others_are_unchanged(
     context: dict[str, Any], lines: int, others: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of three in the same second."""

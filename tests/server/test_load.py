@@ -148,7 +148,9 @@ async def load(process: Process, jobs: list[Job], seconds: float, seen: Seen) ->
         watching.cancel()
 
 
-def test_all_are_served_as_if_they_were_alone_and_nothing_is_lost(server: Process, jobs: list[Job], kept: int) -> None:
+def test_answers_under_load_are_the_same_as_alone_and_no_memory_is_lost(
+    server: Process, jobs: list[Job], kept: int
+) -> None:
     seen = Seen()
     asyncio.run(load(server, jobs, 0, seen))
     before = server.resident()

@@ -132,7 +132,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(capsys) -> None:
     assert [f"Port {port} of 127.0.0.1 is in use" in line for line in lines] == [True, True]
 
 
-def test_what_a_server_that_still_loads_has_is_told_before_a_model_is_loaded(tmp_path: Path, capsys) -> None:
+def test_the_addresses_of_a_server_that_still_loads_are_in_use(tmp_path: Path, capsys) -> None:
     """Who has bound a socket has not accepted a connection for a long time: a model is large."""
     path = str(tmp_path / "socket")
     with tcp_socket("127.0.0.1", 0) as bound, unix_socket(path):
@@ -162,7 +162,7 @@ def test_packages_that_are_missing(capsys, monkeypatch) -> None:
         (["--host", "0.0.0.0", "--api-key", "sk-1"], False),
     ],
 )
-def test_a_warning_where_anybody_can_use_it(words: list[str], warned: bool, capsys, monkeypatch) -> None:
+def test_a_server_without_a_key_warns_unless_it_is_local(words: list[str], warned: bool, capsys, monkeypatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     main([*words, "--port", "0", "--weights", "/no/such/model"])
     assert ("warning" in capsys.readouterr().err) == warned

@@ -229,7 +229,7 @@ def says(page: Browser, pieces: list[str]) -> None:
 ROUND = ["So", *["round", " and", " round,", " again "] * 400]
 
 
-def test_an_answer_that_goes_round_in_circles_is_stopped(page: Browser) -> None:
+def test_a_looping_answer_is_stopped(page: Browser) -> None:
     says(page, ROUND)
     send(page, "the wheel")
     page.until(lambda: done(page) and figures(page))
@@ -243,7 +243,7 @@ def test_an_answer_that_goes_round_in_circles_is_stopped(page: Browser) -> None:
     assert page.text(".foot button") == "Regenerate"
 
 
-def test_such_an_answer_goes_on_where_the_setting_says_so_after_a_reload_too(page: Browser) -> None:
+def test_a_looping_answer_goes_on_with_the_loop_check_off_and_after_a_reload(page: Browser) -> None:
     page.click("#loop_check")
     page.reload()
     assert not page.run("return loop_check.checked")
@@ -279,14 +279,14 @@ def test_a_list_with_lines_that_look_alike_is_not_stopped(page: Browser) -> None
         ("bcabcabcab", 9, True),
     ],
 )
-def test_what_a_loop_is(page: Browser, text: str, least: int, found: bool) -> None:
+def test_the_page_recognises_loops(page: Browser, text: str, least: int, found: bool) -> None:
     assert page.run("return loops(arguments[0], arguments[1])", text, least) == found
 
 
 # -- text is text ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_model_writes_is_never_html(page: Browser) -> None:
+def test_text_of_the_model_is_never_html(page: Browser) -> None:
     page.run("const p = make('div', 'probe'); document.body.append(p); render(p, arguments[0])", HOSTILE)
     elements = page.run("return [...document.querySelectorAll('.probe *')].map((e) => e.localName)")
     assert elements == ["p", "strong", "code", "pre", "code", "p"]
@@ -295,7 +295,7 @@ def test_what_a_model_writes_is_never_html(page: Browser) -> None:
     assert page.run("return window.harmed ?? null") is None
 
 
-def test_what_people_write_is_not_either(page: Browser) -> None:
+def test_text_of_the_user_is_never_html(page: Browser) -> None:
     choose(page, max_tokens=1)
     send(page, HOSTILE.partition("\n")[0])
     page.until(lambda: done(page) and page.text(".question"))
@@ -398,7 +398,7 @@ def test_the_meters_fill(page: Browser, server: Process) -> None:
     page.until(lambda: page.text("#requests") == "0 running, 0 waiting")
 
 
-def test_memory_that_is_saved_is_shown_as_a_factor(page: Browser) -> None:
+def test_the_memory_saved_is_shown_as_a_factor(page: Browser) -> None:
     show = "stats.sequence = {tokens: 9, bytes: arguments[0], f16_bytes: arguments[1]}; meter()"
     page.run(show, 3 << 20, 12 << 20)
     assert page.text("#memory") == "3.0 MiB, 4.0× saved"
@@ -434,7 +434,7 @@ def test_a_browser_that_forbids_storage_gets_its_answer(page: Browser) -> None:
     assert answer(page)
 
 
-def test_a_setting_that_cannot_be_keeps_the_message(page: Browser) -> None:
+def test_an_invalid_setting_keeps_the_message(page: Browser) -> None:
     choose(page, top_p=1.5)
     send(page, "the rain")
     assert page.run("return [turns.length, message.value, document.activeElement.id]") == [0, "the rain", "top_p"]
@@ -487,7 +487,7 @@ def test_a_busy_server_says_when_to_come_back_and_retry_does(
         assert page.text(".notice") == ""
 
 
-def test_a_lost_connection_is_told_and_can_be_tried_again(
+def test_a_lost_connection_is_shown_and_can_be_retried(
     visit: Callable[[Process], Browser], tiny_path: Path, tmp_path: Path
 ) -> None:
     with ExitStack() as ends:
@@ -554,7 +554,7 @@ def test_everything_can_be_reached_by_keyboard(page: Browser) -> None:
     assert reached == order
 
 
-def test_everything_has_a_name_for_those_who_do_not_see_it(page: Browser) -> None:
+def test_every_control_has_an_accessible_name(page: Browser) -> None:
     choose(page, max_tokens=1)
     send(page, "the rain")
     page.until(lambda: done(page) and page.text(".foot"))
@@ -584,7 +584,7 @@ def test_a_narrow_screen_has_all_of_it(page: Browser) -> None:
     assert page.run("return [document.activeElement.id, log.inert, composer.inert]") == ["open", False, False]
 
 
-def test_the_view_follows_the_answer_unless_somebody_reads_above(page: Browser) -> None:
+def test_the_view_follows_the_answer_unless_the_user_has_scrolled_up(page: Browser) -> None:
     size(page, 360, 400)
     below = "return log.scrollHeight - log.scrollTop - log.clientHeight"
     page.run("temperature.value = 0")  # it is out of sight

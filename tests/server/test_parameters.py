@@ -99,7 +99,7 @@ def test_parameters_that_json_spells_differently() -> None:
         ("stop_token_ids", [7.0], [7]),
     ],
 )
-def test_what_other_servers_take_is_taken(name: str, value: Any, meant: Any) -> None:
+def test_values_of_other_servers_are_accepted(name: str, value: Any, meant: Any) -> None:
     assert params(**{name: value}) == params(**{name: meant})
     assert isinstance(params(max_tokens=5.0).max_tokens, int)
 
@@ -116,7 +116,7 @@ def test_what_other_servers_take_is_taken(name: str, value: Any, meant: Any) -> 
         ({"": 1}, {}),
     ],
 )
-def test_a_bias_is_for_ids_or_texts(bias: Any, meant: dict[int, float]) -> None:
+def test_a_bias_is_for_ids_or_strings(bias: Any, meant: dict[int, float]) -> None:
     assert params(logit_bias=bias) == SamplingParams(logit_bias=meant)
 
 
@@ -140,7 +140,7 @@ def test_null_is_the_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])
-def test_log_probabilities_are_asked_for_by_a_number(count: int) -> None:
+def test_log_probabilities_are_requested_by_a_number(count: int) -> None:
     assert params(logprobs=count) == SamplingParams(logprobs=count)
 
 
@@ -156,7 +156,9 @@ def test_log_probabilities_are_asked_for_by_a_number(count: int) -> None:
         ({"logprobs": True, "top_logprobs": 20}, 20),
     ],
 )
-def test_or_by_a_switch_with_a_number_beside_it(fields: dict[str, Any], count: int | None) -> None:
+def test_log_probabilities_are_requested_by_a_switch_with_a_number_beside_it(
+    fields: dict[str, Any], count: int | None
+) -> None:
     assert read({"prompt": "a", **fields}, switched_logprobs=True).params == SamplingParams(logprobs=count)
 
 
@@ -176,7 +178,7 @@ def test_a_wrong_switch_or_number_is_named(fields: dict[str, Any], field: str) -
     assert field in caught.value.message
 
 
-def test_unknown_fields_are_passed_over() -> None:
+def test_unknown_fields_are_ignored() -> None:
     assert read({"prompt": "a", "user": "me", "metadata": {"x": [1]}, "store": False}) == read({"prompt": "a"})
 
 
@@ -194,17 +196,17 @@ def test_unknown_fields_are_passed_over() -> None:
         ("suffix", ""),
     ],
 )
-def test_asking_for_nothing_unsupported_is_fine(name: str, value: Any) -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted(name: str, value: Any) -> None:
     assert read({"prompt": "a", name: value}) == read({"prompt": "a"})
 
 
-def test_what_is_not_sampling() -> None:
+def test_fields_that_are_not_sampling_parameters() -> None:
     asked = read({"prompt": "a", "stream": True, "n": 3, "stream_options": {"include_usage": True}, "model": "m"})
     assert (asked.stream, asked.n, asked.include_usage, asked.model) == (True, 3, True, "m")
 
 
 @pytest.mark.parametrize("prompt", ["text", [1, 2, 3]])
-def test_a_prompt_may_stand_in_a_list(prompt: Any) -> None:
+def test_a_prompt_may_be_in_an_array(prompt: Any) -> None:
     assert read({"prompt": prompt}).prompt == prompt
     assert read({"prompt": [prompt]}).prompt == prompt
 
@@ -239,7 +241,7 @@ def test_types_are_called_by_their_names_in_json(fields: dict[str, Any], sentenc
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", -5), ("max_tokens", -2), ("top_k", -7), ("min_tokens", -3)])
-def test_what_is_too_small_is_told_what_is_taken(name: str, value: int) -> None:
+def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value: int) -> None:
     with pytest.raises(BadRequest) as caught:
         params(**{name: value})
     assert caught.value.message.startswith(f"{name} is {value}, but must be a whole number")
@@ -361,7 +363,7 @@ def test_the_path_of_a_wrong_field(body: dict[str, Any], field: str) -> None:
     assert complaint(body).field == field
 
 
-def test_a_caller_takes_only_the_prompt_it_knows() -> None:
+def test_a_caller_chooses_which_prompt_fields_it_takes() -> None:
     with pytest.raises(BadRequest, match="messages is missing"):
         read({"prompt": "a"}, takes=["messages"])
 
@@ -383,7 +385,7 @@ def test_a_caller_takes_only_the_prompt_it_knows() -> None:
         b'{"a": ' + b"1" * 10_000 + b"}",
     ],
 )
-def test_what_is_no_json_object(data: bytes) -> None:
+def test_input_that_is_not_a_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         read_json(data)
     assert caught.value.field is None

@@ -237,7 +237,7 @@ def test_without_a_folder_there_are_no_sessions(tiny_path: Path, tmp_path: Path)
             assert client.ask(id=1, load="a")[1]["error"]["code"] == "sessions_off"
 
 
-def test_the_folder_has_to_be_one(tiny_path: Path, tmp_path: Path) -> None:
+def test_a_sessions_folder_that_is_a_file_is_refused(tiny_path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "below", "Not a directory")):
         command = [
@@ -256,7 +256,7 @@ def test_the_folder_has_to_be_one(tiny_path: Path, tmp_path: Path) -> None:
         assert done.stderr == f"error: --sessions {folder}: {why}; name a folder that is there or can be made\n"
 
 
-def test_the_home_of_nobody_is_no_folder() -> None:
+def test_a_folder_in_the_home_of_an_unknown_user_is_refused() -> None:
     with pytest.raises(EngineError, match="--sessions ~nobody-of-that-name/x: "):
         SessionFolder("~nobody-of-that-name/x", 1 << 30)
 
@@ -317,7 +317,7 @@ def test_sessions_take_no_more_of_the_disk_than_the_limit(tiny_path: Path, tmp_p
         assert ask(process, "/sessions/save", name="third", messages=[USER])[0] == 200
 
 
-def test_what_a_killed_save_left_is_gone_after_the_next_start(tiny_path: Path, tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_save_are_removed_at_the_next_start(tiny_path: Path, tmp_path: Path) -> None:
     """And what another server is saving is not."""
     go, folder = tmp_path / "go", tmp_path / "sessions"
     (tmp_path / "second").mkdir()

@@ -261,7 +261,7 @@ def test_a_web_page_cannot_talk_to_it(start: Start, first: bytes, key: str | Non
     assert server.driver.snapshot().requests == {}
 
 
-def test_who_asks_for_nothing_is_hung_up_on(server: Running, monkeypatch) -> None:
+def test_an_idle_connection_is_closed(server: Running, monkeypatch) -> None:
     """However much else it says."""
     monkeypatch.setattr(connection, "IDLE_SECONDS", 0.3)
     with Client(server.address) as client, suppress(EOFError, ConnectionError):
@@ -274,7 +274,7 @@ def test_who_asks_for_nothing_is_hung_up_on(server: Running, monkeypatch) -> Non
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_who_waits_for_an_answer_is_not_idle(server: Running, monkeypatch) -> None:
+def test_a_client_that_waits_for_an_answer_is_not_idle(server: Running, monkeypatch) -> None:
     monkeypatch.setattr(connection, "IDLE_SECONDS", 1.0)  # long enough for a request to arrive on a busy machine
     with Client(server.address) as client:
         assert client.ask(id=1, prompt="a", max_tokens=14, **GREEDY)[1]["done"]  # of 0.1 seconds each
@@ -308,7 +308,7 @@ def test_without_the_key_nothing_is_served(start: Start, first: dict[str, Any]) 
     assert server.driver.snapshot().requests == {}
 
 
-def test_who_does_not_show_the_key_is_hung_up_on(start: Start, monkeypatch) -> None:
+def test_a_client_without_the_key_is_disconnected(start: Start, monkeypatch) -> None:
     monkeypatch.setattr(connection, "KEY_SECONDS", 0.05)
     with Client(start(api_key="secret").address) as client:
         assert client.receive()["error"]["code"] == "unauthorized"
@@ -316,7 +316,7 @@ def test_who_does_not_show_the_key_is_hung_up_on(start: Start, monkeypatch) -> N
             client.receive()
 
 
-def test_a_key_where_none_is_asked_for(server: Running) -> None:
+def test_a_key_is_ignored_where_none_is_needed(server: Running) -> None:
     with Client(server.address) as client:
         client.send(api_key="whatever")
         assert answers(client)
@@ -488,7 +488,7 @@ def test_a_unix_socket_leaves_no_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_only_a_file_that_nobody_listens_at_is_replaced(start: Start, tmp_path: Path) -> None:
+def test_only_a_socket_file_without_a_listener_is_replaced(start: Start, tmp_path: Path) -> None:
     stale, alive, file = tmp_path / "stale", tmp_path / "alive", tmp_path / "file"
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(stale))
@@ -506,7 +506,7 @@ def test_only_a_file_that_nobody_listens_at_is_replaced(start: Start, tmp_path: 
         assert answers(client)
 
 
-def test_a_socket_file_of_somebody_else_stays(tmp_path: Path) -> None:
+def test_a_file_that_replaced_the_socket_stays(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with unix_socket(str(path)):
         os.unlink(path)

@@ -129,7 +129,7 @@ def test_too_many_connections_are_an_error_of_the_apis_shape(server: Serving) ->
     assert httpx.get(server.url).status_code == 200
 
 
-def test_a_peer_that_is_gone_without_a_word_is_noticed(server: Serving) -> None:
+def test_a_dead_peer_is_detected(server: Serving) -> None:
     """The system asks for a sign of life, and gives up on what is not acknowledged."""
     with server.connect():
         eventually(lambda: server.connections)
@@ -172,7 +172,7 @@ def test_between_requests_a_connection_stays_longer_than_clients_keep_it(
     assert 2 * httpx.Limits().keepalive_expiry < uvicorn_server._IDLE_SECONDS
 
 
-def test_who_comes_too_late_is_told_so_before_asking(server: Serving) -> None:
+def test_a_connection_above_the_limit_is_refused_before_its_request(server: Serving) -> None:
     """And hung up on, however many there are and whether they ask or not; those before them keep their place."""
     with ExitStack() as ends:
         clients = [ends.enter_context(httpx.Client(base_url=server.url)) for _ in range(MOST)]
@@ -182,7 +182,7 @@ def test_who_comes_too_late_is_told_so_before_asking(server: Serving) -> None:
         assert [client.get("/").status_code for client in clients] == [200] * MOST
 
 
-def test_who_comes_too_late_and_is_gone_is_no_traceback(
+def test_a_refused_client_that_resets_the_connection_causes_no_traceback(
     server: Serving, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that resets the connection as soon as it has its answer, before the server goes on."""
@@ -207,7 +207,7 @@ def test_who_comes_too_late_and_is_gone_is_no_traceback(
 
 
 @pytest.mark.parametrize("body", [b"Content-Length: 100000", b"Transfer-Encoding: chunked"])
-def test_a_body_that_has_its_answer_already_has_to_come_to_its_end(
+def test_an_answered_request_must_send_the_rest_of_its_body_in_time(
     server: Serving, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     """However its bytes come: else anybody could hold all connections for ever."""
@@ -236,7 +236,7 @@ def test_a_body_that_comes_after_its_answer_leaves_the_connection_as_it_was(serv
             client.sendall(b"abc")
 
 
-def test_what_is_no_http_is_an_error_of_the_apis_shape_and_one_line_in_the_log(
+def test_data_that_is_not_http_gets_an_error_of_the_apis_shape_and_one_line_in_the_log(
     server: Serving, log: pytest.LogCaptureFixture
 ) -> None:
     with server.connect() as client:
@@ -260,7 +260,7 @@ def assert_no_traceback(log: pytest.LogCaptureFixture) -> None:
     assert len([record for record in log.records if record.levelno >= logging.WARNING]) <= 1
 
 
-def test_a_broken_body_behind_its_answer_is_no_traceback(server: Serving, log: pytest.LogCaptureFixture) -> None:
+def test_a_broken_body_after_its_answer_causes_no_traceback(server: Serving, log: pytest.LogCaptureFixture) -> None:
     with server.connect() as client:
         client.sendall(CHUNKED)
         assert client.recv(4096).startswith(b"HTTP/1.1 200")
