@@ -31,7 +31,7 @@ from engine.kv.plan import (
 from engine.kv.store import KVStore, Metrics
 from engine.model.forward import Model, ModelWeights
 from engine.model.magnitudes import scale, variances
-from engine.model.weights import load_weights, weight_count
+from engine.model.weights import load_weights, weight_bytes, weight_count
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import key_metric, value_metric, without_feedback
 from engine.quantization.statistics import LayerStatistics, balance
@@ -128,10 +128,9 @@ def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> 
     source = replace(source, config=source.config.for_context(config.ctx_size))
     try:
         shape = _cache_shape(config, encoding, ops, source.config)
-        count = weight_count(source.weights)
-        plan = _plan(config, ops, source.config, shape, count, say)
+        plan = _plan(config, ops, source.config, shape, weight_bytes(ops, source.weights), say)
         bar = tqdm(
-            total=4 * count,
+            total=4 * weight_count(source.weights),
             desc=f"Loading {source.name}",
             unit="B",
             unit_scale=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,41 @@ class StoredTensor:
     offset: int  # from the start of the file
     row_order: np.ndarray | None = None  # int64 (rows,): row r of the file is row row_order[r] of the tensor
     added: float = 0.0  # to every value
+
+    @property
+    def columns(self) -> int:
+        """Values of a row; a vector counts as rows of one value, so that it is cut and reordered alike."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def row_bytes(self) -> int:
+        values, nbytes = _block(self.dtype)
+        return self.columns // values * nbytes
+
+    @cached_property
+    def file_rows(self) -> np.ndarray | None:
+        """For each row of the tensor, its row in the file; None where they are the same."""
+        return None if self.row_order is None else np.argsort(self.row_order)
+
+    def raw(self, rows: slice) -> np.ndarray:
+        """The bytes of these rows, uint8 (rows, bytes of a row): a view of the file's where they lie in order there."""
+        if self.file_rows is None:
+            return self._lines(rows.start, rows.stop)
+        wanted = self.file_rows[rows]
+        first = int(wanted.min())
+        return self._lines(first, int(wanted.max()) + 1)[wanted - first]
+
+    def release(self, rows: slice) -> None:
+        """Lets the system drop these rows."""
+        if self.file_rows is not None:
+            wanted = self.file_rows[rows]
+            rows = slice(int(wanted.min()), int(wanted.max()) + 1)
+        self.source.release(self.offset + rows.start * self.row_bytes, (rows.stop - rows.start) * self.row_bytes)
+
+    def _lines(self, start: int, stop: int) -> np.ndarray:
+        """Rows of the file."""
+        count = (stop - start) * self.row_bytes
+        return self.source.view(self.offset + start * self.row_bytes, count).reshape(stop - start, self.row_bytes)
 
 
 class StoredWeights:
@@ -59,11 +95,20 @@ class StoredWeights:
         """The file that holds the tensor."""
         return self._tensors[name].source.path
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
+    def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
         tensor = self._tensors[name]
-        if out.shape != tensor.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-            raise ValueError(f"{name} needs a C-contiguous float32 array {tensor.shape}, got {out.dtype} {out.shape}")
-        _convert(tensor, out)
+        shape = len(range(*rows.indices(tensor.shape[0]))), *tensor.shape[1:]
+        if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(f"{name} needs a C-contiguous float32 array {shape}, got {out.dtype} {out.shape}")
+        _convert(tensor, out, rows.indices(tensor.shape[0])[0])
+
+    def read_raw(self, name: str, rows: slice) -> np.ndarray:
+        if self._tensors[name].added:
+            raise ValueError(f"{name} is not what the file has: a number is added to it")
+        return self._tensors[name].raw(rows)
+
+    def release(self, name: str, rows: slice) -> None:
+        self._tensors[name].release(rows)
 
     def renamed(self, rename: Callable[[str], str]) -> StoredWeights:
         """The same files, with other names for the tensors."""
@@ -81,25 +126,18 @@ class StoredWeights:
             file.close()
 
 
-def _convert(tensor: StoredTensor, out: np.ndarray) -> None:
-    """Slab by slab of whole rows; a vector counts as rows of one value, so that it is cut and reordered alike."""
-    columns = out.shape[-1] if out.ndim > 1 else 1
-    rows = out.reshape(out.size // max(1, columns), columns)
-    block, block_bytes = _block(tensor.dtype)
-    row_bytes = columns // block * block_bytes
+def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
+    """Rows from `first` on, slab by slab."""
+    columns = tensor.columns
+    values = out.reshape(out.size // max(1, columns), columns)
     step = max(1, _SLAB // max(1, columns))
-    for start in range(0, len(rows), step):
-        stop = min(start + step, len(rows))
-        offset, count = tensor.offset + start * row_bytes, (stop - start) * row_bytes
-        values = _values(tensor.source.view(offset, count), tensor.dtype).reshape(stop - start, columns)
-        if tensor.row_order is None:
-            rows[start:stop] = values
-        else:
-            rows[tensor.row_order[start:stop]] = values
+    for start in range(0, len(values), step):
+        part = values[start : start + step]
+        rows = slice(first + start, first + start + len(part))
+        part[...] = _values(tensor.raw(rows).reshape(-1), tensor.dtype).reshape(part.shape)
         if tensor.added:
-            rows[start:stop] += np.float32(tensor.added)
-        del values  # may be a view of the mapping
-        tensor.source.release(offset, count)
+            part += np.float32(tensor.added)
+        tensor.release(rows)
 
 
 def can_dequantize(dtype: str) -> bool:

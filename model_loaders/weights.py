@@ -30,8 +30,17 @@ class WeightSource(Protocol):
     def stored_dtype(self, name: str) -> str:
         """How the file stores it, in the file format's own words: "F32", "BF16", "Q4_1"."""
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
-        """Converts the tensor into `out`: float32, C-contiguous, of the tensor's shape. Takes a few MB beside it.
+    def read_raw(self, name: str, rows: slice) -> np.ndarray:
+        """Rows start to stop of a matrix as the file has them: uint8 (rows, bytes of a row), C-contiguous.
+
+        Where it can be, a view of the mapped file. Raises ValueError for a tensor that the file has otherwise.
+        """
+
+    def release(self, name: str, rows: slice) -> None:
+        """Lets the system drop from memory what `read_raw` gave of these rows; they can be read again."""
+
+    def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
+        """Converts rows of the tensor into `out`: float32, C-contiguous, of their shape. Takes a few MB beside it.
 
         Raises ValueError for an `out` of another shape or type.
         """

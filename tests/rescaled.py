@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine import assembly
+from tests.weights import pack
 
 
 class _Rescaled:
@@ -19,11 +20,20 @@ class _Rescaled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
-        self._source.read_into(name, out)
+    def stored_dtype(self, name: str) -> str:
+        """Half precision would not hold them."""
+        return "BF16" if self._source.stored_dtype(name) == "BF16" else "F32"
+
+    def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
+        self._source.read_into(name, out, rows)
         for part, factor in self._factors.items():
             if f".{part}." in name:
                 out *= np.float32(factor)
+
+    def read_raw(self, name: str, rows: slice) -> np.ndarray:
+        values = np.empty((rows.stop - rows.start, self._source.shape(name)[1]), np.float32)
+        self.read_into(name, values, rows)
+        return pack(values, self.stored_dtype(name).lower())
 
 
 def rescale(patch: pytest.MonkeyPatch, side: str, factor: float) -> None:

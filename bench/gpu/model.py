@@ -23,7 +23,6 @@ from engine.quantization.metric import Metric, key_metric, value_metric
 from engine.weight_formats import Linear, Matrix, get
 from model_loaders.config import ModelConfig
 
-_BFLOAT16 = "BF16"
 _OUTPUT_ROWS = 512  # of the output projection that metrics are made of
 _TOKEN_CORRELATION = 0.9  # of a token's attention with the next one's
 
@@ -42,7 +41,7 @@ class RandomModel:
         """
         self.ops, self.device = gpu.open()
         self.config = sizes.config
-        self.ops.room_beside(sum(parameters(self.config)))
+        self.ops.room_beside(2 * sum(parameters(self.config)))
         weights = _weights(self.ops, self.config, Noise(self.device, gpu.clock, sizes.noise))
         shape = cache_shape(self.ops, sizes)
         needed = {cell: _room(shape, sizes, *cell) for cell in cells}
@@ -87,7 +86,7 @@ def _weights(ops: CudaOps, config: ModelConfig, noise: Noise) -> ModelWeights:
     e, f, attended = config.hidden_size, config.ffn_size, config.heads * config.head_dim
 
     def norm() -> Array:
-        return ops.weight(np.ones(e, np.float32), _BFLOAT16)
+        return ops.to_device(np.ones(e, np.float32))
 
     def matrix(rows: int, columns: int) -> Matrix:
         return Matrix(get("bf16"), noise.matrix(rows, columns), (rows, columns))

@@ -1,8 +1,8 @@
 // y = x @ weightᵀ + bias for up to 64 rows on tensor cores: the op `linear`, with `rms_norm` before it, a sum behind.
 //
-// y (rows, out) float, x (rows, in), weight (out, in), bias (out) or null. x is rounded to the weights' type (what is
+// y (rows, out) float, x (rows, in), weight (out, in), bias (out) float or null. x is rounded to the weights' type (what is
 // too large for half precision becomes its largest number), sums are float. With NORMED, x is x / rms(x) · norm,
-// norm (in): x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of =.
+// norm (in) float: x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of =.
 // With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 //
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
@@ -71,7 +71,7 @@ struct Inputs {
     float values[OWN][8];
     float squares[OWN];
 
-    __device__ __forceinline__ void load(const ACT *x, const WEIGHT *norm, int stage, int rows, int in) {
+    __device__ __forceinline__ void load(const ACT *x, const float *norm, int stage, int rows, int in) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
         for (int c = 0; c < OWN; ++c) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
 
 // The sums of a block, in `joined` [WARPS_K][ROWS][PITCH], to y.
 __device__ __forceinline__ void store_tile(float *y, const float *joined, const float *factors, const Tile &tile,
-                                           const WEIGHT *bias, int rows) {
+                                           const float *bias, int rows) {
     const auto sum_of = [&](int row, int c) {
         float total = 0.0f;
 #pragma unroll
@@ -170,7 +170,7 @@ __device__ __forceinline__ void store_tile(float *y, const float *joined, const 
         return;
     }
     const auto product = [&](int row, int c) {
-        return bias ? sum_of(row, c) + to_float(bias[tile.row_of(c)]) : sum_of(row, c);
+        return bias ? sum_of(row, c) + bias[tile.row_of(c)] : sum_of(row, c);
     };
     for (int i = threadIdx.x; i < rows * COLUMNS; i += blockDim.x) {
         const int row = i / COLUMNS, c = GATED ? i % COLUMNS / 16 * 32 + i % 16 : i % COLUMNS;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void store_tile(float *y, const float *joined, const 
 }
 
 extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
-gemm_small_kernel(float *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bias, const WEIGHT *norm, int rows,
+gemm_small_kernel(float *y, const ACT *x, const WEIGHT *weight, const float *bias, const float *norm, int rows,
                   int in, int out, float eps) {
     DYNAMIC_SHARED(uint4, shared);
     __shared__ float partial[FRAGMENTS][8], factors[ROWS];
@@ -223,14 +223,14 @@ gemm_small_kernel(float *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bi
 // y (+)= the sum over the parts (count, rows, rows of weights), in their order, + bias; if GATED, ACTIVATION(gate) · up
 // of these. Grid (ceil(rows · out / block)), block any.
 extern "C" __global__ void __launch_bounds__(1024)
-gemm_small_sum_kernel(float *y, const float *parts, const WEIGHT *bias, int count, int rows, int out) {
+gemm_small_sum_kernel(float *y, const float *parts, const float *bias, int count, int rows, int out) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= (long long)rows * out) return;
     const int width = GATED ? 2 * out : out;
     const auto product = [&](int column) {
         float total = 0.0f;
         for (int part = 0; part < count; ++part) total += parts[(part * (long long)rows + i / out) * width + column];
-        return bias ? total + to_float(bias[column]) : total;
+        return bias ? total + bias[column] : total;
     };
     float total = product(i % out);
     if (GATED) total = ACTIVATION(total) * product(out + i % out);

@@ -1,6 +1,6 @@
 // y = x @ weightᵀ + bias for few rows: the op `linear`, with `rms_norm` before it and a sum behind.
 //
-// x (rows, in), weight (out, in), bias (out) or null, y (rows, out). With NORMED, x is x / rms(x) · norm, norm (in):
+// x (rows, in), weight (out, in), bias (out) float or null, y (rows, out). With NORMED, x is x / rms(x) · norm (in) float:
 // the factor 1 / rms(x) is one number per row, so a warp sums the squares on its way and multiplies the results. With
 // ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is
 // ACTIVATION(gate) · up.
@@ -28,7 +28,7 @@ struct Sums {
 };
 
 // The products of 8 inputs, from x + i on, with their weights.
-__device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUTS][8], const ACT *x, const WEIGHT *norm,
+__device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUTS][8], const ACT *x, const float *norm,
                                              int rows, int in, int i) {
 #if NORMED
     float g[8];
@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUT
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bias, const WEIGHT *norm, int rows, int in,
+gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const float *bias, const float *norm, int rows, int in,
             int out, float eps) {
     __shared__ float joined[WARPS][ROWS][OUTPUTS], squares[WARPS][ROWS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -112,7 +112,7 @@ gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const WEIGHT *bias, cons
                 square += squares[warp + part][r];
             }
             if (NORMED) total *= rsqrtf(square / in + eps);
-            return bias ? total + to_float(bias[row_of(o)]) : total;
+            return bias ? total + bias[row_of(o)] : total;
         };
         float total = product(o);
         if (GATED) total = ACTIVATION(total) * product(o + COLUMNS);

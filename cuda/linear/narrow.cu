@@ -1,11 +1,11 @@
 // y = x in the type of the weights, optionally normalised before: x / rms(x) · norm.
 //
-// x, y (rows, n), norm (n). What is too large for half precision becomes its largest number; NaN stays.
+// x, y (rows, n), norm (n) float. What is too large for half precision becomes its largest number; NaN stays.
 // Grid (rows), block any. DEFINES: ACT, WEIGHT, NORMED (0 or 1).
 // PRECOND: n % 8 == 0; x, y, norm aligned to 16 bytes.
 
 extern "C" __global__ void __launch_bounds__(1024)
-narrow_kernel(WEIGHT *y, const ACT *x, const WEIGHT *norm, int n, float eps) {
+narrow_kernel(WEIGHT *y, const ACT *x, const float *norm, int n, float eps) {
     x += (long long)blockIdx.x * n;
     y += (long long)blockIdx.x * n;
     float factor = 1.0f;

@@ -1,12 +1,12 @@
 // y = x / rms(x) · norm for every row; with ADD, y += that.
 //
-// x, y: rows of n numbers, x_stride and y_stride apart; y may be x. norm (n).
-// Grid (rows), block any. DEFINES: ACT, WEIGHT (of norm), ADD (0 or 1).
+// x, y: rows of n numbers, x_stride and y_stride apart; y may be x. norm (n) float.
+// Grid (rows), block any. DEFINES: ACT, ADD (0 or 1).
 // Cost: reads x twice, the second time from the cache.
 // PRECOND: n % 8 == 0, strides % 8 == 0; x, y, norm aligned to 16 bytes.
 
 extern "C" __global__ void __launch_bounds__(1024)
-rms_norm_kernel(ACT *y, const ACT *x, const WEIGHT *norm, int n, long long y_stride, long long x_stride, float eps) {
+rms_norm_kernel(ACT *y, const ACT *x, const float *norm, int n, long long y_stride, long long x_stride, float eps) {
     __shared__ float partial[32];
     x += blockIdx.x * x_stride;
     y += blockIdx.x * y_stride;

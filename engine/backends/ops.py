@@ -18,7 +18,7 @@ from engine.codecs import Codec
 from engine.outputs import Threads
 from engine.quantization.metric import Metric
 from engine.sampling.sample import Draw, Sampled
-from engine.weight_formats import Linear, Matrix
+from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 from model_loaders.config import ModelConfig
 
 Array = Any
@@ -138,8 +138,11 @@ class Ops(Protocol):
     def wait(self) -> None:
         """Return when the device has done all that it was given."""
 
+    def matrix_bytes(self, format: WeightFormat, count: int) -> int:
+        """Bytes that `count` values of a matrix take on the device which a file has in that format."""
+
     def room_beside(self, weights: int) -> int:
-        """Bytes that the KV store, and the work beside it, may take if so many weights are to be loaded.
+        """Bytes that the KV store, and the work beside it, may take if so many bytes of weights are to be loaded.
 
         Raises EngineError where it is certain that the weights alone do not fit.
         """
@@ -153,11 +156,11 @@ class Ops(Protocol):
     def weight_type(self, stored: str) -> str:
         """What weights become that a file has as `stored`, for people."""
 
-    def weight(self, x: Any, stored: str) -> Array:
-        """A norm's weight or a bias, float32 on the host, on the device; `stored`: the dtype that the file has."""
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        """Matrices over the same inputs, at least one, on the device; consecutive ones may come as one.
 
-    def matrix(self, x: Any, stored: str) -> Matrix:
-        """A matrix (out, in), float32 on the host, on the device; `stored`: the dtype that the file has it in."""
+        Raises EngineError for one that the device cannot read, MemoryError where they do not fit.
+        """
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> Any:
         """Rows of a matrix, or of all parts of a `Linear` under each other, as NumPy float32: (rows, in)."""

@@ -7,64 +7,98 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from engine.backends.ops import Array, Ops
 from engine.model.forward import LayerWeights, ModelWeights
-from engine.weight_formats import Linear, Matrix
+from engine.weight_formats import Linear, Matrix, WeightFormat, find, get
 from model_loaders.config import ModelConfig
 from model_loaders.families import tensors
 from model_loaders.tensor_table import Slots
-from model_loaders.weights import WeightSource, main_dtype
+from model_loaders.weights import WeightSource
 
 _SAMPLE = 1024  # values from either end of each weight matrix that tell one model from another
 
 
-class _Reader:
-    """Reads named tensors as float32 and brings them to the device."""
+@dataclass(frozen=True)
+class _FileMatrix:
+    """See `StoredMatrix`. What no format is for comes as float32. progress: told the values read, as float32 bytes."""
 
-    def __init__(self, ops: Ops, source: WeightSource, stored: str, progress: Callable[[int], None] | None):
-        self._ops, self._source, self._stored, self._progress = ops, source, stored, progress
+    source: WeightSource
+    name: str
+    progress: Callable[[int], None]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.source.shape(self.name)
+        return rows, columns
+
+    @property
+    def format(self) -> WeightFormat:
+        return _format(self.source, self.name)
+
+    def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
+        count, columns = self.shape
+        step, is_raw = max(1, nbytes // self.format.size(columns)), _has_format(self.source, self.name)
+        for first in range(0, count, step):
+            rows = slice(first, min(first + step, count))
+            if is_raw:
+                yield rows, self.source.read_raw(self.name, rows)
+                self.source.release(self.name, rows)
+            else:
+                values = np.empty((rows.stop - first, columns), np.float32)
+                self.source.read_into(self.name, values, rows)
+                yield rows, values.view(np.uint8)
+            self.progress(4 * (rows.stop - first) * columns)
+
+
+def _has_format(source: WeightSource, name: str) -> bool:
+    return find(source.stored_dtype(name)) is not None
+
+
+def _format(source: WeightSource, name: str) -> WeightFormat:
+    return find(source.stored_dtype(name)) or get("f32")
+
+
+class _Reader:
+    """Brings named tensors to the device."""
+
+    def __init__(self, ops: Ops, source: WeightSource, progress: Callable[[int], None] | None):
+        self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
         self.bytes = 0
 
     def vector(self, names: Sequence[str]) -> Array:
         """Tensors (n_i,), one behind the other."""
-        vector = self._ops.weight(self._stacked(names), self._stored)
-        self.bytes += vector.nbytes
-        return vector
+        sizes = [self._source.shape(name)[0] for name in names]
+        whole, end = np.empty(sum(sizes), np.float32), 0
+        for name, size in zip(names, sizes, strict=True):
+            self._source.read_into(name, whole[end : end + size])
+            end += size
+        self._progress(whole.nbytes)
+        self.bytes += whole.nbytes
+        return self._ops.to_device(whole)
 
-    def matrix(self, names: Sequence[str]) -> Matrix:
+    def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
         """Tensors (rows_i, columns) under each other."""
-        matrix = self._ops.matrix(self._stacked(names), self._stored)
-        self.bytes += matrix.nbytes
-        return matrix
+        matrices = self._ops.load([_FileMatrix(self._source, name, self._progress) for name in names])
+        self.bytes += sum(matrix.nbytes for matrix in matrices)
+        return matrices
 
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
         """The projections of these weights, whose outputs come one after the other, and their biases."""
-        return Linear((self.matrix(weights),), self.vector(biases) if biases else None)
-
-    def _stacked(self, names: Sequence[str]) -> np.ndarray:
-        shapes = [self._source.shape(name) for name in names]
-        fused = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
-        row = 0
-        for name, shape in zip(names, shapes, strict=True):
-            self._source.read_into(name, fused[row : row + shape[0]])
-            row += shape[0]
-            if self._progress:
-                self._progress(4 * int(np.prod(shape)))
-        return fused
+        return Linear(self.matrices(weights), self.vector(biases) if biases else None)
 
 
 def load_weights(
     ops: Ops, config: ModelConfig, source: WeightSource, progress: Callable[[int], None] | None = None
 ) -> ModelWeights:
     """Every weight on the device. `progress` is told the float32 bytes that have been read since its last call."""
-    read = _Reader(ops, source, main_dtype(source), progress)
+    read = _Reader(ops, source, progress)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
-    embedding = read.matrix(top["embedding"])
+    (embedding,) = read.matrices(top["embedding"])
     layers = [_layer(read, slots) for slots in table.layers]
     norm = read.vector(top["norm"])
     head = read.linear(top["head"]) if "head" in top else Linear((embedding,))
@@ -74,6 +108,15 @@ def load_weights(
 def weight_count(source: WeightSource) -> int:
     """Values of all tensors."""
     return sum(int(np.prod(source.shape(name))) for name in source.names())
+
+
+def weight_bytes(ops: Ops, source: WeightSource) -> int:
+    """Bytes that all tensors will take on the device."""
+    counts = {name: int(np.prod(source.shape(name))) for name in source.names()}
+    return sum(
+        ops.matrix_bytes(_format(source, name), count) if len(source.shape(name)) > 1 else 4 * count
+        for name, count in counts.items()
+    )
 
 
 def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:

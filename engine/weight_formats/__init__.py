@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,21 @@ class WeightFormat:
     def size(self, count: int) -> int:
         """Bytes of so many values, a multiple of `values`."""
         return count // self.values * self.nbytes
+
+
+class StoredMatrix(Protocol):
+    """A matrix in a file, not yet read."""
+
+    @property
+    def format(self) -> WeightFormat: ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """All rows in order, as many at a time as `nbytes` hold, at least one: which, and their bytes as the file has
+        them, uint8 (rows, bytes of a row), good until the next."""
 
 
 @cache

@@ -35,9 +35,9 @@ def made(rng: np.random.Generator, act: str, weight: str, shape: tuple[int, int,
     rows, n, out = shape
     x = store(rng.standard_normal((rows, n)) * rng.uniform(0.1, 10, (rows, 1)), act)
     w = store(rng.standard_normal((out, n)) / np.sqrt(n), weight)
-    bias = store(rng.standard_normal(out), weight) if more else None
+    bias = store(rng.standard_normal(out), "float") if more else None
     before = rng.standard_normal((rows, out)).astype(np.float32) if more else None
-    return x, w, bias, store(rng.uniform(0.5, 2, n), weight) if normed else None, before
+    return x, w, bias, store(rng.uniform(0.5, 2, n), "float") if normed else None, before
 
 
 def exact_and_allowed(case: Case, act: str, kind: str, rounded: str = "") -> tuple[np.ndarray, np.ndarray]:
@@ -51,13 +51,13 @@ def exact_and_allowed(case: Case, act: str, kind: str, rounded: str = "") -> tup
     factor = 1.0
     if norm is not None:
         factor = 1 / np.sqrt((values.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS)
-        values = values * read(norm, kind)
+        values = values * norm
     values = read(store(values, rounded or kind), rounded or kind).astype(np.float64)
     exact = values @ weights.T * factor
     root = np.sqrt(values**2 @ weights.T**2) * factor
     allowed = 4 * EPS32 * np.sqrt(values.shape[1]) * root
     if bias is not None:
-        exact += read(bias, kind)
+        exact += bias
     if before is not None:
         exact += before
     return exact, allowed + 4 * EPS32 * np.abs(exact)

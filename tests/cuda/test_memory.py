@@ -92,27 +92,27 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     ops, e, f = CudaOps(device), config.hidden_size, config.ffn_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
-    def weight(*shape: int) -> np.ndarray:
-        return np.empty(shape, np.float16)
+    def vector(size: int) -> np.ndarray:
+        return np.empty(size, np.float32)
 
     def matrix(*shape: int) -> Matrix:
-        return Matrix(get("f16"), weight(*shape), shape)
+        return Matrix(get("f16"), np.empty(shape, np.float16), shape)
 
     def linear(*shape: int) -> Linear:
         return Linear((matrix(*shape),))
 
     layers = [
         LayerWeights(
-            weight(e),
+            vector(e),
             *(linear(queries + 2 * keys, e), None, None),
             linear(e, queries),
-            weight(e),
+            vector(e),
             linear(2 * f, e),
             linear(e, f),
         )
         for _ in range(config.layers)
     ]
-    weights = ModelWeights(matrix(config.vocab_size, e), layers, weight(e), linear(config.vocab_size, e), 0)
+    weights = ModelWeights(matrix(config.vocab_size, e), layers, vector(e), linear(config.vocab_size, e), 0)
     k, v = (codecs.get(name) for name in types)
     shape = CacheShape(64, config.kv_heads, config.head_dim, (LayerShape(k, v, 8),) * config.layers)
     stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))
@@ -190,7 +190,7 @@ def test_a_prompt_of_the_context_fits_beside_the_store(ctx_size: int, parallel: 
     config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
     ops, model = CudaOps(OfSize()), LLAMA_8B
     shape = assembly._cache_shape(config, assembly.WHOLE, ops, model)
-    plan = assembly._plan(config, ops, model, shape, WEIGHTS, lambda sentence: None)
+    plan = assembly._plan(config, ops, model, shape, 2 * WEIGHTS, lambda sentence: None)
     kv = 2 * model.kv_heads * model.head_dim * 2
     token = 4 * model.hidden_size + kv + 4 * model.head_dim
     chunk = 2048 * (3 * 4 * model.ffn_size + 2 * 4 * model.heads * model.head_dim)

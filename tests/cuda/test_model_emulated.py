@@ -19,13 +19,14 @@ from engine.model.forward import Model
 from engine.model.weights import load_weights
 from engine.quantization.conditioning import Conditioning, Scale
 from engine.sampling.sample import Draw, Sampling
-from engine.weight_formats import Matrix
+from engine.weight_formats import Matrix, StoredMatrix
 from model_loaders import load_weights as open_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import read, store
 from tests.rescaled import rescale
 from tests.tiny import make_model
+from tests.weights import matrix
 
 N = 16  # tokens of a block
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -39,12 +40,10 @@ class SameWeights(NumpyOps):
         self._device = device
         self.kind = "__half"
 
-    def weight(self, x: np.ndarray, stored: str) -> np.ndarray:
-        self.kind = "__nv_bfloat16" if stored == "BF16" else "__half"
-        return self._device.to_host(self._device.weight(x, stored))
-
-    def matrix(self, x: np.ndarray, stored: str) -> Matrix:
-        return super().matrix(self._device.rows(self._device.matrix(x, stored)), stored)
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        held = self._device.load(matrices)
+        self.kind = {"f16": "__half", "bf16": "__nv_bfloat16"}[held[0].format.name]
+        return (matrix(np.concatenate([self._device.rows(part) for part in held])),)
 
 
 class Rounded(SameWeights):

@@ -166,7 +166,7 @@ def _gemv() -> list[Variant]:
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
     "activate_mul": _all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh")),
-    "add_bias": _all("add_bias", ACT=("float",), WEIGHT=_SHORT),
+    "add_bias": _all("add_bias", ACT=("float",)),
     "append_kv": _exact("append_kv"),
     "combine": [
         Variant("combine", launch_configs.combine(d, order).defines) for d in _HEAD_DIMS for order in (1, d & -d)
@@ -183,7 +183,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "narrow": _all("narrow", ACT=("float",), WEIGHT=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
-    "rms_norm": _all("rms_norm", ACT=("float",), WEIGHT=_SHORT, ADD=(0, 1)),
+    "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),
     "sample": _all("sample"),
 }

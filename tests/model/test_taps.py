@@ -15,6 +15,7 @@ from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, model_of
+from tests.weights import load
 
 NAMES = ["input", "queries", "keys", "attention"]
 IDS = [1, *np.random.default_rng(5).integers(5, 96, 43).tolist()]
@@ -68,7 +69,7 @@ def first_difference(fixture: str, *, break_layer: int | None = None, part: str 
         whole = getattr(layers[break_layer], part)
         bent = device.rows(whole).copy()
         bent[-1, :] *= 1.5
-        changed = replace(whole, parts=(device.matrix(bent, "F16"),))
+        changed = replace(whole, parts=(load(device, bent, "f16"),))
         layers[break_layer] = replace(layers[break_layer], **{part: changed})
         models[-1].weights = replace(weights, layers=layers)
     exact = values(models[0])

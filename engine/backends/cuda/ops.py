@@ -1,12 +1,13 @@
 """Every op as launches of the kernels in `cuda/`; see `engine.backends.ops.Ops`.
 
-Activations are float32. Weights are half precision or, where the file has bfloat16, that; products with them take x in
-their type and add in float32. Few rows go through our own kernels, bound by the bytes of the weights; many through the
-device's matrix product.
+Activations, weights of norms and biases are float32. Matrices are as the file has them, or half precision; products
+with them take x in their type and add in float32. Few rows go through our own kernels, bound by the bytes of the
+weights; many through the device's matrix product.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,12 +25,13 @@ from engine.backends.cuda.memory import prompt_bytes, step_bytes
 from engine.backends.ops import Load, Result
 from engine.errors import EngineError
 from engine.sampling.sample import Draw, Sampled
-from engine.weight_formats import Linear, Matrix, get
+from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
-_UPLOAD_BYTES = 64 << 20  # of float32, while weights become narrow on the device
+_UPLOAD_BYTES = 64 << 20  # of a file at a time
 # Left free for what nobody counts: compiled kernels, graphs, the libraries' own, pieces too small to be of use. That it
 # is enough has not been seen on a GPU.
 _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # of the free memory at most
+_DTYPES = {"f16": np.float16, "bf16": np.uint16}
 
 
 class _Product(NamedTuple):
@@ -84,17 +86,20 @@ class CudaOps(CacheOps):
     def threads(self) -> None:
         return None
 
+    def matrix_bytes(self, format: WeightFormat, count: int) -> int:
+        return _on_device(format).size(count)
+
     def room_beside(self, weights: int) -> int:
         free, total = self._device.memory()
-        if 2 * weights > free:
+        if weights > free:
             raise EngineError(
-                f"The model's weights take {_gib(2 * weights)} on the GPU, but only {_gib(free)} of its "
+                f"The model's weights take {_gib(weights)} on the GPU, but only {_gib(free)} of its "
                 f"{_gib(total)} are free: choose a smaller model, or run it with device=cpu",
                 "out_of_memory",
                 ("device",),
             )
         uncounted = min(_UNCOUNTED_BYTES, int(_UNCOUNTED_SHARE * free))
-        return max(0, free - uncounted - 2 * weights)
+        return max(0, free - uncounted - weights)
 
     def work_bytes(self, load: Load) -> int:
         return prompt_bytes(load, self.cache_bytes(load.form)[1], self.prefill_rows) + step_bytes(load, self._device)
@@ -105,40 +110,44 @@ class CudaOps(CacheOps):
     def weight_type(self, stored: str) -> str:
         return "bfloat16" if stored == "BF16" else "float16"
 
-    def weight(self, x: np.ndarray, stored: str) -> Array:
-        if x.shape[-1] % 8:
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        together = itertools.groupby(matrices, key=lambda matrix: _on_device(matrix.format))
+        return tuple(self._joined(format, list(parts)) for format, parts in together)
+
+    def _joined(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
+        """Matrices under each other. Of their bytes a few rows at a time are there twice."""
+        rows, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
+        if width % 8:
             raise EngineError(
-                f"This model has matrices with rows of {x.shape[-1]} numbers, and the GPU takes multiples of 8: "
+                f"This model has matrices with rows of {width} numbers, and the GPU takes multiples of 8: "
                 "run it with device=cpu",
                 settings=("device",),
             )
-        weight = self._device.empty(x.shape, np.uint16 if stored == "BF16" else np.float16)
-        # Float32 copies of a few rows at a time: the whole would take twice the room of the weight itself.
-        host, flat = x.reshape(-1, x.shape[-1]), weight.reshape(-1, x.shape[-1])
-        step = max(1, _UPLOAD_BYTES // host[0].nbytes)
-        for first in range(0, len(host), step):
-            rows = slice(first, first + step)
-            part = self._device.from_host(np.ascontiguousarray(host[rows], np.float32))
-            self._narrow(flat[rows], part)
-        return weight
-
-    def matrix(self, x: np.ndarray, stored: str) -> Matrix:
-        return Matrix(get("bf16" if stored == "BF16" else "f16"), self.weight(x, stored), x.shape)
+        data, end = self._device.empty((rows, width), _DTYPES[format.name]), 0
+        for matrix in matrices:
+            for part, raw in matrix.slabs(_UPLOAD_BYTES):
+                to = data[end + part.start : end + part.stop]
+                if matrix.format is format:
+                    to[...] = self._device.from_host(np.ascontiguousarray(raw).view(data.dtype))
+                else:
+                    self._narrow(to, self._device.from_host(np.ascontiguousarray(raw).view(np.float32)))
+            end += matrix.shape[0]
+        return Matrix(format, data, (rows, width))
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         if isinstance(matrix, Linear):
             (matrix,) = matrix.parts
-        return self.to_host(matrix.data[rows])
+        raw = self._device.to_host(matrix.data[rows])
+        values = np.empty((len(raw), matrix.shape[1]), np.float32)
+        matrix.format.dequantize(raw.view(np.uint8), values)
+        return values
 
     def to_device(self, x: Any) -> Array:
         x = np.asarray(x)
         return self._device.from_host(np.ascontiguousarray(x, np.int32 if x.dtype.kind in "iu" else np.float32))
 
     def to_host(self, x: Array) -> np.ndarray:
-        host = self._device.to_host(x)
-        if host.dtype == np.uint16:  # bfloat16 is the upper half of a float32
-            return (host.astype(np.uint32) << 16).view(np.float32)
-        return host.astype(np.float32, copy=False)
+        return self._device.to_host(x).astype(np.float32, copy=False)
 
     # -- the forward pass --------------------------------------------------------------------------------------
 
@@ -152,7 +161,7 @@ class CudaOps(CacheOps):
     def rms_norm(self, x: Array, norm: tuple[Array, float], residual: Array | None = None) -> None:
         (rows, n), (gain, eps), y = x.shape, norm, x if residual is None else residual
         most = MOST_THREADS if rows <= SMALL_ROWS else 256  # as in `_narrow`
-        shape = _typed(gain, Shape({}, threads_for(-(-n // 8), most)), ADD=int(residual is not None))
+        shape = Shape({"ACT": "float", "ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
         self._launch("rms_norm", (rows,), shape, y, x, gain, n, row_stride(y), row_stride(x), float(eps))
 
     def linear(
@@ -212,7 +221,7 @@ class CudaOps(CacheOps):
         product = y if of.activation is None else self._device.empty((rows, out), np.float32)
         self._device.gemm(product, self._narrowed(x, of), of.weight, add=of.add)
         if of.bias is not None:
-            shape = _typed(of.bias, Shape({}, threads_for(out)))
+            shape = Shape({"ACT": "float"}, threads_for(out))
             self._launch("add_bias", (-(-out // shape.threads), rows), shape, product, of.bias, out)
         if of.activation is not None:
             half, threads = out // 2, threads_for(-(-out // 16))
@@ -249,6 +258,11 @@ class CudaOps(CacheOps):
 def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:
     """For a kernel of float32 activations and of weights like this one."""
     return shape._replace(defines={"ACT": "float", "WEIGHT": type_of(weight), **flags, **shape.defines})
+
+
+def _on_device(format: WeightFormat) -> WeightFormat:
+    """What matrices become that a file has in a format: float32 is rounded to half precision."""
+    return get("f16") if format.name == "f32" else format
 
 
 def _gib(size: int) -> str:

@@ -25,9 +25,10 @@ from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, Sto
 from engine.errors import EngineError
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
-from engine.weight_formats import Linear, Matrix, get
+from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
 _GIB = 1 << 30
+_SLAB_BYTES = 1 << 20  # of a file, widened at a time: what they become stays in the cache
 
 # Fewer rows than this are memory-bound on the weights: BLAS reads them once for all cores.
 _PARALLEL_ROWS = 32
@@ -75,15 +76,17 @@ class NumpyOps:
     def wait(self) -> None:
         """Every op is done when it returns."""
 
+    def matrix_bytes(self, format: WeightFormat, count: int) -> int:
+        return 4 * count
+
     def room_beside(self, weights: int) -> int:
-        needed = 4 * weights
-        if needed > (most := host_memory.most()):
+        if weights > (most := host_memory.most()):
             raise EngineError(
-                f"The model's weights take {needed / _GIB:.1f} GiB as float32, and {most / _GIB:.1f} GiB of memory can "
-                "be had here: choose a smaller model, end other programs, or raise the limit of this container",
+                f"The model's weights take {weights / _GIB:.1f} GiB as float32, and {most / _GIB:.1f} GiB of memory "
+                "can be had here: choose a smaller model, end other programs, or raise the limit of this container",
                 "out_of_memory",
             )
-        return max(0, host_memory.available() - needed) // 2
+        return max(0, host_memory.available() - weights) // 2
 
     def work_bytes(self, load: Load) -> int:
         return 0  # half of what is available beside the weights is for it
@@ -94,11 +97,16 @@ class NumpyOps:
     def weight_type(self, stored: str) -> str:
         return "float32"
 
-    def weight(self, x: np.ndarray, stored: str) -> np.ndarray:
-        return np.ascontiguousarray(x, np.float32)
-
-    def matrix(self, x: np.ndarray, stored: str) -> Matrix:
-        return Matrix(get("f32"), np.ascontiguousarray(x, np.float32), x.shape)
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        """Widened to float32 and joined into one, as BLAS takes them."""
+        shape = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
+        whole, end = np.empty(shape, np.float32), 0
+        for matrix in matrices:
+            part = whole[end : end + matrix.shape[0]]
+            end += len(part)
+            for rows, raw in matrix.slabs(_SLAB_BYTES):
+                matrix.format.dequantize(raw, part[rows])
+        return (Matrix(get("f32"), whole, shape),)
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         return _whole(matrix)[rows]

@@ -93,29 +93,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_half_of_what_is_available_beside_the_weights_is_for_the_store(machine: SimpleNamespace) -> None:
     assert NumpyOps().room_beside(0) == 4 * GIB
-    assert NumpyOps().room_beside(GIB) == 2 * GIB  # four bytes each
+    assert NumpyOps().room_beside(4 * GIB) == 2 * GIB
     machine.limit = 3 * GIB
-    assert NumpyOps().room_beside(GIB // 4) == GIB
+    assert NumpyOps().room_beside(GIB) == GIB
 
 
 def test_weights_that_cannot_fit_are_refused_with_both_numbers(machine: SimpleNamespace) -> None:
     with pytest.raises(EngineError, match=r"10\.0 GiB .* 8\.0 GiB .*smaller model") as raised:
-        NumpyOps().room_beside(5 * GIB // 2)
+        NumpyOps().room_beside(10 * GIB)
     assert raised.value.code == "out_of_memory"
     machine.limit = GIB
     with pytest.raises(EngineError, match=r"4\.0 GiB .* 1\.0 GiB .*container"):
-        NumpyOps().room_beside(GIB)
+        NumpyOps().room_beside(4 * GIB)
 
 
 def test_swap_makes_it_possible(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.swap = 4 * GIB
     monkeypatch.setattr(sys, "platform", "linux")
-    assert NumpyOps().room_beside(5 * GIB // 2) == 0
+    assert NumpyOps().room_beside(10 * GIB) == 0
     machine.swap = 0
     monkeypatch.setattr(sys, "platform", "darwin")  # where other programs are pushed to disk
-    assert NumpyOps().room_beside(5 * GIB // 2) == 0
+    assert NumpyOps().room_beside(10 * GIB) == 0
     with pytest.raises(EngineError, match=r"20\.0 GiB .* 16\.0 GiB"):
-        NumpyOps().room_beside(5 * GIB)
+        NumpyOps().room_beside(20 * GIB)
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

@@ -1,0 +1,112 @@
+"""From files to the device: bytes that have a format go there as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps
+from engine.model.weights import load_weights, weight_bytes
+from engine.weight_formats import Linear, find
+from model_loaders import load_weights as open_weights
+from model_loaders.tensors import StoredWeights
+from tests.conftest import FIXTURES
+from tests.cuda.emulated import open_device
+
+SIXTEEN_BITS = [path.name for path in sorted(FIXTURES.iterdir()) if open_weights(path)[2] in ("BF16", "F16")]
+
+
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+def test_no_matrix_of_16_bits_is_widened_on_its_way_to_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix is read as float32, none comes to the device as one, and what is there are the file's bytes."""
+    config, source, _ = open_weights(FIXTURES / name)
+    device, came, widened = open_device(checked=False), [], []
+    from_host, read_into = device.from_host, StoredWeights.read_into
+
+    def watched(x: np.ndarray) -> Any:
+        came.append(x)
+        return from_host(x)
+
+    def read(self: StoredWeights, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
+        widened.append(name)
+        read_into(self, name, out, rows)
+
+    monkeypatch.setattr(device, "from_host", watched)
+    monkeypatch.setattr(StoredWeights, "read_into", read)
+    weights = load_weights(CudaOps(device), config, source)
+    assert widened
+    assert all(len(source.shape(one)) == 1 for one in widened)
+    assert {x.ndim for x in came if x.dtype == np.float32} == {1}
+    raw = source.read_raw("model.layers.1.mlp.down_proj.weight", slice(0, config.hidden_size))
+    (down,) = weights.layers[1].down.parts
+    np.testing.assert_array_equal(device.to_host(down.data).view(np.uint8), raw)
+    assert down.format is find(source.stored_dtype("model.layers.1.mlp.down_proj.weight"))
+    source.close()
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("name", SIXTEEN_BITS[:1])
+def test_a_matrix_comes_to_a_gpu_in_slabs(name: str, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host there is a part of it at a time, in the file's type."""
+    config, source, _ = open_weights(FIXTURES / name, mmap)
+    monkeypatch.setattr("engine.backends.cuda.ops._UPLOAD_BYTES", 2048)
+    device = open_device(checked=False)
+    largest = 0
+    from_host = device.from_host
+
+    def watched(x: np.ndarray) -> Any:
+        nonlocal largest
+        largest = max(largest, x.nbytes)
+        return from_host(x)
+
+    monkeypatch.setattr(device, "from_host", watched)
+    sliced = load_weights(CudaOps(device), config, source)
+    assert largest <= 2048
+    monkeypatch.undo()
+    whole = load_weights(CudaOps(device), config, source)
+    ops = CudaOps(device)
+    np.testing.assert_array_equal(ops.rows(sliced.layers[0].qkv), ops.rows(whole.layers[0].qkv))
+    np.testing.assert_array_equal(ops.rows(sliced.embedding), ops.rows(whole.embedding))
+    source.close()
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(FIXTURES.iterdir())])
+def test_the_bytes_that_are_planned_for_are_those_that_are_taken(name: str) -> None:
+    config, source, _ = open_weights(FIXTURES / name)
+    for ops in (NumpyOps(), CudaOps(open_device(checked=False))):
+        assert weight_bytes(ops, source) == load_weights(ops, config, source).bytes
+    source.close()
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    config, source, _ = open_weights(FIXTURES / "qwen3_qk_norm_tied")
+    for ops in (NumpyOps(), CudaOps(open_device(checked=False))):
+        weights = load_weights(ops, config, source)
+        assert weights.head.parts == (weights.embedding,)
+    source.close()
+
+
+def test_the_cpu_joins_what_is_multiplied_together() -> None:
+    """One array for BLAS, the file's values in it."""
+    config, source, _ = open_weights(FIXTURES / "llama_gqa_llama3_tied")
+    qkv = load_weights(NumpyOps(), config, source).layers[0].qkv
+    assert isinstance(qkv, Linear)
+    (whole,) = qkv.parts
+    assert whole.data.dtype == np.float32
+    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+    parts = [np.empty(source.shape(name), np.float32) for name in names]
+    for name, part in zip(names, parts, strict=True):
+        source.read_into(name, part)
+    np.testing.assert_array_equal(whole.data, np.concatenate(parts))
+    source.close()
+
+
+def test_progress_counts_every_value_once() -> None:
+    config, source, _ = open_weights(FIXTURES / "llama_wide_heads_biases")
+    told: list[int] = []
+    load_weights(NumpyOps(), config, source, told.append)
+    assert sum(told) == 4 * sum(int(np.prod(source.shape(name))) for name in source.names())
+    source.close()
