@@ -1,0 +1,142 @@
+"""Makes `tests/fixtures/golden.json`: what small models answer, for every kind of cache.
+
+    python -m scripts.make_golden
+
+It is for changes that are meant to change answers; all others leave the file as it is (`tests/test_golden_runs.py`).
+The models are the random ones of tests/fixtures, which everybody has, and the demonstration model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, SamplingParams, calibration
+from model_loaders.demo import demo_model
+from tests.tiny import VOCABULARY, make_model
+
+FILE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "golden.json"
+DEMO = "demonstration model"
+SETTINGS = {"device": "cpu", "threads": 1, "ctx_size": 256}
+
+# Model → cache types, each codec family at least once. Blocks of 64 numbers, as q8_0 has them, need larger heads.
+_FAMILIES = (
+    "balanced",
+    "f16",
+    "kivi4",
+    "polarquant",
+    "polarquant-online",
+    "polarpair-m4n4/ring4",
+    "turbo3",
+    "trellis3.5",
+)
+TYPES: dict[str, tuple[str, ...]] = {
+    "llama_gqa_linear": _FAMILIES,
+    "llama_wide_heads_biases": ("balanced", "f16", "quality", "compact"),
+    "mistral_window_sharded": ("balanced", "f16", "turbo4"),
+    DEMO: ("balanced", "q8_0/q4_0"),
+}
+PROMPT_TOKENS, MOST_TOKENS = 140, 32
+QUESTION = "How do I boil an egg?"
+SCORED = slice(20, None, 10)  # of the log-probabilities of prompt and answer, these are kept
+
+# Nats between the best two tokens of a step. Answers end before the first step with less: it might fall either way.
+MARGIN = 0.02
+
+
+@contextmanager
+def opened(model: str, cache_type: str) -> Iterator[Engine]:
+    """An engine of one of the models. Raises LoadError where the demonstration model cannot be had."""
+    if model == DEMO:
+        with Engine.load(demo_model(None), cache_type=cache_type, **SETTINGS) as engine:
+            yield engine
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path, block = make_model(Path(folder), model), 32 if "kivi4" in TYPES[model] else 16
+        with Engine.load(path, cache_type=cache_type, block_size=block, **SETTINGS) as engine:
+            yield engine
+
+
+def prompt_of(engine: Engine, model: str, seed: int) -> list[int]:
+    """Token ids of five blocks and more: random ones, or a chat."""
+    if model == DEMO:
+        text = "<|im_start|>user\n" + "The market on the square is held on Saturdays. " * 12
+        text += f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+        return engine.tokenize(text, control=True)
+    return np.random.default_rng(seed).integers(5, VOCABULARY, PROMPT_TOKENS).tolist()
+
+
+def answer(engine: Engine, prompt: list[int], most: int) -> tuple[list[int], list[float], list[float]]:
+    """Greedy token ids, their log-probabilities, and those of the second best."""
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, logprobs=2, dry_multiplier=0)
+    told = engine.generate(prompt, params)
+    seconds = [second for _, (_, second) in (token.top for token in told.logprobs)]
+    return list(told.token_ids), [token.logprob for token in told.logprobs], seconds
+
+
+def scores(engine: Engine, model: str, ids: list[int]) -> dict[str, list[float]]:
+    """Some of the log-probabilities of `ids`, teacher-forced, and last their mean; of random models in both ways.
+
+    Where every token is coded, the codes of 30 layers decide about each other: with the demonstration model, another
+    order of float32 sums moves single log-probabilities by 0.3.
+    """
+    ways = {"scores": False} if model == DEMO else {"scores": False, "every_token_coded": True}
+    found = {}
+    for name, coded in ways.items():
+        logprobs = engine.score(ids, every_token_coded=coded).logprobs
+        found[name] = rounded([*logprobs[SCORED], logprobs.mean(dtype=np.float64)])
+    return found
+
+
+def rounded(numbers: Iterable[float]) -> list[float]:
+    """As many digits as the file has."""
+    return [round(float(number), 5) for number in numbers]
+
+
+def run(engine: Engine, model: str, prompt: list[int]) -> dict[str, Any]:
+    """What the file says of one engine."""
+    ids, logprobs, seconds = answer(engine, prompt, MOST_TOKENS)
+    close = [first - second < MARGIN for first, second in zip(logprobs, seconds, strict=True)]
+    end = close.index(True) if True in close else len(ids)
+    return {"answer": ids[:end], "logprobs": rounded(logprobs[:end]), **scores(engine, model, [*prompt, *ids[:end]])}
+
+
+def runs(model: str, seed: int) -> dict[str, Any]:
+    """Of all cache types of a model."""
+    found: dict[str, Any] = {}
+    for cache_type in TYPES[model]:
+        with opened(model, cache_type) as engine:
+            prompt = prompt_of(engine, model, seed)
+            found[cache_type] = run(engine, model, prompt)
+    return {"prompt": prompt, "types": found}
+
+
+def main() -> int:
+    golden = {}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "cache_folder", lambda: Path(folder))
+        for model in TYPES:
+            candidates = [runs(model, seed) for seed in range(1 if model == DEMO else 12)]
+            golden[model] = max(candidates, key=least_varied)
+            print(f"{model}: at least {least_varied(golden[model])} different tokens", file=sys.stderr)
+    text = json.dumps(golden, indent=1)
+    FILE.write_text(re.sub(r",\n +(?=[-\d])", ", ", text) + "\n", encoding="utf-8")  # lists of numbers in one line
+    return 0
+
+
+def least_varied(found: dict[str, Any]) -> int:
+    """How many different tokens each of the answers has: some models say the same one over and over."""
+    return min(len(set(one["answer"])) for one in found["types"].values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
