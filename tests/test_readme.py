@@ -95,3 +95,23 @@ def test_every_endpoint_is_explained():
     routes = cast(list[Route], create_app(driver, ServerConfig()).routes)
     there = {(next(iter({*route.methods} - {"HEAD"})), re.sub(r"{.*?}", "NAME", route.path)) for route in routes}
     assert told == there
+
+
+def test_every_room_of_the_engine_is_explained():
+    told = {
+        name
+        for row in rows(ROOT / "ARCHITECTURE.md", "Folder | What is in it | Start reading at")
+        for name in names(row)
+    }
+    there = {f"{path.name}/" if path.is_dir() else path.name for path in (ROOT / "engine").iterdir()}
+    assert told == {name for name in there if name.endswith(("/", ".py")) and not name.startswith("_")}
+
+
+def test_every_folder_of_kernels_is_explained():
+    told = {name for row in rows(ROOT / "cuda" / "README.md", "Folder | What is in it") for name in names(row)}
+    assert told == {f"{path.name}/" for path in (ROOT / "cuda").iterdir() if path.is_dir()}
+
+
+def names(row):
+    """What stands in code spans in the first cell of a row."""
+    return re.findall(r"`([^`]+)`", row[0])

@@ -116,7 +116,7 @@ def _at(server: Process, text: str) -> str:
 
 
 def _run(command: str, expected: str, folder: Path) -> None:
-    if not {*shlex.split(command)} & {"curl", "nc"} <= _programs():
+    if not {*shlex.split(command)} & {"curl", "make", "nc"} <= _programs():
         return  # the other commands of the page are run all the same
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command.replace("curl ", "curl --silent --show-error --fail ", 1)],
@@ -137,7 +137,7 @@ def _run(command: str, expected: str, folder: Path) -> None:
 @cache
 def _programs() -> set[str]:
     """Programs that not every machine has, and this one does. Only OpenBSD's nc has the flag that the page gives it."""
-    found = {name for name in ("curl", "nc") if shutil.which(name)}
+    found = {name for name in ("curl", "make", "nc") if shutil.which(name)}
     if (
         "nc" in found
         and "OpenBSD" not in subprocess.run(["nc", "-h"], capture_output=True, text=True, timeout=60).stderr
