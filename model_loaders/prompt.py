@@ -70,7 +70,7 @@ class _Rendering:
     def __init__(self, template: ChatTemplate, messages: list[_Message], guard: _Guard, mark: str, edge: str) -> None:
         self._template = template
         self._edge = edge
-        self._ids = [i for i, message in enumerate(messages) if message.token_ids is not None]
+        self._ids = tuple(i for i, message in enumerate(messages) if message.token_ids is not None)
         self._roles = [guard.break_up(message.role, mark) for message in messages]
         self._contents = [guard.hide(message.content, mark) for message in messages]
         self._texts: dict[tuple[tuple[int, ...], int | None], str | LoadError] = {}  # by frames and number of messages
@@ -82,8 +82,8 @@ class _Rendering:
         its question: for the plain text, the framed one, and the prompt of the first answer.
         """
         if self._ids:
-            self._render([([], None), (self._ids, None), ([], self._ids[0])])
-        plain = self._text([])
+            self._render(((), None), (self._ids, None), ((), self._ids[0]))
+        plain = self._text(())
         framed = self._ids
         while framed:
             text = self._text(framed)
@@ -91,33 +91,33 @@ class _Rendering:
                 # The frames may have changed what the template does. Without white space, which it cannot trim in one.
                 unframed = "".join(self._contents[part] if isinstance(part, int) else part for part in parts)
                 return self._as_prompted(parts) if _dense(unframed) == _dense(plain) else [plain]
-            whole = [i for i in framed if text.count(self._frame(i)) == 1]
-            framed = whole if whole != framed else []
+            whole = tuple(i for i in framed if text.count(self._frame(i)) == 1)
+            framed = whole if whole != framed else ()
         return [plain]
 
     def _frame(self, index: int) -> str:
         return f"{self._edge}{index}{self._edge}{self._contents[index]}{self._edge}"
 
-    def _text(self, framed: list[int], length: int | None = None) -> str:
+    def _text(self, framed: tuple[int, ...], length: int | None = None) -> str:
         """The messages as the template writes them, or the first `length`, with these in frames. Raises LoadError."""
-        key = (tuple(framed), length)
-        if key not in self._texts:
-            self._render([(framed, length)])
-        if isinstance(text := self._texts[key], LoadError):
+        if (framed, length) not in self._texts:
+            self._render((framed, length))
+        if isinstance(text := self._texts[framed, length], LoadError):
             raise text
         return text
 
-    def _render(self, wanted: list[tuple[list[int], int | None]]) -> None:
-        """Render each wanted choice of frames and number of messages, in one question to the template's process."""
-        conversations = []
-        for framed, length in wanted:
-            contents = [self._frame(i) if i in framed else content for i, content in enumerate(self._contents)]
-            messages = zip(self._roles, contents, strict=True)
-            conversations.append([{"role": role, "content": content} for role, content in messages][:length])
-        keys = [(tuple(framed), length) for framed, length in wanted]
-        self._texts |= zip(keys, self._template.render_each(conversations), strict=True)
+    def _render(self, *wanted: tuple[tuple[int, ...], int | None]) -> None:
+        """Render each choice of frames and number of messages, in one request to the template's process."""
+        conversations = [
+            [
+                {"role": role, "content": self._frame(i) if i in framed else content}
+                for i, (role, content) in enumerate(zip(self._roles[:length], self._contents, strict=False))
+            ]
+            for framed, length in wanted
+        ]
+        self._texts |= zip(wanted, self._template.render_each(conversations), strict=True)
 
-    def _split(self, text: str, framed: list[int]) -> list[str | int] | None:
+    def _split(self, text: str, framed: tuple[int, ...]) -> list[str | int] | None:
         """`text` split at these frames, alternating with their numbers; None if any is missing, broken or misplaced."""
         parts: list[str | int] = []
         for index in framed:
@@ -150,7 +150,7 @@ class _Rendering:
 
     def _prompt(self, before: str, index: int, earlier: list[str | int]) -> str:
         """The text of the prompt for answer `index`, after the `earlier` ones; `before` where the template has none."""
-        framed = [i for i in earlier if isinstance(i, int)]
+        framed = tuple(i for i in earlier if isinstance(i, int))
         try:
             prompt = self._split(self._text(framed, index), framed)
         except LoadError:  # a template need not accept the beginning of a conversation

@@ -48,7 +48,9 @@ class TemplateProcess:
                 self._stop()
             if self._worker is None:
                 self._start()
-            answers = self._ask(each, _RENDER_SECONDS)
+                answers = self._ask([self._source, each], _START_SECONDS)
+            else:
+                answers = self._ask([each], _RENDER_SECONDS)
         return [TemplateFailed(answer["error"]) if "error" in answer else answer["text"] for answer in answers]
 
     def renew(self) -> None:
@@ -79,17 +81,13 @@ class TemplateProcess:
             raise TemplateFailed(f"no process could be started for it ({error})") from error
         self._end = weakref.finalize(self, _end, worker)
         self._worker = worker
-        (answer,) = self._ask(self._source, _START_SECONDS)
-        if "error" in answer:
-            self._stop()
-            raise TemplateFailed(answer["error"])
 
     def _stop(self) -> None:
         self._end()
         self._worker = None
 
-    def _ask(self, request: object, seconds: float) -> list[dict[str, str]]:
-        """The answers to one line, a "text" or an "error" each; a worker that sends none is ended."""
+    def _ask(self, requests: Sequence[object], seconds: float) -> list[dict[str, str]]:
+        """The answers to the last of `requests`, a "text" or an "error" each; a worker that sends none is ended."""
         worker = self._worker
         assert worker is not None
         assert worker.stdin is not None
@@ -103,7 +101,7 @@ class TemplateProcess:
         deadline = threading.Timer(seconds, end)
         deadline.start()
         try:
-            worker.stdin.write(json.dumps(request).encode() + b"\n")
+            worker.stdin.write(b"".join(json.dumps(request).encode() + b"\n" for request in requests))
             worker.stdin.flush()
             line = worker.stdout.readline()
         except OSError:

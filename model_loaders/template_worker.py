@@ -7,9 +7,9 @@ products, two nested loops over 100,000 numbers or a macro that calls itself twi
 Only the operating system can stop them, hence a process. This file is run by itself and imports nothing of the package,
 so that it starts in a tenth of a second.
 
-The first line is the template's source; each further one is a list of the variables of one rendering each. Every line
-is answered by a list of `{"text": ...}` or `{"error": ...}`. Where a limit ends the process, the pipe closes instead,
-and the exit code or signal says which.
+The first line is the template's source; each further one is a list of the variables of one rendering each, and is
+answered by a list of `{"text": ...}` or `{"error": ...}`. Where a limit ends the process, the pipe closes instead, and
+the exit code or signal says which.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from datetime import datetime
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -67,6 +66,7 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+@lru_cache(maxsize=1)
 def compiled(source: str) -> jinja2.Template:
     """The template with the functions that model authors rely on."""
     extensions = ["jinja2.ext.loopcontrols", _GenerationBlock]
@@ -113,9 +113,9 @@ def _limit_time(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _answer(work: Callable[[], str]) -> dict[str, str]:
+def _answer(source: str, variables: dict[str, Any]) -> dict[str, str]:
     try:
-        return {"text": work()}
+        return {"text": _rendered(compiled(source), variables)}
     except MemoryError:
         return {"error": "it makes more text than a conversation can need"}
     except RecursionError:
@@ -129,20 +129,10 @@ def _answer(work: Callable[[], str]) -> dict[str, str]:
 def main() -> None:
     """Serves until the parent closes the pipe."""
     _limit_memory()
-    template: jinja2.Template | None = None
-
-    def compile_it(source: str) -> str:
-        nonlocal template
-        template = compiled(source)
-        return ""
-
+    source = json.loads(sys.stdin.buffer.readline() or '""')
     for line in sys.stdin.buffer:
         _limit_time(CPU_SECONDS)
-        request = json.loads(line)
-        if template is None:
-            answers = [_answer(partial(compile_it, request))]
-        else:
-            answers = [_answer(partial(_rendered, template, variables)) for variables in request]
+        answers = [_answer(source, variables) for variables in json.loads(line)]
         sys.stdout.buffer.write(json.dumps(answers).encode() + b"\n")
         sys.stdout.buffer.flush()
         _limit_time(0)

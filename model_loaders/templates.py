@@ -41,15 +41,9 @@ class ChatTemplate:
         self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         self._process = TemplateProcess(source)
 
-    def render(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True, **variables: object
-    ) -> str:
-        """The conversation as text, with the prompt for an answer if `add_generation_prompt`.
-
-        `variables` are passed to the template ("enable_thinking", ...). Raises LoadError where the template is
-        invalid, refuses the conversation, or needs more time or memory than a conversation can.
-        """
-        (text,) = self.render_each([messages], add_generation_prompt=add_generation_prompt, **variables)
+    def render(self, messages: Sequence[Mapping[str, str]], **variables: object) -> str:
+        """`render_each` of one conversation. Raises the error of the template as well."""
+        (text,) = self.render_each([messages], **variables)
         if isinstance(text, LoadError):
             raise text
         return text
@@ -57,9 +51,10 @@ class ChatTemplate:
     def render_each(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], **variables: object
     ) -> list[str | LoadError]:
-        """`render` of each conversation, or the error of the template that it would raise; its process is asked once.
+        """Each conversation as text with the prompt for an answer, or the error of a template that refuses it.
 
-        Raises LoadError where there is no valid template, or they need too much time or memory together.
+        The template's process is asked once. `variables` are passed to the template ("add_generation_prompt",
+        "enable_thinking", ...). Raises LoadError where the renderings together need too much time or memory.
         """
         given = {**self._constants, "add_generation_prompt": True, **variables}
         try:

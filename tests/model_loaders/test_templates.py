@@ -194,7 +194,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
         command = [sys.executable, "-c", program, template_worker.__file__]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
-            worker.communicate(b'"fine"\n', 60)
+            worker.communicate(b'"fine"\n[{}]\n', 60)
         assert template_process._reason(worker) == "it needs too much memory"
 
     def test_a_worker_that_was_killed_while_idle_is_replaced(self) -> None:
