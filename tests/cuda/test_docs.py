@@ -20,6 +20,7 @@ from engine.backends.cuda import draws, kernel_source, launch_configs
 from engine.backends.cuda.ops import CudaOps
 from engine.config import EngineConfig
 from engine.kv import cache_types
+from engine.limits import MOST_LOGPROBS
 from engine.quantization.conditioning import mean_fields
 from engine.records import Layout
 from engine.records.pair_table import PairRecord
@@ -312,6 +313,7 @@ def test_numbers_between_the_tables_are_those_of_the_code() -> None:
         f"products of more than {more} rows are cuBLAS's",
         f"products of up to {few} rows",
         f"products of up to {more} rows",
+        f"tokens, {MOST_LOGPROBS} at most, come to the host, {16 + 8 * MOST_LOGPROBS} bytes for each",
         f"sm_{', '.join(map(str, archs))} and {last}",
     ):
         assert phrase in " ".join(TEXT.split())

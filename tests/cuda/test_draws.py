@@ -18,9 +18,10 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Ops
 from engine.config import SamplingParams
 from engine.errors import EngineError
-from engine.limits import PENALTY_WINDOW
+from engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
 from engine.model.forward import Model
-from engine.sampling.sample import Draw, Penalties, Sampled, resolve
+from engine.outputs import TokenLogprob
+from engine.sampling.sample import Draw, Penalties, Sampled, resolve, token_logprob
 from model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
@@ -209,6 +210,23 @@ def test_possible_tokens_that_are_banned_are_no_damage(ops: Ops) -> None:
     assert "constraint bans every token" in str(masked)
 
 
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 30, 700, 3000]), st.sampled_from([0.0, 300.0, -3e4, 1e30]))
+def test_log_probabilities_are_those_of_the_whole_row(seed: int, vocabulary: int, offset: float) -> None:
+    """Flat and peaked rows, many equal logits, some that never come, more asked for than there are."""
+    rng = np.random.default_rng(seed)
+    logits = (np.round(rng.standard_normal((3, vocabulary)) * 4) / rng.choice([1, 4, 64]) + offset).astype(np.float32)
+    logits[1, rng.integers(0, vocabulary, vocabulary // 2)] = -np.inf
+    logits[1, 0] = offset
+    counts = rng.integers(0, MOST_LOGPROBS + 1, 3).tolist()
+    draws = [replace(asking(temperature=0), vocabulary=vocabulary, recent=[], logprobs=count) for count in counts]
+    for row, count, told in zip(logits, counts, sampled(OPS["device"], logits, draws), strict=True):
+        wanted = token_logprob(row, int(row.argmax()), count)
+        assert isinstance(told, TokenLogprob)
+        assert [told.id, *(i for i, _ in told.top)] == [wanted.id, *(i for i, _ in wanted.top)]
+        assert told.logprob == pytest.approx(wanted.logprob, abs=1e-13)
+        assert [value for _, value in told.top] == pytest.approx([v for _, v in wanted.top], rel=1e-15, abs=1e-13)
+
+
 # -- what is brought to the device, and back -------------------------------------------------------------------------
 
 
@@ -280,5 +298,7 @@ def test_nothing_of_the_logits_of_a_step_comes_back() -> None:
     stepped(model, free)
     assert device.launches == launches  # and nothing more is launched for them
     device.back = 0
-    stepped(model, [draws[0], replace(draws[1], logprobs=2), draws[2]])
-    assert device.back == 3 * 4 + 4 * vocabulary
+    device.launches.clear()
+    stepped(model, [replace(draws[0], logprobs=1), replace(draws[1], logprobs=2), draws[2]])
+    assert device.back == 3 * 4 + 2 * (16 + 2 * 8)
+    assert device.launches == [*launches, "logprobs_kernel"]

@@ -180,6 +180,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "gemm_small": _gemm_small(),
     "gemv": _gemv(),
     "naive": _all("naive", D=(64, 128, 256), BLOCK_SIZE=(64, 16), GROUP=(4, 1)),
+    "logprobs": _all("logprobs"),
     "narrow": _all("narrow", ACT=("float",), WEIGHT=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),

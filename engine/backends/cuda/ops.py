@@ -252,7 +252,7 @@ class CudaOps(CacheOps):
         return sampling.sample(self._device, self._launch, logits, draws)
 
     def fetch_tokens(self, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-        return sampling.fetch_tokens(self._device, ids, logits, draws)
+        return sampling.fetch_tokens(self._device, self._launch, ids, logits, draws)
 
 
 def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:

@@ -8,12 +8,14 @@ import numpy as np
 
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.draws import Draws
-from engine.backends.cuda.launch import Launcher, Shape
+from engine.backends.cuda.launch import Launcher, Shape, row_stride
 from engine.errors import EngineError
-from engine.sampling.sample import NOT_FINITE, Draw, Sampled, nothing_left, token_logprob
+from engine.outputs import TokenLogprob
+from engine.sampling.sample import NOT_FINITE, Draw, Sampled, nothing_left
 
 _THREADS = 512
 _NOTHING_LEFT = -2  # of `cuda/sampling/sample.cu`, in the place of an id
+_SUMS = 4  # words before the pairs of `cuda/sampling/logprobs.cu`
 
 
 def sample(device: Device, launch: Launcher, logits: Array, draws: Draws) -> Array:
@@ -26,20 +28,52 @@ def sample(device: Device, launch: Launcher, logits: Array, draws: Draws) -> Arr
     return ids
 
 
-def fetch_tokens(device: Device, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-    """What `sample` chose, on the host: 4·B bytes come back, and 4·V of each row that asks for log-probabilities."""
+def fetch_tokens(device: Device, launch: Launcher, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
+    """What `sample` chose, on the host: 4·B bytes.
+
+    Rows that ask for log-probabilities cost one more launch for all of them, and each of them brings 16 + 8·n bytes
+    back, where n is the even number from the largest count on.
+    """
     chosen = device.to_host(ids).tolist()
-    return [_fetched(device, token, logits[row], draws[row]) for row, token in enumerate(chosen)]
+    asked = [
+        (row, token, draw.logprobs)
+        for row, (token, draw) in enumerate(zip(chosen, draws, strict=True))
+        if token >= 0 and draw.logprobs is not None
+    ]
+    told = _logprobs(device, launch, logits, asked, draws[0].vocabulary) if asked else {}
+    return [told.get(row) or _fetched(token, draws[row]) for row, token in enumerate(chosen)]
 
 
-def _fetched(device: Device, token: int, logits: Array, draw: Draw) -> Sampled:
+def _fetched(token: int, draw: Draw) -> int | EngineError:
     if token == _NOTHING_LEFT:
         return nothing_left(draw)
-    if token < 0:
-        return EngineError(NOT_FINITE, "model_damaged")
-    if draw.logprobs is None:
-        return token
-    return token_logprob(device.to_host(logits[: draw.vocabulary]), token, draw.logprobs)
+    return token if token >= 0 else EngineError(NOT_FINITE, "model_damaged")
+
+
+def _logprobs(
+    device: Device, launch: Launcher, logits: Array, asked: Sequence[tuple[int, int, int]], vocabulary: int
+) -> dict[int, TokenLogprob]:
+    """`token_logprob` of each (row of the logits, token, count), by its row."""
+    table = np.array(asked, np.int32)
+    most = int(table[:, 2].max())
+    width = _SUMS + 2 * (most + most % 2)
+    out = device.empty((len(asked), width), np.int32)
+    args = out, logits, device.from_host(table), vocabulary, row_stride(logits), width
+    launch("logprobs", (len(asked),), Shape({}, _THREADS), *args)
+    rows = device.to_host(out)
+    return {row: _told(words, token, count) for words, (row, token, count) in zip(rows, asked, strict=True)}
+
+
+def _told(words: np.ndarray, token: int, count: int) -> TokenLogprob:
+    """words (4 + 2·most,) int32: those of `cuda/sampling/logprobs.cu` for one row."""
+    total = words[:2].view(np.float64)[0]
+    best, own = words[2:_SUMS].view(np.float32).astype(np.float64)
+    pairs = words[_SUMS : _SUMS + 2 * count].reshape(-1, 2)
+    ids, logits = pairs[:, 0], pairs[:, 1].copy().view(np.float32).astype(np.float64)
+    kept = (ids >= 0) & np.isfinite(logits)
+    logprobs = logits[kept] - best - np.log(total)
+    top = zip(ids[kept].tolist(), logprobs.tolist(), strict=True)
+    return TokenLogprob(token, float(own - best - np.log(total)), tuple(top))
 
 
 def _in_fours(device: Device, logits: Array) -> Array:
