@@ -33,7 +33,8 @@ def field_table(cls: type, *left_out: str) -> str:
             continue
         default = field.default if field.default_factory is MISSING else field.default_factory()
         told = "`False`: " if default is True else ""  # the sentence is that of a flag which switches it off
-        meaning = re.sub("--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", _cell(field.metadata["help"]))
+        meaning = re.sub("(, as in 42.*)?; may be repeated", "", _cell(field.metadata["help"]))  # on a command line
+        meaning = re.sub("--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", meaning)
         lines.append(f"| `{field.name}` | `{default!r}` | {told}{meaning} |")
     return "\n".join(lines)
 
