@@ -244,11 +244,7 @@ class Driver:
 
         A timeout or a cancellation ends the wait for it, but not the work once it has begun.
         """
-        with self._job(self._transfers) as (_, job):
-            self._disk.submit(partial(_hand_over, work, job))
-            result: T = await self._next(job)
-            job.outcome = outcome
-            return result
+        return await self._counted(self._transfers, self._disk.submit, outcome, work)
 
     @property
     def _folder(self) -> SessionFolder:
@@ -268,8 +264,11 @@ class Driver:
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
         """The result of `work`, run in a thread for texts and counted as `outcome`. Raises its errors and Refused."""
-        with self._job(self._texts) as (_, job):
-            self._text_pool.submit(_hand_over, work, job)
+        return await self._counted(self._texts, self._text_pool.submit, outcome, work)
+
+    async def _counted(self, queue: _Queue, submit: Callable[[Any], Any], outcome: str, work: Callable[[], T]) -> T:
+        with self._job(queue) as (_, job):
+            submit(partial(_hand_over, work, job))
             result: T = await self._next(job)
             job.outcome = outcome
             return result

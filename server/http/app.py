@@ -23,7 +23,7 @@ from server.http.metrics import exposition
 from server.http.openai import Generation
 from server.http.page import page
 from server.http.sessions import Sessions
-from server.http.shapes import Chat, Text
+from server.http.shapes import CHAT, TEXT
 from server.http.stats import asked_tokens, stats
 from server.http.tokens import Tokens
 from server.refused import Refused
@@ -34,8 +34,8 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
     """The ASGI application: OpenAI's endpoints over `driver`, and those for sessions, tokens, status and the page."""
     api = _Api(driver, config)
     routes = [
-        Route("/v1/chat/completions", Generation(driver, Chat()).serve, methods=["POST"]),
-        Route("/v1/completions", Generation(driver, Text()).serve, methods=["POST"]),
+        Route("/v1/chat/completions", Generation(driver, CHAT).serve, methods=["POST"]),
+        Route("/v1/completions", Generation(driver, TEXT).serve, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         *Tokens(driver).routes(),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from engine import Chunk, Completion, TokenLogprob, Usage
 from model_loaders.tokenizers import Tokenizer
 from server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
 
 
-class Dialect(Protocol):
+@dataclass(frozen=True)
+class Dialect:
     """The difference between the endpoints for conversations and for plain prompts."""
 
     takes: str  # field of the prompt
@@ -21,56 +22,37 @@ class Dialect(Protocol):
     whole: str  # names of the objects
     part: str
     switched_logprobs: bool  # whether log-probabilities are requested by true and a count beside it
-
-    def answer(self, text: str) -> dict[str, Any]:
-        """The fields of a choice for a whole answer."""
-
-    def opening(self) -> dict[str, Any] | None:
-        """The fields of a streamed answer's first choice, before any text; None for no such choice."""
-
-    def piece(self, text: str) -> dict[str, Any]:
-        """The fields of a choice for a piece of a streamed answer; for its end without text."""
-
-    def logprobs(self, tokenizer: Tokenizer) -> Logprobs:
-        """A writer of the log-probabilities of one answer."""
+    answer: Callable[[str], dict[str, Any]]  # fields of a choice for a whole answer
+    opening: dict[str, Any] | None  # of a streamed answer's first choice, before any text; None for no such choice
+    piece: Callable[[str], dict[str, Any]]  # of a choice for some text of a streamed answer; for its end without text
+    logprobs: Callable[[Tokenizer], Logprobs]  # writes those of one answer
 
 
-class Chat:
-    """/v1/chat/completions"""
+CHAT = Dialect(
+    takes="messages",
+    prefix="chatcmpl",
+    whole="chat.completion",
+    part="chat.completion.chunk",
+    switched_logprobs=True,
+    answer=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    opening={"delta": {"role": "assistant", "content": ""}},
+    piece=lambda text: {"delta": {"content": text} if text else {}},
+    logprobs=ChatLogprobs,
+)
+"""/v1/chat/completions"""
 
-    takes, prefix, whole, part = "messages", "chatcmpl", "chat.completion", "chat.completion.chunk"
-    switched_logprobs = True
-
-    def answer(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def opening(self) -> dict[str, Any] | None:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
-
-    def logprobs(self, tokenizer: Tokenizer) -> Logprobs:
-        return ChatLogprobs(tokenizer)
-
-
-class Text:
-    """/v1/completions"""
-
-    takes, prefix, whole, part = "prompt", "cmpl", "text_completion", "text_completion"
-    switched_logprobs = False
-
-    def answer(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def opening(self) -> dict[str, Any] | None:
-        return None
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def logprobs(self, tokenizer: Tokenizer) -> Logprobs:
-        return TextLogprobs(tokenizer)
+TEXT = Dialect(
+    takes="prompt",
+    prefix="cmpl",
+    whole="text_completion",
+    part="text_completion",
+    switched_logprobs=False,
+    answer=lambda text: {"text": text},
+    opening=None,
+    piece=lambda text: {"text": text},
+    logprobs=TextLogprobs,
+)
+"""/v1/completions"""
 
 
 @dataclass(frozen=True)
@@ -98,8 +80,8 @@ class Writer:
 
         A token whose text is held back has an event where it has log-probabilities.
         """
-        if first and (opening := self.dialect.opening()) is not None:
-            yield self._part(self._choice(index, opening))
+        if first and self.dialect.opening is not None:
+            yield self._part(self._choice(index, self.dialect.opening))
         if chunk.text or chunk.logprobs:
             yield self._part(self._choice(index, self.dialect.piece(chunk.text), tokens=chunk.logprobs or None))
         if chunk.finish_reason is not None:
