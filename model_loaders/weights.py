@@ -78,14 +78,14 @@ def fit(
                 "configuration does not have; use a plain checkpoint of a supported model."
             )
     if config.embedding_scale != 1:
-        config = replace(config, embedding_scale=_as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
+        config = replace(config, embedding_scale=as_stored(config.embedding_scale, weights.stored_dtype(EMBEDDING)))
     changes = {
         name: (row_order(spec, config, interleaved), spec.offset if offsets else 0.0) for name, spec in expected.items()
     }
     return config, weights.arranged(changes)
 
 
-def _as_stored(number: float, dtype: str) -> float:
+def as_stored(number: float, dtype: str) -> float:
     """The number as F16 or BF16 has it; other types do not round it."""
     if dtype == "BF16":  # the upper half of a float32, to the nearest
         bits = int(np.float32(number).view(np.uint32)) + 0x8000

@@ -14,7 +14,7 @@ from engine import calibration
 from engine.backends.numpy.ops import NumpyOps
 from engine.calibration import LayerStatistics, calibrate, load_or_calibrate, text_ids
 from engine.model.forward import ModelWeights
-from engine.model.weights import load_weights
+from engine.model.weights import fingerprint, load_weights
 from engine.weight_formats import Linear
 from model_loaders.config import ModelConfig
 from model_loaders.tokenizers import Tokenizer
@@ -211,6 +211,8 @@ CHANGES: dict[str, Callable[[Setting], Setting]] = {
     "weights": lambda s: replace(s, weights=first_weight_bent(s.weights)),
     "config": lambda s: replace(s, config=replace(s.config, norm_eps=1e-3)),
     "tokens": lambda s: replace(s, config=replace(s.config, max_context=39)),
+    "activation": lambda s: replace(s, config=replace(s.config, activation="gelu_tanh")),
+    "a layer without RoPE": lambda s: replace(s, config=replace(s.config, ropes=(s.config.rope, None))),
 }
 
 
@@ -221,6 +223,19 @@ def test_nothing_is_confused(setting: Setting, cache: Path, runs: list[int], cha
     assert_same(setting.load(), first)
     assert_same(other.load(), second)
     assert len(runs) == len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("llama_mha", "9d13a66771cd7702c160960e"),
+        ("qwen3_qk_norm_tied", "3e4262af9044766238d532d2"),
+    ],
+)
+def test_files_of_earlier_versions_are_known_again(name: str, digest: str) -> None:
+    """Statistics and sessions are kept under the model's fingerprint."""
+    config, weights = read_model(FIXTURES / name)
+    assert fingerprint(NumpyOps(), config, weights).startswith(digest)
 
 
 def test_another_text_is_measured_anew(

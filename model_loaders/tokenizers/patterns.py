@@ -41,7 +41,9 @@ _MARKS = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+
 _EXPRESSIONS: dict[str, tuple[str, ...]] = {
     # llama.cpp's choice where a file does not say; no model is known to be trained with it.
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "smaug-bpe"), (LLAMA3,)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "smaug-bpe", "dbrx"), (LLAMA3,)
+    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), (QWEN2,)),
     **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "olmo", "phi-2", "trillion"), (_GPT2,)),
     **dict.fromkeys(("smollm", "codeshell", "minerva-7b", "refact", "starcoder"), (r"\p{N}", _GPT2)),

@@ -123,6 +123,24 @@ def test_embed(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
     table, host = matrix(ops, rng, 11, 24, stored=stored)
     ids = np.array([10, 0, 3], np.int32)
     np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(ids))), host[ids])
+    scaled = ops.to_host(ops.embed(table, ops.to_device(ids), 50.5))
+    np.testing.assert_array_equal(scaled, host[ids] * np.float32(50.5))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("stored", STORED)
+def test_rms_norm(ops: CudaOps, rng: np.random.Generator, stored: str, rows: int) -> None:
+    """In place in a part of each row, or added to a residual."""
+    x, residual = normal(rng, rows, 56), normal(rng, rows, 24)
+    norm, host_norm = weight(ops, rng, 24, stored=stored)
+    on_device, target = ops.to_device(x), ops.to_device(residual)
+    ops.rms_norm(on_device[:, 8:32], (norm, EPS), residual=target)
+    np.testing.assert_array_equal(ops.to_host(on_device), x)
+    ops.rms_norm(on_device[:, 8:32], (norm, EPS))
+    HOST.rms_norm(x[:, 8:32], (host_norm, EPS), residual=residual)
+    HOST.rms_norm(x[:, 8:32], (host_norm, EPS))
+    same(ops.to_host(target), residual, sums=24)
+    same(ops.to_host(on_device), x, sums=24)
 
 
 ROWS = [

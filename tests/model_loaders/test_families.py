@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from model_loaders import LoadError, ModelConfig, RopeConfig, load_weights, rope_frequencies
 from model_loaders import families as families_package
 from model_loaders.families import configure, families, tensors
 from model_loaders.fields import Fields
-from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, read_all
+from model_loaders.safetensors_source import open_safetensors
+from model_loaders.weights import as_stored
+from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, gguf_name, read, read_all
 from tests.shared_data import shared
 
 BASE = {
@@ -120,6 +123,106 @@ def test_yarn_stretches_the_context_if_the_configuration_gives_the_trained_one()
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert configured(rope_scaling=yarn).max_context == 2048
     assert configured(rope_scaling=yarn, max_position_embeddings=2048).max_context == 2048
+
+
+def test_gemma3_in_the_older_spelling() -> None:
+    config = stored("gemma3_tied")
+    written = json.loads((MODELS / "gemma3_tied" / "config.json").read_text())
+    del written["rope_parameters"], written["layer_types"]
+    written |= {"sliding_window_pattern": 2, "rope_theta": 1e4, "rope_local_base_freq": 100.0}
+    written["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    assert configure(Fields(written, "config.json")) == config
+    # What a published configuration leaves out is as in the 4B model; the pattern of windows is six layers long.
+    kept = {key: written[key] for key in ("model_type", "hidden_size", "num_hidden_layers", "sliding_window")}
+    got = configure(Fields({**kept, "num_hidden_layers": 7}, "config.json"))
+    assert (got.heads, got.kv_heads, got.head_dim, got.vocab_size) == (8, 4, 256, 262_208)
+    assert got.windows == (12, 12, 12, 12, 12, None, 12)
+    assert {rope.theta for rope in got.ropes if rope} == {1e6, 1e4}
+    assert got.attention_scale == 1 / 16
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_gemma3_that_sees_images(prefix: str, tmp_path: Path) -> None:
+    config, weights, _ = load_weights(MODELS / "gemma3_tied")
+    content = json.loads((MODELS / "gemma3_tied" / "config.json").read_text())
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": content}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 8}}))
+    files = {
+        prefix + name.removeprefix("model."): tensor
+        for name, tensor in read_all(open_safetensors(MODELS / "gemma3_tied", mmap=False)).items()
+    }
+    files["vision_tower.vision_model.post_layernorm.weight"] = np.ones(8, np.float32)
+    save_file(files, tmp_path / "model.safetensors")
+    got, copy, _ = load_weights(tmp_path)
+    assert got == config
+    for name, tensor in read_all(weights).items():
+        np.testing.assert_array_equal(read(copy, name), tensor, err_msg=name)
+
+
+def test_gemma3_norms_are_one_more_than_its_safetensors_say() -> None:
+    _, weights, _ = load_weights(MODELS / "gemma3_tied")
+    raw = read_all(open_safetensors(MODELS / "gemma3_tied", mmap=False))
+    for name, tensor in read_all(weights).items():
+        np.testing.assert_array_equal(tensor, raw[name] + np.float32("norm" in name), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("BF16", 50.5), ("F16", 50.59375), ("F32", 2560**0.5), ("Q8_0", 2560**0.5)]
+)
+def test_embeddings_are_scaled_as_precisely_as_they_are_stored(dtype: str, scale: float) -> None:
+    assert as_stored(2560**0.5, dtype) == scale
+
+
+def test_smollm3_without_rope_in_some_layers() -> None:
+    def has_rope(**changes: object) -> list[bool]:
+        return [rope is not None for rope in configured(model_type="smollm3", **changes).ropes]
+
+    assert has_rope(num_hidden_layers=8) == [True, True, True, False] * 2
+    assert has_rope(no_rope_layer_interval=2) == [True, False, True]
+    assert has_rope(no_rope_layers=[0, 1, 1]) == [False, True, True]
+    with pytest.raises(LoadError, match="no_rope_layers"):
+        has_rope(no_rope_layers=[1, 1])
+    windows = configured(model_type="smollm3", use_sliding_window=True, sliding_window=8, no_rope_layers=[0, 1, 1])
+    assert windows.windows == (8, None, None)
+
+
+@pytest.mark.parametrize("kind", ["su", "longrope", "yarn"])
+def test_phi3_longrope(kind: str) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(i) for i in range(1, 9)]}
+    scaling = {"type": kind, **factors}
+    config = configured(model_type="phi3", original_max_position_embeddings=128, rope_scaling=scaling)
+    assert (config.rope.kind, config.rope.factor, config.rope.original_context) == ("longrope", 4.0, 128)
+    assert config.rope.divisors == tuple(factors["long_factor"])
+    assert config.for_context(128).rope.divisors == (1.0,) * 8
+    # A model no longer than it was trained has the short factors alone.
+    same = configured(model_type="phi3", original_max_position_embeddings=512, rope_scaling=scaling)
+    assert same.rope.divisors == same.for_context(600).rope.divisors == (1.0,) * 8
+    with pytest.raises(LoadError, match=r"long_factor.*8 pairs"):
+        configured(
+            model_type="phi3", original_max_position_embeddings=9, rope_scaling={**scaling, "long_factor": [1.0] * 7}
+        )
+    with pytest.raises(LoadError, match="a kind of RoPE that is not supported"):
+        configured(model_type="llama", rope_scaling={**scaling, "type": "longrope"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "mixtral"}, "mixture of experts.*use a dense model"),
+        ({"model_type": "qwen3_moe"}, "mixture of experts"),
+        ({"model_type": "novel", "num_local_experts": 8}, "mixture of experts"),
+        ({"model_type": "mamba2"}, "recurrent state.*whose layers are all attention"),
+        ({"model_type": "falcon_h1"}, "recurrent state"),
+        ({"model_type": "qwen2_5_vl"}, "images.*a model for text alone"),
+        ({"model_type": "gemma3n"}, "images"),
+        ({"model_type": "novel", "vision_config": {"a": 1}}, "images"),
+        ({"model_type": "t5"}, "encoder.*use a decoder"),
+        ({"model_type": "novel", "is_encoder_decoder": True}, "encoder"),
+    ],
+)
+def test_what_stays_out_is_called_what_it_is(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(LoadError, match=f"{changes['model_type']}.*{reason}.*supported are gemma3"):
+        configured(**changes)
 
 
 @pytest.mark.parametrize("key", list(BASE))
@@ -293,6 +396,10 @@ def test_a_gguf_files_scaling_without_a_type_is_linear(
     ("arch", "changes", "named"),
     [
         ("gemma", {}, "gemma.*supported are gemma3, llama, olmo2, phi3, qwen2, qwen3, smollm3"),
+        ("mamba", {}, "mamba.*recurrent state"),
+        ("qwen3moe", {}, "qwen3moe.*mixture of experts"),
+        ("t5", {}, "t5.*encoder"),
+        ("gemma3n", {}, "gemma3n.*images"),
         ("llama", {"attention__causal": False}, "embedding model.*llama.attention.causal is false"),
         ("llama", {"expert_count": 8}, "mixture of experts"),
         ("llama", {"split.count": 3}, "one of 3 parts"),

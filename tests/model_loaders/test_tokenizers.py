@@ -346,6 +346,16 @@ def test_words_are_cut_as_llama_cpp_cuts_them(name: str) -> None:
     assert cut == WORDS[name]
 
 
+@pytest.mark.parametrize("name", ["smaug-bpe", "dbrx"])
+def test_smollm3_and_olmo2_cut_as_llama3_does(name: str) -> None:
+    """In llama.cpp the names have one expression; words of the vocabulary are not taken whole there."""
+    cutter = patterns.pre_tokenizer(name)
+    assert cutter is not None
+    cut = {text: [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] for text in WORDS["llama-bpe"]}
+    assert cut == WORDS["llama-bpe"]
+    assert not patterns.takes_known_words_whole(name)
+
+
 def test_tekken_begins_a_word_at_any_scripts_capitals() -> None:
     """As Mistral's own expression does; llama.cpp's goes by the case of ASCII letters."""
     cutter = patterns.pre_tokenizer("tekken")

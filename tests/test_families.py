@@ -1,0 +1,44 @@
+"""Engines with models of every family: settings that change a model's arithmetic, and caches fitted to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import Engine, SamplingParams
+from tests.bare import bare_model, prefill_logits, read_model
+from tests.conftest import FIXTURES
+from tests.tiny import make_model
+
+NEW = ["gemma3_tied", "olmo2_post_norms", "phi3_longrope_partial", "phi3_window", "smollm3_no_rope_tied"]
+IDS = list(range(5, 85))
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_fitted_quantized_cache_answers_as_full_precision_does(name: str, tmp_path: Path) -> None:
+    """Models of random weights: what is compared is how far apart the logits are, not what they say."""
+    path, scores = make_model(tmp_path, name), {}
+    for types in ("f16", "ring5"):
+        with Engine.load(path, device="cpu", block_size=16, ctx_size=128, cache_type=types) as engine:
+            scores[types] = engine.score(IDS, logits=True).logits
+            params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+            assert engine.generate("The cat sat on the mat and", params).usage.completion_tokens == 40
+    spread = scores["f16"].max() - scores["f16"].min()
+    error = np.sqrt(np.square(scores["ring5"] - scores["f16"]).mean())
+    assert 0 < error < 0.02 * spread
+
+
+def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
+    """Those for short contexts up to the original one, here 32 tokens; the others for every prompt beyond it."""
+    path, found = make_model(tmp_path, "phi3_longrope_partial"), {}
+    for tokens in (32, 33, 0):
+        with Engine.load(path, device="cpu", ctx_size=tokens, cache_type="f16", calibration=False) as engine:
+            found[tokens] = engine.score(IDS[:24], logits=True).logits
+    config, weights = read_model(FIXTURES / "phi3_longrope_partial")
+    for tokens, logits in found.items():
+        expected = prefill_logits(bare_model(config.for_context(tokens), weights), IDS[:24])
+        np.testing.assert_allclose(logits, expected, atol=1e-3)
+    np.testing.assert_array_equal(found[33], found[0])
+    assert np.abs(found[32] - found[0]).max() > 0.1
