@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine import Engine, SamplingParams, codecs
+from model_loaders import LoadError, families
+from tests.bare import bare_model, prefill_logits, read_model, spread
 from tests.codecs import test_contract
+from tests.conftest import FIXTURES
 from tests.tiny import make_model
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "adding.md"
 SHAPES = {"name": "int8", "head_dim": 48, "block_size": 16}
 
 
+def _example(path: str) -> str:
+    """The text that the document gives for a file."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    found = re.search(r"^```python\n(.*?)^```", text[text.index(f"`{path}`") :], re.S | re.M)
+    assert found is not None
+    return found[1]
+
+
 @pytest.fixture
 def _int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The document's codec, in its place."""
-    text, *_ = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.S | re.M)
+    text = _example("engine/codecs/int8.py")
     (tmp_path / "int8.py").write_text(text, encoding="utf-8")
     monkeypatch.setattr(codecs, "__path__", [*codecs.__path__, str(tmp_path)])
     codecs._modules.cache_clear()
@@ -60,3 +74,24 @@ def test_the_codec_of_the_document_is_a_cache_type(tmp_path: Path) -> None:
         answer = engine.generate([5] * 40, SamplingParams(max_tokens=8, ignore_eos=True))
         assert len(answer.token_ids) == 8
         assert "int8" in engine.fit_line()
+
+
+def test_the_family_of_the_document_loads_and_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2 without windows computes the same, and calls its tensors alike; without the file it is refused."""
+    folder = FIXTURES / "qwen2_bias"
+    written = json.loads((folder / "config.json").read_text())
+    written |= {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    with pytest.raises(LoadError, match="'seed_oss', which is not supported"):
+        read_model(tmp_path)
+    (tmp_path / "families").mkdir()
+    (tmp_path / "families" / "seed_oss.py").write_text(_example("model_loaders/families/seed_oss.py"), encoding="utf-8")
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "families")])
+    config, weights = read_model(tmp_path)
+    sys.modules.pop("model_loaders.families.seed_oss")
+    vars(families).pop("seed_oss")
+    assert (config.family, config.qkv_bias, config.out_bias) == ("seed_oss", True, False)
+    reference = np.load(folder / "reference.npz")
+    logits = prefill_logits(bare_model(config, weights), reference["ids"].tolist())
+    assert np.abs(logits - reference["logits"]).max() <= 1e-3 * spread(reference["logits"])

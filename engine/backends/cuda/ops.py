@@ -117,12 +117,7 @@ class CudaOps(CacheOps):
     def _joined(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
         """Matrices under each other. Of their bytes a few rows at a time are there twice."""
         rows, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
-        if width % 8:
-            raise EngineError(
-                f"This model has matrices with rows of {width} numbers, and the GPU takes multiples of 8: "
-                "run it with device=cpu",
-                settings=("device",),
-            )
+        _check_width(width)
         data, end = self._device.empty((rows, width), _DTYPES[format.name]), 0
         for matrix in matrices:
             for part, raw in matrix.slabs(_UPLOAD_BYTES):
@@ -160,6 +155,7 @@ class CudaOps(CacheOps):
 
     def rms_norm(self, x: Array, norm: tuple[Array, float], residual: Array | None = None) -> None:
         (rows, n), (gain, eps), y = x.shape, norm, x if residual is None else residual
+        _check_width(n)
         most = MOST_THREADS if rows <= SMALL_ROWS else 256  # as in `_narrow`
         shape = Shape({"ACT": "float", "ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
         self._launch("rms_norm", (rows,), shape, y, x, gain, n, row_stride(y), row_stride(x), float(eps))
@@ -263,6 +259,16 @@ def _typed(weight: Array, shape: Shape, **flags: int) -> Shape:
 def _on_device(format: WeightFormat) -> WeightFormat:
     """What matrices become that a file has in a format: float32 is rounded to half precision."""
     return get("f16") if format.name == "f32" else format
+
+
+def _check_width(width: int) -> None:
+    """Raises EngineError for rows that kernels cannot read 16 bytes at a time."""
+    if width % 8:
+        raise EngineError(
+            f"This model has matrices with rows of {width} numbers, and the GPU takes multiples of 8: "
+            "run it with device=cpu",
+            settings=("device",),
+        )
 
 
 def _gib(size: int) -> str:
