@@ -18,7 +18,7 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.model import score
 from engine.outputs import fold
 from tests.shared_data import shared
-from tests.tiny import CONTEXT, EOS, assert_idle, forget, make_model
+from tests.tiny import CONTEXT, EOS, assert_idle, blocks_left, forget, make_model, runs_nothing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13]
@@ -192,13 +192,10 @@ def test_generation_ends_where_the_context_is_full(tiny: Engine, length: int) ->
 
 
 def test_generation_ends_where_the_store_is_full(tiny: Engine) -> None:
-    coded = tiny._store.groups[0].coded
-    taken = coded.allocate(coded.free - 3)
-    answer = tiny.generate(PROMPT, with_max(-1))
+    with blocks_left(tiny, 3):
+        answer = tiny.generate(PROMPT, with_max(-1))
     assert answer.finish_reason == "length"
     assert 3 * 8 <= len(PROMPT) + len(answer.token_ids) <= 5 * 8
-    for block in taken:
-        coded.release(block)
     assert len(tiny.generate(PROMPT, GREEDY).token_ids) == 24
 
 
@@ -292,11 +289,8 @@ def test_score_says_when_there_is_not_enough_memory(tiny: Engine, monkeypatch) -
 
 
 def test_score_says_when_others_hold_the_store(tiny: Engine) -> None:
-    coded = tiny._store.groups[0].coded
-    taken = coded.allocate(coded.free)
-    refused(lambda: tiny.score([7] * 100), "in use", code="out_of_memory")
-    for block in taken:
-        coded.release(block)
+    with blocks_left(tiny, 0):
+        refused(lambda: tiny.score([7] * 100), "in use", code="out_of_memory")
 
 
 def test_detokenize_refuses_what_is_no_token(tiny: Engine) -> None:
@@ -310,7 +304,7 @@ def test_a_closed_stream_leaves_nothing_running_and_keeps_what_was_computed(tiny
     ids = [i for _ in range(taken) for i in next(chunks).token_ids]
     chunks.close()
     assert next(chunks, None) is None
-    assert not tiny._work.requests
+    assert runs_nothing(tiny)
     assert tiny.generate([*PROMPT, *ids, 50], with_max(1)).usage.cached_tokens == len(PROMPT) + taken - 1
 
 
@@ -318,7 +312,7 @@ def test_a_stream_that_is_dropped_is_a_closed_one(tiny: Engine) -> None:
     chunks = tiny.stream(PROMPT, GREEDY)
     next(chunks)
     del chunks
-    assert not tiny._work.requests
+    assert runs_nothing(tiny)
     assert tiny.cache_stats().tokens == len(PROMPT)
 
 
@@ -327,7 +321,7 @@ def test_breaking_out_of_a_loop_closes_the_stream(tiny: Engine) -> None:
         if chunk.token_ids:
             break
     gc.collect()
-    assert not tiny._work.requests
+    assert runs_nothing(tiny)
 
 
 def test_a_prompt_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> None:
@@ -340,7 +334,7 @@ def test_a_prompt_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> N
 
 def test_a_stream_that_is_never_begun_costs_nothing(tiny: Engine) -> None:
     chunks = tiny.stream(PROMPT, GREEDY)
-    assert not tiny._work.requests
+    assert runs_nothing(tiny)
     chunks.close()
     del chunks
     tiny.stream(PROMPT, GREEDY)
@@ -369,7 +363,7 @@ def test_an_error_ends_its_request_alone(tiny: Engine, monkeypatch, call: int) -
     fail_at(monkeypatch, tiny, call, ZeroDivisionError("broken"))
     with pytest.raises(ZeroDivisionError, match="broken"):
         tiny.generate(PROMPT, GREEDY)
-    assert not tiny._work.requests
+    assert runs_nothing(tiny)
     again = tiny.generate(PROMPT, GREEDY)
     assert len(again.token_ids) == 24
     forget(tiny)
@@ -393,7 +387,7 @@ def test_ctrl_c_ends_the_request_and_the_engine_goes_on(tiny: Engine, monkeypatc
         fail_at(monkeypatch, tiny, call, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             tiny.generate(PROMPT, GREEDY)
-        assert not tiny._work.requests
+        assert runs_nothing(tiny)
         assert not tiny._turns.taken
         assert len(tiny.generate(PROMPT, GREEDY).token_ids) == 24
 

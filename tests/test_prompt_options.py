@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
-from tests.tiny import CONTEXT, assert_idle, forget, held
+from tests.tiny import CONTEXT, assert_idle, blocks_left, forget, held, preempt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SPECIAL = PromptOptions(parse_special=True)
@@ -90,10 +90,7 @@ def test_what_gave_way_finds_nothing_either(tiny_path: Path) -> None:
         alone = engine.generate(PROMPT, GREEDY).token_ids
         chunks = engine.stream(PROMPT, GREEDY, PromptOptions(cache_prompt=False))
         answer = [next(chunks).token_ids for _ in range(4)]
-        (request,) = engine._work.requests.values()
-        engine._work._leave(request)  # as `preempt` does
-        engine._scheduler.remove(request.sequence)
-        engine._scheduler.submit(request.sequence)
+        request = preempt(engine)
         answer += [chunk.token_ids for chunk in chunks]
         assert tuple(i for ids in answer for i in ids) == alone
         assert request.usage().cached_tokens == 0
@@ -107,14 +104,9 @@ def test_what_gave_way_keeps_its_salt(tiny: Engine) -> None:
     forget(tiny)
     chunks = tiny.stream(PROMPT, GREEDY, ours)
     answer = list(next(chunks).token_ids)
-    (request,) = tiny._work.requests.values()
-    tiny._work._leave(request)  # as `preempt` does
-    tiny._scheduler.remove(request.sequence)
-    tiny._scheduler.submit(request.sequence)
-    coded = tiny._store.groups[0].coded
-    taken = coded.allocate(coded.free - 2)  # the prompt's last blocks among them
-    for block in taken:
-        coded.release(block)
+    preempt(tiny)
+    with blocks_left(tiny, 2):  # the prompt's last blocks are overwritten
+        pass
     answer += [token for chunk in chunks for token in chunk.token_ids]
     assert tuple(answer) == alone.token_ids
     assert cached(tiny.generate(PROMPT, GREEDY)) == 0

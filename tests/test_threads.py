@@ -14,7 +14,7 @@ import pytest
 from engine import Completion, Engine, SamplingParams
 from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import fold
-from tests.tiny import assert_idle, by_count, forget
+from tests.tiny import assert_idle, by_count, forget, runs_nothing
 
 THREADS = 6
 PATIENCE = 60  # seconds until a test that hangs fails
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_what_is_worked_on_and_who_waits_for_it(
     *_, last = first
     assert last.finish_reason == reason
     assert last.usage is not None
-    assert not shared_engine._work.requests
+    assert runs_nothing(shared_engine)
     assert same(shared_engine.generate(*job(1)), alone)
 
 
@@ -203,7 +203,8 @@ def test_nobody_is_kept_out_by_a_long_answer(tiny_path: Path) -> None:
             begun.wait(PATIENCE)
             for _ in range(20):
                 engine.cache_stats()
-            seen.append(len(engine._work.requests))
+            status = engine.status()
+            seen.append(status.running + status.waiting)
 
         in_threads(read, look)
         assert seen == [1]

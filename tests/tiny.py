@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine import Engine, assembly
 from engine.assembly import WHOLE, Encoding
+from engine.requests.request import Request
 from tests.conftest import FIXTURES
 from tests.kv import fed
 
@@ -70,12 +73,47 @@ def forget(engine: Engine) -> None:
         fed.overwrite(engine._store)
 
 
+def runs_nothing(engine: Engine) -> bool:
+    """No request is being computed, and none waits."""
+    status = engine.status()
+    return status.running + status.waiting == 0
+
+
+@contextmanager
+def blocks_left(engine: Engine, count: int) -> Iterator[None]:
+    """Room for `count` more coded blocks, as if others held the rest."""
+    coded = engine._store.groups[0].coded
+    taken = coded.allocate(coded.free - count)
+    try:
+        yield
+    finally:
+        for block in taken:
+            coded.release(block)
+
+
+def preempt(engine: Engine) -> Request:
+    """Preempt the only request there is; its place in the queue is the last."""
+    (request,) = engine._work.requests.values()
+    engine._work._leave(request)
+    engine._scheduler.remove(request.sequence)
+    engine._scheduler.submit(request.sequence)
+    return request
+
+
+def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on, which sequence each preemption was of; None where there was none."""
+    seen: list[Any] = []
+    choose = engine._scheduler.preempt
+    monkeypatch.setattr(engine._scheduler, "preempt", lambda: seen.append(choose()) or seen[-1])
+    return seen
+
+
 def assert_idle(engine: Engine) -> None:
     """Nothing runs, nothing waits, and every block is free."""
     assert not engine._turns.taken
     assert not engine._work.requests
     assert engine._scheduler.schedule() is None
-    assert held(engine) == [(0, 0)] * len(engine._store.groups)
+    assert not any(map(any, held(engine)))
 
 
 def by_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

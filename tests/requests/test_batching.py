@@ -13,7 +13,7 @@ import pytest
 from engine import Completion, Engine, PromptOptions, SamplingParams
 from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import Chunk, fold
-from tests.tiny import assert_idle, by_count, forget
+from tests.tiny import assert_idle, blocks_left, by_count, forget, preempt, preemptions
 
 BLOCK = 8
 REQUESTS = 7
@@ -76,18 +76,13 @@ def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, ty
         alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
         by_count(engine, monkeypatch)
         forget(engine)
-        coded = engine._store.groups[0].coded
         longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
-        taken = coded.allocate(coded.free - longest - spare)  # little more than the longest needs for itself
-        given_way = []
-        preempt = engine._scheduler.preempt
-        monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
-        answers = all_at_once(engine)
-        for block in taken:
-            coded.release(block)
+        preempted = preemptions(engine, monkeypatch)
+        with blocks_left(engine, longest + spare):  # little more than the longest needs for itself
+            answers = all_at_once(engine)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
-        assert any(given_way)
-        assert None not in given_way
+        assert any(preempted)
+        assert None not in preempted
         assert_idle(engine)
 
 
@@ -114,21 +109,16 @@ def test_who_gives_way_is_drawn_with_what_came_before(tiny_path: Path, monkeypat
         assert [answer.token_ids for answer in alone] != [engine.generate(*job(n)).token_ids for n in range(REQUESTS)]
         by_count(engine, monkeypatch)
         forget(engine)
-        coded = engine._store.groups[0].coded
-        taken = coded.allocate(coded.free - (len(job(REQUESTS - 1)[0]) + 40) // BLOCK)
-        given_way = []
-        preempt = engine._scheduler.preempt
-        monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
+        preempted = preemptions(engine, monkeypatch)
         trays = [Tray() for _ in alone]
-        for number, tray in enumerate(trays):
-            engine.submit(*asked(number), into=tray)
-        while engine.work():
-            pass
-        for block in taken:
-            coded.release(block)
+        with blocks_left(engine, (len(job(REQUESTS - 1)[0]) + 40) // BLOCK):
+            for number, tray in enumerate(trays):
+                engine.submit(*asked(number), into=tray)
+            while engine.work():
+                pass
         for tray, expected in zip(trays, alone, strict=True):
             assert (tray.answer.token_ids, tray.answer.finish_reason) == (expected.token_ids, expected.finish_reason)
-        assert any(given_way)
+        assert any(preempted)
         assert_idle(engine)
 
 
@@ -137,10 +127,7 @@ def test_who_gives_way_does_not_report_its_prompt_again(engine: Engine) -> None:
     params, anew = SamplingParams(max_tokens=20, ignore_eos=True), PromptOptions(cache_prompt=False)
     chunks = engine.stream([*range(5, 45)], params, anew, progress=True)
     told = [next(chunk for chunk in chunks if chunk.token_ids)]
-    (request,) = engine._work.requests.values()
-    engine._work._leave(request)  # as `preempt` does
-    engine._scheduler.remove(request.sequence)
-    engine._scheduler.submit(request.sequence)
+    preempt(engine)
     told += chunks
     assert sum(len(chunk.token_ids) for chunk in told) == 20
     assert [chunk.prefilled for chunk in told] == [0] * 20

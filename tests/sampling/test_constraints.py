@@ -18,7 +18,7 @@ from engine.sampling.constraints import allowed_bits, checked_mask
 from engine.sampling.sample import Draw, resolve, sample
 from model_loaders.config import GenerationDefaults
 from tests.sampling.constrained import InTurn, mask_of
-from tests.tiny import EOS, VOCABULARY, assert_idle, by_count, forget
+from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
 
 BLOCK = 8
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11]
@@ -176,19 +176,14 @@ def test_a_request_that_is_preempted_accepts_each_token_once(tiny_path: Path, mo
             fold(engine.stream(PROMPT, replace(params, seed=n), constraint=InTurn(sets, VOCABULARY))) for n in range(4)
         ]
         forget(engine)
-        coded = engine._store.groups[0].coded
-        taken = coded.allocate(coded.free - (len(PROMPT) + 40) // BLOCK - 2)
-        preempted = []
-        preempt = engine._scheduler.preempt
-        monkeypatch.setattr(engine._scheduler, "preempt", lambda: preempted.append(preempt()) or preempted[-1])
+        preempted = preemptions(engine, monkeypatch)
         constraints = [InTurn(sets, VOCABULARY) for _ in alone]
         trays: list[list[Chunk | Exception]] = [[] for _ in alone]
-        for number, (tray, constraint) in enumerate(zip(trays, constraints, strict=True)):
-            engine.submit(PROMPT, replace(params, seed=number), into=tray, constraint=constraint)
-        while engine.work():
-            pass
-        for block in taken:
-            coded.release(block)
+        with blocks_left(engine, (len(PROMPT) + 40) // BLOCK + 2):
+            for number, (tray, constraint) in enumerate(zip(trays, constraints, strict=True)):
+                engine.submit(PROMPT, replace(params, seed=number), into=tray, constraint=constraint)
+            while engine.work():
+                pass
         assert any(preempted)
         for tray, constraint, expected in zip(trays, constraints, alone, strict=True):
             answer = fold(tray)

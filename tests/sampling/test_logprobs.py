@@ -17,7 +17,7 @@ from engine.limits import MOST_LOGPROBS
 from engine.outputs import fold
 from engine.sampling.sample import token_logprob
 from tests.bare import log_softmax, spread
-from tests.tiny import VOCABULARY, assert_idle
+from tests.tiny import VOCABULARY, assert_idle, blocks_left, preemptions
 
 BLOCK = 8
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11, 12, 13, 50, 51, 52, 53, 54, 55]  # two blocks and a bit
@@ -204,18 +204,14 @@ def test_an_end_of_sequence_token_is_no_part_of_the_answer_and_not_told(engine: 
 def test_who_gives_way_is_told_of_every_token_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[5 + number] * 20 for number in range(3)]
     alone = [engine.generate(prompt, asking(2)) for prompt in prompts]
-    coded = engine._store.groups[0].coded
-    taken = coded.allocate(coded.free - 10)  # too few for three, enough for one
-    given_way, preempt = [], engine._scheduler.preempt
-    monkeypatch.setattr(engine._scheduler, "preempt", lambda: given_way.append(preempt()) or given_way[-1])
+    preempted = preemptions(engine, monkeypatch)
     trays: list[list[Any]] = [[] for _ in prompts]
-    for prompt, tray in zip(prompts, trays, strict=True):
-        engine.submit(prompt, asking(2), into=tray)
-    while engine.work():
-        pass
-    for block in taken:
-        coded.release(block)
-    assert any(given_way)
+    with blocks_left(engine, 10):  # too few for three, enough for one
+        for prompt, tray in zip(prompts, trays, strict=True):
+            engine.submit(prompt, asking(2), into=tray)
+        while engine.work():
+            pass
+    assert any(preempted)
     for prompt, tray, expected in zip(prompts, trays, alone, strict=True):
         answer = fold(paired(tray))
         assert answer.token_ids == expected.token_ids

@@ -126,7 +126,7 @@ def assert_all_free(server: Serving, cancelled: int) -> None:
     eventually(lambda: server.outcomes() == {"cancelled": cancelled})
     eventually(lambda: not server.busy)
     with server.engine._exclusive():
-        assert held(server.engine) == [(0, 0)] * len(server.engine._store.groups)
+        assert not any(map(any, held(server.engine)))
 
 
 @pytest.mark.parametrize("n", [1, 3])
