@@ -136,11 +136,12 @@ def _is_origin(text: str) -> bool:
     return text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+", text) is not None
 
 
-def _is_size(text: str) -> bool:
+def _size(text: str) -> str | None:
     try:
-        return parse_size(text) > 0
+        parse_size(text)
     except EngineError:
-        return False
+        return "this is not a size; write 512M, 2G or a number of bytes"
+    return None
 
 
 _PORT = that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
@@ -153,7 +154,7 @@ _CHECKS: Mapping[str, Check] = {
     "socket_port": _PORT,
     "unix": _PATH,
     "sessions": _PATH,
-    "max_sessions_size": that(_is_size, "this is not a size; write 512M, 2G or a number of bytes"),
+    "max_sessions_size": _size,
     "api_key": that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
     "allowed_host": that(_is_name, "this needs a host name alone, as in chat.example.com"),
     "cors_origin": that(

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from engine import TokenLogprob
 from engine.sampling.detokenizer import Detokenizer
 from model_loaders.tokenizers import Tokenizer
-
-
-class Logprobs(Protocol):
-    """Writes the log-probabilities of one answer, piece by piece or at once."""
-
-    def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """A choice's "logprobs" for the answer's next tokens."""
 
 
 class ChatLogprobs:
@@ -68,3 +61,7 @@ class TextLogprobs:
         begin = self._offset
         self._offset += len(self._detokenizer.push([token_id]))
         return begin
+
+
+Logprobs = ChatLogprobs | TextLogprobs
+"""Writes the log-probabilities of one answer: a choice's "logprobs" for its next tokens, piece by piece or at once."""
