@@ -27,6 +27,7 @@ from bench.gpu.peer import FLASHINFER, TORCH, TORCH_ROWS, PeerTime, half_attenti
 from bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
 from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from bench.gpu.tables import Limits, Results, format_tables
+from engine.backends.cuda.attention import AttentionOps
 from engine.backends.cuda.ops import CudaOps
 from engine.errors import EngineError
 from tests.cuda import fake_cupy
@@ -227,16 +228,16 @@ def test_what_does_not_fit_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = CudaOps.attention
+    attention = AttentionOps.attention
 
-    def off(self: CudaOps, q: Any, *rest: Any) -> Any:
+    def off(self: AttentionOps, q: Any, *rest: Any) -> Any:
         out = attention(self, q, *rest)
         return out + 0.01 * np.abs(out).max()
 
     content = Content.random(3, 16, 2, 16)
     given = SIZES, content, CacheType.read("f16"), 64, 1
     assert measure_attention(emulated(), *given).right
-    monkeypatch.setattr(CudaOps, "attention", off)
+    monkeypatch.setattr(AttentionOps, "attention", off)
     wrong = measure_attention(emulated(), *given)
     assert not wrong.right
     assert wrong.error == pytest.approx(0.01, rel=0.5)

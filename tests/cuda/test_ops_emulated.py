@@ -91,7 +91,7 @@ def test_large_matrices_come_in_parts(
 ) -> None:
     x = normal(rng, 7, 16)
     whole = ops.rows(load(ops, x, stored))
-    monkeypatch.setattr("engine.backends.cuda.ops._UPLOAD_BYTES", 2 * 16 * 4)
+    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 2 * 16 * 4)
     np.testing.assert_array_equal(ops.rows(load(ops, x, stored)), whole)
 
 

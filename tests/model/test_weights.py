@@ -52,7 +52,7 @@ def test_no_matrix_of_16_bits_is_widened_on_its_way_to_a_gpu(name: str, monkeypa
 def test_a_matrix_comes_to_a_gpu_in_slabs(name: str, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the host there is a part of it at a time, in the file's type."""
     config, source, _ = open_weights(FIXTURES / name, mmap)
-    monkeypatch.setattr("engine.backends.cuda.ops._UPLOAD_BYTES", 2048)
+    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 2048)
     device = open_device(checked=False)
     largest = 0
     from_host = device.from_host

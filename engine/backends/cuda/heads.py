@@ -1,4 +1,4 @@
-"""What becomes of the vectors of heads between the products of a layer; the part of `CudaOps` under the KV store."""
+"""What becomes of the vectors of heads between the products of a layer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ Norms = tuple[Array, Array, float] | None  # weights for queries and for keys, e
 class HeadOps:
     """The op `condition`, and rotations."""
 
-    def __init__(self, device: Device):
-        self._device = device
-        self._launch = Launcher(device)
+    def __init__(self, device: Device, launch: Launcher):
+        self._device, self._launch = device, launch
 
     def prepare(self, spaces: Sequence[StoredSpace]) -> list[Space]:
         return prepare(self._device, spaces)
@@ -40,14 +39,14 @@ class HeadOps:
         v = self._device.empty((of_values, dim), np.float32) if changed else None
         outputs = qk[:of_queries], qk[of_queries:], v
         vectors = len(qk) if v is None else len(qk) + of_values
-        self._of_heads("condition", outputs, qkv, turns, space, norms, vectors)
-        qk = self._dense(qk, space.keys)
+        self.launch("condition", outputs, qkv, turns, space, norms, vectors)
+        qk = self.dense(qk, space.keys)
         q, k = qk[:of_queries].reshape(rows, -1, dim), qk[of_queries:].reshape(rows, -1, dim)
         if v is None:
             return q, k, qkv[:, heads - space.kv_heads :]
-        return q, k, self._dense(v, space.values).reshape(rows, -1, dim)
+        return q, k, self.dense(v, space.values).reshape(rows, -1, dim)
 
-    def _of_heads(
+    def launch(
         self,
         kernel: str,
         outputs: tuple[Array | None, ...],
@@ -79,16 +78,16 @@ class HeadOps:
             layouts=layouts,
         )
 
-    def _rotate(self, x: Array, turn: OnDevice) -> Array:
+    def rotate(self, x: Array, turn: OnDevice) -> Array:
         """x (..., D) @ the rotation."""
         if turn.matrix is not None or turn.order == 1:
-            return self._dense(x, turn)
+            return self.dense(x, turn)
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
         shape = Shape(rotate_defines(dim, turn.order), WARP * _WARPS)
         self._launch("rotate", (-(-vectors // _WARPS),), shape, y, x, turn.before, turn.behind, vectors)
         return y
 
-    def _dense(self, x: Array, turn: OnDevice) -> Array:
+    def dense(self, x: Array, turn: OnDevice) -> Array:
         """x (..., D) @ the rotation if that is a matrix, else x itself."""
         if turn.matrix is None:
             return x

@@ -1,10 +1,9 @@
-"""The launches that fill the KV store and attend to it; the part of `CudaOps` that concerns it."""
+"""The KV store on a GPU: launches of the kernels in `cuda/kv/`, `cuda/encode/` and of those that place K/V."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, Spans,
 from engine.backends.cuda.candidates import candidates
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.heads import HeadOps, Norms, Turns
-from engine.backends.cuda.launch import Shape, row_stride, threads_for
-from engine.backends.cuda.rotation import NO_TURN, OnDevice, Space
+from engine.backends.cuda.launch import Launcher, Shape, row_stride, threads_for
+from engine.backends.cuda.rotation import Space
 from engine.backends.numpy.encoding import as_codes
 from engine.backends.ops import CacheFormat, CacheSpan, Place
 from engine.codecs import Codec
@@ -28,24 +27,11 @@ from engine.records import Layout
 _COPY_THREADS = 256
 
 
-class _Call(NamedTuple):
-    """The arguments of `attention` for a launch; a window of 0 hides nothing, factors (H,) are of the results."""
+class CacheOps:
+    """The ops that make room for K/V, bring them there and encode them."""
 
-    scale: float
-    window: int
-    factors: Array | None
-
-
-class CacheOps(HeadOps):
-    """The ops of `engine.backends.ops.Ops` that concern the KV store."""
-
-    forkable = False
-    stored_as = transfer.RECORDS
-
-    def __init__(self, device: Device):
-        super().__init__(device)
-
-    # -- what it takes -----------------------------------------------------------------------------------------
+    def __init__(self, device: Device, launch: Launcher, heads: HeadOps):
+        self._device, self._launch, self._heads = device, launch, heads
 
     def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
         keys, values = self._layouts_of(form)
@@ -58,8 +44,6 @@ class CacheOps(HeadOps):
 
     def _exact_layouts(self, form: CacheFormat) -> Layouts:
         return _layout(form, codecs.get(codecs.FULL), False), _layout(form, codecs.get(codecs.FULL), True)
-
-    # -- room --------------------------------------------------------------------------------------------------
 
     def cache(self, form: CacheFormat, coded: int, exact: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         keys, values = self._layouts_of(form)
@@ -116,8 +100,6 @@ class CacheOps(HeadOps):
     def _upload(self, x: np.ndarray | None) -> Array | None:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
 
-    # -- from and to it ----------------------------------------------------------------------------------------
-
     def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Spans:
         return describe(spans, block_size)
 
@@ -145,13 +127,13 @@ class CacheOps(HeadOps):
         (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
         dense = any(rotation.matrix is not None for rotation in (space.keys, space.values))
         if rows > count or dense:  # the kernel for one row a sequence would write rows of a block in small pieces
-            q, k, v = self.condition(qkv, turns, space, norms)
+            q, k, v = self._heads.condition(qkv, turns, space, norms)
             self.append_kv(cache, spans, k, v)
             return q
         q = self._device.empty((rows, heads - 2 * space.kv_heads, dim), np.float32)
         outputs, of_spans = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width)
         inputs = qkv, turns, space, norms, rows * heads
-        self._of_heads("place_kv", outputs, *inputs, *of_spans, layouts=cache.exact_layouts)
+        self._heads.launch("place_kv", outputs, *inputs, *of_spans, layouts=cache.exact_layouts)
         return q
 
     def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
@@ -188,8 +170,6 @@ class CacheOps(HeadOps):
             args = (side.coded, pool, moves, side.tables, side.near, *costs, heads)
             self._launch(kernel, grid, shape, *args, file="encode_blocks", layouts=cache.layouts)
 
-    # -- to the host, and back ---------------------------------------------------------------------------------
-
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         arrays = {}
         for name, pool in (("keys", cache.keys.coded), ("values", cache.values.coded)):
@@ -224,67 +204,6 @@ class CacheOps(HeadOps):
         moves = self._upload(np.stack([origins, targets], axis=1).astype(np.int32))
         bytes_each = to.shape[1] * to.shape[2]
         self._launch("copy_records", (len(origins),), Shape({}, _COPY_THREADS), to, of, moves, bytes_each)
-
-    # -- attention ---------------------------------------------------------------------------------------------
-
-    def attention(
-        self,
-        q: Array,
-        cache: LayerCache,
-        spans: Spans,
-        scale: float,
-        window: int | None,
-        space: Space | None = None,
-    ) -> Array:
-        turn, factors = (NO_TURN, None) if space is None else (space.back, space.scale_back)
-        call = _Call(float(scale), window or 0, factors)
-        if spans.buffer is not None:
-            out = self._attend_rows(q, cache, spans, spans.buffer, call)
-            return self._rotate(out, turn)
-        by_signs = turn if turn.matrix is None else NO_TURN
-        return self._dense(self._attend_steps(q, cache, spans, call, by_signs), turn)
-
-    def _attend_rows(self, q: Array, cache: LayerCache, spans: Spans, now: Buffer, call: _Call) -> Array:
-        """Of the new rows of one sequence, which are in a buffer."""
-        (rows, heads, _), kv_heads = q.shape, cache.form.kv_heads
-        group = heads // kv_heads
-        # Without coded blocks, as in every first turn, the kernel for exact records is the faster one.
-        layouts = cache.layouts if spans.header(0).coded else cache.exact_layouts
-        shape, tile = launch_configs.prefill_attention(*layouts, group)
-        out = self._device.empty(q.shape, np.float32)
-        self._launch(
-            "prefill_attention",
-            (-(-rows * group // tile), kv_heads),
-            shape,
-            *(out, q, cache.keys.coded, cache.values.coded, *cache.exact, *now, spans.on(self._device)),
-            *(cache.keys.tables, cache.values.tables, call.factors, spans.table.shape[1], kv_heads, heads),
-            *(row_stride(q), call.window, call.scale),
-            layouts=layouts,
-        )
-        return out
-
-    def _attend_steps(self, q: Array, cache: LayerCache, spans: Spans, call: _Call, turn: OnDevice) -> Array:
-        """Of one row of each sequence, which is in its exact slot; `turn`ed, which is by signs."""
-        (count, heads, dim), kv_heads = q.shape, cache.form.kv_heads
-        group = heads // kv_heads
-        shape, chunks = launch_configs.decode_attention(*cache.layouts, group)
-        splits = launch_configs.decode_splits(self._device.processors, kv_heads * chunks * count)
-        parts = self._device.empty((count, heads, splits, cache.padded), np.float32)
-        sums = self._device.empty((count, heads, splits, 2), np.float32)
-        self._launch(
-            "decode_attention",
-            (splits, kv_heads * chunks, count),
-            shape,
-            *(parts, sums, q, cache.keys.coded, cache.values.coded, *cache.exact),
-            *(spans.on(self._device), cache.keys.tables, cache.values.tables, spans.table.shape[1], kv_heads),
-            *(call.window, call.scale),
-            layouts=cache.layouts,
-        )
-        out = self._device.empty(q.shape, np.float32)
-        shape = launch_configs.combine(dim, turn.order)
-        args = out, parts, sums, call.factors, turn.before, turn.behind, heads, splits
-        self._launch("combine", (count * heads,), shape, *args)
-        return out
 
 
 def _layout(form: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
