@@ -32,7 +32,7 @@ def fetch_tokens(device: Device, launch: Launcher, ids: Array, logits: Array, dr
     """What `sample` chose, on the host: 4·B bytes.
 
     Rows that ask for log-probabilities cost one more launch for all of them, and each of them brings 16 + 8·n bytes
-    back, where n is the even number from the largest count on.
+    back; n is the largest count, rounded up to an even number.
     """
     chosen = device.to_host(ids).tolist()
     asked = [
@@ -40,11 +40,11 @@ def fetch_tokens(device: Device, launch: Launcher, ids: Array, logits: Array, dr
         for row, (token, draw) in enumerate(zip(chosen, draws, strict=True))
         if token >= 0 and draw.logprobs is not None
     ]
-    told = _logprobs(device, launch, logits, asked, draws[0].vocabulary) if asked else {}
-    return [told.get(row) or _fetched(token, draws[row]) for row, token in enumerate(chosen)]
+    logprobs = _logprobs(device, launch, logits, asked, draws[0].vocabulary) if asked else {}
+    return [logprobs.get(row) or _token_or_error(token, draws[row]) for row, token in enumerate(chosen)]
 
 
-def _fetched(token: int, draw: Draw) -> int | EngineError:
+def _token_or_error(token: int, draw: Draw) -> int | EngineError:
     if token == _NOTHING_LEFT:
         return nothing_left(draw)
     return token if token >= 0 else EngineError(NOT_FINITE, "model_damaged")
@@ -61,10 +61,10 @@ def _logprobs(
     args = out, logits, device.from_host(table), vocabulary, row_stride(logits), width
     launch("logprobs", (len(asked),), Shape({}, _THREADS), *args)
     rows = device.to_host(out)
-    return {row: _told(words, token, count) for words, (row, token, count) in zip(rows, asked, strict=True)}
+    return {row: _token_logprob(words, token, count) for words, (row, token, count) in zip(rows, asked, strict=True)}
 
 
-def _told(words: np.ndarray, token: int, count: int) -> TokenLogprob:
+def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
     """words (4 + 2·most,) int32: those of `cuda/sampling/logprobs.cu` for one row."""
     total = words[:2].view(np.float64)[0]
     best, own = words[2:_SUMS].view(np.float32).astype(np.float64)
