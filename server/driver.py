@@ -19,7 +19,7 @@ from engine.outputs import Status
 from engine.requests.request import Prompt, Ticket
 from server import journal, refused
 from server.config import ServerConfig
-from server.counters import Snapshot, Totals
+from server.counters import Totals
 from server.job import Job
 from server.refused import Refused
 from server.sessions import Saved, SessionFolder
@@ -254,9 +254,10 @@ class Driver:
 
     # -- status and texts ----------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
-        """The counters as they are now."""
-        return self._totals.snapshot(active=sum(len(queue.jobs) for queue in self._queues))
+    def snapshot(self) -> Totals:
+        """A copy of the counters."""
+        active = sum(len(queue.jobs) for queue in self._queues)
+        return replace(self._totals, requests=self._totals.requests.copy(), active=active)
 
     async def status(self) -> Status:
         """The engine's load; waits for the current unit of work."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +123,16 @@ def ignored_flags(chat: ChatConfig) -> list[str]:
     ]
 
 
-def _sampling(name: str) -> Check:
-    """The limits of a sampling parameter."""
-
-    def check(value: Any) -> str | None:
-        wrong = complaint(SAMPLING, name, value)
-        return wrong and f"this {wrong}"  # the flag's name stands before it
-
-    return check
+def _sampling(name: str, value: Any) -> str | None:
+    """The complaint about a sampling parameter beyond its limits; argparse puts the flag's name before it."""
+    wrong = complaint(SAMPLING, name, value)
+    return wrong and f"this {wrong}"
 
 
 _SOME_TEXT = that(lambda text: text != "", "this needs text that is not empty")
 
 _CHECKS: Mapping[str, Check] = {
-    **{name: _sampling(name) for name in SAMPLING},
+    **{name: partial(_sampling, name) for name in SAMPLING},
     "logit_bias": that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
     "stop": _SOME_TEXT,
     "dry_sequence_breakers": _SOME_TEXT,

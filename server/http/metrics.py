@@ -9,11 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.outputs import Status
-from server.driver import Snapshot
+from server.counters import Totals
 
 
 class _Numbers(Collector):
-    def __init__(self, done: Snapshot, now: Status, without_cached: bool) -> None:
+    def __init__(self, done: Totals, now: Status, without_cached: bool) -> None:
         self._done, self._now = done, now
         self._left_out = {"cached_tokens"} if without_cached else set()
 
@@ -45,7 +45,7 @@ class _Numbers(Collector):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
 
 
-def exposition(done: Snapshot, now: Status, *, without_cached: bool) -> bytes:
+def exposition(done: Totals, now: Status, *, without_cached: bool) -> bytes:
     """The page that Prometheus reads; its type is prometheus_client.CONTENT_TYPE_LATEST.
 
     without_cached: whether to leave out the number of tokens that were found in the cache.
