@@ -306,6 +306,7 @@ def test_a_recorded_step_draws_with_the_lists_of_its_call(device, machine: Machi
             first = replace(first, sampling=plain)
         if step % 2:
             first = replace(first, allowed=mask_of(range(step, vocabulary, 3), vocabulary))
+        first = replace(first, logprobs=2 if step % 4 == 1 else None)
         return [first, everything(vocabulary, step) if step > 6 else Draw(plain, [], 0.5, vocabulary)]
 
     steps = [*range(12), *range(12)]
