@@ -10,7 +10,10 @@ from model_loaders.tokenizers._base import SpecialIds
 
 # Ends of a text or of a turn in the chat formats of the Llama family. Where a vocabulary has one as a control token,
 # the model ends its answer with it, even if its configuration does not say so.
-WELL_KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+WELL_KNOWN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
+    *("<end_of_turn>", "<|end|>"),  # Gemma's, Phi's
+)
 
 
 @dataclass(frozen=True)

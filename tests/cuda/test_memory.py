@@ -22,7 +22,7 @@ from engine.model.forward import LayerWeights, Model, ModelWeights
 from engine.quantization.conditioning import Conditioning
 from engine.sampling.sample import Draw, Sampling
 from engine.weight_formats import Linear, Matrix, get
-from model_loaders.config import ModelConfig
+from model_loaders.config import ModelConfig, RopeConfig
 from tests.cuda.emulated import EmulatedDevice
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -109,6 +109,7 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
             vector(e),
             linear(2 * f, e),
             linear(e, f),
+            *((vector(e), vector(e)) if config.post_norms else ()),
         )
         for _ in range(config.layers)
     ]
@@ -135,11 +136,23 @@ def _returned(units: Any) -> Any:
 
 LLAMA = replace(LLAMA_8B, layers=2)
 ODD = replace(LLAMA_8B, layers=2, heads=6, kv_heads=2, head_dim=80, hidden_size=480, ffn_size=1000, vocab_size=32003)
+GEMMA = replace(
+    LLAMA,
+    hidden_size=2560,
+    ffn_size=10240,
+    heads=8,
+    kv_heads=4,
+    head_dim=256,
+    vocab_size=262_208,
+    activation="gelu_tanh",
+    post_norms=True,
+    ropes=(RopeConfig(), RopeConfig(theta=1e6)),
+)
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 
 
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("config", [LLAMA, ODD], ids=["8B", "odd"])
+@pytest.mark.parametrize("config", [LLAMA, ODD, GEMMA], ids=["8B", "odd", "norms behind"])
 @pytest.mark.parametrize("tokens", [70, 2048, 9000])
 def test_a_prompt_takes_what_is_counted_for_it(config: ModelConfig, types: tuple[str, str], tokens: int) -> None:
     """Never more, and at least two thirds of it, since what is counted in vain is missing in the store. Logits of all
@@ -156,7 +169,7 @@ def test_a_prompt_takes_what_is_counted_for_it(config: ModelConfig, types: tuple
 
 
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("config", [LLAMA, ODD], ids=["8B", "odd"])
+@pytest.mark.parametrize("config", [LLAMA, ODD, GEMMA], ids=["8B", "odd", "norms behind"])
 def test_steps_take_what_is_set_aside_for_them(config: ModelConfig, types: tuple[str, str]) -> None:
     """Of every number of sequences that there may be; results and inputs included."""
     device, most = Counting(), 70

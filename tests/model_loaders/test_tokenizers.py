@@ -186,14 +186,15 @@ def test_a_ggufs_user_defined_tokens_are_text_and_control_tokens_are_not(tiny) -
     assert end in tokenizer.eos_ids
 
 
+@pytest.mark.parametrize("string", ["<|im_end|>", "<end_of_turn>", "<|end|>"])
 @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
-def test_an_end_of_turn_that_a_gguf_calls_user_defined_ends_the_answer(tiny) -> None:
-    gguf = tiny(("<|im_end|>", vocab.USER_DEFINED))
+def test_an_end_of_turn_that_a_gguf_calls_user_defined_ends_the_answer(tiny, string: str) -> None:
+    gguf = tiny((string, vocab.USER_DEFINED))
     end = len(gguf.metadata["tokenizer.ggml.tokens"]) - 1
     tokenizer = load_for_gguf(gguf)
     assert end in tokenizer.eos_ids
-    assert tokenizer.tokenize("<|im_end|>", control=True) == [end]
-    assert end not in tokenizer.tokenize("<|im_end|>")
+    assert tokenizer.tokenize(string, control=True) == [end]
+    assert end not in tokenizer.tokenize(string)
     assert tokenizer.token_bytes(end) == b""
 
 
