@@ -13,9 +13,6 @@ MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
 NAMES = sorted(folder.name for folder in MODELS.iterdir())
 
 
-_OWN_NAMES = ("gemma3", "olmo2", "phi3", "smollm3")
-
-
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a model."""
     return {spec.name: spec.shape for spec in families.tensors(config).specs()}
@@ -39,9 +36,9 @@ def safetensors_file(path: Path, header: object, data: bytes = b"") -> Path:
 
 
 def gguf_name(name: str, arch: str = "qwen3") -> str:
-    """The name that ggml gives a tensor of this architecture; most have it as qwen3 has."""
+    """The name that ggml gives a tensor of this architecture; of qwen3 where the loader does not know it."""
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    official = gguf.get_tensor_name_map(architectures[arch if arch in _OWN_NAMES else "qwen3"], 8)
+    official = gguf.get_tensor_name_map(architectures[arch if arch in families.gguf_layouts() else "qwen3"], 8)
     found = official.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
