@@ -228,7 +228,7 @@ def test_an_engine_sets_the_memory_of_its_steps_aside(tiny_path: Path, monkeypat
     monkeypatch.setattr(assembly, "select", lambda *_: (CudaOps(device), ""))
     settings = {"block_size": 16, "ctx_size": 128, "parallel": 5, "calibration": False}
     with Engine.load(tiny_path, **settings) as engine:
-        shape, config = engine._store.shape, engine.model.config
+        shape, config = engine.cache_shape, engine.model.config
         assert device.aside == step_bytes(Load(config, shape.form(0), engine.context, 5), device)
 
 

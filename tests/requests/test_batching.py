@@ -143,12 +143,11 @@ def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engin
     engine.submit([7] * 200, greedy, into=large)
     while engine.status().running == 0:
         engine.work()
-    engine.submit(late, greedy, into=small)
-    (waiting,) = [request for request in engine._work.requests.values() if request.outbox is small]
-    while waiting.cached is None:
-        engine.work()
-    assert waiting.cached == 1
-    assert waiting.kv is None  # there was no room
+    waiting = engine.submit(late, greedy, into=small)
+    while waiting.cached_tokens() == 0:
+        assert engine.work()
+    assert waiting.cached_tokens() == 1
+    assert engine.status().waiting == 1  # there was no room
     forget(engine)
     while engine.work():
         pass
