@@ -56,6 +56,8 @@ def rope_config(
     original = section.integer(
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_context)
     )
+    if kind == "longrope" and original == 1:  # its logarithm divides
+        raise fields.refuse("original_max_position_embeddings", "but longrope needs an original context of 2 tokens")
     if kind == "llama3":
         return _llama3(section, theta, original)
     return (_longrope if kind == "longrope" else _yarn)(section, theta, original, max_context)

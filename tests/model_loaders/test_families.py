@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -268,16 +268,36 @@ _JSON = st.recursive(
 _KEYS = [
     *BASE,
     *("num_key_value_heads", "head_dim", "architectures", "hidden_act", "rope_theta", "rope_scaling"),
-    *("rope_parameters", "attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("partial_rotary_factor", "rotary_dim", "no_rope_layers", "no_rope_layer_interval", "rope_local_base_freq"),
+    *("query_pre_attn_scalar", "text_config", "sliding_window_pattern", "hidden_activation"),
+    *("original_max_position_embeddings", "rope_parameters", "attention_bias", "sliding_window", "layer_types"),
+    *("use_sliding_window", "max_window_layers"),
 ]
 _ROPES = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["linear", "llama3", "yarn"])},
-    optional=dict.fromkeys(
-        ("factor", "original_max_position_embeddings", "low_freq_factor", "beta_fast", "rope_theta"), _JSON
-    ),
+    {"rope_type": st.sampled_from(["linear", "llama3", "yarn", "longrope"])},
+    optional={
+        **dict.fromkeys(
+            ("factor", "original_max_position_embeddings", "low_freq_factor", "beta_fast", "rope_theta"), _JSON
+        ),
+        **dict.fromkeys(("short_factor", "long_factor"), st.just([1.0] * 8) | _JSON),
+    },
 )
 
 
+@example(
+    family="phi3",
+    changes={
+        "rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        "original_max_position_embeddings": 1,
+    },
+)
+@example(
+    family="phi3",
+    changes={
+        "rope_scaling": {"type": "su", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        "max_position_embeddings": 1,
+    },
+)
 @given(
     family=st.sampled_from(families()),
     changes=st.dictionaries(st.sampled_from(_KEYS), _JSON | _ROPES, max_size=4),
