@@ -1,16 +1,20 @@
-// Attention of one new token per sequence over its records, Σ softmax(scale · q·k) v, in parts that combine.cu adds.
+// Attention of a step's new tokens over the records of their sequences, Σ softmax(scale · q·k) v, in parts that
+// combine.cu adds. T rows: one new token of each of B sequences, or up to STEP_ROWS.
 //
-// part_acc (B, H, SPLITS, DP): Σ 2^(score − max) v over what the split has seen, v still rotated; behind D there may be
-// anything. part_ml (B, H, SPLITS, 2): max and Σ 2^(score − max); a split that saw nothing has −inf, 0 and acc 0.
-// q (B, H, D) as the keys are: rotated, balanced. keys, values (blocks, K, NBYTES), exact_k, exact_v (slots, K, …):
-// records. spans (B, span_stride), one row of q each: `now` is an exact record. A sequence of zeros sees nothing.
+// part_acc (T, H, SPLITS, DP): Σ 2^(score − max) v over what the split has seen, v still rotated; behind D there may be
+// anything. part_ml (T, H, SPLITS, 2): max and Σ 2^(score − max); a split that saw nothing has −inf, 0 and acc 0.
+// q (T, H, D) as the keys are: rotated, balanced. keys, values (blocks, K, NBYTES), exact_k, exact_v (slots, K, …):
+// records. spans (B, span_stride): `now` and `next` are exact records. A sequence of zeros sees nothing.
 // window: tokens seen, 0 for all. Behind the newest token an exact record may have anything, NaN too.
-// DEFINES: GROUP (H / K), WARPS. PRECOND: records aligned to 128 bytes, part_acc and tables to 16, part_ml and q to 8.
+// DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most that a sequence may have). PRECOND: records aligned to 128
+// bytes, part_acc and tables to 16, part_ml and q to 8; where STEP_ROWS > 1 it is at most N.
 //
-// Grid (SPLITS, K · CHUNKS, B), block WARPS · 32, dynamic shared memory SHARED_BYTES + 1024. Nothing of it depends on
-// lengths, so that a recorded one serves every step: SPLITS are for the machine, which has one CTA an SM.
+// Grid (SPLITS, K · chunks, B), where chunks are CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence;
+// block WARPS · 32, dynamic shared memory SHARED_BYTES + 1024. Nothing of it depends on lengths, so that a recorded
+// launch serves every step: SPLITS are for the machine, which has one CTA an SM.
 //
-// Both products are transposed, so that the cache is the operand of 16 rows and up to 8 query heads are the 8 columns:
+// Both products are transposed, so that the cache is the operand of 16 rows and up to 8 query heads, of one row or
+// several, are the 8 columns:
 //     Sᵀ (16 tokens, 8 heads)   += K  (16 tokens, 16 channels) · qᵀ (16 channels, 8 heads)
 //     Oᵀ (16 channels, 8 heads) += Vᵀ (16 channels, 16 tokens) · Pᵀ (16 tokens, 8 heads)
 // Codes are decoded in registers, once for all heads of a KV head; norms of tokens multiply Sᵀ and Pᵀ.
@@ -18,10 +22,9 @@
 // the exact records in slices of 16 tokens. The codes of a warp's next block are on their way while values are decoded.
 // JOINS: decode_work.cuh, decode_state.cuh, decode_exact.cuh, decode_coded.cuh.
 
-// The sum over the warps of a CTA goes out. part_acc and part_ml: of its first head and its split; the next head is
-// `stride` splits on.
-__device__ __forceinline__ void merge(State &state, unsigned char *shared, float *part_acc, float *part_ml, int heads,
-                                      int stride) {
+// The sum over the warps of a CTA goes out, for each of its columns.
+__device__ __forceinline__ void merge(State &state, unsigned char *shared, float *part_acc, float *part_ml,
+                                      const Work &work, int kv_heads) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, tg = lane & 3;
     float *acc = reinterpret_cast<float *>(shared), *ml = acc + WARPS * HEADS * MERGE_ROW;
     __syncthreads();  // the tables are done with
@@ -31,7 +34,7 @@ __device__ __forceinline__ void merge(State &state, unsigned char *shared, float
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
         const int head = 2 * tg + c;
-        if (head >= heads) continue;
+        if (head >= work.columns) continue;
         float *row = acc + (warp * HEADS + head) * MERGE_ROW + 2 * g;
 #pragma unroll
         for (int j = 0; j < STEPS; ++j)
@@ -39,7 +42,7 @@ __device__ __forceinline__ void merge(State &state, unsigned char *shared, float
         if (g == 0) *reinterpret_cast<float2 *>(ml + 2 * (warp * HEADS + head)) = make_float2(state.top[c], sum);
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < heads * (DP / 4); e += WARPS * 32) {
+    for (int e = threadIdx.x; e < work.columns * (DP / 4); e += WARPS * 32) {
         const int head = e / (DP / 4), channel = e % (DP / 4) * 4;
         float top = NOTHING, sum = 0.0f;
         float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -53,7 +56,7 @@ __device__ __forceinline__ void merge(State &state, unsigned char *shared, float
             sum += own.y * fade;
             total.x += x.x * fade, total.y += x.y * fade, total.z += x.z * fade, total.w += x.w * fade;
         }
-        const long long at = (long long)head * stride;
+        const long long at = work.vector(head, kv_heads) * gridDim.x + blockIdx.x;
         *reinterpret_cast<float4 *>(part_acc + at * DP + channel) = total;
         if (channel == 0) {
             part_ml[2 * at] = sum > 0.0f ? top : __int_as_float(0xff800000);
@@ -84,7 +87,8 @@ decode_attention_kernel(float *part_acc, float *part_ml, const float *q, const u
     unsigned char *const shared = at_known_address(dynamic);
     const int lane = threadIdx.x % 32;
     const Pools all = {keys, values, exact_k, exact_v, kv_heads};
-    Work work = Work::find(spans, span_stride, window);
+    Work work = Work::find(spans, span_stride, kv_heads, window);
+    if (STEP_ROWS > 1 && work.columns <= 0) return;  // another sequence has more rows
     Pools pools = all.of(work.kv_head);
 
     Codes codes;
@@ -94,19 +98,19 @@ decode_attention_kernel(float *part_acc, float *part_ml, const float *q, const u
             codes.keys.load(pools.key(id), 0, lane);
             codes.values.load(pools.value(id), 0, lane);
         }
-    State state(q + work.head(kv_heads) * D, work.heads, scale * 1.44269504f, lane);
+    const int g = lane >> 2;
+    State state(q + work.vector(g, kv_heads) * D, g < work.columns, scale * 1.44269504f, lane);
     if constexpr (Tables::BYTES > 0)
         if (blockIdx.x < work.coded.count) {  // any of the CTA's warps has a block
             Tables::fill(shared, key_tables, value_tables);
             __syncthreads();
         }
     if constexpr (!ALL_EXACT) {
-        const int hidden = work.first ? 0 : work.seen.oldest - work.coded.number * N;
+        const Hidden hidden(work, work.sight(window, lane));
         attend_blocks(state, codes, work.coded.ids + work.first, work.stride, work.count, hidden, pools, shared, lane);
-        work = Work::find(spans, span_stride, window);
+        work = Work::find(spans, span_stride, kv_heads, window);
         pools = all.of(work.kv_head);
     }
-    attend_exact(state, work, pools, lane);
-    const long long at = work.head(kv_heads) * gridDim.x + blockIdx.x;
-    merge(state, shared, part_acc + at * DP, part_ml + at * 2, work.heads, gridDim.x);
+    attend_exact(state, work, work.sight(window, lane), pools, lane);
+    merge(state, shared, part_acc, part_ml, work, kv_heads);
 }

@@ -32,10 +32,9 @@ struct Part {
     int id, number;
 };
 
-// `codes` are those of `now`, whose first `hidden` tokens are not seen, and then, unless it is the last, those of
-// `next`.
+// `codes` are those of `now`, and then, unless it is the last, those of `next`.
 __device__ __forceinline__ void attend_part(State &state, Codes &codes, const Part &now, const Part &next, bool last,
-                                            int hidden, float2 mean, const Pools &pools, unsigned char *shared,
+                                            const Hidden &hidden, float2 mean, const Pools &pools, unsigned char *shared,
                                             int lane) {
     float scores[PT][4] = {}, norm[2 * PT];
     if constexpr (KeyCodec::NORMED) KeyCodec::norms(norm, pools.key(now.id), now.number, lane, Tables::keys(shared));
@@ -58,7 +57,7 @@ __device__ __forceinline__ void attend_part(State &state, Codes &codes, const Pa
         }
     if constexpr (ValueCodec::NORMED)
         ValueCodec::norms(norm, pools.value(now.id), now.number, lane, Tables::values(shared));
-    hide(scores, 0, {hidden, PART}, lane);
+    hidden.hide_in(scores, lane);
     state.absorb(scores);
 
     typename ValueCodec::Decoder decoder(codes.values, Tables::values(shared), lane);
@@ -76,10 +75,10 @@ __device__ __forceinline__ void attend_part(State &state, Codes &codes, const Pa
     if (!last) codes.values.load(pools.value(next.id), next.number, lane);
 }
 
-// `left` coded blocks, whose ids are `stride` apart from `ids` on. `codes` are those of the first one's first part; its
-// first `hidden` tokens are not seen.
+// `left` coded blocks, whose ids are `stride` apart from `ids` on. `codes` are those of the first one's first part, with
+// which `hidden` begins.
 __device__ __forceinline__ void attend_blocks(State &state, Codes &codes, const int *ids, int stride, int left,
-                                              int hidden, const Pools &pools, unsigned char *shared, int lane) {
+                                              Hidden hidden, const Pools &pools, unsigned char *shared, int lane) {
     float2 *means = reinterpret_cast<float2 *>(shared + Tables::BYTES) + threadIdx.x / 32 * 64;
     for (; left > 0; ids += 16 * stride) {
         // Lane l: the block l from here; behind the last it is the last again.
@@ -95,7 +94,7 @@ __device__ __forceinline__ void attend_blocks(State &state, Codes &codes, const 
             part = turns ? 0 : part + 1, j += turns, left -= turns;
             const Part next = {__shfl_sync(ALL_LANES, id, j), part};
             attend_part(state, codes, now, next, last, hidden, mean, pools, shared, lane);
-            hidden = turns ? 0 : hidden - PART;
+            hidden.advance(turns, stride);
         }
     }
 }

@@ -33,7 +33,7 @@ struct Slice {
             key = pools.key(coded.ids[e / SLICES]), value = pools.value(coded.ids[e / SLICES]);
         } else {
             start = in_now < 0 ? 16 * (e - of_blocks) : exact.start + 16 * in_now;
-            const int slot = in_now < 0 ? exact.sink : exact.now;
+            const int slot = in_now < 0 ? exact.sink : STEP_ROWS == 1 || start < exact.next_start ? exact.now : exact.next;
             key = pools.exact_keys + pools.at(slot, ExactKeyLayout::NBYTES);
             value = pools.exact_values + pools.at(slot, ExactValueLayout::NBYTES);
         }
@@ -44,16 +44,17 @@ struct Slice {
 };
 
 // The tokens of a value tile that nobody has written yet become 0: they may be NaN, and 0 · NaN is NaN.
-__device__ __forceinline__ void clear_unwritten(unsigned (&tile)[4], int start, const Seen &seen, int lane) {
+__device__ __forceinline__ void clear_unwritten(unsigned (&tile)[4], int start, int newest, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int written = seen.newest + 1 - (start + 8 * h + 2 * (lane & 3));  // of the two tokens of a register
+        const int written = newest + 1 - (start + 8 * h + 2 * (lane & 3));  // of the two tokens of a register
         const unsigned keep = written >= 2 ? ~0u : written == 1 ? 0xffffu : 0u;
         tile[2 * h] &= keep, tile[2 * h + 1] &= keep;
     }
 }
 
-__device__ __forceinline__ void attend_slice(State &state, const Slice &slice, const Seen &seen, int lane) {
+__device__ __forceinline__ void attend_slice(State &state, const Slice &slice, const Sight &sight, int newest,
+                                             int lane) {
     unsigned k[STEPS][4], v[STEPS][4];
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) load_words<16, 4, true>(k[s], slice.key + s * Slice::KEY_STEP);
@@ -63,25 +64,26 @@ __device__ __forceinline__ void attend_slice(State &state, const Slice &slice, c
     float scores[1][4] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) mma_m16n8k16_f16(scores[0], k[s], state.q[s]);
-    hide(scores, slice.start, seen, lane);
+    hide(scores, slice.start, sight, lane);
     state.absorb(scores);
 
     unsigned p[2];
     weights_operand(p, scores[0], 1.0f, 1.0f);
-    const bool ragged = slice.start + 15 > seen.newest;
+    const bool ragged = slice.start + 15 > newest;
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
-        if (ragged) clear_unwritten(v[j], slice.start, seen, lane);
+        if (ragged) clear_unwritten(v[j], slice.start, newest, lane);
         mma_m16n8k16_f16(state.acc[j], v[j], p);
     }
 }
 
 // The warp's slices.
-__device__ __forceinline__ void attend_exact(State &state, const Work &work, const Pools &pools, int lane) {
+__device__ __forceinline__ void attend_exact(State &state, const Work &work, const Sight &sight, const Pools &pools,
+                                             int lane) {
     const Exact exact(*work.span, work.seen);
     const int slices = (ALL_EXACT ? work.coded.count * SLICES : 0) + exact.sink_slices + exact.now_slices;
     const int units_before = ALL_EXACT ? 0 : work.coded.count;
 #pragma unroll 1
     for (int e = work.first + work.count * work.stride - units_before; e < slices; e += work.stride)
-        attend_slice(state, Slice(e, work.coded, exact, pools, lane), work.seen, lane);
+        attend_slice(state, Slice(e, work.coded, exact, pools, lane), sight, work.seen.newest, lane);
 }

@@ -6,14 +6,14 @@ struct State {
     float acc[STEPS][4] = {};                    // Oᵀ: [j][2h + c] is channel 16j + 2g + h of head 2tg + c
     float top[2] = {NOTHING, NOTHING}, sum[2] = {};  // maximum; sum over this lane's tokens, those of rows g, g + 8
 
-    // head: q of the CTA's first head, of `heads`; factor makes scores powers of two.
-    __device__ __forceinline__ State(const float *head, int heads, float factor, int lane) {
-        const int g = lane >> 2, tg = lane & 3;
+    // vector: q of column g, where there is one; factor makes scores powers of two.
+    __device__ __forceinline__ State(const float *vector, bool is_there, float factor, int lane) {
+        const int tg = lane & 3;
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; ++i) {
             const int channel = 8 * i + 2 * tg;
             float2 x = make_float2(0.0f, 0.0f);
-            if (g < heads && channel < D) x = *reinterpret_cast<const float2 *>(head + g * D + channel);
+            if (is_there && channel < D) x = *reinterpret_cast<const float2 *>(vector + channel);
             q[i / 2][i % 2] = as_bits(__floats2half2_rn(x.x * factor, x.y * factor));
         }
     }
@@ -63,6 +63,57 @@ __device__ __forceinline__ void hide(float (&scores)[COUNT][4], int start, const
                 scores[i][2 * h] = scores[i][2 * h + 1] = __int_as_float(0xff800000);
         }
 }
+
+#if STEP_ROWS > 1
+// The same where every column sees tokens of its own.
+template <int COUNT>
+__device__ __forceinline__ void hide(float (&scores)[COUNT][4], int start, const Sight &sight, int lane) {
+    if (sight.all(start, start + 16 * COUNT - 1)) return;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int token = start + 16 * i + c / 2 * 8 + (lane >> 2);
+            if (!sight.sees(c % 2, token)) scores[i][c] = __int_as_float(0xff800000);
+        }
+}
+
+// What of a warp's coded blocks is hidden: for each of the lane's columns, the first `tokens` from the part on that
+// comes next. All coded blocks are behind the query tokens.
+struct Hidden {
+    int tokens[2];
+
+    __device__ __forceinline__ Hidden(const Work &work, const Sight &sight) {
+        const int start = (work.coded.number + work.first) * N;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) tokens[c] = sight.window > 0 ? sight.own[c] - sight.window + 1 - start : 0;
+    }
+    __device__ __forceinline__ void hide_in(float (&scores)[PT][4], int lane) const {
+        if (max(tokens[0], tokens[1]) <= 0) return;
+#pragma unroll
+        for (int i = 0; i < PT; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (16 * i + c / 2 * 8 + (lane >> 2) < tokens[c % 2]) scores[i][c] = __int_as_float(0xff800000);
+    }
+    __device__ __forceinline__ void advance(bool is_last, int stride) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) tokens[c] -= PART + (is_last ? (stride - 1) * N : 0);
+    }
+};
+#else
+// What of a warp's coded blocks is hidden: the first `tokens` from the part on that comes next, in its block.
+struct Hidden {
+    int tokens;
+
+    __device__ __forceinline__ Hidden(const Work &work, const Sight &sight)
+        : tokens(work.first ? 0 : sight.oldest - work.coded.number * N) {}
+    __device__ __forceinline__ void hide_in(float (&scores)[PT][4], int lane) const {
+        hide(scores, 0, {tokens, PART}, lane);
+    }
+    __device__ __forceinline__ void advance(bool is_last, int stride) { tokens = is_last ? 0 : tokens - PART; }
+};
+#endif
 
 // Weights of 16 tokens, times `low` for row g and `high` for row g + 8, as the B operand Pᵀ.
 __device__ __forceinline__ void weights_operand(unsigned (&p)[2], const float (&weights)[4], float low, float high) {

@@ -2,7 +2,8 @@
 
 constexpr int D = KeyLayout::D, DP = KeyLayout::DP, N = KeyLayout::N, PART = KeyLayout::PART, PARTS = KeyLayout::PARTS;
 constexpr int PT = KeyLayout::PT, STEPS = KeyLayout::STEPS, TILES = KeyLayout::TILES;
-constexpr int CHUNKS = (GROUP + 7) / 8, HEADS = (GROUP + CHUNKS - 1) / CHUNKS;  // of a CTA; the last may have less
+// Columns of a CTA, of which the last may have less. Of several rows there are as many CTAs as the launch wants.
+constexpr int CHUNKS = (GROUP + 7) / 8, HEADS = STEP_ROWS > 1 ? 8 : (GROUP + CHUNKS - 1) / CHUNKS;
 constexpr int SLICES = N / 16;                                                  // of a record
 
 // Coded blocks that need no decoding are slices like the exact records.
@@ -20,18 +21,29 @@ constexpr int SHARED_BYTES = LOOP_BYTES > MERGE_BYTES ? LOOP_BYTES : MERGE_BYTES
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr float NOTHING = -1e30f;  // the maximum before the first score: finite, for −inf − (−inf) is NaN
 
-// Positions that the query token sees: none where newest < oldest.
+// Positions that the query tokens of a CTA see, whichever of them does: none where newest < oldest.
 struct Seen {
     int oldest, newest;
 };
 
-__device__ __forceinline__ Seen seen_by(const Span &span, int window) {
-    const int newest = span.position + span.rows - 1;
-    return {window > 0 ? max(0, newest - window + 1) : 0, newest};
-}
+#if STEP_ROWS > 1
+// Positions of a CTA's first and last query token, and of those of the lane's columns, 2tg and 2tg + 1.
+struct Sight {
+    int first, last, own[2], window;
 
-// The coded blocks with tokens that it sees: `count` from block `number` of the sequence on. Only the first can have
-// tokens that it does not see.
+    __device__ __forceinline__ bool all(int start, int end) const {
+        return end <= first && (window == 0 || start > last - window);
+    }
+    __device__ __forceinline__ bool sees(int column, int token) const {
+        return token <= own[column] && (window == 0 || token > own[column] - window);
+    }
+};
+#else
+using Sight = Seen;  // there is one query token
+#endif
+
+// The coded blocks with tokens that they see: `count` from block `number` of the sequence on. Of one query token only
+// the first can have tokens that it does not see.
 struct Coded {
     int count, number;
     const int *ids;
@@ -42,23 +54,24 @@ __device__ __forceinline__ Coded coded_of(const Span &span, const Seen &seen) {
     return {seen.newest < seen.oldest ? 0 : span.coded - hidden, span.first_coded + hidden, span.ids() + hidden};
 }
 
-// The exact records that it sees, in slices of 16 tokens: the sink's, then those of `now` from position `start` on.
+// The exact records that they see, in slices of 16 tokens: the sink's, then those of `now` from position `start` on.
 struct Exact {
     int sink, sink_slices;
     int now, start, now_slices;
+    int next, next_start;  // of several rows: the record behind `now`, and the position of its first token
 
     __device__ __forceinline__ Exact(const Span &span, const Seen &seen) {
         sink = span.sink;
         sink_slices = sink >= 0 && seen.oldest < min(N, seen.newest + 1) ? SLICES : 0;
         start = max(span.now_block * N, seen.oldest / 16 * 16);
-        now = span.now;
+        now = span.now, next = span.next, next_start = (span.now_block + 1) * N;
         now_slices = seen.newest < seen.oldest ? 0 : (seen.newest - start) / 16 + 1;
     }
 };
 
 // What a warp has to do: units first, first + stride, …, of which `count` are coded blocks.
 struct Work {
-    int sequence, kv_head, in_group, heads;  // query heads in_group … of the KV head's
+    int sequence, kv_head, column, columns;  // column c of a KV head is head c % GROUP of its group, of row c / GROUP
     int first, stride, count;
     const Span *span;
     Seen seen;
@@ -66,14 +79,15 @@ struct Work {
 
     // Indices go through shuffles: what comes of them is then computed anew where it is wanted a second time, and takes
     // no registers in between.
-    static __device__ __forceinline__ Work find(const int *spans, int span_stride, int window) {
+    static __device__ __forceinline__ Work find(const int *spans, int span_stride, int kv_heads, int window) {
         Work work;
-        const int chunk = __shfl_sync(ALL_LANES, blockIdx.y, 0);
+        const int chunk = __shfl_sync(ALL_LANES, blockIdx.y, 0), chunks = STEP_ROWS > 1 ? gridDim.y / kv_heads : CHUNKS;
         work.sequence = __shfl_sync(ALL_LANES, blockIdx.z, 0);
-        work.kv_head = chunk / CHUNKS, work.in_group = chunk % CHUNKS * HEADS;
-        work.heads = min(HEADS, GROUP - work.in_group);
+        work.kv_head = chunk / chunks, work.column = chunk % chunks * HEADS;
         work.span = &span_at(spans, span_stride, work.sequence);
-        work.seen = seen_by(*work.span, window);
+        work.columns = min(HEADS, (STEP_ROWS > 1 ? work.span->rows : 1) * GROUP - work.column);
+        const int oldest = work.position(0) - window + 1;
+        work.seen = {window > 0 ? max(0, oldest) : 0, STEP_ROWS > 1 ? work.position(work.columns - 1) : work.position(0)};
         work.coded = coded_of(*work.span, work.seen);
         work.stride = gridDim.x * WARPS;
         work.first = blockIdx.x + gridDim.x * __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);
@@ -82,8 +96,26 @@ struct Work {
         return work;
     }
 
-    // Of the CTA's first head, counted over all sequences.
-    __device__ __forceinline__ long long head(int kv_heads) const {
-        return (static_cast<long long>(sequence) * kv_heads + kv_head) * GROUP + in_group;
+    // Of the query token of column `c` of the CTA. A sequence without rows has −1.
+    __device__ __forceinline__ int position(int c) const {
+        return span->position + (STEP_ROWS > 1 ? (column + c) / GROUP : span->rows - 1);
+    }
+
+    // The vector of column `c` of the CTA, counted over all rows and query heads.
+    __device__ __forceinline__ long long vector(int c, int kv_heads) const {
+        if constexpr (STEP_ROWS > 1) {
+            const long long row = span->first_row + (column + c) / GROUP;
+            return (row * kv_heads + kv_head) * GROUP + (column + c) % GROUP;
+        }
+        return (static_cast<long long>(sequence) * kv_heads + kv_head) * GROUP + column + c;
+    }
+
+    __device__ __forceinline__ Sight sight(int window, int lane) const {
+#if STEP_ROWS > 1
+        const int own = 2 * (lane & 3);
+        return {position(0), seen.newest, {position(own), position(own + 1)}, window};
+#else
+        return seen;
+#endif
     }
 };

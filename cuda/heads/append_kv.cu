@@ -6,9 +6,9 @@
 // A CTA writes one KV head of 16 positions that begin at a multiple of 16: per side one tile for every 16 channels. A
 // thread makes 16 bytes of a tile: four channels of two tokens for keys, two channels of four tokens for values. It
 // stores them at once if the launch brings all these tokens, else only the halves of those that it brings.
-// Grid (groups, K), where groups is ceil((rows + 15) / 16) for one sequence, the most that its rows touch, and B for
-// B > 1 sequences. Block: whole warps; 2 · DP / 16 of them give every thread one piece of work. DEFINES: none.
-// PRECOND: B > 1 means one row a sequence; k, v aligned to 8 bytes, D and strides even.
+// Grid (B · groups, K), where groups is ceil((rows + 15) / 16) for the most rows of a sequence: they touch no more.
+// Block: whole warps; 2 · DP / 16 of them give every thread one piece of work. DEFINES: none.
+// PRECOND: k, v aligned to 8 bytes, D and strides even.
 
 constexpr int APPEND_STEPS = ExactKeyLayout::STEPS, APPEND_SLOTS = APPEND_STEPS * 32;
 
@@ -75,12 +75,12 @@ __device__ __forceinline__ void append_values(unsigned *slot, const NewTokens &v
 
 extern "C" __global__ void __launch_bounds__(1024)
 append_kv_kernel(unsigned char *now_k, unsigned char *now_v, const float *k, const float *v, const int *spans,
-                 int span_stride, int spans_count, int kv_heads, long long k_stride, long long v_stride) {
+                 int span_stride, int groups, int kv_heads, long long k_stride, long long v_stride) {
     using Layout = ExactKeyLayout;
     const int head = blockIdx.y;
-    const Span &span = span_at(spans, span_stride, spans_count == 1 ? 0 : blockIdx.x);
+    const Span &span = span_at(spans, span_stride, blockIdx.x / groups);
     const int first_row = span.first_row, rows = span.rows, position = span.position;
-    const int start = (position / 16 + (spans_count == 1 ? blockIdx.x : 0)) * 16;  // of the 16 positions
+    const int start = (position / 16 + blockIdx.x % groups) * 16;  // of the 16 positions
     if (start >= position + rows) return;
 
     const NewTokens keys = {k + first_row * k_stride + head * Layout::D, k_stride, start - position, rows};

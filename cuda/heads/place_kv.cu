@@ -1,11 +1,12 @@
 // Queries, keys and values of a step as the store takes them (heads.cuh says how), keys and values at once in it.
 //
-// Row r of qkv is the one new token of sequence r. q (T, H, D). Keys and values become halves, clipped to ±65504 (NaN
-// stays), in the exact record in which their sequence grows. now_k, now_v: pools (records, K, bytes) of exact records.
-// spans int32 (T, span_stride): a Span of each sequence.
+// Row r of qkv is the one new token of sequence r, or a sequence has up to STEP_ROWS rows, one behind the other.
+// q (T, H, D). Keys and values become halves, clipped to ±65504 (NaN stays), in the exact records in which their
+// sequence grows. now_k, now_v: pools (records, K, bytes) of exact records.
+// spans int32 (spans_count, span_stride): a Span of each sequence.
 // vectors: T · (H + 2K).
 // Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, WEIGHT (of the norms), HEAD_NORMS (0 or
-// 1), KEY_ORDER, VALUE_ORDER.
+// 1), KEY_ORDER, VALUE_ORDER, STEP_ROWS.
 // Cost: one token has 2 or 4 bytes of every 32 that a record's writes touch. That is little beside a layer's weights;
 // a prompt has all the tokens of 16, and its coalesced writes are append_kv.cu's.
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
@@ -22,11 +23,22 @@ __device__ __forceinline__ int exact_offset(int token, int channel) {
     return (token / L::PART * L::TILES + tile) * 512 + (4 * g + tg) * 16 + r * 4 + (VALUES ? t : c) % 2 * 2;
 }
 
+// The sequence of a row: the last one whose rows begin there or before.
+__device__ __forceinline__ int sequence_of(int row, const int *spans, int span_stride, int spans_count) {
+    int low = 0, high = min(row, spans_count - 1);
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (span_at(spans, span_stride, middle).first_row <= row) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
 extern "C" __global__ void __launch_bounds__(256)
 place_kv_kernel(float *q, unsigned char *now_k, unsigned char *now_v, const float *qkv, const float *cos,
                 const float *sin, const WEIGHT *q_norm, const WEIGHT *k_norm, const float *scale,
                 const float *key_before, const float *key_behind, const float *value_before, const float *value_behind,
-                const int *spans, int span_stride, int vectors, int heads, int kv_heads, float eps) {
+                const int *spans, int span_stride, int spans_count, int vectors, int heads, int kv_heads, float eps) {
     using L = ExactKeyLayout;
     const int vector = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (vector >= vectors) return;
@@ -38,8 +50,9 @@ place_kv_kernel(float *q, unsigned char *now_k, unsigned char *now_v, const floa
         store_vector(q + ((long long)row * heads + head) * D, held);
         return;
     }
-    const Span &span = span_at(spans, span_stride, row);
-    const int block = span.position / L::N, token = span.position % L::N;
+    const Span &span = span_at(spans, span_stride, STEP_ROWS > 1 ? sequence_of(row, spans, span_stride, spans_count) : row);
+    const int position = span.position + (STEP_ROWS > 1 ? row - span.first_row : 0);
+    const int block = position / L::N, token = position % L::N;
     const long long record = (long long)span.record(block) * kv_heads + (head - heads) % kv_heads;
     const bool is_key = head < heads + kv_heads;
     unsigned char *const at = (is_key ? now_k : now_v) + record * L::NBYTES;

@@ -21,6 +21,8 @@ from engine.sampling.sample import Draw, Sampled
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 from model_loaders.config import ModelConfig
 
+STEP_ROWS = 16  # that one sequence may have in a step
+
 Array = Any
 PreparedSpace = Any
 Cache = Any

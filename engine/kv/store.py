@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.backends.ops import Buffer, Cache, CacheSpan, Ops, Place
+from engine.backends.ops import STEP_ROWS, Buffer, Cache, CacheSpan, Ops, Place
 from engine.codecs import NotFinite
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
@@ -35,9 +35,6 @@ from engine.kv.tables import BlockTable, Growth, TableGroup
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import Metric
 from engine.sampling.sample import NOT_FINITE
-
-# Rows of one sequence that a step may have.
-STEP_ROWS = 16
 
 # What an error of a layer's keys and of its values costs; None where the nearest code is taken.
 Metrics = tuple[Metric | None, Metric | None]

@@ -1,6 +1,7 @@
 """Random caches as kernels see them, pools of records and spans, and what attention over them should give.
 
     cache = random_cache(rng, "ring4", "ring3.5", lengths=[300, 17], head_dim=64)   # a step: every sequence has one row
+    cache = random_cache(rng, "ring4", "ring3.5", lengths=[300, 17], step_rows=[4, 1])   # or several
     cache = random_cache(rng, "ring4", "ring3.5", lengths=[300], rows=200)          # a prefill of the last 200 tokens
     text = source("decode_attention", keys=cache.key_layout, values=cache.value_layout, ...)
     q = rng.standard_normal((cache.rows, heads, head_dim), np.float32)
@@ -114,6 +115,7 @@ def random_cache(
     lengths: Sequence[int],
     *,
     rows: int = 1,
+    step_rows: Sequence[int] | None = None,
     block_size: int = 64,
     kv_heads: int = 1,
     head_dim: int = 64,
@@ -122,15 +124,17 @@ def random_cache(
 ) -> PagedCache:
     """Sequences of `lengths` tokens whose last `rows` are new: more than one row makes a prefill of one sequence.
 
+    step_rows: new tokens of each sequence in a step, instead of one.
     mean_bits: of the means of key blocks. dropped: blocks behind the sink that a sequence has lost to its window, if it
     has so many; k and v are NaN there.
     """
     assert rows == 1 or len(lengths) == 1, "only one sequence may have several rows"
-    plans = [_Plan(length, length - rows, block_size, dropped) for length in lengths]
-    spans = _spans(rng, plans, rows)
+    in_step, counts = rows == 1, step_rows or [rows] * len(lengths)
+    plans = [_Plan(length, length - count, block_size, dropped) for length, count in zip(lengths, counts, strict=True)]
+    spans = _spans(rng, plans, in_step)
     keys = _Side(key_codec, values=False, mean_bits=mean_bits, block_size=block_size, head_dim=head_dim)
     values = _Side(value_codec, values=True, mean_bits=0, block_size=block_size, head_dim=head_dim)
-    built = [side.build(rng, plans, spans, kv_heads, in_step=rows == 1) for side in (keys, values)]
+    built = [side.build(rng, plans, spans, kv_heads, in_step=in_step) for side in (keys, values)]
     pairs = [pair for pool in zip(*built, strict=True) for pair in pool]
     coded_k, coded_v, exact_k, exact_v, now_k, now_v, k, v = pairs
     return PagedCache(keys.layout, values.layout, coded_k, coded_v, exact_k, exact_v, now_k, now_v, spans, k, v)
@@ -144,6 +148,10 @@ class _Plan:
     position: int
     block_size: int
     most_dropped: int
+
+    @property
+    def rows(self) -> int:
+        return self.length - self.position
 
     @property
     def now(self) -> int:
@@ -163,18 +171,23 @@ class _Plan:
         return -(-self.length // self.block_size) - self.now
 
 
-def _spans(rng: np.random.Generator, plans: list[_Plan], rows: int) -> np.ndarray:
+def _spans(rng: np.random.Generator, plans: list[_Plan], in_step: bool) -> np.ndarray:
     """Sinks, tails and coded blocks in random places; ids behind the last one lead nowhere."""
     spans = np.full((len(plans), HEADER + 3 + max(len(plan.coded) for plan in plans)), 1 << 28, np.int32)
     ids = iter(rng.permutation(_spare(sum(len(plan.coded) for plan in plans))))
-    slots = iter(rng.permutation(_spare(2 * len(plans))))
-    for number, (row, plan) in enumerate(zip(spans, plans, strict=True)):
+    slots = iter(rng.permutation(_spare(3 * len(plans))))
+    first = 0
+    for row, plan in zip(spans, plans, strict=True):
         sink = next(slots) if plan.now else -1
-        now = next(slots) if rows == 1 else 0
+        now = next(slots) if in_step else 0
+        behind = now + 1
+        if in_step:
+            behind = next(slots) if plan.now_records > 1 else 1 << 28
         row[:HEADER] = SpanHeader(
-            number, rows, plan.position, sink, 1 + plan.dropped, len(plan.coded), now, plan.now, now + 1
+            first, plan.rows, plan.position, sink, 1 + plan.dropped, len(plan.coded), now, plan.now, behind
         )
         row[HEADER : HEADER + len(plan.coded)] = [next(ids) for _ in plan.coded]
+        first += plan.rows
     return spans
 
 
@@ -208,7 +221,7 @@ class _Side:
         coded_bytes, exact_bytes = self.layout.nbytes, self.exact_layout.nbytes
         blocks = _spare(sum(len(plan.coded) for plan in plans))
         coded = rng.integers(0, 256, (blocks, kv_heads, coded_bytes), np.uint8)
-        exact = np.full((_spare(2 * len(plans)), kv_heads, exact_bytes), 0xFF, np.uint8)  # NaN
+        exact = np.full((_spare(3 * len(plans)), kv_heads, exact_bytes), 0xFF, np.uint8)  # NaN
         now = exact if in_step else np.full((plans[0].now_records, kv_heads, exact_bytes), 0xFF, np.uint8)
         decoded = []
         for row, span, plan in zip(spans, headers(spans), plans, strict=True):
@@ -222,7 +235,7 @@ class _Side:
                 coded[ids], known[:, part] = self._coded(x[:, part])
             for i in range(plan.now_records):
                 part = slice((plan.now + i) * self.block_size, (plan.now + i + 1) * self.block_size)
-                now[span.now + i], known[:, part] = self._exact(x[:, part])
+                now[span.next + i - 1 if i else span.now], known[:, part] = self._exact(x[:, part])
             decoded.append(known)
         return coded, exact, now, decoded
 

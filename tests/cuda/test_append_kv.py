@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -36,11 +38,15 @@ def padded(dim: int) -> int:
     return -(-dim // 16) * 16
 
 
-def spans_of(rows: list[list[int]]) -> np.ndarray:
-    """rows: first row, rows, position, record and number of the block that `now` begins with, for each sequence."""
+def spans_of(rows: list[list[int]], following: Sequence[int | None] = ()) -> np.ndarray:
+    """rows: first row, rows, position, record and number of the block that `now` begins with, for each sequence.
+
+    following: the record behind that, where it is not the next one.
+    """
     spans = np.full((len(rows), HEADER + 3), 1 << 28, np.int32)
-    for span, (first, count, position, now, block) in zip(spans, rows, strict=True):
-        span[:HEADER] = SpanHeader(first, count, position, 1 << 28, 1 << 28, 1 << 28, now, block, now + 1)
+    for span, (first, count, position, now, block), behind in itertools.zip_longest(spans, rows, following):
+        behind = now + 1 if behind is None else behind
+        span[:HEADER] = SpanHeader(first, count, position, 1 << 28, 1 << 28, 1 << 28, now, block, behind)
     return spans
 
 
@@ -52,11 +58,21 @@ def append(
     empty = np.full((count, kv_heads, block_size, padded(dim)), np.nan, np.float16)
     now_k, now_v = packed(empty, False), packed(empty, True)
     k, v = x[:, 1 : 1 + kv_heads], x[:, 1 + kv_heads :]
-    groups = len(spans) if len(spans) > 1 else -(-(len(x) + 15) // 16)
-    counts = np.int32(spans.shape[1]), np.int32(len(spans)), np.int32(kv_heads)
+    groups = -(-(max(span.rows for span in headers(spans)) + 15) // 16)
+    counts = np.int32(spans.shape[1]), np.int32(groups), np.int32(kv_heads)
     strides = np.int64(x[0].size), np.int64(x[0].size)
     program("append_kv", block_size, dim).launch(
-        "append_kv_kernel", (groups, kv_heads), (threads,), now_k, now_v, k, v, spans, *counts, *strides, seed=seed
+        "append_kv_kernel",
+        (len(spans) * groups, kv_heads),
+        (threads,),
+        now_k,
+        now_v,
+        k,
+        v,
+        spans,
+        *counts,
+        *strides,
+        seed=seed,
     )
     return now_k, now_v
 
@@ -97,6 +113,14 @@ def test_a_step_writes_one_token_of_each_sequence(
 
 def test_one_sequence_in_a_step(rng: np.random.Generator) -> None:
     assert_appended(rng.standard_normal((1, 3, 64), np.float32), spans_of([[0, 1, 77, 2, 1]]), 3, 64)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_step_writes_several_tokens_of_each_sequence(rng: np.random.Generator, block_size: int) -> None:
+    """Over the end of a block into a slot anywhere, over a multiple of 16 within one, from the begin of one on."""
+    x = rng.standard_normal((16 + 3 + 1 + 7, 5, 24), np.float32)
+    rows = [[0, 16, 3 * block_size - 9, 4, 2], [16, 3, 14, 1, 0], [19, 1, block_size, 6, 1], [20, 7, block_size, 5, 1]]
+    assert_appended(x, spans_of(rows, [0, 2]), 7, block_size)
 
 
 @pytest.mark.parametrize("position", [0, 15, 16, 37])

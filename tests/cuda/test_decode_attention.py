@@ -39,20 +39,21 @@ def i32(value: int) -> np.int32:
 def parts(
     cache: PagedCache, q: np.ndarray, *, splits: int, warps: int, window: int = 0, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """q (B, H, D) → part_acc (B, H, splits, DP), part_ml (B, H, splits, 2)."""
-    sequences, heads, dim = q.shape
-    group = heads // cache.kv_heads
-    chunks = -(-group // 8)
+    """q (T, H, D) → part_acc (T, H, splits, DP), part_ml (T, H, splits, 2)."""
+    rows, heads, dim = q.shape
+    group, most = heads // cache.kv_heads, max(1, *(span.rows for span in cache.headers))
+    chunks = -(-group * most // 8)
+    columns = -(-group // chunks) if most == 1 else 8
     layouts = cache.key_layout, cache.value_layout
     shared = table_bytes(*layouts) + (512 * warps if cache.key_layout.mean_bits else 0)
-    shared = max(shared, 4 * warps * -(-group // chunks) * (-(-dim // 16) * 16 + 6))
-    text = source("decode_attention", *layouts, GROUP=group, WARPS=warps)
-    acc = np.full((sequences, heads, splits, -(-dim // 16) * 16), np.nan, np.float32)
-    ml = np.full((sequences, heads, splits, 2), np.nan, np.float32)
+    shared = max(shared, 4 * warps * columns * (-(-dim // 16) * 16 + 6))
+    text = source("decode_attention", *layouts, GROUP=group, WARPS=warps, STEP_ROWS=1 if most == 1 else 16)
+    acc = np.full((rows, heads, splits, -(-dim // 16) * 16), np.nan, np.float32)
+    ml = np.full((rows, heads, splits, 2), np.nan, np.float32)
     pools = cache.keys, cache.values, cache.exact_keys, cache.exact_values
     tables = cache.key_layout.tables, cache.value_layout.tables
     numbers = i32(cache.spans.shape[1]), i32(cache.kv_heads), i32(window), np.float32(1 / np.sqrt(dim))
-    grid = splits, cache.kv_heads * chunks, sequences
+    grid = splits, cache.kv_heads * chunks, len(cache.spans)
     args = acc, ml, q, *pools, cache.spans, *tables, *numbers
     compiled(text).launch("decode_attention_kernel", grid, (32 * warps,), *args, shared=shared, seed=seed)
     return acc, ml
@@ -133,6 +134,46 @@ def test_any_number_of_splits_and_warps(
     cache = random_cache(rng, keys, "f16" if keys == "f16" else "ring3", [16 * 43 - 5, 16 * 18, 40, 3], **SMALL)
     q = queries(rng, cache, 3)
     cache.assert_attention(attend(cache, q, splits=splits, warps=warps), q)
+
+
+@pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
+def test_several_rows_of_a_sequence(
+    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
+) -> None:
+    """As many as each likes: in the first block and over its end, over ends of later ones, from the begin of one on."""
+    lengths = [5 * block + 3, 4, block - 1, block + 2, 2 * block + 5, 3 * block]
+    shape = {"head_dim": dim, "block_size": block, "mean_bits": mean_bits, "kv_heads": 2}
+    cache = random_cache(rng, keys, values, lengths, step_rows=[5, 4, 1, 9, 5, 3], **shape)
+    q = queries(rng, cache, group)
+    results = [attend(cache, q, splits=2, warps=2, seed=seed) for seed in SEEDS]
+    cache.assert_attention(results[0], q)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "block"),
+    [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128), ("ring4", "ring4", 16)],
+)
+@pytest.mark.parametrize(("blocks", "tokens"), [(0, 1), (0, 17), (1, 0), (1, 1), (2, 7), (3, -9), (40, 0)])
+def test_windows_of_several_rows(
+    rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int
+) -> None:
+    """Every row has a window of its own, which may begin in another block than the next row's."""
+    window, longest = blocks * block + tokens, block * 7 + 5
+    dropped = max(0, (longest - 16 - window) // block - 1)
+    lengths = [longest, longest + 11, block + 3, block * 2, 5]
+    shape = {"block_size": block, "head_dim": 16, "mean_bits": 8}
+    cache = random_cache(rng, keys, values, lengths, step_rows=[16, 7, 4, 1, 5], dropped=dropped, **shape)
+    q = queries(rng, cache, 4)
+    cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 13])
+def test_several_rows_with_any_number_of_splits(rng: np.random.Generator, splits: int) -> None:
+    cache = random_cache(rng, "ring4", "ring3", [16 * 43 - 5, 16 * 18, 40, 3], step_rows=[16, 1, 2, 3], **SMALL)
+    q = queries(rng, cache, 3)
+    cache.assert_attention(attend(cache, q, splits=splits, warps=3), q)
 
 
 SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}

@@ -84,6 +84,10 @@ class Case:
         return list(NumpyOps().condition(cast(self.qkv), tuple(map(cast, self.turns)), space, norms))
 
 
+def sizes(spans: np.ndarray) -> tuple[np.int32, np.int32]:
+    return np.int32(spans.shape[1]), np.int32(len(spans))
+
+
 def heads(count: int) -> tuple[np.int32, np.int32, np.int32, np.float32]:
     """Vectors of a launch, and what follows."""
     return np.int32(count), np.int32(QUERIES), np.int32(KV_HEADS), np.float32(EPS)
@@ -144,8 +148,36 @@ def test_place_kv_is_condition_and_append(
     for seed in SEEDS:
         empty = np.full((records, KV_HEADS, block_size, padded(dim)), np.nan, np.float16)
         queries, now_k, now_v = poisoned(q.shape, "float"), packed(empty, False), packed(empty, True)
-        args = queries, now_k, now_v, *case.inputs, spans, np.int32(spans.shape[1]), *heads(vectors)
-        run = program("place_kv", block_size, **case.defines)
+        args = queries, now_k, now_v, *case.inputs, spans, *sizes(spans), *heads(vectors)
+        run = program("place_kv", block_size, STEP_ROWS=1, **case.defines)
+        run.launch("place_kv_kernel", (-(-vectors // 4),), (128,), *args, seed=seed)
+        np.testing.assert_array_equal(queries, q)
+        np.testing.assert_array_equal(now_k, wanted[0])
+        np.testing.assert_array_equal(now_v, wanted[1])
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("dim", "kind", "balanced", "turned"), CASES[:2])
+def test_place_kv_of_several_rows_is_condition_and_append(
+    rng: np.random.Generator, block_size: int, dim: int, kind: str, balanced: bool, turned: str
+) -> None:
+    """Of each sequence, over ends of blocks."""
+    case = Case.random(rng, 12, dim, kind, balanced=balanced, turned=turned)
+    places = [
+        [0, 1, 2 * block_size, 4, 2],
+        [1, 6, 2 * block_size - 2, 1, 1],
+        [7, 2, 3, 0, 0],
+        [9, 3, block_size - 3, 5, 0],
+    ]
+    spans, records = spans_of(places, [None, 3]), 7
+    q, k, v = condition(case, True)
+    wanted = append(np.concatenate([k[:, :1], k, v], axis=1), spans, records, block_size, 64, 0)
+    vectors = 12 * (QUERIES + 2 * KV_HEADS)
+    for seed in SEEDS:
+        empty = np.full((records, KV_HEADS, block_size, padded(dim)), np.nan, np.float16)
+        queries, now_k, now_v = poisoned(q.shape, "float"), packed(empty, False), packed(empty, True)
+        args = queries, now_k, now_v, *case.inputs, spans, *sizes(spans), *heads(vectors)
+        run = program("place_kv", block_size, STEP_ROWS=16, **case.defines)
         run.launch("place_kv_kernel", (-(-vectors // 4),), (128,), *args, seed=seed)
         np.testing.assert_array_equal(queries, q)
         np.testing.assert_array_equal(now_k, wanted[0])
@@ -160,7 +192,7 @@ def test_what_half_precision_cannot_hold(rng: np.random.Generator) -> None:
     now_k, now_v = (packed(np.zeros(shape, np.float16), values) for values in (False, True))
     spans = spans_of([[0, 1, 0, 0, 0]])
     q = poisoned((1, QUERIES, 8), "float")
-    args = q, now_k, now_v, *case.inputs, spans, np.int32(spans.shape[1]), *heads(QUERIES + 2 * KV_HEADS)
-    program("place_kv", 16, **case.defines).launch("place_kv_kernel", (3,), (96,), *args)
+    args = q, now_k, now_v, *case.inputs, spans, *sizes(spans), *heads(QUERIES + 2 * KV_HEADS)
+    program("place_kv", 16, STEP_ROWS=1, **case.defines).launch("place_kv_kernel", (3,), (96,), *args)
     stored = layout(True, 16, 8).unpack(now_v)[0]["values"][0, :, 0]
     np.testing.assert_array_equal(stored, [[65504, -65504, np.nan, 65504, -65504, 0, 1, 65504]] * KV_HEADS)

@@ -80,7 +80,7 @@ def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Model:
     factors = np.exp2(np.arange(config.kv_heads, dtype=np.float32) - 2)
     scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
     stored = Conditioning(k.rotation(d), v.rotation(d), scale)
-    return Model(ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4), [stored] * config.layers))
+    return Model(ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4, 16), [stored] * config.layers))
 
 
 class Talk:
@@ -102,9 +102,13 @@ class Talk:
                 self.logits.append(self.model.logits(end.value))
                 return
 
-    def step(self, ids: Sequence[int]) -> list[int]:
-        """One token of each of the first sequences; the logits are those that the tokens were chosen from."""
-        spans = [self.model.store.open_step(sequence) for sequence in self.sequences[: len(ids)]]
+    def step(self, ids: Sequence[int], counts: Sequence[int] | None = None, kept: int | None = None) -> list[int]:
+        """One token of each of the first sequences, or `counts`; the logits are those that tokens were chosen from.
+
+        kept: of the rows of each sequence, if not all.
+        """
+        counts = counts or [1] * len(ids)
+        spans = [self.model.store.open_step(*of) for of in zip(self.sequences, counts, strict=False)]
         draws = [Draw(GREEDY, [], 0.5, self.model.config.vocab_size)] * len(ids)
         seen: list[np.ndarray] = []
         fetch = self.model.ops.fetch_tokens
@@ -118,8 +122,7 @@ class Talk:
             chosen = self.model.step(spans, ids, draws)
         finally:
             self.model.ops.fetch_tokens = fetch  # type: ignore[method-assign]
-        for span in spans:
-            self.model.store.commit(span)
+        self.model.store.commit_steps(spans, [kept] * len(spans))
         self.logits += seen
         assert chosen == self.logits[-1].argmax(-1).tolist()
         return chosen
@@ -136,6 +139,8 @@ def talk(ops: Ops, fixture: str, types: tuple[str, str]) -> list[np.ndarray]:
     dialogue.prompt(ids[98:128], index=1)
     for pair in np.reshape(ids[128:136], (-1, 2)).tolist():
         dialogue.step(pair)
+    dialogue.step(ids[136:142], [4, 2], kept=2)
+    dialogue.step(ids[138:150], [2, 10])
     return dialogue.logits
 
 

@@ -387,7 +387,7 @@ def store_of(
     """A layer for each window."""
     k, v = (codecs.get(name) for name in types)
     layers = tuple(LayerShape(k, v, 0 if types[0] == "f16" else 8, window) for window in windows)
-    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), 200, 4)
+    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), 200, 4, 16)
     return KVStore(ops, plan, [Conditioning()] * len(windows), metrics)
 
 
@@ -397,10 +397,17 @@ def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def feed(
-    store: KVStore, sequences: Sequence[SequenceKV], count: int, seed: int, *, step: bool = False, **options: Any
+    store: KVStore,
+    sequences: Sequence[SequenceKV],
+    count: int,
+    seed: int,
+    *,
+    step: bool = False,
+    kept: int | None = None,
+    **options: Any,
 ) -> list[np.ndarray]:
     """`count` random tokens of each sequence through all layers, from rows with a head of keys and values too many;
-    what they see."""
+    what they see. kept: of the rows of a step."""
     ops, rng = store.ops, np.random.default_rng(seed)
     spans = [store.open_step(kv, count) if step else store.open(kv, count, **options) for kv in sequences]
     rows, seen = count * len(sequences), []
@@ -417,7 +424,7 @@ def feed(
                 store.round_trip(layer, span)
         out = ops.attention(ops.to_device(q), cache, described, D**-0.5, of.window)
         seen.append(np.array(ops.to_host(out)))
-    store.commit_steps(spans)
+    store.commit_steps(spans, [kept] * len(spans))
     return seen
 
 
@@ -438,6 +445,18 @@ def everything_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
     return seen
 
 
+def drafts_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
+    """Steps of several rows of which a part is kept, over ends of blocks, of one sequence and of two."""
+    store = store_of(ops, types, (None, 20))
+    sequences = [store.new_sequence() for _ in range(2)]
+    seen = [
+        out for kv, count in zip(sequences, (N - 3, 2 * N + 1), strict=True) for out in feed(store, [kv], count, count)
+    ]
+    for seed, (count, kept) in enumerate(((5, 1), (3, 3), (N, 2), (1, 1), (N, N), (16, 7))):
+        seen += feed(store, sequences[seed % 2 :], count, 300 + seed, step=True, kept=kept)
+    return seen
+
+
 TYPES = [("f16", "f16"), ("ring4", "ring3.5"), ("turbo4", "f16"), ("polarquant", "ring5")]
 
 
@@ -445,7 +464,8 @@ TYPES = [("f16", "f16"), ("ring4", "ring3.5"), ("turbo4", "f16"), ("polarquant",
 def test_tokens_see_what_they_see_on_the_host(types: tuple[str, str]) -> None:
     """Everything that goes in is exact in half precision, so that codes are the same, and only sums are not."""
     ops = CudaOps(open_device(checked=False))
-    for seen, wanted in zip(everything_seen(ops, types), everything_seen(HOST, types), strict=True):
+    on_device, on_host = ([*everything_seen(at, types), *drafts_seen(at, types)] for at in (ops, HOST))
+    for seen, wanted in zip(on_device, on_host, strict=True):
         # Scores come from queries and keys in half precision, weights of tokens are in half precision as well.
         assert np.abs(seen - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
 
@@ -467,8 +487,8 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
         (space,) = ops.prepare([stored])
         kept = [store.new_sequence() for _ in range(sequences)]
         seen = []
-        for of, count in [*(([kv], N - 2) for kv in kept), *((kept, 1) for _ in range(4))]:
-            spans = [store.open_step(kv) if count == 1 else store.open(kv, count) for kv in of]
+        for of, count in [*(([kv], N - 2) for kv in kept), *((kept, rows) for rows in (1, 1, 1, 1, 9, 16))]:
+            spans = [store.open_step(kv, count) if of is kept else store.open(kv, count) for kv in of]
             for span in spans:
                 store.begin_layer(0, span)
             qkv, turns = heads_of(made, count * len(of), D)

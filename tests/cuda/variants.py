@@ -10,6 +10,7 @@ from engine import codecs, records
 from engine.backends.cuda import launch_configs
 from engine.backends.cuda.heads import rotate_defines
 from engine.backends.cuda.kernel_source import source
+from engine.backends.ops import STEP_ROWS
 from engine.records import Layout
 from tests.cuda.nvrtc import SHARED_LIMIT
 
@@ -76,8 +77,11 @@ def _heads(kernel: str) -> list[Variant]:
     for d, weight, (normed, keys, values) in itertools.product(_HEAD_DIMS, _SHORT, ((0, 1, 1), (1, 1, 0), (0, 0, 1))):
         orders = {"KEY_ORDER": d & -d if keys else 1, "VALUE_ORDER": d & -d if values else 1}
         constants = {"HEAD_DIM": d, "WEIGHT": weight if normed else "float", "HEAD_NORMS": normed, **orders}
-        cache = Cache("f16", "f16", d, mean_bits=0) if kernel == "place_kv" else None
-        variants.append(Variant(kernel, constants, cache))
+        if kernel == "place_kv":
+            for rows in (1, STEP_ROWS):
+                variants.append(Variant(kernel, {**constants, "STEP_ROWS": rows}, Cache("f16", "f16", d, mean_bits=0)))
+        else:
+            variants.append(Variant(kernel, constants))
     return variants
 
 
@@ -98,8 +102,9 @@ def _decode_attention() -> list[Variant]:
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     variants = []
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
-        shape, _ = launch_configs.decode_attention(*cache.layouts(), group)
-        variants.append(Variant("decode_attention", shape.defines, cache, shape.shared))
+        for rows in (1, STEP_ROWS):
+            shape, _ = launch_configs.decode_attention(*cache.layouts(), group, rows)
+            variants.append(Variant("decode_attention", shape.defines, cache, shape.shared))
     return variants
 
 
@@ -191,9 +196,10 @@ VARIANTS: dict[str, list[Variant]] = {
 
 
 def traits(variant: Variant) -> set[tuple[str, object]]:
-    """What of a variant has to be compiled somewhere: its kernel with each of its codecs, and with its head dim."""
-    cache = variant.cache
-    return set() if cache is None else {(variant.kernel, of) for of in (cache.keys, cache.values, cache.head_dim)}
+    """What of a variant has to be compiled somewhere: its kernel with each of its codecs, with its head dim, and for
+    one row of a sequence or for several."""
+    cache, rows = variant.cache, f"STEP_ROWS={variant.defines.get('STEP_ROWS')}"
+    return set() if cache is None else {(variant.kernel, of) for of in (cache.keys, cache.values, cache.head_dim, rows)}
 
 
 def covering() -> Iterator[tuple[Variant, int]]:

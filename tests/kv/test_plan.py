@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine import Engine, EngineError, codecs
 from engine.assembly import fit_line
 from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import STEP_ROWS
 from engine.kv.plan import (
     CacheShape,
     LayerShape,
@@ -23,7 +24,7 @@ from engine.kv.plan import (
     plan_for_memory,
     plan_for_tokens,
 )
-from engine.kv.store import STEP_ROWS, KVStore
+from engine.kv.store import KVStore
 from engine.quantization.conditioning import Conditioning
 
 codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.backends.ops import STEP_ROWS
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
-from engine.kv.store import STEP_ROWS, KVStore
+from engine.kv.store import KVStore
 from tests.kv.fed import KV_HEADS, D, Fed, N, assert_held_by, held, make_store, overwrite
 
 

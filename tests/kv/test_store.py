@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.backends.ops import STEP_ROWS
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.snapshot import export
-from engine.kv.store import STEP_ROWS, SequenceKV, Span
+from engine.kv.store import SequenceKV, Span
 from tests.kv.fed import Fed, N, assert_held_by, held, make_store
 
 

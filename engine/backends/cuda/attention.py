@@ -65,13 +65,13 @@ class AttentionOps:
         return out
 
     def _attend_steps(self, q: Array, cache: LayerCache, spans: Spans, call: _Call, turn: OnDevice) -> Array:
-        """Of one row of each sequence, which is in its exact slot; `turn`ed, which is by signs."""
-        (count, heads, dim), kv_heads = q.shape, cache.form.kv_heads
+        """Of a few rows of each sequence, which are in exact slots; `turn`ed, which is by signs."""
+        (rows, heads, dim), kv_heads, count = q.shape, cache.form.kv_heads, len(spans.table)
         group = heads // kv_heads
-        shape, chunks = launch_configs.decode_attention(*cache.layouts, group)
+        shape, chunks = launch_configs.decode_attention(*cache.layouts, group, spans.most)
         splits = launch_configs.decode_splits(self._device.processors, kv_heads * chunks * count)
-        parts = self._device.empty((count, heads, splits, cache.padded), np.float32)
-        sums = self._device.empty((count, heads, splits, 2), np.float32)
+        parts = self._device.empty((rows, heads, splits, cache.padded), np.float32)
+        sums = self._device.empty((rows, heads, splits, 2), np.float32)
         self._launch(
             "decode_attention",
             (splits, kv_heads * chunks, count),
@@ -84,5 +84,5 @@ class AttentionOps:
         out = self._device.empty(q.shape, np.float32)
         shape = launch_configs.combine(dim, turn.order)
         args = out, parts, sums, call.factors, turn.before, turn.behind, heads, splits
-        self._launch("combine", (count * heads,), shape, *args)
+        self._launch("combine", (rows * heads,), shape, *args)
         return out

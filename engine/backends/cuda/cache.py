@@ -109,7 +109,8 @@ class Spans(Told):
     buffer: where the new tokens go; None in a step, whose tokens go to the exact slots.
     """
 
-    rows: int
+    rows: int  # of all sequences, and the most of one
+    most: int
     buffer: Buffer | None
 
     def header(self, index: int) -> SpanHeader:
@@ -122,7 +123,8 @@ def table_width(blocks: int) -> int:
 
 
 def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
-    """What the kernels need to know of `spans`."""
+    """What the kernels need to know of `spans`, of one prompt or of a step, whose rows touch two blocks at most."""
+    assert all(len(span.following) <= 1 for span in spans)
     width = table_width(max(len(span.table) for span in spans))
     table = np.zeros((len(spans), HEADER + width), np.int32)
     for row, span in zip(table, spans, strict=True):
@@ -140,5 +142,5 @@ def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
             next=following,
         )
         row[HEADER : HEADER + len(span.table)] = span.table
-    rows = sum(span.rows.stop - span.rows.start for span in spans)
-    return Spans(table, rows, spans[0].now.buffer)
+    counts = table[:, SpanHeader._fields.index("rows")]
+    return Spans(table, int(counts.sum()), int(counts.max()), spans[0].now.buffer)

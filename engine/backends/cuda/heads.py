@@ -57,8 +57,9 @@ class HeadOps:
         vectors: int,
         *spans: Any,
         layouts: Layouts | tuple[None, None] = (None, None),
+        rows: int | None = None,
     ) -> None:
-        """Launch a kernel that joins `cuda/heads/heads.cuh`; dense rotations are left out."""
+        """Launch a kernel that joins `cuda/heads/heads.cuh`; without dense rotations. rows: its STEP_ROWS, if any."""
         keys, values = space.keys, space.values
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         defines: dict[str, int | str] = {
@@ -67,6 +68,7 @@ class HeadOps:
             "HEAD_NORMS": int(norms is not None),
             "KEY_ORDER": max(1, keys.order),
             "VALUE_ORDER": max(1, values.order),
+            **({} if rows is None else {"STEP_ROWS": rows}),
         }
         signs = keys.before, keys.behind, values.before, values.behind
         counts = vectors, qkv.shape[1] - 2 * space.kv_heads, space.kv_heads

@@ -104,12 +104,11 @@ class CacheOps:
         return describe(spans, block_size)
 
     def append_kv(self, cache: LayerCache, spans: Spans, k: Array, v: Array) -> None:
-        count, width = spans.table.shape
-        groups = -(-(spans.rows + 15) // 16) if count == 1 else count
-        args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, count, cache.form.kv_heads)
+        (count, width), groups = spans.table.shape, -(-(spans.most + 15) // 16)
+        args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, groups, cache.form.kv_heads)
         self._launch(
             "append_kv",
-            (groups, cache.form.kv_heads),
+            (count * groups, cache.form.kv_heads),
             Shape({}, threads_for(2 * cache.padded)),
             *(*args, row_stride(k), row_stride(v)),
             layouts=cache.exact_layouts,
@@ -125,15 +124,17 @@ class CacheOps:
         norms: Norms = None,
     ) -> Array:
         (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
+        is_prompt = spans.buffer is not None and rows > 1
         dense = any(rotation.matrix is not None for rotation in (space.keys, space.values))
-        if rows > count or dense:  # the kernel for one row a sequence would write rows of a block in small pieces
+        if is_prompt or dense:  # the kernel for few rows would write those of a block in small pieces
             q, k, v = self._heads.condition(qkv, turns, space, norms)
             self.append_kv(cache, spans, k, v)
             return q
         q = self._device.empty((rows, heads - 2 * space.kv_heads, dim), np.float32)
-        outputs, of_spans = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width)
+        outputs, of_spans = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
         inputs = qkv, turns, space, norms, rows * heads
-        self._heads.launch("place_kv", outputs, *inputs, *of_spans, layouts=cache.exact_layouts)
+        at_most = launch_configs.step_rows(spans.most)
+        self._heads.launch("place_kv", outputs, *inputs, *of_spans, layouts=cache.exact_layouts, rows=at_most)
         return q
 
     def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from engine.backends.cuda.launch import WARP, Shape
+from engine.backends.ops import STEP_ROWS
 from engine.quantization import encode
 from engine.records import Layout, table_bytes
 
@@ -31,7 +32,7 @@ _GEMV_INPUTS = 256  # that a warp of gemv takes at once
 _LEAST_STAGES = 8  # of a part in gemm_small: beginning and ending cost about five
 # How codes are chosen, as in `engine.quantization.encode`.
 ROUNDING = {"LARGEST": encode.LARGEST, "TILT_LOW": encode.TILT_RANGE[0], "TILT_HIGH": encode.TILT_RANGE[1]}
-DECODE_HEADS = 8  # query heads that a block of decode_attention serves
+DECODE_HEADS = 8  # query heads, of all rows, that a block of decode_attention serves
 
 
 def gemv(rows: int, out: int, width: int, processors: int) -> tuple[Shape, int]:
@@ -58,18 +59,25 @@ def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: 
     return Shape({"ROWS": most, "WARPS_OUT": 8 // deep}, 256, shared), blocks, parts
 
 
-def decode_attention(keys: Layout, values: Layout, group: int) -> tuple[Shape, int]:
-    """For `group` query heads to a KV head; blocks that share a KV head's query heads."""
+def step_rows(most: int) -> int:
+    """What a kernel of steps is compiled for where a sequence has `most` rows: one, or as many as there may be."""
+    return 1 if most == 1 else STEP_ROWS
+
+
+def decode_attention(keys: Layout, values: Layout, group: int, most: int = 1) -> tuple[Shape, int]:
+    """For `group` query heads to a KV head and `most` rows of a sequence; blocks that share a KV head's queries."""
     padded = keys.record.geometry.padded
     exact = [not side.is_quantized for side in (keys, values)]
     beside_codes = any(exact) and not (all(exact) and keys.mean_bits == 0)
     words = sum(side.record.constants.get("WORDS", 0) for side in (keys, values))  # registers that codes take
-    wide = padded > 128 or words > 64 or beside_codes
+    rows = step_rows(most)
+    wide = padded > 128 or words > 64 or beside_codes or rows > 1
     warps = 8 if wide else 12
-    chunks = -(-group // DECODE_HEADS)
+    chunks = -(-group * most // DECODE_HEADS)
+    columns = DECODE_HEADS if rows > 1 else -(-group // chunks)
     means = 512 * warps if keys.mean_bits else 0
-    shared = max(table_bytes(keys, values) + means, warps * -(-group // chunks) * (padded + 6) * 4)
-    return Shape({"GROUP": group, "WARPS": warps}, 32 * warps, shared + _SYSTEM_BYTES), chunks
+    shared = max(table_bytes(keys, values) + means, warps * columns * (padded + 6) * 4)
+    return Shape({"GROUP": group, "WARPS": warps, "STEP_ROWS": rows}, 32 * warps, shared + _SYSTEM_BYTES), chunks
 
 
 @cache
