@@ -1,9 +1,10 @@
 """Answers as they were generated, for clients that hand them back as text.
 
-A text can be cut into tokens in more than one way, and what a model draws need not be the way a tokenizer takes. A
-conversation that comes back as text alone would therefore part from what is in the store somewhere in its first answer.
-So the ids of recent answers stay here, each under the whole conversation that it ends: nobody else's answer stands in
-for it, and what a prompt means does not change, for the ids are the same text.
+A text has more than one tokenization, and a model need not generate the tokenizer's. A conversation that comes back as
+text alone would therefore differ from the stored tokens somewhere in its first answer. So the ids of recent answers are
+kept here, each under a digest of the whole conversation that it ends: an answer is found in its own conversation alone,
+and the meaning of a prompt does not change, since the ids are those of the same text. Session files have the ids of
+their conversation's answers, so that it finds all of its blocks after a restart, too.
 """
 
 from __future__ import annotations
@@ -43,16 +44,13 @@ class Answers:
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Make the lock anew in a forked child: the thread that holds it may be the parent's."""
+        """Replace the lock in a forked child: a thread of the parent may hold it."""
         self._lock = Lock()
 
     def recalled(self, messages: Sequence[Message], salt: str = "") -> Sequence[Message]:
-        """`messages`, with "token_ids" wherever an assistant's answer to what is before it is known.
-
-        salt: what is known is what was kept under the same one.
-        """
+        """`messages`, with "token_ids" in every answer of the assistant whose ids are known under the same salt."""
         if not self._capacity or not all(_is_plain(message) for message in messages):
-            return messages  # what is wrong with them is said by who reads them
+            return messages  # `chat_ids` refuses malformed ones
         keys = list(_keys(messages, salt))
         with self._lock:
             return [self._with_ids(message, key) for message, key in zip(messages, keys, strict=True)]
@@ -65,20 +63,20 @@ class Answers:
         return {**message, "token_ids": tuple(known)}
 
     def question(self, messages: Sequence[Message], salt: str = "") -> bytes | None:
-        """What `keep` wants to know of `messages`, as they are now; None where no answers are kept."""
+        """The digest of `messages`, for `keep`; None where no answers are kept."""
         if not self._capacity:
             return None
         *_, question = _keys(messages, salt)
         return question
 
     def keep(self, question: bytes, ids: Sequence[int]) -> None:
-        """The answer to `question` was generated as `ids`; such as have no text of their own are not kept."""
+        """Keep the ids of the answer to `question`, unless they have control tokens, which no text gives."""
         if self._control.isdisjoint(ids):
             text = text_of(self._tokenizer, ids)
             self._put(_key(question, {"role": "assistant", "content": text}), ids)
 
     def known(self, messages: Sequence[Message], salt: str = "") -> Known:
-        """The answers in `messages` that are known, to be given to `restore` some day."""
+        """The known answers in `messages`, for a session file and `restore`."""
         if not all(_is_plain(message) for message in messages):
             return ()
         keys = list(_keys(messages, salt))
@@ -86,9 +84,9 @@ class Answers:
             return tuple((key.hex(), tuple(self._ids[key])) for key in keys if key in self._ids)
 
     def restore(self, known: Known) -> None:
-        """Remember what `known` has given; what are no ids of this model's text is passed over.
+        """Keep the answers of a session file, except those with ids that are not text of this model.
 
-        That they are the text of their conversation is for whoever wrote them down to know.
+        That the ids have the text of their conversation is not checked: a file's writer is trusted with it.
         """
         for key, ids in known:
             if all(i in self._vocabulary for i in ids) and self._control.isdisjoint(ids):
