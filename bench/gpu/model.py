@@ -89,7 +89,7 @@ def _weights(ops: CudaOps, config: ModelConfig, noise: Noise) -> ModelWeights:
         return ops.to_device(np.ones(e, np.float32))
 
     def matrix(rows: int, columns: int) -> Matrix:
-        return Matrix(get("bf16"), noise.matrix(rows, columns), (rows, columns))
+        return Matrix(get("bf16"), noise.matrix(rows, columns).view(np.uint8), (rows, columns))
 
     def linear(rows: int, columns: int) -> Linear:
         return Linear((matrix(rows, columns),))

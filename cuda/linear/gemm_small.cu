@@ -1,8 +1,9 @@
 // y = x @ weightᵀ + bias for up to 64 rows on tensor cores: the op `linear`, with `rms_norm` before it, a sum behind.
 //
-// y (rows, out) float, x (rows, in), weight (out, in), bias (out) float or null. x is rounded to the weights' type (what is
-// too large for half precision becomes its largest number), sums are float. With NORMED, x is x / rms(x) · norm,
-// norm (in) float: x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of =.
+// y: rows of `out` floats, `pitch` apart; x (rows, in), weight (out, in), bias (out) float or null. x and weights that
+// are not plain are rounded to the format's Product (what is too large for half precision becomes its largest number),
+// sums are float. With NORMED, x is x / rms(x) · norm, norm (in) float: x · norm is rounded, and 1 / rms(x), one number
+// per row, multiplies the sums. With ADD, y += instead of =.
 // With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 //
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
@@ -13,7 +14,7 @@
 // their sums.
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1 each row of blocks
 // takes a part of `in` and writes its sums to y (parts, rows, rows of weights): gemm_small_sum_kernel does the rest.
-// DEFINES: ACT (of x: float or WEIGHT), WEIGHT (__half or __nv_bfloat16), ROWS (most rows), WARPS_OUT (1, 2, 4, 8),
+// DEFINES: ACT (of x: float or the format's Product), WEIGHT (a format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8),
 // NORMED, ADD (0 or 1), ACTIVATION (of activation.cuh).
 // JOINS: activation.cuh.
 // Dynamic shared memory: max(STAGES · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
@@ -27,6 +28,8 @@ constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // of y, o
 constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
 constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = TILE + 4;
 static_assert(ROWS % 8 == 0 && ROWS * WARPS_K <= 128 && WARPS % WARPS_OUT == 0, "shared memory is laid out for these");
+
+using Product = WEIGHT::Product;
 
 __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
     mma_m16n8k16_f16(d, a, b);
@@ -47,7 +50,9 @@ struct Tile {
 
 // The weights of one warp: 16-byte pieces at four rows of its lane, 8 apart, copied stage by stage.
 struct Weights {
-    const WEIGHT *rows[4];
+    const Product *plain[4];  // where the format is
+    const unsigned char *matrix;
+    int rows[4];
     uint4 *stages;  // [STAGES][WARPS][4][32], at the warp and lane
     int input, in;  // the lane's first input of stage 0
 
@@ -59,10 +64,22 @@ struct Weights {
         const int k = stage * INPUTS + input;
 #pragma unroll
         for (int i = 0; stage < last && i < 4; ++i) {
-            if (k < in) cp_async<16>(piece(stage, i), rows[i] + k);
+            if (k < in) fetch(piece(stage, i), i, k);
             else *piece(stage, i) = make_uint4(0, 0, 0, 0);
         }
         cp_async_commit();
+    }
+    // 8 inputs of the lane's row i, as tensor cores take them.
+    __device__ __forceinline__ void fetch(uint4 *to, int i, int k) const {
+        if constexpr (WEIGHT::PLAIN) {
+            cp_async<16>(to, plain[i] + k);
+        } else {
+            float values[8];
+            WEIGHT::floats(values, WEIGHT::load8(matrix, rows[i], in, k));
+#pragma unroll
+            for (int j = 0; j < 8; ++j) values[j] = within<Product>(values[j]);
+            store_floats(reinterpret_cast<Product *>(to), values);
+        }
     }
 };
 
@@ -98,8 +115,8 @@ struct Inputs {
         for (int c = 0; c < OWN; ++c) {
             if (warp + WARPS * c >= FRAGMENTS) break;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) values[c][j] = within<WEIGHT>(values[c][j]);
-            store_floats(reinterpret_cast<WEIGHT *>(fragments + (warp + WARPS * c) * 32 + lane), values[c]);
+            for (int j = 0; j < 8; ++j) values[c][j] = within<Product>(values[c][j]);
+            store_floats(reinterpret_cast<Product *>(fragments + (warp + WARPS * c) * 32 + lane), values[c]);
         }
     }
 };
@@ -116,10 +133,10 @@ __device__ __forceinline__ void add_stage(float (&sums)[2][TILES_N][4], const We
         const unsigned low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
 #pragma unroll
         for (int m = 0; m < 2; ++m)
-            multiply(sums[m][n], {w[2 * m].x, w[2 * m + 1].x, w[2 * m].y, w[2 * m + 1].y}, low, WEIGHT());
+            multiply(sums[m][n], {w[2 * m].x, w[2 * m + 1].x, w[2 * m].y, w[2 * m + 1].y}, low, Product());
 #pragma unroll
         for (int m = 0; m < 2; ++m)
-            multiply(sums[m][n], {w[2 * m].z, w[2 * m + 1].z, w[2 * m].w, w[2 * m + 1].w}, high, WEIGHT());
+            multiply(sums[m][n], {w[2 * m].z, w[2 * m + 1].z, w[2 * m].w, w[2 * m + 1].w}, high, Product());
     }
 }
 
@@ -153,7 +170,7 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
 
 // The sums of a block, in `joined` [WARPS_K][ROWS][PITCH], to y.
 __device__ __forceinline__ void store_tile(float *y, const float *joined, const float *factors, const Tile &tile,
-                                           const float *bias, int rows) {
+                                           const float *bias, int rows, long long pitch) {
     const auto sum_of = [&](int row, int c) {
         float total = 0.0f;
 #pragma unroll
@@ -177,14 +194,14 @@ __device__ __forceinline__ void store_tile(float *y, const float *joined, const 
         if (tile.column_of(c) >= tile.out) continue;
         float total = product(row, c);
         if (GATED) total = ACTIVATION(total) * product(row, c + 16);
-        float *const at = y + row * (long long)tile.out + tile.column_of(c);
+        float *const at = y + row * pitch + tile.column_of(c);
         *at = ADD ? *at + total : total;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
-gemm_small_kernel(float *y, const ACT *x, const WEIGHT *weight, const float *bias, const float *norm, int rows,
-                  int in, int out, float eps) {
+gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
+                  int in, int out, long long pitch, float eps) {
     DYNAMIC_SHARED(uint4, shared);
     __shared__ float partial[FRAGMENTS][8], factors[ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_k = warp / WARPS_OUT;
@@ -192,9 +209,12 @@ gemm_small_kernel(float *y, const ACT *x, const WEIGHT *weight, const float *bia
     const Tile tile = {int(blockIdx.x) * COLUMNS, out};
     uint4 *const fragments = shared + STAGES * WARPS * 4 * 32;
 
-    Weights weights = {{}, shared + warp * 4 * 32 + lane, warp_k * 32 + lane % 4 * 8, in};
+    Weights weights = {{}, weight, {}, shared + warp * 4 * 32 + lane, warp_k * 32 + lane % 4 * 8, in};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) weights.rows[i] = weight + tile.row_of(column + 8 * i + lane / 4) * (long long)in;
+    for (int i = 0; i < 4; ++i) {
+        weights.rows[i] = tile.row_of(column + 8 * i + lane / 4);
+        weights.plain[i] = reinterpret_cast<const Product *>(weight) + weights.rows[i] * (long long)in;
+    }
     Inputs inputs = {};
     const int all = (in + INPUTS - 1) / INPUTS;
     const int first = int(all * (long long)blockIdx.y / gridDim.y), last = int(all * (blockIdx.y + 1ll) / gridDim.y);
@@ -217,13 +237,13 @@ gemm_small_kernel(float *y, const ACT *x, const WEIGHT *weight, const float *bia
     store_sums(joined + warp_k * ROWS * PITCH + column, sums);
     if (NORMED) row_factors(factors, partial, inputs, in, eps);
     __syncthreads();
-    store_tile(y, joined, factors, tile, bias, rows);
+    store_tile(y, joined, factors, tile, bias, rows, pitch);
 }
 
 // y (+)= the sum over the parts (count, rows, rows of weights), in their order, + bias; if GATED, ACTIVATION(gate) · up
 // of these. Grid (ceil(rows · out / block)), block any.
 extern "C" __global__ void __launch_bounds__(1024)
-gemm_small_sum_kernel(float *y, const float *parts, const float *bias, int count, int rows, int out) {
+gemm_small_sum_kernel(float *y, const float *parts, const float *bias, int count, int rows, int out, long long pitch) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= (long long)rows * out) return;
     const int width = GATED ? 2 * out : out;
@@ -234,5 +254,6 @@ gemm_small_sum_kernel(float *y, const float *parts, const float *bias, int count
     };
     float total = product(i % out);
     if (GATED) total = ACTIVATION(total) * product(out + i % out);
-    y[i] = ADD ? y[i] + total : total;
+    float *const at = y + i / out * pitch + i % out;
+    *at = ADD ? *at + total : total;
 }

@@ -1,15 +1,15 @@
 // y = x @ weightᵀ + bias for few rows: the op `linear`, with `rms_norm` before it and a sum behind.
 //
-// x (rows, in), weight (out, in), bias (out) float or null, y (rows, out). With NORMED, x is x / rms(x) · norm (in) float:
-// the factor 1 / rms(x) is one number per row, so a warp sums the squares on its way and multiplies the results. With
-// ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is
-// ACTIVATION(gate) · up.
+// x (rows, in), weight (out, in), bias (out) float or null; y: rows of `out` numbers, `pitch` apart. With NORMED, x is
+// x / rms(x) · norm, norm (in) float: the factor 1 / rms(x) is one number per row, so a warp sums the squares on its
+// way and multiplies the results. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are
+// [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 // SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each its part of `in`: a warp reads each of its
 // weights once, 16 bytes per lane at a time, and has the next DEPTH · OUTPUTS loads on their way while it multiplies.
 // The rows are neighbours; with GATED, half of them are rows of gate, the others the rows of up that belong to them.
 // Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256.
-// DEFINES: ACT, WEIGHT, ROWS (most rows), OUTPUTS, NORMED, ADD (0 or 1), ACTIVATION (of activation.cuh), SPLIT (1, 2,
-// 4, 8); without the last three, ADD 0, GATED false and SPLIT 1.
+// DEFINES: ACT, WEIGHT (a format), ROWS (most rows), OUTPUTS, NORMED, ADD (0 or 1), ACTIVATION (of activation.cuh),
+// SPLIT (1, 2, 4, 8); without the last three, ADD 0, GATED false and SPLIT 1.
 // JOINS: activation.cuh.
 // Cost: bytes of the weights, 2 KB · DEPTH a warp on their way at any time (OUTPUTS 4); 1 FMA per weight and row, and x
 // comes from the L1 cache 1 / OUTPUTS times as often.
@@ -20,7 +20,8 @@
 #ifndef SPLIT
 #define SPLIT 1
 #endif
-constexpr int DEPTH = ROWS == 1 ? 4 : 2, WARPS = 8, STEP = 32 * 8 * SPLIT;
+constexpr int DEPTH = sizeof(WEIGHT::Eight) > 16 ? 1 : ROWS == 1 ? 4 : 2;  // what registers have room for
+constexpr int WARPS = 8, STEP = 32 * 8 * SPLIT;
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y
 
 struct Sums {
@@ -54,21 +55,19 @@ __device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUT
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const float *bias, const float *norm, int rows, int in,
-            int out, float eps) {
+gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows, int in,
+            int out, long long pitch, float eps) {
     __shared__ float joined[WARPS][ROWS][OUTPUTS], squares[WARPS][ROWS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = (blockIdx.x * (blockDim.x / 32 / SPLIT) + warp / SPLIT) * COLUMNS;  // column of y
     const int end = first < out ? in : 0;
     const auto row_of = [&](int o) { return min(first + o % COLUMNS, out - 1) + (o < COLUMNS ? 0 : out); };
 
-    Chunk<WEIGHT> ahead[DEPTH][OUTPUTS];
-    const auto load = [&](Chunk<WEIGHT> (&to)[OUTPUTS], int i) {
+    typename WEIGHT::Eight ahead[DEPTH][OUTPUTS];
+    const auto load = [&](typename WEIGHT::Eight (&to)[OUTPUTS], int i) {
 #pragma unroll
         for (int o = 0; o < OUTPUTS; ++o)
-            if (i < end)
-                *reinterpret_cast<uint4 *>(&to[o]) =
-                    __ldcs(reinterpret_cast<const uint4 *>(weight + row_of(o) * (long long)in + i));
+            if (i < end) to[o] = WEIGHT::load8(weight, row_of(o), in, i);
     };
     Sums sums = {};
     const int start = warp % SPLIT * 32 * 8 + lane * 8;
@@ -81,9 +80,7 @@ gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const float *bias, const
             if (i >= end) break;
             float w[OUTPUTS][8];
 #pragma unroll
-            for (int o = 0; o < OUTPUTS; ++o)
-#pragma unroll
-                for (int j = 0; j < 8; ++j) w[o][j] = to_float(ahead[d][o].at[j]);
+            for (int o = 0; o < OUTPUTS; ++o) WEIGHT::floats(w[o], ahead[d][o]);
             load(ahead[d], i + DEPTH * STEP);
             add_products(sums, w, x, norm, rows, in, i);
         }
@@ -116,7 +113,7 @@ gemv_kernel(ACT *y, const ACT *x, const WEIGHT *weight, const float *bias, const
         };
         float total = product(o);
         if (GATED) total = ACTIVATION(total) * product(o + COLUMNS);
-        ACT *const at = y + r * (long long)out + first + o;
+        ACT *const at = y + r * pitch + first + o;
         *at = from_float<ACT>(ADD ? to_float(*at) + total : total);
     }
 }

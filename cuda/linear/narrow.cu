@@ -1,11 +1,11 @@
-// y = x in the type of the weights, optionally normalised before: x / rms(x) · norm.
+// y = x in a type of 16 bits, optionally normalised before: x / rms(x) · norm.
 //
 // x, y (rows, n), norm (n) float. What is too large for half precision becomes its largest number; NaN stays.
-// Grid (rows), block any. DEFINES: ACT, WEIGHT, NORMED (0 or 1).
+// Grid (rows), block any. DEFINES: ACT, TO (of y: __half or __nv_bfloat16), NORMED (0 or 1).
 // PRECOND: n % 8 == 0; x, y, norm aligned to 16 bytes.
 
 extern "C" __global__ void __launch_bounds__(1024)
-narrow_kernel(WEIGHT *y, const ACT *x, const float *norm, int n, float eps) {
+narrow_kernel(TO *y, const ACT *x, const float *norm, int n, float eps) {
     x += (long long)blockIdx.x * n;
     y += (long long)blockIdx.x * n;
     float factor = 1.0f;
@@ -30,7 +30,7 @@ narrow_kernel(WEIGHT *y, const ACT *x, const float *norm, int n, float eps) {
         for (int j = 0; j < 8; ++j) v[j] = v[j] * factor * w[j];
 #endif
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = within<WEIGHT>(v[j]);
+        for (int j = 0; j < 8; ++j) v[j] = within<TO>(v[j]);
         store_floats(y + i, v);
     }
 }

@@ -9,6 +9,9 @@ EPS32 = float(np.finfo(np.float32).eps)
 # CUDA type → distance of neighbouring numbers relative to them.
 STEP = {"float": EPS32, "__half": float(np.finfo(np.float16).eps), "__nv_bfloat16": 2.0**-7}
 
+# CUDA type → the weight format of such numbers.
+FORMATS = {"float": "f32", "__half": "f16", "__nv_bfloat16": "bf16"}
+
 
 def store(x: np.ndarray, kind: str) -> np.ndarray:
     """x as an array of CUDA type `kind`, rounded to nearest even; bfloat16 as its bits, uint16. `x` has no NaN."""

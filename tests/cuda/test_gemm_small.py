@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.backends.cuda.kernel_source import source
-from tests.cuda.formats import EPS32, poisoned, read, store
+from tests.cuda.formats import EPS32, FORMATS, poisoned, read, store
 from tests.cuda.programs import Program
 
 EPS = 1e-5
@@ -30,11 +30,18 @@ def shared_bytes(rows: int, warps_out: int) -> int:
     return max(5 * 16384 + 128 * rows * warps_k, 4 * warps_k * rows * (32 * warps_out + 4))
 
 
+def sizes(rows: int, n: int, out: int) -> tuple[Any, ...]:
+    """The numbers that a product is launched with, y (rows, out) contiguous."""
+    return np.int32(rows), np.int32(n), np.int32(out), np.int64(out), np.float32(EPS)
+
+
 def made(rng: np.random.Generator, act: str, weight: str, shape: tuple[int, int, int], normed: int, more: bool) -> Case:
     """Arrays of the kernel's types; bias and y if there is `more`."""
     rows, n, out = shape
     x = store(rng.standard_normal((rows, n)) * rng.uniform(0.1, 10, (rows, 1)), act)
     w = store(rng.standard_normal((out, n)) / np.sqrt(n), weight)
+    if weight == "float":  # numbers that half precision holds, in which tensor cores multiply them
+        w = read(store(w, "__half"), "__half")
     bias = store(rng.standard_normal(out), "float") if more else None
     before = rng.standard_normal((rows, out)).astype(np.float32) if more else None
     return x, w, bias, store(rng.uniform(0.5, 2, n), "float") if normed else None, before
@@ -52,7 +59,8 @@ def exact_and_allowed(case: Case, act: str, kind: str, rounded: str = "") -> tup
     if norm is not None:
         factor = 1 / np.sqrt((values.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS)
         values = values * norm
-    values = read(store(values, rounded or kind), rounded or kind).astype(np.float64)
+    rounded = rounded or ("__half" if kind == "float" else kind)
+    values = read(store(values, rounded), rounded).astype(np.float64)
     exact = values @ weights.T * factor
     root = np.sqrt(values**2 @ weights.T**2) * factor
     allowed = 4 * EPS32 * np.sqrt(values.shape[1]) * root
@@ -75,6 +83,8 @@ CASES = [
     ("__half", "__half", 64, 8, (64, 264, 8), 0, False),
     ("float", "__half", 8, 1, (1, 8, 1), 1, True),
     ("float", "__half", 8, 1, (8, 2568, 33), 1, True),
+    ("float", "float", 8, 1, (7, 520, 35), 1, True),
+    ("__half", "float", 32, 2, (20, 264, 40), 0, False),
 ]
 
 
@@ -93,14 +103,40 @@ def test_product(
     case = made(rng, act, weight, shape, normed, more)
     x, w, bias, norm, before = case
     exact, allowed = exact_and_allowed(case, act, weight)
-    run = program(ACT=act, WEIGHT=weight, ROWS=most, WARPS_OUT=warps_out, NORMED=normed, ADD=int(more))
+    run = program(ACT=act, WEIGHT=FORMATS[weight], ROWS=most, WARPS_OUT=warps_out, NORMED=normed, ADD=int(more))
     for seed in SEEDS[: 1 if n > 1000 else None]:
         y = poisoned((rows, out), "float") if before is None else before.copy()
-        args = (y, x, w, bias, norm, np.int32(rows), np.int32(n), np.int32(out), np.float32(EPS))
+        args = (y, x, w.view(np.uint8), bias, norm, *sizes(rows, n, out))
         grid = (-(-out // (32 * warps_out)), 1)
         run.launch("gemm_small_kernel", grid, (256,), *args, shared=shared_bytes(most, warps_out), seed=seed)
         worst = np.abs(y - exact) - allowed
         assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} are off, by up to {np.nanmax(worst)}"
+
+
+@pytest.mark.parametrize("weight", FORMATS)
+@pytest.mark.parametrize("kernel", ["gemv", "gemm_small", "gemm_small_sum"])
+def test_a_product_may_be_columns_of_wider_rows(rng: np.random.Generator, kernel: str, weight: str) -> None:
+    """Nothing beside them is written."""
+    rows, n, out = 3, 264, 21
+    x, w, bias, _, _ = case = made(rng, "float", weight, (rows, n, out), 0, True)
+    exact, allowed = exact_and_allowed((*case[:4], None), "float", weight, "float" if kernel == "gemv" else "")
+    whole = np.full((rows, out + 11), 7, np.float32)
+    y = whole[:, 5 : 5 + out]
+    numbers = np.int32(rows), np.int32(n), np.int32(out), np.int64(out + 11), np.float32(EPS)
+    if kernel == "gemv":
+        run = program("gemv", ACT="float", WEIGHT=FORMATS[weight], ROWS=4, OUTPUTS=4, NORMED=0, ADD=0)
+        run.launch("gemv_kernel", (1,), (256,), y, x, w.view(np.uint8), bias, None, *numbers)
+    else:
+        run = program(ACT="float", WEIGHT=FORMATS[weight], ROWS=8, WARPS_OUT=1, NORMED=0, ADD=0)
+        parts = 1 if kernel == "gemm_small" else 2
+        sums = y if parts == 1 else poisoned((parts, rows, out), "float")
+        args = sums, x, w.view(np.uint8), bias if parts == 1 else None, None, *numbers
+        run.launch("gemm_small_kernel", (1, parts), (256,), *args, shared=shared_bytes(8, 1))
+        if parts > 1:
+            args = y, sums, bias, np.int32(parts), np.int32(rows), np.int32(out), np.int64(out + 11)
+            run.launch("gemm_small_sum_kernel", (1,), (64,), *args)
+    assert (np.abs(y - exact) <= allowed).all()
+    assert (np.delete(whole, np.s_[5 : 5 + out], axis=1) == 7).all()
 
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
@@ -111,12 +147,22 @@ def test_parts_of_the_inputs_add_up(rng: np.random.Generator, parts: int, more: 
     case = made(rng, "__half", "__half", shape, 0, more)
     x, w, bias, _, before = case
     exact, allowed = exact_and_allowed(case, "__half", "__half")
-    run = program(ACT="__half", WEIGHT="__half", ROWS=24, WARPS_OUT=2, NORMED=0, ADD=int(more))
+    run = program(ACT="__half", WEIGHT="f16", ROWS=24, WARPS_OUT=2, NORMED=0, ADD=int(more))
     sums, y = np.full((parts, rows, out), np.nan, np.float32), poisoned((rows, out), "float")
-    sizes = (np.int32(rows), np.int32(n), np.int32(out), np.float32(0))
-    run.launch("gemm_small_kernel", (2, parts), (256,), sums, x, w, bias, None, *sizes, shared=shared_bytes(24, 2))
+    run.launch(
+        "gemm_small_kernel",
+        (2, parts),
+        (256,),
+        sums,
+        x,
+        w.view(np.uint8),
+        bias,
+        None,
+        *sizes(rows, n, out),
+        shared=shared_bytes(24, 2),
+    )
     y = y if before is None else before.copy()
-    args = (y, sums, bias, np.int32(parts), np.int32(rows), np.int32(out))
+    args = (y, sums, bias, np.int32(parts), np.int32(rows), np.int32(out), np.int64(out))
     run.launch("gemm_small_sum_kernel", (-(-rows * out // 64),), (64,), *args)
     assert (np.abs(y - exact) <= allowed).all()
 
@@ -125,9 +171,19 @@ def test_what_half_precision_cannot_hold_becomes_its_largest_number() -> None:
     x = np.zeros((3, 8), np.float32)
     x[0, 1], x[1, 2], x[2, 3] = 1e6, -1e6, np.nan
     w, y = np.ones((1, 8), np.float16), np.full((3, 1), 7, np.float32)
-    run = program(ACT="float", WEIGHT="__half", ROWS=8, WARPS_OUT=1, NORMED=0, ADD=0)
-    sizes = (np.int32(3), np.int32(8), np.int32(1), np.float32(0))
-    run.launch("gemm_small_kernel", (1, 1), (256,), y, x, w, None, None, *sizes, shared=shared_bytes(8, 1))
+    run = program(ACT="float", WEIGHT="f16", ROWS=8, WARPS_OUT=1, NORMED=0, ADD=0)
+    run.launch(
+        "gemm_small_kernel",
+        (1, 1),
+        (256,),
+        y,
+        x,
+        w.view(np.uint8),
+        None,
+        None,
+        *sizes(3, 8, 1),
+        shared=shared_bytes(8, 1),
+    )
     np.testing.assert_array_equal(y[:, 0], [65504, -65504, np.nan])
 
 
@@ -142,10 +198,10 @@ def test_gemv_joins_the_warps_of_its_columns(
     rows, n, out = shape
     x, w, bias, norm, before = made(rng, "float", "__half", shape, normed, True)
     exact, allowed = exact_and_allowed((x, w, bias, norm, before), "float", "__half", "float")
-    run = program("gemv", ACT="float", WEIGHT="__half", ROWS=rows, OUTPUTS=4, NORMED=normed, ADD=1, SPLIT=split)
+    run = program("gemv", ACT="float", WEIGHT="f16", ROWS=rows, OUTPUTS=4, NORMED=normed, ADD=1, SPLIT=split)
     for seed in SEEDS:
         y = np.array(before)
-        args = (y, x, w, bias, norm, np.int32(rows), np.int32(n), np.int32(out), np.float32(EPS))
+        args = (y, x, w.view(np.uint8), bias, norm, *sizes(rows, n, out))
         run.launch("gemv_kernel", (-(-out * split // 32),), (256,), *args, seed=seed)
         assert (np.abs(y - exact) <= allowed).all()
 
@@ -183,17 +239,41 @@ def test_a_gated_product(
     count, n, out = shape
     x, w, bias, norm, _ = made(rng, "float", "__half", (count, n, 2 * out), normed, biased)
     exact, allowed = gated(*exact_and_allowed((x, w, bias, norm, None), "float", "__half"))
-    run = program(ACT="float", WEIGHT="__half", ROWS=rows, WARPS_OUT=warps_out, NORMED=normed, ADD=0, ACTIVATION="silu")
-    sizes = np.int32(count), np.int32(n), np.int32(out), np.float32(EPS)
+    run = program(ACT="float", WEIGHT="f16", ROWS=rows, WARPS_OUT=warps_out, NORMED=normed, ADD=0, ACTIVATION="silu")
+    numbers = sizes(count, n, out)
     grid, shared = (-(-2 * out // (32 * warps_out)), parts), shared_bytes(rows, warps_out)
     for seed in SEEDS:
         y = poisoned((count, out), "float")
         if parts == 1:
-            run.launch("gemm_small_kernel", grid, (256,), y, x, w, bias, norm, *sizes, shared=shared, seed=seed)
+            run.launch(
+                "gemm_small_kernel",
+                grid,
+                (256,),
+                y,
+                x,
+                w.view(np.uint8),
+                bias,
+                norm,
+                *numbers,
+                shared=shared,
+                seed=seed,
+            )
         else:
             sums = poisoned((parts, count, 2 * out), "float")
-            run.launch("gemm_small_kernel", grid, (256,), sums, x, w, None, None, *sizes, shared=shared, seed=seed)
-            args = y, sums, bias, np.int32(parts), np.int32(count), np.int32(out)
+            run.launch(
+                "gemm_small_kernel",
+                grid,
+                (256,),
+                sums,
+                x,
+                w.view(np.uint8),
+                None,
+                None,
+                *numbers,
+                shared=shared,
+                seed=seed,
+            )
+            args = y, sums, bias, np.int32(parts), np.int32(count), np.int32(out), np.int64(out)
             run.launch("gemm_small_sum_kernel", (-(-count * out // 64),), (64,), *args, seed=seed)
         assert (np.abs(y - exact) <= allowed).all()
 
@@ -209,7 +289,7 @@ def test_a_gated_gemv(
     constants = {"ROWS": rows, "OUTPUTS": 4, "NORMED": normed, "ACTIVATION": "silu", "SPLIT": split}
     for seed in SEEDS:
         y = poisoned((rows, out), "float")
-        args = y, x, w, bias, norm, np.int32(rows), np.int32(n), np.int32(out), np.float32(EPS)
-        run = program("gemv", ACT="float", WEIGHT="__half", **constants)
+        args = y, x, w.view(np.uint8), bias, norm, *sizes(rows, n, out)
+        run = program("gemv", ACT="float", WEIGHT="f16", **constants)
         run.launch("gemv_kernel", (-(-2 * out * split // 32),), (256,), *args, seed=seed)
         assert (np.abs(y - exact) <= allowed).all()

@@ -13,7 +13,7 @@ from engine.backends.cuda.kernel_source import source
 from engine.backends.numpy.activations import ACTIVATIONS
 from engine.backends.numpy.ops import NumpyOps, rms_norm, rotate
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
-from tests.cuda.formats import assert_as_exact_as_numpy, poisoned, read, store
+from tests.cuda.formats import FORMATS, assert_as_exact_as_numpy, poisoned, read, store
 from tests.cuda.programs import Program
 from tests.weights import linear, matrix
 
@@ -21,7 +21,7 @@ OPS = NumpyOps()
 SEEDS = [0, 1, 2]
 
 # (activations, weights)
-TYPES = [("float", "__half"), ("float", "__nv_bfloat16"), ("__half", "__half")]
+TYPES = [("float", "float"), ("float", "__half"), ("float", "__nv_bfloat16"), ("__half", "__half")]
 EPS = 1e-5
 
 
@@ -61,8 +61,8 @@ def test_embed(rng: np.random.Generator, act: str, weight: str) -> None:
     for seed, scale in zip(SEEDS, (1.0, 2.5, 8.0), strict=True):
         expected = store(OPS.embed(matrix(read(table, weight)), ids, scale), act)
         x = poisoned((4, 72), act)
-        args = x, table, ids, i32(72), np.float32(scale)
-        program("embed", ACT=act, WEIGHT=weight).launch("embed_kernel", (4,), (32,), *args, seed=seed)
+        args = x, table.view(np.uint8), ids, i32(72), np.float32(scale)
+        program("embed", ACT=act, WEIGHT=FORMATS[weight]).launch("embed_kernel", (4,), (32,), *args, seed=seed)
         np.testing.assert_array_equal(x, expected)
 
 
@@ -151,9 +151,9 @@ def test_gemv(rng: np.random.Generator, act: str, weight: str, normed: int, rows
 
     values = read(x, act), read(w, weight), norm, bias
     exact, plain = both(op, *values)
-    run = program("gemv", ACT=act, WEIGHT=weight, ROWS=3, OUTPUTS=4, NORMED=normed)
+    run = program("gemv", ACT=act, WEIGHT=FORMATS[weight], ROWS=3, OUTPUTS=4, NORMED=normed)
     for seed in SEEDS:
         y = poisoned((rows, out), act)
-        args = (y, x, w, bias, norm, i32(rows), i32(n), i32(out), np.float32(EPS))
+        args = (y, x, w.view(np.uint8), bias, norm, i32(rows), i32(n), i32(out), np.int64(out), np.float32(EPS))
         run.launch("gemv_kernel", (2,), (64,), *args, seed=seed)
         assert_as_exact_as_numpy(y, exact, plain, act)

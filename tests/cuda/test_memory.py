@@ -96,7 +96,7 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
         return np.empty(size, np.float32)
 
     def matrix(*shape: int) -> Matrix:
-        return Matrix(get("f16"), np.empty(shape, np.float16), shape)
+        return Matrix(get("f16"), np.empty((shape[0], 2 * shape[1]), np.uint8), shape)
 
     def linear(*shape: int) -> Linear:
         return Linear((matrix(*shape),))

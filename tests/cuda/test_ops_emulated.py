@@ -31,6 +31,7 @@ HOST = NumpyOps()
 N, HEADS, KV_HEADS, D = 16, 4, 2, 16
 EPS = 1e-5
 STORED = {"f16": "__half", "bf16": "__nv_bfloat16"}
+MIXED = [(20, "bf16"), (12, "f16"), (20, "f32"), (12, "bf16"), (16, "f32")]  # rows and formats of a Linear
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_matrices_of_16_bits_are_on_the_device_as_the_file_has_them(
     file = StoredArray(normal(rng, 5, 24), stored)
     (held,) = ops.load([file])
     assert held.format.name == stored
-    np.testing.assert_array_equal(ops._device.to_host(held.data).view(np.uint8), file.raw)
+    np.testing.assert_array_equal(ops._device.to_host(held.data), file.raw)
     np.testing.assert_array_equal(ops.rows(held, slice(1, 3)), file.values[1:3])
     assert ops.weight_type(stored.upper()) == {"f16": "float16", "bf16": "bfloat16"}[stored]
 
@@ -236,6 +237,49 @@ def test_gated_linear(
     # silu is no steeper than 1.1, and no larger than its gate.
     allowed = 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(gate) * off_up
     assert (np.abs(result - wanted) <= allowed).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 20, 70])
+@pytest.mark.parametrize(("biased", "added", "activation"), [
+    (False, False, None),
+    (True, True, None),
+    (True, False, "silu"),
+])  # fmt: skip
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_parts_may_have_different_formats(
+    ops: CudaOps, rng: np.random.Generator, backend: str, rows: int, biased: bool, added: bool, activation: str | None
+) -> None:
+    """A matrix of each format that a test can make, on either backend; against float64."""
+    n, device = 48, {"cpu": HOST, "cuda": ops}[backend]
+    files = [StoredArray(0.3 * normal(rng, size, n), name) for size, name in MIXED]
+    out = sum(len(file.raw) for file in files)
+    x, bias, gain, before = normal(rng, rows, n), normal(rng, out), normal(rng, n), normal(rng, rows, out)
+    w = Linear(device.load(files), device.to_device(bias) if biased else None)
+    if backend == "cuda":
+        assert [part.format.name for part in w.parts] == ["bf16", "f16", "bf16", "f16"]  # float32 becomes half
+    y = device.to_device(before.copy()) if added else None
+    norm = device.to_device(gain), EPS
+    result = device.to_host(device.linear(device.to_device(x), w, norm=norm, residual=y, activation=activation))
+    held = device.rows(w).astype(np.float64)
+    np.testing.assert_array_equal(device.rows(w, slice(15, 40)), held[15:40])
+    np.testing.assert_allclose(held, np.concatenate([file.values for file in files]), rtol=2**-11, atol=1e-6)
+    values = rms_norm(x, gain, EPS).astype(np.float64)
+    exact = values @ held.T + (bias if biased else 0) + (before if added else 0)
+    # Many rows take x in the type of each part; bfloat16 is the coarsest.
+    rounding = STEP["__nv_bfloat16"] / 2 if backend == "cuda" and rows > GEMV_ROWS else 0
+    allowed = (rounding + 4 * n * EPS32) * (np.abs(values) @ np.abs(held).T + 1)
+    if activation is not None:
+        (gate, up), (off_gate, off_up) = np.split(exact, 2, axis=1), np.split(allowed, 2, axis=1)
+        exact = gate / (1 + np.exp(-gate)) * up
+        allowed = 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(gate) * off_up
+    assert (np.abs(result - exact) <= allowed).all()
+
+
+def test_parts_of_several_formats_can_be_recorded(ops: CudaOps, rng: np.random.Generator) -> None:
+    files = [StoredArray(normal(rng, 16, 48), name) for _, name in MIXED[:2]]
+    w, x = Linear(ops.load(files)), normal(rng, 70, 48)
+    recorded = ops.to_host(ops.replay("test", lambda x: ops.linear(x, w, recorded=True), [x]))
+    np.testing.assert_allclose(recorded, ops.to_host(ops.linear(ops.to_device(x), w)), atol=1e-4)
 
 
 # -- heads -------------------------------------------------------------------------------------------------------

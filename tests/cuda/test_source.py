@@ -9,18 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import codecs
+from engine import codecs, weight_formats
 from engine.backends.cuda import kernel_source
 from engine.backends.cuda.cache import SpanHeader
 from engine.records import layout
 
 SOURCES = sorted(kernel_source.folder().rglob("*.cu*"))
+TWINS = ("codecs", "weights")  # folders of files that are called like their twins in Python
 
 
 def test_one_text_of_constants_prelude_and_kernel() -> None:
-    text = kernel_source.source("embed", ACT="float", WEIGHT="__half")
-    order = ["#define ACT float", "#define WEIGHT __half"]
-    order += ['#line 1 "cuda/prelude.cuh"', '#line 1 "cuda/linear/embed.cu"']
+    text = kernel_source.source("embed", ACT="float", WEIGHT="bf16")
+    order = ["#define ACT float", "#define WEIGHT bf16", '#line 1 "cuda/prelude.cuh"']
+    order += ['#line 1 "cuda/weights/bf16.cuh"', '#line 1 "cuda/linear/embed.cu"']
     places = [text.index(part) for part in order]
     assert places == sorted(places)
     assert text.count("embed_kernel(") == 1
@@ -38,7 +39,8 @@ def test_a_float_constant_is_the_nearest_float32(value: float) -> None:
 def test_every_text_is_ascii_and_only_comments_are_changed_for_it(file: Path) -> None:
     """The compiler's front end writes it in the encoding of the locale: cp1252 on Windows has no U+2212."""
     text = file.read_text(encoding="utf-8")
-    given = kernel_source._text(file.name)
+    room = file.parent.name
+    given = kernel_source._text(f"{room}/{file.name}" if room in TWINS else file.name)
     assert given.isascii()
     assert given.count("\n") == text.count("\n") + 2
     assert "/*" not in text
@@ -61,7 +63,18 @@ def test_what_the_compiler_gets_is_ascii(kernel: str) -> None:
 
 
 def test_no_two_files_have_one_name() -> None:
-    assert len({file.name for file in SOURCES}) == len(SOURCES)
+    """But a codec and a weight format may: no text has both."""
+    for twins in TWINS:
+        others = [file.name for file in SOURCES if file.parent.name not in TWINS or file.parent.name == twins]
+        assert len(set(others)) == len(others)
+
+
+def test_every_weight_format_has_its_twin() -> None:
+    twins = {file.stem for file in SOURCES if file.parent.name == "weights"}
+    assert twins == set(weight_formats.available())
+    for name in twins:
+        text = kernel_source.source("embed", ACT="float", WEIGHT=name)
+        assert text.index("struct PlainWeights") < text.index(f"struct {name} ") < text.index("embed_kernel(")
 
 
 def test_an_unknown_kernel_is_an_error() -> None:
@@ -69,16 +82,16 @@ def test_an_unknown_kernel_is_an_error() -> None:
         kernel_source.source("nonsense")
 
 
-KERNELS = [file for file in SOURCES if file.parent.name != "codecs"]
+KERNELS = [file for file in SOURCES if file.parent.name not in TWINS]
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.name)
-def test_no_kernel_names_a_codec(file: Path) -> None:
-    """What a kernel must know of a codec, the codec's struct says: no kernel changes for a new one."""
+def test_no_kernel_names_a_codec_or_a_weight_format(file: Path) -> None:
+    """What a kernel must know of one, its struct says: no kernel changes for a new one."""
     code = re.sub(r'//.*|"[^"]*"', "", file.read_text(encoding="utf-8"))
-    codecs = {file.stem for file in SOURCES if file.parent.name == "codecs"}
-    assert len(codecs) > 4
-    assert not codecs & set(re.findall(r"\w+", code))
+    twins = {file.stem for file in SOURCES if file.parent.name in TWINS}
+    assert len(twins) > 6
+    assert not twins & set(re.findall(r"\w+", code))
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.name)
@@ -108,7 +121,7 @@ def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
     text = kernel_source._text("encode_blocks.cu")
     (parts,) = re.findall(r"^// JOINS: (.+)\.$", text, re.MULTILINE)
     named = {part for file in SOURCES if file.suffix == ".cu" for part in _joined(file)}
-    readers = {file.name for file in SOURCES if file.parent.name in {"cuda", "codecs"}}
+    readers = {file.name for file in SOURCES if file.parent.name in {"cuda", *TWINS}}
     assert named == {file.name for file in SOURCES if file.suffix == ".cuh"} - readers
     assert set(parts.split(", ")) <= named
 

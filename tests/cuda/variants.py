@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engine import codecs, records
+from engine import codecs, records, weight_formats
 from engine.backends.cuda import launch_configs
 from engine.backends.cuda.heads import rotate_defines
 from engine.backends.cuda.kernel_source import source
@@ -151,11 +151,11 @@ def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
 def _gemm_small() -> list[Variant]:
     """Above a number of rows, x comes normalised and in the type of the weights."""
     variants = []
-    for rows, weight in itertools.product((8, 16, 32, 48, 64), _SHORT):
+    for rows, weight in itertools.product((8, 16, 32, 48, 64), weight_formats.available()):
         shape, _, _ = launch_configs.gemm_small(rows, 4096, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in shape.defines.items()}
         rounded = rows > launch_configs.UNROUNDED_ROWS
-        act = weight if rounded else "float"
+        act = ("__nv_bfloat16" if weight == "bf16" else "__half") if rounded else "float"
         variants += [
             replace(variant, dynamic_shared=shape.shared)
             for variant in _linear("gemm_small", ACT=(act,), WEIGHT=(weight,), **constants)
@@ -165,7 +165,8 @@ def _gemm_small() -> list[Variant]:
 
 
 def _gemv() -> list[Variant]:
-    return _linear("gemv", ACT=("float",), WEIGHT=_SHORT, OUTPUTS=(4,), ROWS=(1, 2, 4), SPLIT=(1, 2, 4, 8))
+    formats = weight_formats.available()
+    return _linear("gemv", ACT=("float",), WEIGHT=formats, OUTPUTS=(4,), ROWS=(1, 2, 4), SPLIT=(1, 2, 4, 8))
 
 
 # File name in cuda/ → every variant.
@@ -180,13 +181,13 @@ VARIANTS: dict[str, list[Variant]] = {
     "copy_exact": _exact("copy_exact"),
     "copy_records": _all("copy_records"),
     "decode_attention": _decode_attention(),
-    "embed": _all("embed", ACT=_TYPES, WEIGHT=_TYPES),
+    "embed": _all("embed", ACT=_TYPES, WEIGHT=weight_formats.available()),
     "encode_blocks": _encode_blocks(),
     "gemm_small": _gemm_small(),
     "gemv": _gemv(),
     "naive": _all("naive", D=(64, 128, 256), BLOCK_SIZE=(64, 16), GROUP=(4, 1)),
     "logprobs": _all("logprobs"),
-    "narrow": _all("narrow", ACT=("float",), WEIGHT=_SHORT, NORMED=(0, 1)),
+    "narrow": _all("narrow", ACT=("float",), TO=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),

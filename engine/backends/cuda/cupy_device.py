@@ -18,6 +18,7 @@ from cupy_backends.cuda.libs import cublas
 from engine.backends.cuda.cupy_recording import Recordings, memory_errors, pinned
 from engine.backends.cuda.device import Result
 from engine.backends.cuda.kernel_source import OPTIONS, source
+from engine.backends.cuda.launch import row_stride
 from engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
@@ -156,7 +157,7 @@ class CupyDevice:
         (rows, width), out = x.shape, len(weight)
         assert x.dtype == weight.dtype
         assert y.dtype == np.float32
-        assert all(array.flags.c_contiguous for array in (y, x, weight))
+        assert all(array.flags.c_contiguous for array in (x, weight))
         kind = _GEMM_TYPES[x.dtype.name]
         self._stream.use()
         # cuBLAS counts columns first: a matrix of ours is its transpose there, so this is yᵀ = weight · xᵀ.
@@ -165,7 +166,7 @@ class CupyDevice:
                 cupy.cuda.get_cublas_handle(),
                 *(cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, out, rows, width),
                 *(self._factors[1:].ctypes.data, weight.data.ptr, kind, width, x.data.ptr, kind, width),
-                *(self._factors[int(add) :].ctypes.data, y.data.ptr, _runtime.CUDA_R_32F, out),
+                *(self._factors[int(add) :].ctypes.data, y.data.ptr, _runtime.CUDA_R_32F, int(row_stride(y))),
                 *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
             )
 

@@ -57,7 +57,8 @@ class Device(Protocol):
     def gemm(self, y: Array, x: Array, weight: Array, *, add: bool) -> None:
         """y (T, out) float32 = x (T, in) @ weight (out, in)ᵀ, or += with `add`.
 
-        x and weight are both float16 or both bfloat16, sums are float32; all three are contiguous. Not for work that
+        x and weight are both float16 or both bfloat16, and contiguous; y may be columns of wider rows. Sums are
+        float32. Not for work that
         is recorded.
         """
 

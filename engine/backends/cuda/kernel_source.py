@@ -17,6 +17,8 @@ from engine.records import Layout
 
 _JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # in the head of a kernel: files that stand before it
 
+_TWINS = ("codecs", "weights")  # folders of files that are called like their twins in Python
+
 # Of every compilation, beside the target architecture.
 OPTIONS = ("--std=c++17",)
 
@@ -36,10 +38,11 @@ def folder() -> Path:
 
 
 def source(kernel: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str) -> str:
-    """Constants, prelude, what the layouts need, and `cuda/<kernel>.cu` with the parts that it JOINS as one text.
+    """Constants, prelude, what layouts and WEIGHT need, `cuda/<kernel>.cu` and the parts that it JOINS, as one text.
 
     keys, values: layouts of records; the text then has `KeyCodec` and `ExactKeys`, `ValueCodec` and `ExactValues`.
     defines: what the kernel's DEFINES line names. int as it is, float as the nearest float32, str as text (a type).
+    Where WEIGHT is a weight format, the text has its struct.
     Compilers report lines of the original files. FileNotFoundError when there is no such kernel or codec.
     """
     text = _text(f"{kernel}.cu")
@@ -53,7 +56,14 @@ def with_readers(
 ) -> str:
     """`source` of a kernel that is given as a text."""
     constants = [f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items())]
-    return "".join(constants) + prelude() + _readers({"Key": keys, "Value": values}) + text
+    readers = _readers({"Key": keys, "Value": values}) + _weights(defines.get("WEIGHT"))
+    return "".join(constants) + prelude() + readers + text
+
+
+def _weights(name: object) -> str:
+    """The struct of a weight format; of another type, nothing."""
+    file = f"weights/{name}.cuh"
+    return _text("plain_weights.cuh") + _text(file) if file in _files() else ""
 
 
 def _readers(sides: Mapping[str, Layout | None]) -> str:
@@ -62,7 +72,7 @@ def _readers(sides: Mapping[str, Layout | None]) -> str:
     if not layouts:
         return ""
     names = sorted({FULL} | {layout.codec for layout in layouts.values()})
-    texts = [_text(name) for name in ("fragments.cuh", "pair_table.cuh", *(f"{name}.cuh" for name in names))]
+    texts = [_text(name) for name in ("fragments.cuh", "pair_table.cuh", *(f"codecs/{name}.cuh" for name in names))]
     texts.append('#line 1 "cuda/layouts.cuh"\n')  # this file is nowhere: it is written here
     for side, layout in layouts.items():
         texts += [layout.text(f"{side}Layout"), layout.exact.text(f"Exact{side}Layout")]
@@ -90,8 +100,12 @@ def _text(name: str) -> str:
 
 @cache
 def _files() -> dict[str, Path]:
-    """File name → where it is: a name stands in one room of the folder only."""
-    return {path.name: path for path in folder().rglob("*.cu*")}
+    """File name → where it is. What is found by a codec's or a format's name has its room before it."""
+    files = {}
+    for path in folder().rglob("*.cu*"):
+        room = path.parent.name
+        files[f"{room}/{path.name}" if room in _TWINS else path.name] = path
+    return files
 
 
 def _literal(value: int | float | str) -> str:

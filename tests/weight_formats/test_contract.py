@@ -1,0 +1,94 @@
+"""What every weight format does, and what each of them says."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import weight_formats
+from engine.weight_formats import Linear, Matrix, find, get
+
+NAMES = weight_formats.available()
+
+# Format → one value of its bytes, as the standard library reads them.
+DEFINITIONS: dict[str, Callable[[bytes], float]] = {
+    "f32": lambda raw: struct.unpack("<f", raw)[0],
+    "f16": lambda raw: struct.unpack("<e", raw)[0],
+    "bf16": lambda raw: struct.unpack("<f", b"\0\0" + raw)[0],
+}
+
+
+def dequantized(name: str, raw: np.ndarray) -> np.ndarray:
+    stored = get(name)
+    out = np.full((len(raw), raw.shape[1] // stored.nbytes * stored.values), 7, np.float32)
+    stored.dequantize(raw, out)
+    return out
+
+
+def test_there_is_a_format_for_each_file_and_nothing_else() -> None:
+    folder = Path(weight_formats.__file__).parent
+    assert set(NAMES) == {path.stem for path in folder.glob("*.py") if not path.name.startswith("_")}
+    assert {"f32", "f16", "bf16"} <= set(NAMES)
+    assert [get(name).name for name in NAMES] == list(NAMES)
+
+
+def test_a_file_s_word_finds_its_format() -> None:
+    assert find("BF16") is get("bf16")
+    assert find("F8_E4M3") is None
+    with pytest.raises(KeyError):
+        get("BF16")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_those_of_blocks(name: str, rng: np.random.Generator) -> None:
+    stored = get(name)
+    assert stored.values >= 1
+    assert stored.size(stored.values) == stored.nbytes
+    assert stored.size(12 * stored.values) == 12 * stored.nbytes
+    matrix = Matrix(stored, None, (3, 8 * stored.values))
+    assert matrix.nbytes == 24 * stored.nbytes
+    whole = Linear((matrix, Matrix(get("f32"), None, (2, 8 * stored.values))))
+    assert whole.shape == (5, 8 * stored.values)
+    assert whole.nbytes == matrix.nbytes + 64 * stored.values
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_dequantized_by_themselves(name: str, rng: np.random.Generator) -> None:
+    """Read-only bytes at any address, into a part of a larger array, whatever they say."""
+    stored = get(name)
+    raw = rng.integers(0, 256, (5, 4 * stored.nbytes), np.uint8)
+    whole = np.full((7, 4 * stored.values), 7, np.float32)
+    unaligned = np.frombuffer(b"x" + raw.tobytes(), np.uint8, offset=1).reshape(raw.shape)
+    with np.errstate(invalid="ignore"):
+        stored.dequantize(unaligned, whole[1:6])
+        rows = np.concatenate([dequantized(name, raw[i : i + 1]) for i in range(5)])
+    np.testing.assert_array_equal(whole[1:6], rows)
+    assert (whole[[0, 6]] == 7).all()
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_values_are_those_of_the_definition(name: str, rng: np.random.Generator) -> None:
+    """Every bit pattern of 16 bits: NaN whatever it carries, infinities, subnormals, both zeros; many of 32."""
+    size = get(name).nbytes
+    if size == 2:
+        raw = np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(256, -1)
+    else:
+        special = np.array([0, 1 << 31, 1, 0x7FFFFF, 0x800000, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFFFFFFFF], "<u4")
+        drawn = rng.integers(0, 1 << 32, 4096 - len(special), np.uint32).astype("<u4")
+        raw = np.concatenate([special, drawn]).view(np.uint8).reshape(16, -1)
+    with np.errstate(invalid="ignore"):
+        given = dequantized(name, raw).reshape(-1)
+    wanted = np.array([DEFINITIONS[name](block.tobytes()) for block in raw.reshape(-1, size)])
+    np.testing.assert_array_equal(np.isnan(given), np.isnan(wanted))
+    numbers = ~np.isnan(wanted)
+    np.testing.assert_array_equal(given[numbers], wanted[numbers].astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(given[numbers]), np.signbit(wanted[numbers]))
+
+
+def test_bfloat16_keeps_what_a_nan_carries() -> None:
+    raw = np.array([[0x7F81, 0xFFC3, 0x7FFF]], "<u2").view(np.uint8)
+    np.testing.assert_array_equal(dequantized("bf16", raw).view(np.uint32)[0] >> 16, [0x7F81, 0xFFC3, 0x7FFF])
