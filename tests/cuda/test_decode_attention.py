@@ -159,14 +159,16 @@ def test_several_rows_of_a_sequence(
 def test_windows_of_several_rows(
     rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int
 ) -> None:
-    """Every row has a window of its own, which may begin in another block than the next row's."""
+    """Every row has a window of its own, which may begin in another block than the next row's. A CTA has two rows, or
+    eight."""
     window, longest = blocks * block + tokens, block * 7 + 5
     dropped = max(0, (longest - 16 - window) // block - 1)
     lengths = [longest, longest + 11, block + 3, block * 2, 5]
     shape = {"block_size": block, "head_dim": 16, "mean_bits": 8}
     cache = random_cache(rng, keys, values, lengths, step_rows=[16, 7, 4, 1, 5], dropped=dropped, **shape)
-    q = queries(rng, cache, 4)
-    cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
+    for group in (4, 1):
+        q = queries(rng, cache, group)
+        cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 13])
