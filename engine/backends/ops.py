@@ -131,7 +131,7 @@ class Ops(Protocol):
 
         With a `key` and shapes of inputs that it has seen before, a backend may launch again what it recorded then
         instead of calling `work`: everything that differs from call to call is in the inputs, the first of which has a
-        row for each sequence. Products in `work` are asked for with `recorded`. The result is good until the next call.
+        row for each token. Products in `work` are asked for with `recorded`. The result is good until the next call.
         """
 
     def threads(self) -> Threads | None:

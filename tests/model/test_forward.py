@@ -279,3 +279,25 @@ def test_rows_of_a_step_get_what_they_get_one_by_one(fixture) -> None:
         alone = np.concatenate([feed(model, single, [token], step=True) for token in own[:kept]])
         for logits in (together[:kept], together[count : count + kept]):
             assert np.abs(logits - alone).max() <= 1e-5 * spread(reference)
+
+
+def test_steps_of_one_shape_are_recorded_by_the_most_rows_of_a_sequence(fixture) -> None:
+    """Launches depend on it, and neither ids nor spans have another shape."""
+    config, weights, ids, _ = fixture
+    model = bare_model(config, weights, block_size=64, step_rows=16)
+    pair, keys = [model.store.new_sequence() for _ in range(2)], []
+    for kv in pair:
+        feed(model, kv, ids[:7])
+    replay = model.ops.replay
+
+    def watched(key, work, inputs):
+        keys.append(key)
+        return replay(key, work, inputs)
+
+    model.ops.replay = watched
+    for counts in ((3, 3), (5, 1), (1, 5), (1, 1)):
+        spans = [model.store.open_step(kv, count) for kv, count in zip(pair, counts, strict=True)]
+        stepped(model, spans, [7] * sum(counts))
+        model.store.commit_steps(spans, [1, 1])
+    assert keys[1] == keys[2]
+    assert len({keys[0], keys[1], keys[3]}) == 3
