@@ -20,6 +20,7 @@ from model_loaders.file_bytes import FileBytes
 from model_loaders.folder import generation_defaults
 from model_loaders.gguf_file import GgufFile
 from model_loaders.safetensors_source import read_header
+from model_loaders.tensor_table import head_order
 from model_loaders.tensors import READABLE, StoredTensor, StoredWeights
 from tests.model_loaders.checkpoints import (
     MODELS,
@@ -245,6 +246,57 @@ def test_conversion_takes_a_few_megabytes_beside_the_result(dtype: str, mmap: bo
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < out.nbytes / 2
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q8_0", "Q4_K"])
+def test_raw_rows_are_the_bytes_of_the_file(dtype: str, mmap: bool, tmp_path: Path) -> None:
+    """Any rows, also those that the system has dropped in between; a row is whole blocks."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
+    raw = np.random.default_rng(6).integers(0, 256, (40, 512 // block * block_bytes), np.uint8)
+    weights = one_gguf_tensor(tmp_path / "x.gguf", dtype, raw, mmap)
+    (name,) = weights.names()
+    for rows in (slice(0, 40), slice(3, 4), slice(17, 33)):
+        given = weights.read_raw(name, rows)
+        assert given.dtype == np.uint8
+        assert given.flags.c_contiguous
+        np.testing.assert_array_equal(given, raw[rows])
+        weights.release(name, rows)
+        np.testing.assert_array_equal(given, raw[rows])
+
+
+@BOTH_WAYS
+def test_raw_rows_come_in_the_order_of_the_tensor(mmap: bool, tmp_path: Path) -> None:
+    """Within heads, as Llama's files have them, and in any order; read as numbers, a part gives the same."""
+    values = np.random.default_rng(7).normal(size=(24, 8)).astype(np.float32)
+    path = tmp_path / "x"
+    one_tensor(path, "F32", values, values.shape, True)
+    plain = read_header(FileBytes(path, mmap))["x"]
+    heads = (8 * np.arange(3)[:, None] + head_order(8, 8, True)).ravel()
+    for order in (heads, np.random.default_rng(8).permutation(24)):
+        wanted = np.empty_like(values)
+        wanted[order] = values
+        tensor = StoredTensor(plain.source, "x", plain.shape, "F32", plain.offset, order)
+        weights = StoredWeights(path, {"x": tensor}, [])
+        for rows in (slice(0, 24), slice(5, 19), slice(23, 24)):
+            np.testing.assert_array_equal(weights.read_raw("x", rows).view("<f4"), wanted[rows])
+            weights.release("x", rows)
+            part = np.empty(wanted[rows].shape, np.float32)
+            weights.read_into("x", part, rows)
+            np.testing.assert_array_equal(part, wanted[rows])
+
+
+def test_a_number_that_is_added_goes_to_every_row_in_whatever_order(tmp_path: Path) -> None:
+    values = np.arange(6, dtype=np.float32)
+    path = tmp_path / "x"
+    one_tensor(path, "F32", values, values.shape, True)
+    plain = read_header(FileBytes(path, True))["x"]
+    order = np.array([5, 3, 1, 0, 2, 4])
+    tensor = StoredTensor(plain.source, "x", plain.shape, "F32", plain.offset, order, added=1.0)
+    weights = StoredWeights(path, {"x": tensor}, [])
+    np.testing.assert_array_equal(read(weights, "x")[order], values + 1)
+    with pytest.raises(ValueError, match="a number is added"):
+        weights.read_raw("x", slice(0, 2))
 
 
 @BOTH_WAYS
