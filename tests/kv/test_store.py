@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -179,6 +181,27 @@ def test_a_damaged_row_ends_its_own_sequence_if_it_is_kept() -> None:
     assert list(damaged) == [1]
     assert (damaged[1].code, isinstance(damaged[1], EngineError)) == ("model_damaged", True)
     assert [sequence.kv.length for sequence in sequences] == [3 * N, 3 * N, 3 * N - 1]
+
+
+def test_after_an_encoder_that_was_interrupted_steps_can_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, the first is committed already when the second is interrupted: it stays so."""
+    store = make_store("ring4", "ring3.5")
+    done, sequence = Fed(store, 1), Fed(store, 2)
+    for fed in (done, sequence):
+        fed.feed(2 * N - 1)
+    before = store.open_step(done.kv)
+    store.ops.append_kv(store.cache(0), [store.view(0, before, slice(0, 1), before.start)], *done.new(1))
+    store.commit(before)
+    taken, span = held(store), store.open_step(sequence.kv)
+    with monkeypatch.context() as patched:
+        patched.setattr(store.ops, "encode_blocks", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.commit(span)
+    for either in (before, span):
+        store.abort(either)
+    assert (held(store), done.kv.length, sequence.kv.length) == (taken, 2 * N, 2 * N - 1)
+    assert_held_by(store, [done.kv, sequence.kv])
+    sequence.feed(2, step=True)
 
 
 def test_bytes_held_are_those_of_the_arrays() -> None:
