@@ -35,8 +35,11 @@ class StoredArray:
     def values(self) -> np.ndarray:
         """What the file says, float32."""
         out = np.empty(self.shape, np.float32)
-        self.format.dequantize(self.raw, out)
+        self.dequantize(out)
         return out
+
+    def dequantize(self, out: np.ndarray) -> None:
+        self.format.dequantize(self.raw, out)
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
         step = max(1, nbytes // self.raw.shape[1])

@@ -19,6 +19,7 @@ from model_loaders.families import tensors
 from model_loaders.tensor_table import Slots
 from model_loaders.weights import WeightSource
 
+_SLAB_BYTES = 1 << 20  # of a file, widened at a time: what they become stays in the cache
 _SAMPLE = 1024  # values from either end of each weight matrix that tell one model from another
 
 
@@ -39,16 +40,25 @@ class _FileMatrix:
     def format(self) -> WeightFormat:
         return _format(self.source, self.name)
 
+    def dequantize(self, out: np.ndarray) -> None:
+        if _has_format(self.source, self.name):
+            for rows, raw in self.slabs(_SLAB_BYTES):
+                self.format.dequantize(raw, out[rows])
+        else:
+            self.source.read_into(self.name, out)
+            self.progress(out.nbytes)
+
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
         count, columns = self.shape
         step, is_raw = max(1, nbytes // self.format.size(columns)), _has_format(self.source, self.name)
+        widened = None if is_raw else np.empty((min(step, count), columns), np.float32)
         for first in range(0, count, step):
             rows = slice(first, min(first + step, count))
-            if is_raw:
+            if widened is None:
                 yield rows, self.source.read_raw(self.name, rows)
                 self.source.release(self.name, rows)
             else:
-                values = np.empty((rows.stop - first, columns), np.float32)
+                values = widened[: rows.stop - first]
                 self.source.read_into(self.name, values, rows)
                 yield rows, values.view(np.uint8)
             self.progress(4 * (rows.stop - first) * columns)

@@ -45,6 +45,9 @@ class StoredMatrix(Protocol):
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
 
+    def dequantize(self, out: np.ndarray) -> None:
+        """All of it into `out` (out, in) float32, C-contiguous."""
+
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
         """All rows in order, as many at a time as `nbytes` hold, at least one: which, and their bytes as the file has
         them, uint8 (rows, bytes of a row), good until the next."""

@@ -28,7 +28,6 @@ from engine.sampling.sample import Draw, Sampled, sample_all
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
 _GIB = 1 << 30
-_SLAB_BYTES = 1 << 20  # of a file, widened at a time: what they become stays in the cache
 
 # Fewer rows than this are memory-bound on the weights: BLAS reads them once for all cores.
 _PARALLEL_ROWS = 32
@@ -104,8 +103,7 @@ class NumpyOps:
         for matrix in matrices:
             part = whole[end : end + matrix.shape[0]]
             end += len(part)
-            for rows, raw in matrix.slabs(_SLAB_BYTES):
-                matrix.format.dequantize(raw, part[rows])
+            matrix.dequantize(part)
         return (Matrix(get("f32"), whole, shape),)
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
