@@ -33,7 +33,7 @@ __device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUT
                                              int rows, int in, int i) {
 #if NORMED
     float g[8];
-    load_floats(g, norm + i);
+    if (ROWS > 1) load_floats(g, norm + i);
 #endif
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -42,9 +42,14 @@ __device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUT
         load_floats(v, x + r * (long long)in + i);
 #if NORMED
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            sums.squares[r] += v[j] * v[j];
-            v[j] *= g[j];
+        for (int half = 0; half < 8; half += 4) {
+            float now[4];  // of one row: all of norm at once would take registers from the weights on their way
+            if (ROWS == 1) load_floats(now, norm + i + half);
+#pragma unroll
+            for (int j = half; j < half + 4; ++j) {
+                sums.squares[r] += v[j] * v[j];
+                v[j] *= ROWS == 1 ? now[j - half] : g[j];
+            }
         }
 #endif
 #pragma unroll
