@@ -100,17 +100,18 @@ __device__ __forceinline__ float within<__half>(float x) { return x > 65504.0f ?
 // Where the K/V of a sequence's new rows go, and what they see: a row of the int32 array `spans`. SpanHeader in
 // engine/backends/cuda/cache.py has the same members.
 struct Span {
-    int first_row, rows, position;  // rows of q, k and v; the position of the first of them
-    int sink;                       // exact slot of the first block, or −1
-    int first_coded, coded;         // number of the first coded block, and how many there are
-    int now, now_block, next;       // record of the block that `now` begins with, its number; record of the one behind
+    int first_row, rows, position;   // rows of q, k and v; the position of the first of them
+    int sink;                        // full-precision slot of the first block, or −1
+    int first_quantized, quantized;  // number of the first quantized block, and how many there are
+    int current, current_block;      // record of the block that the new rows begin in, and its number
+    int next;                        // record of the block behind that; further ones follow it
 
-    // Ids of the coded blocks.
+    // Ids of the quantized blocks.
     __device__ __forceinline__ const int *ids() const { return &next + 1; }
 
-    // Where a block of `now` lies; further ones follow `next`.
+    // Where a block of `current` lies; further ones follow `next`.
     __device__ __forceinline__ int record(int block) const {
-        return block == now_block ? now : next + block - now_block - 1;
+        return block == current_block ? current : next + block - current_block - 1;
     }
 };
 

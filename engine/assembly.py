@@ -29,12 +29,12 @@ from engine.kv.plan import (
     plan_for_tokens,
 )
 from engine.kv.store import KVStore, Metrics
-from engine.model.forward import Model, ModelWeights
+from engine.model.forward import ModelWeights, Transformer
 from engine.model.magnitudes import scale, variances
 from engine.model.weights import load_weights, weight_bytes, weight_count
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import key_metric, value_metric, without_feedback
-from engine.quantization.statistics import LayerStatistics, balance
+from engine.quantization.statistics import LayerStatistics, smoothing
 from model_loaders.config import ModelConfig
 
 Say = Callable[[str], None]
@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 class Encoding:
     """Parts of encoding well, each of which can be left out to measure what it is worth."""
 
-    balance: bool = True  # channels of keys, by how much keys vary and queries ask
+    smoothing: bool = True  # channels of keys, by how much keys vary and queries ask
     feedback: bool = True  # later pairs of a vector make up for the errors of earlier ones
     tilt: bool = True  # norms of keys, by the queries that attend to them
     token_feedback: bool = True  # later tokens of a block make up for the errors of earlier ones, in values
@@ -61,7 +61,7 @@ class Parts:
     config: EngineConfig
     source: model_loaders.Model
     plan: StorePlan
-    model: Model
+    model: Transformer
 
     def close(self) -> None:
         self.source.weights.close()
@@ -141,7 +141,7 @@ def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> 
         )
         with bar:
             weights = load_weights(ops, source.config, source.weights, bar.update)
-        ops.set_aside(Load(source.config, shape.form(0), plan.tokens, config.parallel))
+        ops.set_aside(Load(source.config, shape.format(0), plan.tokens, config.parallel))
         store = _store(config, encoding, ops, source, weights, plan, say)
     except MemoryError:
         source.weights.close()
@@ -149,7 +149,7 @@ def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> 
     except BaseException:
         source.weights.close()
         raise
-    return Parts(config, source, plan, Model(ops, source.config, weights, store))
+    return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
 
 
 def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
@@ -167,7 +167,7 @@ def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Mode
     )
     shape = CacheShape(config.block_size, model.kv_heads, model.head_dim, layers)
     try:
-        return replace(shape, stored=tuple(ops.cache_bytes(shape.form(layer)) for layer in range(model.layers)))
+        return replace(shape, stored=tuple(ops.cache_bytes(shape.format(layer)) for layer in range(model.layers)))
     except ValueError as error:
         raise EngineError(str(error)) from None
 
@@ -181,11 +181,11 @@ def _store(
     plan: StorePlan,
     say: Say,
 ) -> KVStore:
-    """The store, scaled as the weights say, with keys balanced and errors weighed as the calibration says, if any."""
+    """The store, scaled as the weights say, with keys smoothed and errors weighed as the calibration says, if any."""
     shape, d = plan.shape, plan.shape.head_dim
-    coded = any(codecs.is_quantized(codec) for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
+    quantized = any(codecs.is_quantized(codec) for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
     statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
-    if config.calibration and config.key_conditioning and coded:
+    if config.calibration and config.key_conditioning and quantized:
         statistics = load_or_calibrate(ops, source.config, weights, source.tokenizer, shape.block_size, say)
     conditioning: list[Conditioning] = []
     metrics: list[Metrics] = []
@@ -193,7 +193,7 @@ def _store(
         ops, source.config, weights, [shape.block_size if layer.mean_bits else None for layer in shape.layers]
     )
     for layer, of, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True):
-        s = balance(measured) if measured and of.mean_bits and encoding.balance else None
+        s = smoothing(measured) if measured and of.mean_bits and encoding.smoothing else None
         stored = Conditioning(of.codec_k.rotation(d), of.codec_v.rotation(d), scale(size, s))
         conditioning.append(stored)
         if measured is None:
@@ -233,7 +233,7 @@ def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape,
     and the work on a prompt of that length."""
 
     def beside(tokens: int) -> int:
-        return ops.work_bytes(Load(model, shape.form(0), tokens, config.parallel))
+        return ops.work_bytes(Load(model, shape.format(0), tokens, config.parallel))
 
     room, tokens = ops.room_beside(weights), config.ctx_size or model.max_context
     sequences = config.kept_sequences + config.parallel
@@ -261,7 +261,7 @@ def fit_line(parts: Parts) -> str:
     weights = f"{model.dtype} weights as {ops.weight_type(model.dtype)}, {format_bytes(parts.model.weights.bytes)}"
     line = (
         f"{model.name}: {weights} on the {ops.name}; KV store {format_bytes(plan.bytes)}, "
-        f"{sum(plan.coded_blocks)} blocks of {shape.block_size} as {types} ({shape.bits_per_value:.2f} bits/value): "
-        f"{plan.tokens:,} tokens fit"
+        f"{sum(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
+        f"({shape.bits_per_value:.2f} bits/value): {plan.tokens:,} tokens fit"
     )
     return line if types == codecs.FULL else f"{line} (with an f16 cache: {f16_tokens(plan, plan.tokens):,})"

@@ -18,18 +18,18 @@ from engine.backends.ops import Array, Ops
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
-from engine.model.forward import Model, ModelWeights
+from engine.model.forward import ModelWeights, Transformer
 from engine.model.magnitudes import scale, variances
 from engine.model.weights import fingerprint
 from engine.quantization.conditioning import Conditioning
-from engine.quantization.statistics import LayerStatistics, balance, measure, neutral
+from engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
 from engine.sampling.sample import NOT_FINITE
 from model_loaders.config import ModelConfig
 from model_loaders.errors import LoadError
 from model_loaders.tokenizers import Tokenizer
 from model_loaders.user_dirs import cache_folder
 
-__all__ = ["LayerStatistics", "balance", "calibrate", "load_or_calibrate"]
+__all__ = ["LayerStatistics", "calibrate", "load_or_calibrate", "smoothing"]
 
 TOKENS = 512  # four times as many give the same quality
 TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
@@ -102,14 +102,14 @@ def calibrate(
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: list[LayerStatistics] = []
     rows = 0
-    for unit in model.walk([span], ids, by_layer=True):
+    for unit in model.forward_units([span], ids, by_layer=True):
         rows += unit
         if rows % len(ids) == 0:  # all rows are through a layer
             if not (np.isfinite(seen.queries).all() and np.isfinite(seen.keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
             keys = np.ascontiguousarray(seen.keys.swapaxes(0, 1))
             window = config.window(len(statistics))
-            layer = measure(seen.queries, keys, model.attention_scale, window, block_size, ops.each)
+            layer = measure(seen.queries, keys, model.attention_scale, window, block_size, ops.parallel_map)
             statistics.append(layer)
             if progress is not None:
                 progress(1)
@@ -122,7 +122,7 @@ class _QueriesAndKeys:
     What the store scales them by is taken back, and it is powers of two.
     """
 
-    def __init__(self, model: Model, tokens: int):
+    def __init__(self, model: Transformer, tokens: int):
         config = model.config
         self._to_host, self._heads, self._conditioning = model.ops.to_host, config.heads, model.store.conditioning
         self.queries = np.empty((tokens, config.heads, config.head_dim), np.float32)
@@ -138,13 +138,13 @@ class _QueriesAndKeys:
         kept[position : position + len(x)] = self._to_host(x) / scales[heads]
 
 
-def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int) -> Model:
+def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int) -> Transformer:
     """A model that sees one prompt of `tokens` in full precision, unrotated."""
     full = codecs.get(codecs.FULL)
     shape = CacheShape(block_size, config.kv_heads, config.head_dim, (LayerShape(full, full),) * config.layers)
     plan = plan_for_tokens(shape, tokens, 1)
     conditioning = [Conditioning(scale=scale(size)) for size in variances(ops, config, weights)]
-    return Model(ops, config, weights, KVStore(ops, plan, conditioning))
+    return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
 
 
 def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int], block_size: int) -> str:

@@ -89,7 +89,7 @@ class EngineConfig:
     )
     kept_sequences: int = setting(
         4,
-        help="finished sequences that the store has exact blocks for, for next turns to find; 0 finds nothing",
+        help="finished sequences that the store has full-precision blocks for, for next turns to find; 0 finds nothing",
     )
 
 

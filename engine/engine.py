@@ -17,11 +17,10 @@ from engine.kv.prefix import PrefixCache
 from engine.model import score
 from engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
 from engine.requests.answers import Answers
-from engine.requests.fair_lock import Turns
+from engine.requests.fair_lock import FairLock
 from engine.requests.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat, prompt_ids
-from engine.requests.runner import Work
-from engine.requests.scheduler import Scheduler
-from engine.requests.scheduler import Sequence as Tokens
+from engine.requests.runner import Runner
+from engine.requests.scheduler import Scheduler, TokenSequence
 from engine.sampling.constraints import Constraint
 from engine.sampling.detokenizer import text_of
 from engine.sessions import Place, Progress, Session
@@ -47,8 +46,8 @@ class Engine:
         keeps = parts.config.kept_sequences > 0
         self._prefixes = PrefixCache(self._store, json.dumps(self._identity).encode(), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
-        self._work = Work(parts.model, self._prefixes, self._scheduler)
-        self._turns = Turns(forkable=parts.model.ops.forkable)
+        self._runner = Runner(parts.model, self._prefixes, self._scheduler)
+        self._lock = FairLock(forkable=parts.model.ops.forkable)
         self._answers = Answers(parts.source, enabled=keeps)
         self._closed = False
 
@@ -115,12 +114,12 @@ class Engine:
         if len(ids) < 2:
             raise EngineError(f"score needs at least 2 token ids, not {len(ids)}")
         with self._exclusive():
-            before = set(self._work.requests)
+            before = set(self._runner.requests)
         while True:
             with self._exclusive():
-                if before.isdisjoint(self._work.requests):
+                if before.isdisjoint(self._runner.requests):
                     return self._score(ids, every_token_coded, logits)
-                self._work.step()
+                self._runner.step()
 
     def _score(self, ids: list[int], every_token_coded: bool, logits: bool) -> Score:
         kv = self._store.new_sequence()
@@ -175,7 +174,7 @@ class Engine:
             if asked is not None:
                 ids, salt = asked, options.cache_salt
             else:
-                ids, salt = self._work.newest.ids, self._work.newest.salt
+                ids, salt = self._runner.newest.ids, self._runner.newest.salt
             saved = sessions.take_out(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: saved.length]), note, answers)
         sessions.write(path, self._identity, session, saved, progress)
@@ -196,7 +195,7 @@ class Engine:
         )
         with self._exclusive():
             kv = sessions.put_back(self._store, saved, path)
-            self._work.leave(session.token_ids, self._prefixes.salted(kv, cache_salt), cache_salt)
+            self._runner.release(session.token_ids, self._prefixes.salted(kv, cache_salt), cache_salt)
         self._answers.restore(session.answers)
         return session
 
@@ -219,22 +218,22 @@ class Engine:
         """
         request = self._request(prompt, params, options, outbox=into, wants_progress=progress, constraint=constraint)
         with self._exclusive():
-            self._work.submit(request)
+            self._runner.submit(request)
         tokens = len(request.sequence.prompt)
         return Ticket(tokens, lambda: self._cancel(request.sequence), lambda: request.cached or 0)
 
     def work(self) -> bool:
         """Do one unit of the work at hand, a part of a prompt or a step of all that run; False when there is none."""
         with self._exclusive():
-            if not self._work.requests:
+            if not self._runner.requests:
                 return False
-            self._work.step()
+            self._runner.step()
             return True
 
     def status(self) -> Status:
         """How busy the engine is."""
         with self._exclusive():
-            return self._work.status()
+            return self._runner.status()
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
@@ -248,12 +247,12 @@ class Engine:
         """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""
         try:
             with self._exclusive():
-                self._work.submit(request)
+                self._runner.submit(request)
             finished = False
             while not finished:
                 with self._exclusive(unless=outbox) as alone:
                     if alone:
-                        self._work.step()
+                        self._runner.step()
                 while outbox:
                     chunk = outbox.popleft()
                     if isinstance(chunk, Exception):
@@ -263,19 +262,19 @@ class Engine:
         finally:
             self._cancel(request.sequence)
 
-    def _cancel(self, sequence: Tokens) -> None:
+    def _cancel(self, sequence: TokenSequence) -> None:
         """End a request that nobody reads any more, if it has not ended by itself.
 
         Never waits for a step to end: a generator in a reference cycle is closed by whichever thread collects the
         garbage, and that may be the one in the step. Whoever has the engine next takes the request out then.
         """
         sequence.finish_reason = sequence.finish_reason or "cancelled"
-        self._turns.if_free(self._sweep)
+        self._lock.if_free(self._sweep)
 
     @contextmanager
     def _exclusive(self, unless: Any = (), *, even_closed: bool = False) -> Iterator[bool]:
         """The engine's state for one thread at a time; False, and no exclusion, once `unless` has become true."""
-        with self._turns.take(unless) as alone:
+        with self._lock.take(unless) as alone:
             if alone and not even_closed:
                 self._check_open()
             if alone:
@@ -284,13 +283,13 @@ class Engine:
 
     def _sweep(self) -> None:
         """Take out what was cancelled while a step was under way."""
-        if not self._closed and not self._turns.lost:
-            self._work.sweep()
+        if not self._closed and not self._lock.lost:
+            self._runner.sweep()
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("The engine is closed", "closed")
-        self._turns.check()
+        self._lock.check()
 
     # -- what it takes -----------------------------------------------------------------------------------------
 
@@ -301,7 +300,7 @@ class Engine:
     def cache_stats(self) -> CacheStats:
         """The cache of the most recent sequence."""
         with self._exclusive():
-            newest, shape = self._work.newest, self._store.shape
+            newest, shape = self._runner.newest, self._store.shape
             return CacheStats(
                 tokens=len(newest.ids),
                 bytes=newest.bytes,
@@ -313,14 +312,14 @@ class Engine:
     def close(self) -> None:
         """Let go of weights and store; requests under way and later calls raise EngineError. Closing twice is fine."""
         with self._exclusive(even_closed=True):
-            if self._closed or self._turns.lost:
+            if self._closed or self._lock.lost:
                 return
             self._closed = True
-            for request in self._work.requests.values():
+            for request in self._runner.requests.values():
                 request.fail(EngineError("The engine was closed before this request was done", "closed"))
-            self._work.sweep()
+            self._runner.sweep()
             self._parts.close()
-            del self._parts, self._model, self._store, self._prefixes, self._work
+            del self._parts, self._model, self._store, self._prefixes, self._runner
 
     def __enter__(self) -> Engine:
         return self

@@ -103,7 +103,8 @@ class Threads:
 
 @dataclass(frozen=True)
 class Status:
-    """How busy an engine is. Blocks are coded blocks of the groups of layers, together; each is used, kept or free."""
+    """How busy an engine is. Blocks are quantized blocks of the groups of layers, together; each is used, kept or
+    free."""
 
     running: int  # requests that take part in steps
     waiting: int  # requests that do not yet
@@ -119,7 +120,7 @@ class CacheStats:
     """What the cache of the most recent sequence takes."""
 
     tokens: int
-    bytes: int  # blocks and exact slots it holds
+    bytes: int  # blocks and full-precision slots it holds
     bits_per_value: float  # of a complete encoded block
     f16_bytes: int  # the same tokens in half precision
     context: int  # tokens that fit

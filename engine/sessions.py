@@ -28,7 +28,7 @@ from engine.kv.plan import CacheShape
 from engine.kv.prefix import PrefixCache
 from engine.kv.snapshot import Snapshot, export, restore
 from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.model.weights import fingerprint
 from engine.requests.answers import KEY_BYTES, Known
 
@@ -61,7 +61,7 @@ class Session:
     answers: Known = ()  # of its conversation
 
 
-def settings(model: Model, name: str) -> dict[str, str]:
+def settings(model: Transformer, name: str) -> dict[str, str]:
     """What decides which codes stand for given token ids, as texts, and the model's name.
 
     A session and the engine that goes on from it have to agree about all of it.
@@ -160,7 +160,7 @@ def read(
 
 def take_out(store: KVStore, prefixes: PrefixCache, ids: Sequence[int], salt: str) -> Snapshot:
     """A copy of all that the store holds of the first of `ids`."""
-    kv = prefixes.resume(ids, salt)
+    kv = prefixes.match_prefix(ids, salt)
     try:
         return export(store, kv)
     except MemoryError:
@@ -190,7 +190,7 @@ def _must_be_finite(shape: CacheShape, saved: Snapshot) -> None:
         keys, values = (f"{layer}.coded.{name}" for name in ("keys", "values"))
         if keys in arrays and values in arrays:  # records, whose numbers stand in between bytes
             records = {"keys": arrays.pop(keys), "values": arrays.pop(values)}
-            fields = transfer.as_fields(shape.form(layer), len(records["keys"]), records)
+            fields = transfer.as_fields(shape.format(layer), len(records["keys"]), records)
             arrays |= {f"{layer}.coded.{name}": array for name, array in fields.items()}
     if not all(np.isfinite(array).all() for array in arrays.values() if array.dtype.kind == "f"):
         raise ValueError("not all numbers are finite")

@@ -12,7 +12,7 @@ from engine import codecs
 from engine.backends.numpy.ops import NumpyOps
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import Model, ModelWeights
+from engine.model.forward import ModelWeights, Transformer
 from engine.model.weights import load_weights
 from engine.quantization.conditioning import Conditioning
 from model_loaders import load_weights as open_weights
@@ -36,35 +36,37 @@ def bare_model(
     tokens: int = 2048,
     step_rows: int = 1,
     ops: NumpyOps | None = None,
-) -> Model:
+) -> Transformer:
     """A model with a store of its own; the weights may be shared."""
     k, v = (codecs.get(name) for name in types)
     d, mean_bits = config.head_dim, 16 if centred and types[0] != "f16" else 0
     layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
     plan = plan_for_tokens(CacheShape(block_size, config.kv_heads, d, layers), tokens, 4, step_rows)
-    plan = replace(plan, coded_blocks=tuple(4 * count for count in plan.coded_blocks))  # of each of the sequences
+    plan = replace(
+        plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks)
+    )  # of each of the sequences
     ops = ops or NumpyOps()
     conditioning = [Conditioning(k.rotation(d), v.rotation(d))] * config.layers
-    return Model(ops, config, weights, KVStore(ops, plan, conditioning))
+    return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
 
 
 def feed(
-    model: Model, kv: SequenceKV, ids: Sequence[int], *, step: bool = False, round_trip: bool = False
+    model: Transformer, kv: SequenceKV, ids: Sequence[int], *, step: bool = False, round_trip: bool = False
 ) -> np.ndarray:
     """One span of `ids`, a prompt's or a step's → logits (T, V)."""
     store = model.store
     span = store.open_step(kv, len(ids)) if step else store.open(kv, len(ids), round_trip=round_trip)
-    hidden = model.run([span], ids)
+    hidden = model.forward([span], ids)
     model.store.commit(span)
     return model.logits(hidden)
 
 
-def prefill_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
+def prefill_logits(model: Transformer, ids: Sequence[int]) -> np.ndarray:
     """Exact logits (T, V) of a prompt: its own K/V are full precision until its prefill ends."""
     return feed(model, model.store.new_sequence(), ids)
 
 
-def step_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
+def step_logits(model: Transformer, ids: Sequence[int]) -> np.ndarray:
     """Logits (T, V) of one step after the other."""
     kv = model.store.new_sequence()
     return np.concatenate([feed(model, kv, [i], step=True) for i in ids])

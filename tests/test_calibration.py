@@ -39,7 +39,7 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
     attention, calls = model.ops.attention, []
 
     def attend_and_capture(q, cache, spans, scale, window, *back):
-        calls.append((q.copy(), cache.exact(spans[0].now)[0][:, : len(ids)].copy(), scale, window))
+        calls.append((q.copy(), cache.full(spans[0].now)[0][:, : len(ids)].copy(), scale, window))
         return attention(q, cache, spans, scale, window, *back)
 
     model.ops.attention, model.ops.parts = attend_and_capture, lambda rows: [rows]
@@ -276,7 +276,7 @@ def test_a_context_of_less_than_two_blocks_is_told_and_nothing_assumed(
     statistics = short.load(said.append)
     assert len(statistics) == setting.config.layers
     for one in statistics:
-        np.testing.assert_array_equal(calibration.balance(one), np.ones_like(one.key_variance))
+        np.testing.assert_array_equal(calibration.smoothing(one), np.ones_like(one.key_variance))
     assert len(said) == 1
     assert f"two blocks of {N}" in said[0]
     assert not runs

@@ -388,7 +388,7 @@ def test_ctrl_c_ends_the_request_and_the_engine_goes_on(tiny: Engine, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             tiny.generate(PROMPT, GREEDY)
         assert runs_nothing(tiny)
-        assert not tiny._turns.taken
+        assert not tiny._lock.taken
         assert len(tiny.generate(PROMPT, GREEDY).token_ids) == 24
 
 
@@ -414,7 +414,7 @@ def test_a_closed_engine_lets_go_of_its_memory(tiny_path: Path) -> None:
     closed = Engine.load(tiny_path, device="cpu")
     chunks = closed.stream(PROMPT, GREEDY)
     next(chunks)
-    store = weakref.ref(closed._store.cache(0).exact_k)
+    store = weakref.ref(closed._store.cache(0).full_k)
     weights = weakref.ref(closed._model.weights.embedding)
     closed.close()
     gc.collect()

@@ -27,7 +27,7 @@ def with_key_bias(
     heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
     layers = []
     for index, layer in enumerate(weights.layers):
-        keys = model.store.cache(index).exact_k
+        keys = model.store.cache(index).full_k
         rms = np.sqrt((keys[keys.any(axis=-1)] ** 2).mean())
         shape = (heads + 2 * kv_heads, dim)
         bias = np.zeros(shape, np.float32) if layer.qkv.bias is None else layer.qkv.bias.reshape(shape).copy()

@@ -46,12 +46,12 @@ def extra(folder: Path, output: str | None) -> str:
     return str(found)
 
 
-@pytest.mark.parametrize("form", [OLD, NEW], ids=["up to 580", "from 610 on"])
+@pytest.mark.parametrize("format", [OLD, NEW], ids=["up to 580", "from 610 on"])
 @pytest.mark.parametrize(
     ("cuda", "expected"), [("11.8", ""), ("12.4", "cuda12"), ("13.0", "cuda13"), ("13.3", "cuda13"), ("14.1", "cuda13")]
 )
-def test_the_version_of_the_driver_chooses_the_extra(tmp_path: Path, form: str, cuda: str, expected: str) -> None:
-    assert extra(tmp_path, form.format(driver="610.10.01", cuda=cuda)) == expected
+def test_the_version_of_the_driver_chooses_the_extra(tmp_path: Path, format: str, cuda: str, expected: str) -> None:
+    assert extra(tmp_path, format.format(driver="610.10.01", cuda=cuda)) == expected
 
 
 @pytest.mark.parametrize("output", [None, "NVIDIA-SMI has failed because it couldn't communicate with the driver.\n"])

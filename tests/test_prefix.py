@@ -146,7 +146,7 @@ def test_a_branch_leaves_the_stem_as_it_was(engine: Engine, fresh: Engine) -> No
 
 
 def test_the_least_recently_used_one_goes_first(tiny_path: Path) -> None:
-    with load(tiny_path, kept_sequences=1, parallel=1) as engine:  # five exact blocks
+    with load(tiny_path, kept_sequences=1, parallel=1) as engine:  # five full-precision blocks
         a, b, c = (ids(seed, 20) for seed in (1, 2, 3))
         for prompt in (a, b, a, c):
             engine.generate(prompt, SamplingParams(max_tokens=0))
@@ -229,13 +229,13 @@ def test_what_ends_with_damaged_numbers_is_not_found_again(tiny: Engine, place: 
     """Neither the block that holds them nor what was computed behind it, nor a tail of which a part was copied."""
     past = ids(1, 44)
     tiny.generate(past, SamplingParams(max_tokens=0))
-    kv = tiny._prefixes.resume(past)
+    kv = tiny._prefixes.match_prefix(past)
     cache, (table,) = tiny._store.cache(1), kv.tables
     if place == "coded":
-        cache.coded["mean.mean"][:, table.coded] = np.nan
+        cache.quantized["mean.mean"][:, table.quantized] = np.nan
     else:
-        slot = table.sink if place == "sink" else table.tail
-        cache.exact(Place(None, slot))[1][:] = np.nan
+        slot = table.sink if place == "sink" else table.current
+        cache.full(Place(None, slot))[1][:] = np.nan
     tiny._prefixes.release(kv, past)
     prompt = [*past[:42], 7]
     with pytest.raises(EngineError, match="not finite"):

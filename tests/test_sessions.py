@@ -23,7 +23,7 @@ from tests.small_disk import small_disk
 from tests.tiny import VOCABULARY, assert_idle, forget, held, load_tiny, make_model
 
 N = 8
-LENGTH = 61  # sink, six coded blocks, and five tokens in the tail
+LENGTH = 61  # sink, six quantized blocks, and five tokens in the tail
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NOTE = {"messages": ["é😀", None, 1.5]}
 
@@ -55,7 +55,7 @@ def refused(call: Callable[[], object], *words: str, code: str = "session") -> N
 
 def next_logits(engine: Engine, past: list[int]) -> list[np.ndarray]:
     """Of a second turn and of steps after it, over what the store holds of `past`."""
-    kv = engine._prefixes.resume(past)
+    kv = engine._prefixes.match_prefix(past)
     assert kv.length == len(past)
     logits = [feed(engine._model, kv, turn) for turn in (ids(2, 11), *([i] for i in ids(3, 9)))]
     engine._store.release(kv)
@@ -494,7 +494,7 @@ def test_numbers_inside_a_gpus_records_are_looked_at(tiny_path: Path, file: Path
             fields["v.values"] = fields["v.values"].copy()
             fields["v.values"].flat[7] = number
             blocks = fields["v.values"].shape[1]
-            records = transfer.as_records(engine.cache_shape.form(layer), blocks, fields)
+            records = transfer.as_records(engine.cache_shape.format(layer), blocks, fields)
             arrays |= dict(zip((prefix + "keys", prefix + "values"), records, strict=True))
         checked_file.write(file, {**header, "stored_as": transfer.RECORDS}, arrays)
         if np.isfinite(number):
@@ -508,7 +508,7 @@ def test_numbers_are_looked_at_while_others_have_the_engine(engine: Engine, save
     look, taken = sessions._must_be_finite, []
 
     def watched(*given):
-        taken.append(engine._turns.taken)
+        taken.append(engine._lock.taken)
         look(*given)
 
     monkeypatch.setattr(sessions, "_must_be_finite", watched)

@@ -63,7 +63,7 @@ def load_tiny(path: Path, encoding: Encoding = WHOLE, **settings: Any) -> Engine
 
 
 def held(engine: Engine) -> list[tuple[int, int]]:
-    """Coded blocks and exact slots in use, per group of layers."""
+    """Coded blocks and full-precision slots in use, per group of layers."""
     return fed.held(engine._store)
 
 
@@ -81,8 +81,8 @@ def runs_nothing(engine: Engine) -> bool:
 
 @contextmanager
 def blocks_left(engine: Engine, count: int) -> Iterator[None]:
-    """Room for `count` more coded blocks, as if others held the rest."""
-    coded = engine._store.groups[0].coded
+    """Room for `count` more quantized blocks, as if others held the rest."""
+    coded = engine._store.groups[0].quantized
     taken = coded.allocate(coded.free - count)
     try:
         yield
@@ -93,8 +93,8 @@ def blocks_left(engine: Engine, count: int) -> Iterator[None]:
 
 def preempt(engine: Engine) -> Request:
     """Preempt the only request there is; its place in the queue is the last."""
-    (request,) = engine._work.requests.values()
-    engine._work._leave(request)
+    (request,) = engine._runner.requests.values()
+    engine._runner._release(request)
     engine._scheduler.remove(request.sequence)
     engine._scheduler.submit(request.sequence)
     return request
@@ -110,8 +110,8 @@ def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def assert_idle(engine: Engine) -> None:
     """Nothing runs, nothing waits, and every block is free."""
-    assert not engine._turns.taken
-    assert not engine._work.requests
+    assert not engine._lock.taken
+    assert not engine._runner.requests
     assert engine._scheduler.schedule() is None
     assert not any(map(any, held(engine)))
 

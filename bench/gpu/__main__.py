@@ -30,7 +30,7 @@ from engine.config import setting
 from engine.flags import FlagError, parse
 from model_loaders.config import ModelConfig
 
-# A sequence has a sink, coded blocks, a tail, and begins a block and a bit before.
+# A sequence has a sink, quantized blocks, a current block, and begins a block and a bit before.
 _LEAST_BLOCKS = 4
 _STEP_CONTEXTS = (2048, 32768, 131072)
 _SMALL_ROWS = (8, 16, 64)

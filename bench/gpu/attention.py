@@ -65,13 +65,13 @@ def measure_attention(
 ) -> AttentionTime:
     """Check, then time. Raises EngineError where there is no kernel or no room."""
     ops, device = gpu.open()
-    form, config = layer_form(sizes, cache_type, None, None), sizes.config
-    size, turns = _size_and_turns(ops, form, sizes, context, batch)
-    cache = ops.cache(form, turns * batch * _coded(form, context), turns * batch * 2)
+    format, config = layer_form(sizes, cache_type, None, None), sizes.config
+    size, turns = _size_and_turns(ops, format, sizes, context, batch)
+    cache = ops.cache(format, turns * batch * _quantized(format, context), turns * batch * 2)
     fill(ops, gpu.clock, cache, content)
     rng = np.random.default_rng(2)
-    places = _places(rng, form, context, (turns, batch))
-    n = form.block_size
+    places = _places(rng, format, context, (turns, batch))
+    n = format.block_size
     spans = [ops.spans([of.span(row, n) for row, of in enumerate(turn)], n) for turn in places]
     queries = rng.standard_normal((batch, config.heads, config.head_dim), np.float32)
     q, scale = ops.to_device(queries), config.head_dim**-0.5
@@ -86,34 +86,34 @@ def measure_attention(
             result = ops.attention(q, cache, turn, scale, None)
         return result
 
-    seconds = gpu.clock.seconds(lambda: ops.replay("attention", all_turns, [_NOTHING]), sizes.runs)
+    seconds = gpu.clock.seconds(lambda: ops.run_graph("attention", all_turns, [_NOTHING]), sizes.runs)
     return AttentionTime(cache_type.label, context, batch, seconds / turns, size, error)
 
 
-def _coded(form: CacheFormat, context: int) -> int:
-    """Coded blocks of a sequence, between its sink and its tail."""
-    return (context - 1) // form.block_size - 1
+def _quantized(format: CacheFormat, context: int) -> int:
+    """Coded blocks of a sequence, between its sink and its current block."""
+    return (context - 1) // format.block_size - 1
 
 
-def _size_and_turns(ops: CudaOps, form: CacheFormat, sizes: Sizes, context: int, batch: int) -> tuple[int, int]:
+def _size_and_turns(ops: CudaOps, format: CacheFormat, sizes: Sizes, context: int, batch: int) -> tuple[int, int]:
     """Bytes that a call reads; calls until any are read again. Raises EngineError where there is no kernel or room."""
     try:
-        coded_bytes, exact_bytes = ops.cache_bytes(form)
+        quantized_bytes, full_bytes = ops.cache_bytes(format)
     except ValueError as error:
         raise EngineError(str(error)) from None
-    size, room = batch * (_coded(form, context) * coded_bytes + 2 * exact_bytes), ops.room_beside(0)
+    size, room = batch * (_quantized(format, context) * quantized_bytes + 2 * full_bytes), ops.room_beside(0)
     if size > room:
         raise EngineError(f"its {format_bytes(size)} do not fit into the {format_bytes(room)} that are free")
     return size, min(_MOST_TURNS, -(-sizes.rotated // size), room // size)
 
 
-def _places(rng: np.random.Generator, form: CacheFormat, context: int, shape: tuple[int, int]) -> list[list[Laid]]:
+def _places(rng: np.random.Generator, format: CacheFormat, context: int, shape: tuple[int, int]) -> list[list[Laid]]:
     """Sequences (turns, B) whose blocks lie anywhere in the pools."""
-    count, coded = shape[0] * shape[1], _coded(form, context)
-    ids = rng.permutation(count * coded).reshape(*shape, coded).tolist()
+    count, quantized = shape[0] * shape[1], _quantized(format, context)
+    ids = rng.permutation(count * quantized).reshape(*shape, quantized).tolist()
     slots = rng.permutation(count * 2).reshape(*shape, 2).tolist()
     return [
-        [Laid(context, sink, table, tail) for (sink, tail), table in zip(*of, strict=True)]
+        [Laid(context, sink, table, current) for (sink, current), table in zip(*of, strict=True)]
         for of in zip(slots, ids, strict=True)
     ]
 

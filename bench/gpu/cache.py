@@ -39,16 +39,16 @@ class Content:
 
 def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
     """Fill the pools of one layer's cache, coded and exact, with `content`."""
-    n, rows = cache.form.block_size, len(content.k)
-    buffer, coded, blocks = ops.buffer(cache.form, rows), len(cache.keys.coded), rows // n
+    n, rows = cache.format.block_size, len(content.k)
+    buffer, quantized, blocks = ops.buffer(cache.format, rows), len(cache.keys.quantized), rows // n
     span = CacheSpan(slice(0, rows), 0, Place(buffer, 0), 0, None, (), n)
     ops.append_kv(cache, ops.spans([span], n), ops.to_device(content.k), ops.to_device(content.v))
-    if coded:
-        numbers = range(min(blocks, coded))
+    if quantized:
+        numbers = range(min(blocks, quantized))
         ops.encode_blocks([cache], numbers, [Place(buffer, i) for i in numbers])
-    for pool in (cache.keys.coded, cache.values.coded):
-        _repeat(clock, pool, min(blocks, coded))
-    for pool, source in zip(cache.exact, buffer, strict=True):
+    for pool in (cache.keys.quantized, cache.values.quantized):
+        _repeat(clock, pool, min(blocks, quantized))
+    for pool, source in zip(cache.full, buffer, strict=True):
         count = min(blocks, len(pool))
         clock.copy(pool[:count], source[:count])
         _repeat(clock, pool, count)
@@ -64,19 +64,19 @@ def _repeat(clock: Clock, pool: Array, filled: int) -> None:
 
 @dataclass(frozen=True)
 class Laid:
-    """Where one sequence of `context` tokens lies: its sink, its coded blocks, its tail."""
+    """Where one sequence of `context` tokens lies: its sink, its quantized blocks, its current block."""
 
     context: int
     sink: int
-    coded: Sequence[int]
-    tail: int
+    quantized: Sequence[int]
+    current: int
 
     def span(self, row: int, block_size: int) -> CacheSpan:
         """For a step whose token, row `row`, is the last of the context."""
         newest = self.context - 1
         start = newest // block_size * block_size
         return CacheSpan(
-            slice(row, row + 1), newest, Place(None, self.tail), start, self.sink, self.coded, block_size
+            slice(row, row + 1), newest, Place(None, self.current), start, self.sink, self.quantized, block_size
         )  # fmt: skip
 
 
@@ -88,24 +88,24 @@ def attention_error(device: Device, cache: Any, blocks: int, of: Laid, head: int
     k, v = (read_tokens(device, cache, side, blocks, of, head) for side in ("keys", "values"))
     scores = q.astype(np.float64) @ k.T * q.shape[-1] ** -0.5
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    exact = weights / weights.sum(-1, keepdims=True) @ v
-    return float(np.abs(out - exact).max() / np.abs(exact).max())
+    full = weights / weights.sum(-1, keepdims=True) @ v
+    return float(np.abs(out - full).max() / np.abs(full).max())
 
 
 def read_tokens(device: Device, cache: Any, side: str, blocks: int, of: Laid, head: int) -> np.ndarray:
     """Keys or values (context, D) of one KV head of a sequence, float64."""
     stored = getattr(cache, side)
-    codec = cache.form.codec_k if side == "keys" else cache.form.codec_v
-    exact = cache.exact.k if side == "keys" else cache.exact.v
+    codec = cache.format.codec_k if side == "keys" else cache.format.codec_v
+    full = cache.full.k if side == "keys" else cache.full.v
     parts = []
-    layout = stored.layout.exact
-    for slot in (of.sink, of.tail):
-        fields, _ = layout.unpack(device.to_host(exact[slot])[head])
+    layout = stored.layout.full
+    for slot in (of.sink, of.current):
+        fields, _ = layout.unpack(device.to_host(full[slot])[head])
         parts.append(codecs.get(codecs.FULL).decode(fields).astype(np.float64))
-    if of.coded:
-        fields, mean = stored.layout.unpack(device.to_host(stored.coded[:blocks])[:, head])
+    if of.quantized:
+        fields, mean = stored.layout.unpack(device.to_host(stored.quantized[:blocks])[:, head])
         decoded = codec.decode(fields).astype(np.float64)
         if mean:
             decoded += read_mean(mean)[..., None, :]
-        parts.insert(1, decoded[np.asarray(of.coded) % len(decoded)].reshape(-1, decoded.shape[-1]))
+        parts.insert(1, decoded[np.asarray(of.quantized) % len(decoded)].reshape(-1, decoded.shape[-1]))
     return np.concatenate(parts)[: of.context]

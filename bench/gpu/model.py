@@ -17,7 +17,7 @@ from engine.errors import EngineError
 from engine.kv import cache_types
 from engine.kv.plan import CacheShape, LayerShape, StorePlan
 from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import LayerWeights, Model, ModelWeights
+from engine.model.forward import LayerWeights, ModelWeights, Transformer
 from engine.quantization.conditioning import Conditioning, Scale
 from engine.quantization.metric import Metric, key_metric, value_metric
 from engine.weight_formats import Linear, Matrix, get
@@ -26,7 +26,8 @@ from model_loaders.config import ModelConfig
 _OUTPUT_ROWS = 512  # of the output projection that metrics are made of
 _TOKEN_CORRELATION = 0.9  # of a token's attention with the next one's
 
-# Beside what a sequence holds: the block that a measurement fills, and the slot of a tail that is just complete.
+# Beside what a sequence holds: the block that a measurement fills, and the slot of a current block that is just
+# complete.
 _SPARE_BLOCKS = 2
 _SLOTS = 3
 
@@ -46,12 +47,12 @@ class RandomModel:
         shape = cache_shape(self.ops, sizes)
         needed = {cell: _room(shape, sizes, *cell) for cell in cells}
         batch = max((batch for _, batch in cells), default=1)
-        load = Load(self.config, shape.form(0), sizes.prompt, batch)
+        load = Load(self.config, shape.format(0), sizes.prompt, batch)
         room = self.ops.room_beside(0) - self.ops.work_bytes(load)
         self.fits = {cell: shape.bytes(*of) <= room for cell, of in needed.items()}
         held = [needed[cell] for cell in cells if self.fits[cell]] or [_room(shape, sizes, sizes.prompt, 1)]
-        coded, slots = max(of[0][0] for of in held), max(of[1] for of in held)
-        plan = StorePlan(shape, coded * sizes.block_size, (coded,), slots)
+        quantized, slots = max(of[0][0] for of in held), max(of[1] for of in held)
+        plan = StorePlan(shape, quantized * sizes.block_size, (quantized,), slots)
         codec_k, codec_v = shape.layers[0].codec_k, shape.layers[0].codec_v
         dim, heads = self.config.head_dim, self.config.kv_heads
         scale = Scale(np.ones((heads, dim), np.float32), np.ones(heads, np.float32))
@@ -60,7 +61,7 @@ class RandomModel:
         store = KVStore(self.ops, plan, [conditioning] * self.config.layers, [metrics] * self.config.layers)
         for layer in range(self.config.layers):
             fill(self.ops, gpu.clock, store.cache(layer), content)
-        self.model = Model(self.ops, self.config, weights, store)
+        self.model = Transformer(self.ops, self.config, weights, store)
 
     def laid(self, length: int) -> SequenceKV:
         """A sequence of `length` tokens: whatever its blocks hold. Raises OutOfBlocks."""
@@ -69,9 +70,9 @@ class RandomModel:
         complete, rest = divmod(length, n)
         sequence.length = length
         for group, table in zip(store.groups, sequence.tables, strict=True):
-            (table.sink,) = group.exact.allocate()
-            table.coded = group.coded.allocate(complete - 1)
-            table.tail = group.exact.allocate()[0] if rest else None
+            (table.sink,) = group.full.allocate()
+            table.quantized = group.quantized.allocate(complete - 1)
+            table.current = group.full.allocate()[0] if rest else None
         return sequence
 
 
@@ -123,15 +124,16 @@ def cache_shape(ops: CudaOps, sizes: Sizes) -> CacheShape:
     pairs = cache_types.layer_codecs(EngineConfig(), config.layers, config.head_dim)
     layers = tuple(LayerShape(k, v, mean_bits=8) for k, v in pairs)
     shape = CacheShape(sizes.block_size, config.kv_heads, config.head_dim, layers)
-    stored = tuple(ops.cache_bytes(shape.form(layer)) for layer in range(config.layers))
+    stored = tuple(ops.cache_bytes(shape.format(layer)) for layer in range(config.layers))
     return replace(shape, stored=stored)
 
 
 def _room(shape: CacheShape, sizes: Sizes, context: int, batch: int) -> tuple[tuple[int], int]:
-    """Coded blocks and exact slots for sequences of `context` tokens, and for the prompt that is measured later."""
+    """Coded blocks and full-precision slots for sequences of `context` tokens, and for the prompt that is measured
+    later."""
     n = shape.block_size
-    coded = max(batch * (context // n + _SPARE_BLOCKS), sizes.prompt // n + _SPARE_BLOCKS)
-    return (coded,), _SLOTS * batch
+    quantized = max(batch * (context // n + _SPARE_BLOCKS), sizes.prompt // n + _SPARE_BLOCKS)
+    return (quantized,), _SLOTS * batch
 
 
 def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric, Metric]:

@@ -16,7 +16,7 @@ from engine.backends.cuda.device import Array
 from engine.config import SamplingParams
 from engine.errors import EngineError
 from engine.kv.store import SequenceKV
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.sampling.sample import Draw, Sampled, resolve
 from model_loaders.config import GenerationDefaults
 
@@ -37,7 +37,7 @@ class MatrixTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, one token of each sequence. bytes: weights, codes and exact blocks that it reads.
+    """Seconds of a step, one token of each sequence. bytes: weights, codes and full-precision blocks that it reads.
 
     seconds: mean over a whole block, so that encoding it is in there; median: of the steps; device: what the recorded
     part takes on the device alone, without the host.
@@ -74,7 +74,7 @@ def measure_matrix(gpu: Gpu, sizes: Sizes, of: RandomModel, name: str, rows: int
         return y
 
     nothing = np.zeros(1, np.int32)
-    seconds = gpu.clock.seconds(lambda: ops.replay((name, rows), all_matrices, [nothing]), sizes.runs)
+    seconds = gpu.clock.seconds(lambda: ops.run_graph((name, rows), all_matrices, [nothing]), sizes.runs)
     return MatrixTime(name, rows, seconds / len(matrices), matrices[0].nbytes)
 
 
@@ -86,15 +86,15 @@ def measure_steps(gpu: Gpu, sizes: Sizes, of: RandomModel, context: int, batch: 
     sequences = [of.laid(context - n - 2) for _ in range(batch)]
     draws, ids, times = [_draw(model)] * batch, [1] * batch, []
     try:
-        with mock.patch.object(model.ops, "replay", wraps=model.ops.replay) as replay:
+        with mock.patch.object(model.ops, "run_graph", wraps=model.ops.run_graph) as recorded:
             for _ in range(_FIRST_STEPS):
                 ids = _step(model, sequences, ids, draws)
             for _ in range(n):
                 started = time.perf_counter()
                 ids = _step(model, sequences, ids, draws)
                 times.append(time.perf_counter() - started)
-            recorded = replay.call_args.args
-        device = gpu.clock.seconds(lambda: model.ops.replay(*recorded), sizes.runs)
+            call = recorded.call_args.args
+        device = gpu.clock.seconds(lambda: model.ops.run_graph(*call), sizes.runs)
         held = sum(model.store.bytes_held(sequence) for sequence in sequences)
     finally:
         for sequence in sequences:
@@ -103,7 +103,7 @@ def measure_steps(gpu: Gpu, sizes: Sizes, of: RandomModel, context: int, batch: 
     return StepTime(context, batch, statistics.fmean(times), statistics.median(times), device, read + held)
 
 
-def _step(model: Model, sequences: list[SequenceKV], ids: list[int], draws: list[Draw]) -> list[int]:
+def _step(model: Transformer, sequences: list[SequenceKV], ids: list[int], draws: list[Draw]) -> list[int]:
     spans = [model.store.open_step(sequence) for sequence in sequences]
     following = _tokens(model.step(spans, ids, draws))
     model.store.commit_steps(spans)
@@ -117,7 +117,7 @@ def _tokens(chosen: list[Sampled]) -> list[int]:
     return [token for token in chosen if isinstance(token, int)]
 
 
-def _draw(model: Model) -> Draw:
+def _draw(model: Transformer) -> Draw:
     return Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, model.config.vocab_size)
 
 
@@ -143,11 +143,11 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _prefill(model: Model, ids: list[int]) -> int:
+def _prefill(model: Transformer, ids: list[int]) -> int:
     """The token behind the prompt, which is on the host only when the device is done."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
-    units = model.walk([span], ids, outputs=1)
+    units = model.forward_units([span], ids, outputs=1)
     while True:
         try:
             next(units)

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine import Engine
 from engine.backends.ops import Array
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Recording:
 class _Watch:
     """Taps of a model, in place while it scores `ids`."""
 
-    def install(self, model: Model) -> None:
+    def install(self, model: Transformer) -> None:
         """Watch `model` from now on."""
         self.model = model
 

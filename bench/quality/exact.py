@@ -14,9 +14,9 @@ from bench.quality.attention_error import Recorder, Recording
 from engine import Engine, Score, assembly
 from engine.assembly import WHOLE, Encoding
 from engine.flags import FlagError
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 
-Change = Callable[[Model], None]
+Change = Callable[[Transformer], None]
 
 _BIASED_PAIRS = 4  # rotary pairs of the lowest frequencies, which position hardly turns
 
@@ -83,7 +83,7 @@ class Exact:
             )
         rms = [float(np.sqrt(np.square(keys, dtype=np.float64).mean())) for keys in self.record(ids).keys]
 
-        def add_bias(model: Model) -> None:
+        def add_bias(model: Transformer) -> None:
             biased = [_with_key_bias(model, i, times * rms[i]) for i in range(len(rms))]
             model.weights = replace(model.weights, layers=biased)
 
@@ -102,7 +102,7 @@ class Exact:
         self._engine.close()
 
 
-def _with_key_bias(model: Model, index: int, amount: float) -> Any:
+def _with_key_bias(model: Transformer, index: int, amount: float) -> Any:
     """The layer's weights, with `amount` added to both channels of the last pairs of every key."""
     config, layer = model.config, model.weights.layers[index]
     pairs = min(_BIASED_PAIRS, config.head_dim // 2)

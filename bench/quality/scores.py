@@ -126,10 +126,10 @@ def _measure_type(
     exact_logprobs: list[np.ndarray] = []
     scored: dict[str, list[_Scored]] = {name: [] for name in SCORINGS}
     attention: dict[str, list[float]] = {}
-    replay = Replay()
+    run_graph = Replay()
     longest = max(map(len, cut))
     settings = {"ctx_size": longest, "kept_sequences": 0, **cache_type.settings()}
-    with exact.open(replay.install, encoding=cache_type.encoding, **settings) as engine:
+    with exact.open(run_graph.install, encoding=cache_type.encoding, **settings) as engine:
         for window, ids in enumerate(cut):
             reference = exact_score(window)
             exact_logprobs.append(reference.logprobs)
@@ -139,7 +139,7 @@ def _measure_type(
                 progress()
             del reference  # its logits, before the next ones are made
         for name, coded in SCORINGS.items():
-            attention[name] = replay.errors(engine, cut[0], recording, every_token_coded=coded)
+            attention[name] = run_graph.errors(engine, cut[0], recording, every_token_coded=coded)
             progress()
         bits = engine.cache_stats().bits_per_value
     rows = [_row(cache_type, bits, name, scored[name], attention[name]) for name in SCORINGS]

@@ -32,7 +32,7 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.backends.select import select
 from engine.config import setting
 from engine.flags import FlagError, parse
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 
 # Short generation: from this depth on, up to 64 tokens of context.
 _SHORT_PROMPT, _SHORT_STEPS = 8, 56
@@ -173,7 +173,7 @@ class _Referee:
 
 
 @contextmanager
-def _loaded(options: Options, context: int, **settings: Any) -> Iterator[tuple[Engine, Model]]:
+def _loaded(options: Options, context: int, **settings: Any) -> Iterator[tuple[Engine, Transformer]]:
     """An engine that keeps no finished prompt, and its model. Raises FlagError where the model's context is shorter."""
     threads = _thread_counts(options.threads)[0]  # an engine leaves a number that is set as it is
     settings = {"device": options.device, "ctx_size": context, "kept_sequences": 0, "threads": threads, **settings}
@@ -269,7 +269,7 @@ def _measure_deep(options: Options, cache_type: CacheType, referee: _Referee) ->
     return deep
 
 
-def _weights_alone(figure: Figure, model: Model, steps: int) -> Contestant:
+def _weights_alone(figure: Figure, model: Transformer, steps: int) -> Contestant:
     assert figure.weights_alone is not None
     return figure.weights_alone, lambda threads: weights_rate(model, steps)
 

@@ -13,11 +13,11 @@ import numpy as np
 from engine import Engine, SamplingParams
 from engine.kv.prefix import PrefixCache
 from engine.kv.store import SequenceKV
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.sampling.sample import Draw, resolve
 from model_loaders.config import GenerationDefaults
 
-_UNTIL_RECORDED = 2  # calls of `replay` after which a device launches what it recorded
+_UNTIL_RECORDED = 2  # calls of `run_graph` after which a device launches what it recorded
 _GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=True)
 
 
@@ -38,7 +38,7 @@ def _usage(engine: Engine, ids: Sequence[int], tokens: int) -> Any:
     return usage
 
 
-def weights_rate(model: Model, passes: int) -> float:
+def weights_rate(model: Transformer, passes: int) -> float:
     """Steps a second if a step were its weight matrices alone: matrix-vector products, one after the other."""
     ops, layers = model.ops, model.weights.layers
     matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
@@ -53,7 +53,7 @@ def weights_rate(model: Model, passes: int) -> float:
 
     def one_pass() -> None:
         # As a step's logits go to the host; only then is a device certain to be done.
-        ops.to_host(ops.replay("weights", products, [np.ones((1, width), np.float32) for width in widths]))
+        ops.to_host(ops.run_graph("weights", products, [np.ones((1, width), np.float32) for width in widths]))
 
     for _ in range(_UNTIL_RECORDED):
         one_pass()
@@ -69,7 +69,7 @@ class Streams:
     Prompts are whole blocks, so that every run goes on from the same ones.
     """
 
-    def __init__(self, model: Model, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
         self._model, self._store = model, model.store
         self._draw = Draw(resolve(_GREEDY, GenerationDefaults()), [], 0.5, model.config.vocab_size)
         self._prefixes = PrefixCache(model.store)
@@ -80,14 +80,14 @@ class Streams:
         assert len(ids) % self._store.shape.block_size == 0
         sequence = self._store.new_sequence()
         span = self._store.open(sequence, len(ids))
-        self._model.run([span], ids)
+        self._model.forward([span], ids)
         self._store.commit(span)
-        self._prefixes.publish(sequence, ids)
+        self._prefixes.insert(sequence, ids)
         return sequence
 
     def rate(self, batch: int, steps: int) -> float:
         """Tokens a second, of all together, where the first `batch` sequences take so many steps from their prompts."""
-        sequences = [self._prefixes.resume(ids) for ids in self._prompts[:batch]]
+        sequences = [self._prefixes.match_prefix(ids) for ids in self._prompts[:batch]]
         try:
             for _ in range(_UNTIL_RECORDED):
                 self._step(sequences)

@@ -3,9 +3,9 @@
 //
 // part_acc (T, H, SPLITS, DP): Σ 2^(score − max) v over what the split has seen, v still rotated; behind D there may be
 // anything. part_ml (T, H, SPLITS, 2): max and Σ 2^(score − max); a split that saw nothing has −inf, 0 and acc 0.
-// q (T, H, D) as the keys are: rotated, balanced. keys, values (blocks, K, NBYTES), exact_k, exact_v (slots, K, …):
-// records. spans (B, span_stride): `now` and `next` are exact records. A sequence of zeros sees nothing.
-// window: tokens seen, 0 for all. Behind the newest token an exact record may have anything, NaN too.
+// q (T, H, D) as the keys are: rotated, smoothed. keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …):
+// records. spans (B, span_stride): `current` and `next` are full-precision records. A sequence of zeros sees nothing.
+// window: tokens seen, 0 for all. Behind the newest token a full-precision record may have anything, NaN too.
 // DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most that a sequence may have). PRECOND: records aligned to 128
 // bytes, part_acc and tables to 16, part_ml and q to 8; where STEP_ROWS > 1 it is at most N.
 //
@@ -18,9 +18,10 @@
 //     Sᵀ (16 tokens, 8 heads)   += K  (16 tokens, 16 channels) · qᵀ (16 channels, 8 heads)
 //     Oᵀ (16 channels, 8 heads) += Vᵀ (16 channels, 16 tokens) · Pᵀ (16 tokens, 8 heads)
 // Codes are decoded in registers, once for all heads of a KV head; norms of tokens multiply Sᵀ and Pᵀ.
-// Work is dealt out in units of about as many bytes, to all warps of all splits in turn: first the coded blocks, then
-// the exact records in slices of 16 tokens. The codes of a warp's next block are on their way while values are decoded.
-// JOINS: decode_work.cuh, decode_state.cuh, decode_exact.cuh, decode_coded.cuh.
+// Work is dealt out in units of about as many bytes, to all warps of all splits in turn: first the quantized blocks,
+// then the full-precision records in slices of 16 tokens. The codes of a warp's next block are on their way while
+// values are decoded.
+// JOINS: decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh.
 
 // The sum over the warps of a CTA goes out, for each of its columns.
 __device__ __forceinline__ void merge(State &state, unsigned char *shared, float *part_acc, float *part_ml,
@@ -80,13 +81,13 @@ __device__ __forceinline__ unsigned char *at_known_address(unsigned char *dynami
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 decode_attention_kernel(float *part_acc, float *part_ml, const float *q, const unsigned char *keys,
-                        const unsigned char *values, const unsigned char *exact_k, const unsigned char *exact_v,
+                        const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
                         int span_stride, int kv_heads, int window, float scale) {
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = at_known_address(dynamic);
     const int lane = threadIdx.x % 32;
-    const Pools all = {keys, values, exact_k, exact_v, kv_heads};
+    const Pools all = {keys, values, full_k, full_v, kv_heads};
     Work work = Work::find(spans, span_stride, kv_heads, window);
     if (STEP_ROWS > 1 && work.columns <= 0) return;  // another sequence has more rows
     Pools pools = all.of(work.kv_head);
@@ -94,23 +95,24 @@ decode_attention_kernel(float *part_acc, float *part_ml, const float *q, const u
     Codes codes;
     if constexpr (!ALL_EXACT)
         if (work.count > 0) {
-            const int id = work.coded.ids[work.first];
+            const int id = work.quantized.ids[work.first];
             codes.keys.load(pools.key(id), 0, lane);
             codes.values.load(pools.value(id), 0, lane);
         }
     const int g = lane >> 2;
     State state(q + work.vector(g, kv_heads) * D, g < work.columns, scale * 1.44269504f, lane);
     if constexpr (Tables::BYTES > 0)
-        if (blockIdx.x < work.coded.count) {  // any of the CTA's warps has a block
+        if (blockIdx.x < work.quantized.count) {  // any of the CTA's warps has a block
             Tables::fill(shared, key_tables, value_tables);
             __syncthreads();
         }
     if constexpr (!ALL_EXACT) {
         const Hidden hidden(work, work.sight(window, lane));
-        attend_blocks(state, codes, work.coded.ids + work.first, work.stride, work.count, hidden, pools, shared, lane);
+        const int *const ids = work.quantized.ids + work.first;
+        attend_blocks(state, codes, ids, work.stride, work.count, hidden, pools, shared, lane);
         work = Work::find(spans, span_stride, kv_heads, window);
         pools = all.of(work.kv_head);
     }
-    attend_exact(state, work, work.sight(window, lane), pools, lane);
+    attend_full(state, work, work.sight(window, lane), pools, lane);
     merge(state, shared, part_acc, part_ml, work, kv_heads);
 }

@@ -78,13 +78,13 @@ __device__ __forceinline__ void hide(float (&scores)[COUNT][4], int start, const
         }
 }
 
-// What of a warp's coded blocks is hidden: for each of the lane's columns, the first `tokens` from the part on that
-// comes next. All coded blocks are behind the query tokens.
+// What of a warp's quantized blocks is hidden: for each of the lane's columns, the first `tokens` from the part on that
+// comes next. All quantized blocks are behind the query tokens.
 struct Hidden {
     int tokens[2];
 
     __device__ __forceinline__ Hidden(const Work &work, const Sight &sight) {
-        const int start = (work.coded.number + work.first) * N;
+        const int start = (work.quantized.number + work.first) * N;
 #pragma unroll
         for (int c = 0; c < 2; ++c) tokens[c] = sight.window > 0 ? sight.own[c] - sight.window + 1 - start : 0;
     }
@@ -102,12 +102,12 @@ struct Hidden {
     }
 };
 #else
-// What of a warp's coded blocks is hidden: the first `tokens` from the part on that comes next, in its block.
+// What of a warp's quantized blocks is hidden: the first `tokens` from the part on that comes next, in its block.
 struct Hidden {
     int tokens;
 
     __device__ __forceinline__ Hidden(const Work &work, const Sight &sight)
-        : tokens(work.first ? 0 : sight.oldest - work.coded.number * N) {}
+        : tokens(work.first ? 0 : sight.oldest - work.quantized.number * N) {}
     __device__ __forceinline__ void hide_in(float (&scores)[PT][4], int lane) const {
         hide(scores, 0, {tokens, PART}, lane);
     }

@@ -6,7 +6,7 @@ constexpr int PT = KeyLayout::PT, STEPS = KeyLayout::STEPS, TILES = KeyLayout::T
 constexpr int CHUNKS = (GROUP + 7) / 8, HEADS = STEP_ROWS > 1 ? 8 : (GROUP + CHUNKS - 1) / CHUNKS;
 constexpr int SLICES = N / 16;                                                  // of a record
 
-// Coded blocks that need no decoding are slices like the exact records.
+// QuantizedBlocks blocks that need no decoding are slices like the full-precision records.
 constexpr bool ALL_EXACT = !KeyCodec::QUANTIZED && !ValueCodec::QUANTIZED && KeyLayout::MEAN_BITS == 0;
 
 using Tables = SharedTables<KeyCodec, ValueCodec>;
@@ -42,40 +42,42 @@ struct Sight {
 using Sight = Seen;  // there is one query token
 #endif
 
-// The coded blocks with tokens that they see: `count` from block `number` of the sequence on. Of one query token only
-// the first can have tokens that it does not see.
-struct Coded {
+// The quantized blocks with tokens that they see: `count` from block `number` of the sequence on. Of one query token
+// only the first can have tokens that it does not see.
+struct QuantizedBlocks {
     int count, number;
     const int *ids;
 };
 
-__device__ __forceinline__ Coded coded_of(const Span &span, const Seen &seen) {
-    const int hidden = min(max(0, seen.oldest / N - span.first_coded), span.coded);
-    return {seen.newest < seen.oldest ? 0 : span.coded - hidden, span.first_coded + hidden, span.ids() + hidden};
+__device__ __forceinline__ QuantizedBlocks quantized_of(const Span &span, const Seen &seen) {
+    const int hidden = min(max(0, seen.oldest / N - span.first_quantized), span.quantized);
+    const int count = seen.newest < seen.oldest ? 0 : span.quantized - hidden;
+    return {count, span.first_quantized + hidden, span.ids() + hidden};
 }
 
-// The exact records that they see, in slices of 16 tokens: the sink's, then those of `now` from position `start` on.
-struct Exact {
+// The full-precision records that they see, in slices of 16 tokens: the sink's, then those of `current` from position
+// `start` on.
+struct FullBlocks {
     int sink, sink_slices;
-    int now, start, now_slices;
-    int next, next_start;  // of several rows: the record behind `now`, and the position of its first token
+    int current, start, current_slices;
+    int next, next_start;  // of several rows: the record behind `current`, and the position of its first token
 
-    __device__ __forceinline__ Exact(const Span &span, const Seen &seen) {
+    __device__ __forceinline__ FullBlocks(const Span &span, const Seen &seen) {
         sink = span.sink;
         sink_slices = sink >= 0 && seen.oldest < min(N, seen.newest + 1) ? SLICES : 0;
-        start = max(span.now_block * N, seen.oldest / 16 * 16);
-        now = span.now, next = span.next, next_start = (span.now_block + 1) * N;
-        now_slices = seen.newest < seen.oldest ? 0 : (seen.newest - start) / 16 + 1;
+        start = max(span.current_block * N, seen.oldest / 16 * 16);
+        current = span.current, next = span.next, next_start = (span.current_block + 1) * N;
+        current_slices = seen.newest < seen.oldest ? 0 : (seen.newest - start) / 16 + 1;
     }
 };
 
-// What a warp has to do: units first, first + stride, …, of which `count` are coded blocks.
+// What a warp has to do: units first, first + stride, …, of which `count` are quantized blocks.
 struct Work {
     int sequence, kv_head, column, columns;  // column c of a KV head is head c % GROUP of its group, of row c / GROUP
     int first, stride, count;
     const Span *span;
     Seen seen;
-    Coded coded;
+    QuantizedBlocks quantized;
 
     // Indices go through shuffles: what comes of them is then computed anew where it is wanted a second time, and takes
     // no registers in between.
@@ -87,11 +89,12 @@ struct Work {
         work.span = &span_at(spans, span_stride, work.sequence);
         work.columns = min(HEADS, (STEP_ROWS > 1 ? work.span->rows : 1) * GROUP - work.column);
         const int oldest = work.position(0) - window + 1;
-        work.seen = {window > 0 ? max(0, oldest) : 0, STEP_ROWS > 1 ? work.position(work.columns - 1) : work.position(0)};
-        work.coded = coded_of(*work.span, work.seen);
+        const int newest = work.position(STEP_ROWS > 1 ? work.columns - 1 : 0);
+        work.seen = {window > 0 ? max(0, oldest) : 0, newest};
+        work.quantized = quantized_of(*work.span, work.seen);
         work.stride = gridDim.x * WARPS;
         work.first = blockIdx.x + gridDim.x * __shfl_sync(ALL_LANES, threadIdx.x / 32, 0);
-        const int beyond = (ALL_EXACT ? 0 : work.coded.count) - work.first;
+        const int beyond = (ALL_EXACT ? 0 : work.quantized.count) - work.first;
         work.count = beyond > 0 ? (beyond - 1) / work.stride + 1 : 0;
         return work;
     }

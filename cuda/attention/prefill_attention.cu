@@ -1,26 +1,26 @@
-// Exact causal attention of the new rows of one sequence over [sink | coded blocks | now], all of them records.
+// Causal attention of the new rows of one sequence over [sink | quantized blocks | current], all of them records.
 //
 // out float (T, H, D): Σ softmax(scale · q·k) v for every row and head, v as stored, times the head's factor: factors
 // (H), alike for the heads that read one KV head, or null for ones. q float: H vectors of D at q + r · q_stride for row
-// r, turned as the keys are. keys, values (blocks, K, bytes): coded records; exact_k, exact_v (slots, K, bytes): the
-// sink's; now_k, now_v (records, K, bytes): those that have the new rows. spans: one row, as for decode_attention.cu.
-// A row at position p sees tokens p − window + 1 … p; from the first on if window is 0.
+// r, turned as the keys are. keys, values (blocks, K, bytes): quantized records; full_k, full_v (slots, K, bytes): the
+// sink's; current_k, current_v (records, K, bytes): those that have the new rows. spans: one row, as for
+// decode_attention.cu. A row at position p sees tokens p − window + 1 … p; from the first on if window is 0.
 //
 // A CTA has WARPS · WARP_ROWS rows of scores: row r is token r / GROUP, query head r % GROUP of the KV head. It walks
 // over the parts of blocks (PART tokens) that any of its rows sees. A part's keys lie in shared memory as in an exact
 // record, and so do its values: a tile there, the A operand of 16 rows, is the B operand of two products, and a lane
 // reads both at once: registers 0, 2 are rows 0 … 7 and 1, 3 rows 8 … 15, which are tokens of keys, even and odd
-// channels of values. Exact parts are copied. Coded ones are decoded once for all rows, each warp some tiles. A part's
-// values come while its keys are used, the next part's keys while its values are; half of the warps decode before they
-// multiply, the others after, so that one waits for memory while the other computes.
+// channels of values. Full-precision parts are copied. Quantized ones are decoded once for all rows, each warp some
+// tiles. A part's values come while its keys are used, the next part's keys while its values are; half of the warps
+// decode before they multiply, the others after, so that one waits for memory while the other computes.
 //
 // Grid (ceil(T · GROUP / (WARPS · WARP_ROWS)), K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16, 32)
 // Dynamic shared memory SHARED_BYTES: tables of both codecs, keys and values of a part, and the queries if WARP_ROWS is
 // 32 and DP > 64.
 // WARP_ROWS 32 reads shared memory half as often. Registers and 99 KB suffice for it up to DP 64, and to DP 128 where
-// both sides are f16 without means. Their layouts serve every cache as long as there are no coded blocks.
+// both sides are f16 without means. Their layouts serve every cache as long as there are no quantized blocks.
 // PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. Behind the newest token
-// an exact record may have anything, NaN too.
+// a full-precision record may have anything, NaN too.
 // JOINS: prefill_parts.cuh, prefill_rows.cuh.
 
 // Both jobs of a warp between two barriers: bring a part of one side, use a part of the other. Copies go on by
@@ -43,8 +43,8 @@ __device__ __forceinline__ void both(Region region, int warp, const Bring &bring
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, const unsigned char *values,
-                         const unsigned char *exact_k, const unsigned char *exact_v, const unsigned char *now_k,
-                         const unsigned char *now_v, const int *spans, const unsigned char *key_tables,
+                         const unsigned char *full_k, const unsigned char *full_v, const unsigned char *current_k,
+                         const unsigned char *current_v, const int *spans, const unsigned char *key_tables,
                          const unsigned char *value_tables, const float *factors, int span_stride, int kv_heads,
                          int heads, long long q_stride, int window, float scale) {
     DYNAMIC_SHARED(unsigned char, shared);
@@ -55,7 +55,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     const int last = min(first + WARPS * WARP_ROWS, span.rows * GROUP) - 1;
     if (first > last) return;
     const Walk walk(span, kv_heads, head, position + first / GROUP, position + last / GROUP, window);
-    const Pools key_pools = {keys, exact_k, now_k}, value_pools = {values, exact_v, now_v};
+    const Pools key_pools = {keys, full_k, current_k}, value_pools = {values, full_v, current_v};
     auto bring_keys = [&](const Part &part) {
         bring<RAW_KEYS, KeyLayout>(shared + KEYS, part, key_pools, [&](const unsigned char *record) {
             decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), warp, lane);
@@ -67,7 +67,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
         });
     };
 
-    if (walk.coded > 0) Tables::fill(shared, key_tables, value_tables);
+    if (walk.quantized > 0) Tables::fill(shared, key_tables, value_tables);
     const Rows rows = {first + warp * WARP_ROWS, last, position};
     const Queries queries(q + span.first_row * q_stride + head * GROUP * D, q_stride, rows, scale * 1.44269504f,
                           shared + QUERIES + warp * (MT * STEPS * 512), lane);
@@ -83,7 +83,8 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
             both(part.region, warp, [&] { bring_values(part); }, [&] {
                 if (seen) state.weigh(queries, shared + KEYS, rows, part.start, window, lane);
             });
-            const int newest = DP > 128 ? position + span.rows - 1 : held_newest;  // read again where registers are short
+            // Read again where registers are short.
+            const int newest = DP > 128 ? position + span.rows - 1 : held_newest;
             if (part.start + PART - 1 > newest) clear_values(shared + VALUES, part.start, newest);
             __syncthreads();
         }

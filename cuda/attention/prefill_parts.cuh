@@ -1,12 +1,13 @@
-// The parts of blocks that a CTA of prefill_attention.cu walks over, and how they come into shared memory: exact ones
-// are copied, coded ones decoded. Part of that file, which says what the letters and DEFINES are.
+// The parts of blocks that a CTA of prefill_attention.cu walks over, and how they come into shared memory:
+// full-precision ones are copied, quantized ones decoded. Part of that file, which says what the letters and DEFINES
+// are.
 
-constexpr int D = ExactKeyLayout::D, DP = ExactKeyLayout::DP, N = ExactKeyLayout::N, STEPS = ExactKeyLayout::STEPS;
-constexpr int PART = ExactKeyLayout::PART, PARTS = ExactKeyLayout::PARTS, PT = ExactKeyLayout::PT;
-constexpr int TILES = ExactKeyLayout::TILES, PART_BYTES = TILES * 512, EXACT_BYTES = ExactKeyLayout::NBYTES;
+constexpr int D = FullKeyLayout::D, DP = FullKeyLayout::DP, N = FullKeyLayout::N, STEPS = FullKeyLayout::STEPS;
+constexpr int PART = FullKeyLayout::PART, PARTS = FullKeyLayout::PARTS, PT = FullKeyLayout::PT;
+constexpr int TILES = FullKeyLayout::TILES, PART_BYTES = TILES * 512, EXACT_BYTES = FullKeyLayout::NBYTES;
 constexpr int MT = WARP_ROWS / 16;  // tiles of rows of a warp
 
-// Sides whose coded blocks are exact records.
+// Sides whose quantized blocks are full-precision records.
 constexpr bool RAW_KEYS = !KeyCodec::QUANTIZED && KeyLayout::MEAN_BITS == 0, RAW_VALUES = !ValueCodec::QUANTIZED;
 
 using Tables = SharedTables<KeyCodec, ValueCodec>;
@@ -19,12 +20,12 @@ constexpr int SHARED_BYTES = QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr float NOTHING = -1e30f;  // the maximum before the first score: finite, for −inf − −inf is NaN
 
-// Where one side's records are: coded ones, the sink's, those of new rows.
+// Where one side's records are: quantized ones, the sink's, those of new rows.
 struct Pools {
-    const unsigned char *coded, *sink, *now;
+    const unsigned char *quantized, *sink, *current;
 };
 
-enum Region { SINK, CODED, NOW };
+enum Region { SINK, CODED, CURRENT };
 
 // One part of a block of one KV head.
 struct Part {
@@ -33,8 +34,9 @@ struct Part {
     int number;        // within the record
     int start;         // position of the first token
 
-    __device__ const unsigned char *exact(const Pools &pools) const {
-        const unsigned char *const pool = region == SINK ? pools.sink : region == CODED ? pools.coded : pools.now;
+    __device__ const unsigned char *full(const Pools &pools) const {
+        const unsigned char *const pool =
+            region == SINK ? pools.sink : region == CODED ? pools.quantized : pools.current;
         return pool + record * EXACT_BYTES + number * PART_BYTES;
     }
 };
@@ -43,27 +45,28 @@ struct Part {
 struct Walk {
     const Span &span;
     int kv_heads, head;
-    int sink_hidden, sink, coded_hidden, coded, now_hidden, now;  // parts before the window, and parts seen
+    // Parts before the window, and parts seen.
+    int sink_hidden, sink, quantized_hidden, quantized, current_hidden, current;
 
     __device__ Walk(const Span &span, int kv_heads, int head, int first, int last, int window)
         : span(span), kv_heads(kv_heads), head(head) {
         const int oldest = window > 0 ? max(0, first - window + 1) / PART : 0;  // part of the sequence
         sink = span.sink >= 0 ? PARTS : 0;
-        coded = span.coded * PARTS;
-        now = last / PART + 1 - span.now_block * PARTS;
+        quantized = span.quantized * PARTS;
+        current = last / PART + 1 - span.current_block * PARTS;
         sink -= sink_hidden = min(oldest, sink);
-        coded -= coded_hidden = min(max(0, oldest - span.first_coded * PARTS), coded);
-        now -= now_hidden = min(max(0, oldest - span.now_block * PARTS), now);
+        quantized -= quantized_hidden = min(max(0, oldest - span.first_quantized * PARTS), quantized);
+        current -= current_hidden = min(max(0, oldest - span.current_block * PARTS), current);
     }
 
-    __device__ int parts() const { return sink + coded + now; }
+    __device__ int parts() const { return sink + quantized + current; }
 
     __device__ Part at(int n) const {
         if (n < sink) return part(SINK, span.sink, 0, sink_hidden + n);
-        n += coded_hidden - sink;
-        if (n < coded_hidden + coded) return part(CODED, span.ids()[n / PARTS], span.first_coded, n);
-        n += now_hidden - coded_hidden - coded;
-        return part(NOW, span.now + n / PARTS, span.now_block, n);
+        n += quantized_hidden - sink;
+        if (n < quantized_hidden + quantized) return part(CODED, span.ids()[n / PARTS], span.first_quantized, n);
+        n += current_hidden - quantized_hidden - quantized;
+        return part(CURRENT, span.current + n / PARTS, span.current_block, n);
     }
 
     // Part n of a region whose first block is block `block` of the sequence.
@@ -169,11 +172,12 @@ __device__ __forceinline__ void decode_values(unsigned char *to, const unsigned 
     }
 }
 
-// One side of a part into shared memory. RAW: coded blocks are exact records, too; decode(record) does it for others.
+// One side of a part into shared memory. RAW: quantized blocks are full-precision records, too; decode(record) does it
+// for others.
 template <bool RAW, class Layout, class Decode>
 __device__ __forceinline__ void bring(unsigned char *to, const Part &part, const Pools &pools, const Decode &decode) {
     if constexpr (!RAW) {
-        if (part.region == CODED) return decode(pools.coded + part.record * Layout::NBYTES);
+        if (part.region == CODED) return decode(pools.quantized + part.record * Layout::NBYTES);
     }
-    copy_part(to, part.exact(pools));
+    copy_part(to, part.full(pools));
 }

@@ -1,10 +1,10 @@
-// Encode full blocks: exact records become records of codes, chosen as engine/quantization/encode.py and `Codec.encode`
-// choose them.
+// Encode full blocks: full-precision records become records of codes, chosen as engine/quantization/encode.py and
+// `Codec.encode` choose them.
 //
 // keys, values (blocks, K, NBYTES), exact (slots, K, bytes): pools of records. moves int32 (count, 2): slot of the
-// exact record, id of the block. tables: of the side's codec; near uint16 (64, 64, NEAR), for codecs of pairs: what
-// engine/backends/cuda/candidates.py makes. Of one layer, float32, from engine.quantization.metric; null pointers for
-// what there is not:
+// full-precision record, id of the block. tables: of the side's codec; near uint16 (64, 64, NEAR), for codecs of
+// pairs: what engine/backends/cuda/candidates.py makes. Of one layer, float32, from engine.quantization.metric; null
+// pointers for what there is not:
 //   feedback (K, D, D)      F transposed: row c has what the error of channel c adds to the others. Null: the nearest
 //                           points and the rms, and nothing else is read
 //   matrix (K, D, D)        M, what errors cost: norms are fitted to it, but those of keys with a tilt
@@ -22,17 +22,17 @@
 // DEFINES: TOKENS, so many of a block are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS, a
 // multiple of TOKENS / 32, and two times that at least; LARGEST, what values are clipped to before they are rounded;
 // TILT_LOW, TILT_HIGH, how far a norm may tilt from that of least squares.
-// PRECOND: exact records are finite, pools aligned to 128 bytes, everything else to 16.
-// JOINS: exact_block.cuh, nearest.cuh, rounding_room.cuh, rounding.cuh.
+// PRECOND: full-precision records are finite, pools aligned to 128 bytes, everything else to 16.
+// JOINS: full_block.cuh, nearest.cuh, rounding_room.cuh, rounding.cuh.
 
-template <class Codec, class L, class Exact>
-__device__ __forceinline__ void encode_block(const Move<L, Exact> &move, const unsigned short *near, const Cost &cost) {
+template <class Codec, class L, class Full>
+__device__ __forceinline__ void encode_block(const Move<L, Full> &move, const unsigned short *near, const Cost &cost) {
     DYNAMIC_SHARED(unsigned char, shared);
     if constexpr (Codec::ROUNDED) {
         Rounder<L, Codec>(shared, near, cost).encode(move);
     } else {
         float *x = reinterpret_cast<float *>(shared), *mean = x + L::N * L::D;
-        load_tokens<L, L::D, 1>(x, move.exact(), 0, L::N);
+        load_tokens<L, L::D, 1>(x, move.full(), 0, L::N);
         __syncthreads();
         if constexpr (L::MEAN_BITS != 0) {
             add_tokens<L::D, L::D, 1>(mean, x, L::N, true);
@@ -51,20 +51,20 @@ __device__ __forceinline__ const float *of_head(const float *all, int size) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS > 12 ? 1 : 2)
-encode_keys_kernel(unsigned char *keys, const unsigned char *exact, const int *moves, const unsigned char *tables,
+encode_keys_kernel(unsigned char *keys, const unsigned char *full, const int *moves, const unsigned char *tables,
                    const unsigned short *near, const float *feedback, const float *tilt_second, const float *tilt_mean,
                    const float *matrix, int kv_heads) {
     using L = KeyLayout;
     const Cost cost = {of_head(feedback, L::D * L::D), of_head(tilt_second ? tilt_second : matrix, L::D * L::D),
                        tilt_second ? of_head(tilt_mean, L::D) : nullptr, nullptr};
-    encode_block<KeyCodec>(Move<L, ExactKeyLayout>{keys, exact, tables, moves, kv_heads}, near, cost);
+    encode_block<KeyCodec>(Move<L, FullKeyLayout>{keys, full, tables, moves, kv_heads}, near, cost);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS > 12 ? 1 : 2)
-encode_values_kernel(unsigned char *values, const unsigned char *exact, const int *moves, const unsigned char *tables,
+encode_values_kernel(unsigned char *values, const unsigned char *full, const int *moves, const unsigned char *tables,
                      const unsigned short *near, const float *feedback, const float *matrix,
                      const float *token_feedback, int kv_heads) {
     using L = ValueLayout;
     const Cost cost = {of_head(feedback, L::D * L::D), of_head(matrix, L::D * L::D), nullptr, token_feedback};
-    encode_block<ValueCodec>(Move<L, ExactValueLayout>{values, exact, tables, moves, kv_heads}, near, cost);
+    encode_block<ValueCodec>(Move<L, FullValueLayout>{values, full, tables, moves, kv_heads}, near, cost);
 }

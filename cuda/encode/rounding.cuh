@@ -14,7 +14,7 @@ struct Rounder {
     float *sizes, *norms;   // (N): rms, and what is stored
     unsigned short *codes;   // (N, PAIRS)
     unsigned short *turned;  // (PAIRS, CODE_STRIDE): those of the tokens in x
-    const unsigned char *exact;
+    const unsigned char *full;
     Cost cost;
     Nearest<Codec> nearest;
 
@@ -24,14 +24,14 @@ struct Rounder {
           norms(area<float>(shared, R::NORMS)), codes(area<unsigned short>(shared, R::CODES)),
           turned(area<unsigned short>(shared, R::TURNED)), cost(cost), nearest{points, near} {}
 
-    template <class Exact>
-    __device__ __forceinline__ void encode(const Move<L, Exact> &move) {
+    template <class Full>
+    __device__ __forceinline__ void encode(const Move<L, Full> &move) {
         const float *table = reinterpret_cast<const float *>(move.tables + Codec::POINTS_F32);
 #pragma unroll 1
         for (int i = threadIdx.x; i < Codec::POINTS * W; i += THREADS) points[i] = table[i];
         if constexpr (L::MEAN_BITS != 0) {
             for (int first = 0; first < L::N; first += TOKENS) {
-                load_tokens<L, 1, STRIDE>(x, move.exact(), first, TOKENS);
+                load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
                 __syncthreads();
                 add_tokens<D, 1, STRIDE>(mean, x, TOKENS, first == 0);
                 __syncthreads();
@@ -39,11 +39,11 @@ struct Rounder {
             store_mean<L>(move.record(), mean);
         }
         for (int first = 0; first < L::N; first += TOKENS) {
-            if (L::MEAN_BITS == 0 || TOKENS < L::N) load_tokens<L, 1, STRIDE>(x, move.exact(), first, TOKENS);
+            if (L::MEAN_BITS == 0 || TOKENS < L::N) load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
             __syncthreads();
             measure(first);
             __syncthreads();
-            exact = move.exact();
+            full = move.full();
             if (cost.feedback)
                 round_well(first);
             else
@@ -135,7 +135,7 @@ struct Rounder {
 #pragma unroll 2
             for (int before = 0; before < first; ++before) {
                 const float taken = points[codes[before * PAIRS + channel / W] * W + channel % W] * sizes[before];
-                sum += cost.tokens[before * L::N + first + t] * (exact_value<L>(exact, before, channel) - taken);
+                sum += cost.tokens[before * L::N + first + t] * (full_value<L>(full, before, channel) - taken);
             }
             x[channel * STRIDE + t] += sum;
         }
@@ -196,7 +196,7 @@ struct Rounder {
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             if constexpr (L::VALUES)
-                if (cost.tokens) value[w] = exact_value<L>(exact, first + t, pair * W + w);
+                if (cost.tokens) value[w] = full_value<L>(full, first + t, pair * W + w);
             target[w] = place[w * STRIDE];
             if (own.fed != 0.0f) target[w] += own.fed * before[w * TOKENS];
             aim[w] = target[w];

@@ -1,16 +1,17 @@
-// Write new keys and values, rotated, into the exact records in which their sequences grow.
+// Write new keys and values, rotated, into the full-precision records in which their sequences grow.
 //
 // k, v float: row r holds K vectors of D at k + r · k_stride, v + r · v_stride. They become halves, clipped to ±65504;
 // NaN stays.
-// now_k, now_v: pools (records, K, bytes) of exact records. spans int32 (B, span_stride): a Span of each sequence.
-// A CTA writes one KV head of 16 positions that begin at a multiple of 16: per side one tile for every 16 channels. A
-// thread makes 16 bytes of a tile: four channels of two tokens for keys, two channels of four tokens for values. It
-// stores them at once if the launch brings all these tokens, else only the halves of those that it brings.
+// current_k, current_v: pools (records, K, bytes) of full-precision records. spans int32 (B, span_stride): a Span of
+// each sequence. A CTA writes one KV head of 16 positions that begin at a multiple of 16: per side one tile for every
+// 16 channels. A thread makes 16 bytes of a tile: four channels of two tokens for keys, two channels of four tokens
+// for values. It stores them at once if the launch brings all these tokens, else only the halves of those that it
+// brings.
 // Grid (B · groups, K), where groups is ceil((rows + 15) / 16) for the most rows of a sequence: they touch no more.
 // Block: whole warps; 2 · DP / 16 of them give every thread one piece of work. DEFINES: none.
 // PRECOND: k, v aligned to 8 bytes, D and strides even.
 
-constexpr int APPEND_STEPS = ExactKeyLayout::STEPS, APPEND_SLOTS = APPEND_STEPS * 32;
+constexpr int APPEND_STEPS = FullKeyLayout::STEPS, APPEND_SLOTS = APPEND_STEPS * 32;
 
 __device__ __forceinline__ unsigned clipped_halves(float x, float y) {
     return as_bits(__floats2half2_rn(within<__half>(x), within<__half>(y)));
@@ -26,7 +27,7 @@ struct NewTokens {
 
     // Channels `channel` and channel + 1; zero for a token that is not there and for channels that only fill up a tile.
     __device__ float2 pair(int token, int channel) const {
-        if (!has(token) || channel >= ExactKeyLayout::D) return make_float2(0.0f, 0.0f);
+        if (!has(token) || channel >= FullKeyLayout::D) return make_float2(0.0f, 0.0f);
         return *reinterpret_cast<const float2 *>(head + (first + token) * stride + channel);
     }
 };
@@ -74,9 +75,9 @@ __device__ __forceinline__ void append_values(unsigned *slot, const NewTokens &v
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-append_kv_kernel(unsigned char *now_k, unsigned char *now_v, const float *k, const float *v, const int *spans,
+append_kv_kernel(unsigned char *current_k, unsigned char *current_v, const float *k, const float *v, const int *spans,
                  int span_stride, int groups, int kv_heads, long long k_stride, long long v_stride) {
-    using Layout = ExactKeyLayout;
+    using Layout = FullKeyLayout;
     const int head = blockIdx.y;
     const Span &span = span_at(spans, span_stride, blockIdx.x / groups);
     const int first_row = span.first_row, rows = span.rows, position = span.position;
@@ -92,7 +93,8 @@ append_kv_kernel(unsigned char *now_k, unsigned char *now_v, const float *k, con
         const int step = i / 32 % APPEND_STEPS, lane = i % 32, g = lane / 4, tg = lane % 4;
         const bool is_key = i < APPEND_SLOTS;
         const int tile = is_key ? step * Layout::PT + tile_row : tile_row * APPEND_STEPS + step;
-        unsigned char *const at = (is_key ? now_k : now_v) + record * Layout::NBYTES + part_at + tile * 512 + lane * 16;
+        unsigned char *const pool = is_key ? current_k : current_v;
+        unsigned char *const at = pool + record * Layout::NBYTES + part_at + tile * 512 + lane * 16;
         unsigned *const slot = reinterpret_cast<unsigned *>(at);
         if (is_key) append_keys(slot, keys, step, g, tg);
         else append_values(slot, values, step, g, tg);

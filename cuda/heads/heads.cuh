@@ -1,4 +1,4 @@
-// The vector of one head as the store takes it: RMS norm, RoPE, scale, rotation. Of condition.cu and place_kv.cu.
+// The vector of one head as the store takes it: RMS norm, RoPE, scale, rotation. Of transform_heads.cu and place_kv.cu.
 //
 // qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): channel j turns with channel j + D/2.
 // With HEAD_NORMS, queries and keys are x / rms(x) · norm before, q_norm and k_norm (D). scale (H + 2K, D), or null

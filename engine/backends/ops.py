@@ -2,8 +2,8 @@
 
 Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F feed-forward size, H query heads,
 K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32;
-`PreparedSpace`, `Cache`, `Buffer`, `Spans` and `Draws` are whatever a backend makes of a `StoredSpace`, of the K/V of a
-layer, of where to find them, and of how tokens are drawn.
+`PreparedSpace`, `Cache`, `Buffer`, `Spans` and `Draws` are whatever a backend makes of a `HeadTransform`, of the K/V
+of a layer, of where to find them, and of how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How one layer stores its K/V, balanced and rotated, and how they get there.
+    """How one layer stores its K/V, smoothed and rotated, and how they get there.
 
     metric_k, metric_v: what an error costs, for encoding well; None takes the nearest code.
     mean_bits: of the block means that are taken out of keys, per channel: 8 or 16; 0 does not centre them.
@@ -51,14 +51,15 @@ class CacheFormat:
 
 
 class Place(NamedTuple):
-    """N tokens in full precision: a block of a buffer, counted from its start, or an exact slot of the layer."""
+    """N tokens in full precision: a block of a buffer, counted from its start, or a full-precision slot of the
+    layer."""
 
     buffer: Buffer | None
     block: int
 
 
 @dataclass(frozen=True)
-class StoredSpace:
+class HeadTransform:
     """How the heads of one layer become what its cache holds, and how the result of attention comes back; on the host.
 
     kv_heads: K. scale (H + 2K, D): what queries and keys, after RoPE, and values are multiplied with. key_rotation,
@@ -77,18 +78,19 @@ class StoredSpace:
 class CacheSpan:
     """Where the K/V of one sequence's new tokens go, and what they see, in every layer with the same window.
 
-    Positions count tokens. The sequence is [sink | coded blocks | now]: `now` holds the current block's earlier tokens
-    and all the new ones in full precision, one block behind the other in a prompt's buffer, or each in an exact slot.
+    Positions count tokens. The sequence is [sink | quantized blocks | current]: `current` holds the current block's
+    earlier tokens and all the new ones in full precision, one block behind the other in a prompt's buffer, or each in
+    a full-precision slot.
     """
 
     rows: slice  # rows of q, k, v that belong to this sequence, in order of position
     position: int  # of the first of these rows
-    now: Place  # where `now` begins: a buffer's block 0, or the exact slot of a step's current block
-    now_start: int  # position of its first token
-    sink: int | None  # exact slot of the first block, if that is complete and kept
-    table: Sequence[int]  # ids of the coded blocks
+    current: Place  # where `current` begins: a buffer's block 0, or the full-precision slot of a step's current block
+    current_start: int  # position of its first token
+    sink: int | None  # full-precision slot of the first block, if that is complete and kept
+    table: Sequence[int]  # ids of the quantized blocks
     table_start: int  # position of the first token of table[0]
-    following: Sequence[int] = ()  # exact slots of further blocks that rows of a step go to, behind `now`
+    following: Sequence[int] = ()  # full-precision slots of further blocks that rows of a step go to, behind `current`
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Load:
     """The most that ops will be asked for. tokens: of a prompt; rows: sequences of a step; form: of any layer."""
 
     model: ModelConfig
-    form: CacheFormat
+    format: CacheFormat
     tokens: int
     rows: int
 
@@ -120,13 +122,13 @@ class Ops(Protocol):
     prefill_rows: int
     """Rows of a prompt that go through a layer at once: enough for the matrix products, few enough for the memory."""
 
-    def parts(self, rows: slice) -> list[slice]:
-        """`rows` cut into consecutive parts that `each` may work on at the same time."""
+    def split_rows(self, rows: slice) -> list[slice]:
+        """`rows` cut into consecutive parts that `parallel_map` may work on at the same time."""
 
-    def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
+    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
         """[work(0), …, work(count − 1)], possibly at the same time."""
 
-    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         """work(*inputs), each an array of the host (or of `spans` or `pack_draws`) that `work` finds on the device.
 
         With a `key` and shapes of inputs that it has seen before, a backend may launch again what it recorded then
@@ -197,16 +199,16 @@ class Ops(Protocol):
         norm: weight (in,) and eps of an RMS norm before: x / rms(x) * weight. residual (T, out): what the result is
         added to, in place. activation, without a residual: the result is [gate | up], and activation(gate) * up
         (T, out / 2) is returned; its names are those of `model_loaders.config.Activation`. recorded: for work that
-        `replay` may record, which takes our own kernels for any number of rows.
+        `run_graph` may record, which takes our own kernels for any number of rows.
         """
 
-    def prepare(self, spaces: Sequence[StoredSpace]) -> list[PreparedSpace]:
+    def prepare(self, spaces: Sequence[HeadTransform]) -> list[PreparedSpace]:
         """The spaces of a model's layers on the device. What several of them share is there once."""
 
-    def condition(
+    def transform_heads(
         self,
         qkv: Array,
-        turns: tuple[Array, Array],
+        rope: tuple[Array, Array],
         space: PreparedSpace,
         norms: tuple[Array, Array, float] | None = None,
     ) -> tuple[Array, Array, Array]:
@@ -230,16 +232,17 @@ class Ops(Protocol):
 
     # -- the KV store --------------------------------------------------------------------------------------------
 
-    def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
-        """Bytes of a coded block, and of an exact slot, all KV heads. ValueError for a codec that it cannot serve."""
+    def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
+        """Bytes of a quantized block, and of a full-precision slot, all KV heads. ValueError for a codec that it
+        cannot serve."""
 
-    def cache(self, form: CacheFormat, coded: int, exact: int, beside: Sequence[Cache] = ()) -> Cache:
-        """Room for the K/V of one layer: so many coded blocks and exact slots.
+    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
+        """Room for the K/V of one layer: so many quantized blocks and full-precision slots.
 
         beside: caches of other layers, with which this one may share the tables of its codecs.
         """
 
-    def buffer(self, form: CacheFormat, rows: int) -> Buffer:
+    def buffer(self, format: CacheFormat, rows: int) -> Buffer:
         """Room for `rows` tokens' K/V of one layer in full precision."""
 
     def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Spans:
@@ -249,18 +252,18 @@ class Ops(Protocol):
         """
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
-        """Write rows of k, v (T, K, D), conditioned, into each span's `now` at their positions."""
+        """Write rows of k, v (T, K, D), conditioned, into each span's `current` at their positions."""
 
     def place_kv(
         self,
         qkv: Array,
-        turns: tuple[Array, Array],
+        rope: tuple[Array, Array],
         space: PreparedSpace,
         cache: Cache,
         spans: Spans,
         norms: tuple[Array, Array, float] | None = None,
     ) -> Array:
-        """`condition`, then `append_kv` of keys and values → the queries (T, H, D)."""
+        """`transform_heads`, then `append_kv` of keys and values → the queries (T, H, D)."""
 
     def attention(
         self,
@@ -278,12 +281,14 @@ class Ops(Protocol):
         """
 
     def encode_blocks(self, caches: Sequence[Cache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        """Encode the N tokens at each of `sources` into the coded blocks with the ids `blocks`, in each of `caches`.
+        """Encode the N tokens at each of `sources` into the quantized blocks with the ids `blocks`, in parallel_map of
+        `caches`.
 
-        All sources are exact slots, or they follow each other in the buffer of one cache. Keys are centred first.
+        All sources are full-precision slots, or they follow each other in the buffer of one cache. Keys are centred
+        first.
         """
 
-    def copy_exact(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:
+    def copy_full(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:
         """Copy the first `tokens` ≤ N tokens of one place to another."""
 
     def round_trip(self, cache: Cache, place: Place, tokens: int) -> None:
@@ -295,7 +300,8 @@ class Ops(Protocol):
     # -- from the KV store to the host, and back -----------------------------------------------------------------
 
     def read_blocks(self, cache: Cache, blocks: Sequence[int]) -> dict[str, Any]:
-        """A copy of the coded blocks with these ids, at least one, as NumPy arrays: see `engine.backends.transfer`."""
+        """A copy of the quantized blocks with these ids, at least one, as NumPy arrays: see
+        `engine.backends.transfer`."""
 
     def write_blocks(self, cache: Cache, blocks: Sequence[int], arrays: Mapping[str, Any]) -> None:
         """What `read_blocks` of any backend gave for as many blocks becomes those with these ids, at least one.
@@ -303,11 +309,12 @@ class Ops(Protocol):
         Raises ValueError where the arrays are no such blocks.
         """
 
-    def read_exact(self, cache: Cache, slot: int, tokens: int) -> tuple[Any, Any]:
-        """A copy of the first `tokens` ≤ N tokens of an exact slot, k and v (K, tokens, D), as precise as it is."""
+    def read_full(self, cache: Cache, slot: int, tokens: int) -> tuple[Any, Any]:
+        """A copy of the first `tokens` ≤ N tokens of a full-precision slot, k and v (K, tokens, D), as precise as it
+        is."""
 
-    def write_exact(self, cache: Cache, slot: int, k: Any, v: Any) -> None:
-        """k, v (K, tokens ≤ N, D), float16 or float32, become the first tokens of an exact slot.
+    def write_full(self, cache: Cache, slot: int, k: Any, v: Any) -> None:
+        """k, v (K, tokens ≤ N, D), float16 or float32, become the first tokens of a full-precision slot.
 
         Raises ValueError where they are no such arrays.
         """

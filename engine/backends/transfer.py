@@ -22,59 +22,59 @@ FIELDS = "fields"
 RECORDS = f"records {records.VERSION}"
 
 
-def fields(form: CacheFormat) -> dict[str, dict[str, Field]]:
-    """The arrays of one coded block of one KV head: of keys ("k"), values ("v") and means ("mean")."""
-    n, d = form.block_size, form.head_dim
-    means = {name: Field(*of) for name, of in mean_fields(form.mean_bits, d).items()} if form.mean_bits else {}
-    return {"k": form.codec_k.fields(n, d), "v": form.codec_v.fields(n, d), "mean": means}
+def fields(format: CacheFormat) -> dict[str, dict[str, Field]]:
+    """The arrays of one quantized block of one KV head: of keys ("k"), values ("v") and means ("mean")."""
+    n, d = format.block_size, format.head_dim
+    means = {name: Field(*of) for name, of in mean_fields(format.mean_bits, d).items()} if format.mean_bits else {}
+    return {"k": format.codec_k.fields(n, d), "v": format.codec_v.fields(n, d), "mean": means}
 
 
-def layouts(form: CacheFormat) -> tuple[Layout, Layout]:
+def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
     """The records of keys and of values. Raises ValueError where no kernel reads them."""
-    n, d = form.block_size, form.head_dim
-    return records.layout(form.codec_k, False, n, d, form.mean_bits), records.layout(form.codec_v, True, n, d)
+    n, d = format.block_size, format.head_dim
+    return records.layout(format.codec_k, False, n, d, format.mean_bits), records.layout(format.codec_v, True, n, d)
 
 
-def as_fields(form: CacheFormat, blocks: int, arrays: Arrays) -> dict[str, np.ndarray]:
+def as_fields(format: CacheFormat, blocks: int, arrays: Arrays) -> dict[str, np.ndarray]:
     """So many blocks, which may be records, as fields. Raises ValueError where the arrays are no such blocks."""
     if "keys" not in arrays:
-        return _checked_fields(form, blocks, arrays)
+        return _checked_fields(format, blocks, arrays)
     keys, values = (
-        layout.unpack(pool) for layout, pool in zip(layouts(form), as_records(form, blocks, arrays), strict=True)
+        layout.unpack(pool) for layout, pool in zip(layouts(format), as_records(format, blocks, arrays), strict=True)
     )
     sides = {"k": keys[0], "v": values[0], "mean": keys[1]}
     return {f"{side}.{name}": array.swapaxes(0, 1) for side, of in sides.items() for name, array in of.items()}
 
 
-def as_records(form: CacheFormat, blocks: int, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
+def as_records(format: CacheFormat, blocks: int, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
     """So many blocks, which may be fields, as records. Raises ValueError where the arrays are no such blocks."""
-    keys, values = layouts(form)
+    keys, values = layouts(format)
     if "keys" in arrays:
         k, v = (
-            _checked(arrays, name, (blocks, form.kv_heads, layout.nbytes), np.dtype(np.uint8))
+            _checked(arrays, name, (blocks, format.kv_heads, layout.nbytes), np.dtype(np.uint8))
             for name, layout in (("keys", keys), ("values", values))
         )
         return k, v
-    given = _checked_fields(form, blocks, arrays)
+    given = _checked_fields(format, blocks, arrays)
     of_k, of_v, mean = (
-        {name: given[f"{side}.{name}"].swapaxes(0, 1) for name in of} for side, of in fields(form).items()
+        {name: given[f"{side}.{name}"].swapaxes(0, 1) for name in of} for side, of in fields(format).items()
     )
     return keys.pack(of_k, mean), values.pack(of_v)
 
 
-def exact_tokens(form: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:
+def full_tokens(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:
     """How many tokens k and v (K, tokens, D) have. Raises ValueError where a block cannot hold them."""
     tokens = k.shape[1] if k.ndim == 3 else 0
-    fits = 0 < tokens <= form.block_size and k.shape == v.shape == (form.kv_heads, tokens, form.head_dim)
+    fits = 0 < tokens <= format.block_size and k.shape == v.shape == (format.kv_heads, tokens, format.head_dim)
     if not fits or {k.dtype, v.dtype} - {np.dtype(np.float16), np.dtype(np.float32)}:
         raise ValueError(f"{k.dtype} {k.shape} and {v.dtype} {v.shape} are no K/V of a block")
     return tokens
 
 
-def _checked_fields(form: CacheFormat, blocks: int, arrays: Arrays) -> dict[str, np.ndarray]:
+def _checked_fields(format: CacheFormat, blocks: int, arrays: Arrays) -> dict[str, np.ndarray]:
     return {
-        f"{side}.{name}": _checked(arrays, f"{side}.{name}", (form.kv_heads, blocks, *field.shape), field.dtype)
-        for side, of in fields(form).items()
+        f"{side}.{name}": _checked(arrays, f"{side}.{name}", (format.kv_heads, blocks, *field.shape), field.dtype)
+        for side, of in fields(format).items()
         for name, field in of.items()
     }
 

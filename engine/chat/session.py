@@ -40,7 +40,7 @@ class Turn:
     seconds: float = 0.0  # from its first token to its last
 
 
-class Session:
+class ChatSession:
     """The messages of a conversation, and its last turn.
 
     A turn that fails, or is stopped before its first token, leaves the messages as they were: a prompt would
@@ -192,7 +192,7 @@ def _session_file(path: str) -> Path:
 
 
 def _messages(note: Any) -> list[Mapping[str, Any]] | None:
-    """The messages in a note of `Session.save`, which end with an answer; None for any other note."""
+    """The messages in a note of `ChatSession.save`, which end with an answer; None for any other note."""
     messages = note.get("messages") if isinstance(note, dict) else None
     if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
         return None

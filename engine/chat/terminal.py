@@ -16,7 +16,7 @@ from contextlib import suppress
 from engine.backends.select import NO_DRIVER, driver_version
 from engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
 from engine.chat.console import Console, discard_output, use_utf8
-from engine.chat.session import Session, Turn, cpu, numbers, why_it_ended, why_larger
+from engine.chat.session import ChatSession, Turn, cpu, numbers, why_it_ended, why_larger
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
@@ -80,7 +80,7 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
     with load(config.weights, config=config, verbose=console.note) as engine:
         console.note(engine.fit_line())
         system = chat.system_prompt if chat.conversation else None
-        session = Session(engine, params, console, system, loop_check=chat.loop_check)
+        session = ChatSession(engine, params, console, system, loop_check=chat.loop_check)
         conversation = _Conversation(session, console, chat)
         return conversation.run(prompt) if chat.conversation else conversation.complete(prompt or "")
 
@@ -99,7 +99,7 @@ def _raw_prompt(prompt: str | None, chat: ChatConfig, console: Console) -> str:
 class _Conversation:
     """Runs messages and commands until the input ends; returns the exit code."""
 
-    def __init__(self, session: Session, console: Console, chat: ChatConfig) -> None:
+    def __init__(self, session: ChatSession, console: Console, chat: ChatConfig) -> None:
         self._session, self._console, self._chat = session, console, chat
         self._one_turn = chat.single_turn or not chat.conversation
         self._code = 0

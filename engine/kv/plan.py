@@ -32,11 +32,11 @@ class CacheShape:
     kv_heads: int  # K
     head_dim: int  # D
     layers: tuple[LayerShape, ...]
-    # Bytes of a coded block and of an exact slot of each layer as the backend stores them, all KV heads. None: without
-    # padding, and float32.
+    # Bytes of a quantized block and of a full-precision slot of each layer as the backend stores them, all KV heads.
+    # None: without padding, and float32.
     stored: tuple[tuple[int, int], ...] | None = None
 
-    def form(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
+    def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """One layer, for the ops."""
         of = self.layers[layer]
         return CacheFormat(
@@ -51,14 +51,14 @@ class CacheShape:
             members.setdefault(layer.window, []).append(index)
         return tuple((window, tuple(layers)) for window, layers in members.items())
 
-    def coded_bytes(self, layers: Iterable[int]) -> int:
-        """One coded block of these layers: both codecs' fields and the key means."""
+    def quantized_bytes(self, layers: Iterable[int]) -> int:
+        """One quantized block of these layers: both codecs' fields and the key means."""
         if self.stored is not None:
             return sum(self.stored[layer][0] for layer in layers)
-        return sum(self._coded_bytes[layer] for layer in layers)
+        return sum(self._quantized_bytes[layer] for layer in layers)
 
     @cached_property
-    def _coded_bytes(self) -> tuple[int, ...]:
+    def _quantized_bytes(self) -> tuple[int, ...]:
         n, d = self.block_size, self.head_dim
 
         def bytes_of(layer: LayerShape) -> int:
@@ -69,8 +69,8 @@ class CacheShape:
         return tuple(self.kv_heads * bytes_of(layer) for layer in self.layers)
 
     @property
-    def exact_bytes(self) -> int:
-        """One exact slot of one layer."""
+    def full_bytes(self) -> int:
+        """One full-precision slot of one layer."""
         if self.stored is not None:
             return self.stored[0][1]
         return 2 * self.kv_heads * self.block_size * self.head_dim * 4
@@ -83,10 +83,11 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> float:
         """What a token takes in complete encoded blocks, all layers, as the backend stores them."""
-        return self.coded_bytes(range(len(self.layers))) / self.block_size
+        return self.quantized_bytes(range(len(self.layers))) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """What a sequence of `tokens` takes: its coded blocks, and the whole exact slots of its sink and its tail.
+        """What a sequence of `tokens` takes: its quantized blocks, and the whole full-precision slots of its sink and
+        its current block.
 
         Blocks that have left a layer's window are no longer held.
         """
@@ -94,18 +95,18 @@ class CacheShape:
         total = 0
         for window, layers in self.groups:
             first = 0 if window is None else max(0, tokens - window + 1) // self.block_size  # block that is still seen
-            exact = (rest > 0) + (complete > 0 and first == 0)
-            coded = max(0, complete - max(1, first))
-            total += coded * self.coded_bytes(layers) + len(layers) * exact * self.exact_bytes
+            full = (rest > 0) + (complete > 0 and first == 0)
+            quantized = max(0, complete - max(1, first))
+            total += quantized * self.quantized_bytes(layers) + len(layers) * full * self.full_bytes
         return total
 
     @property
     def bits_per_value(self) -> float:
         """Bits of a complete encoded block for each of its K/V values, over all layers; what a backend pads apart."""
         values = 2 * len(self.layers) * self.kv_heads * self.block_size * self.head_dim
-        return 8 * sum(self._coded_bytes) / values
+        return 8 * sum(self._quantized_bytes) / values
 
-    def coded_blocks(self, tokens: int) -> tuple[int, ...]:
+    def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
         """Coded blocks that one sequence of `tokens` needs, per group. Block 0 is never coded.
 
         A window needs its blocks twice: a prompt's first tokens still see the old ones while its last are encoded.
@@ -116,10 +117,10 @@ class CacheShape:
             for window, _ in self.groups
         )
 
-    def bytes(self, coded_blocks: tuple[int, ...], exact_slots: int) -> int:
+    def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int) -> int:
         return sum(
-            coded * self.coded_bytes(layers) + len(layers) * exact_slots * self.exact_bytes
-            for (_, layers), coded in zip(self.groups, coded_blocks, strict=True)
+            quantized * self.quantized_bytes(layers) + len(layers) * full_slots * self.full_bytes
+            for (_, layers), quantized in zip(self.groups, quantized_blocks, strict=True)
         )
 
 
@@ -129,25 +130,27 @@ class StorePlan:
 
     shape: CacheShape
     tokens: int
-    coded_blocks: tuple[int, ...]  # per group
-    exact_slots: int
+    quantized_blocks: tuple[int, ...]  # per group
+    full_slots: int
 
     @property
     def bytes(self) -> int:
-        return self.shape.bytes(self.coded_blocks, self.exact_slots)
+        return self.shape.bytes(self.quantized_blocks, self.full_slots)
 
 
-# The slot of the tail that a prompt has just completed, for a moment.
+# The slot of the current block that a prompt has just completed, for a moment.
 _SPARE_SLOTS = 1
 
 
 def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:
-    """The smallest store in which one sequence of `tokens` fits beside the exact slots of `sequences` sequences, which
+    """The smallest store in which one sequence of `tokens` fits beside the full slots of `sequences` sequences, which
     may all have `step_rows` rows in a step.
     """
-    touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size  # blocks that rows may go to, the tail's too
+    touched = (
+        1 + (shape.block_size + step_rows - 2) // shape.block_size
+    )  # blocks that rows may go to, the current block's too
     slots = (1 + touched) * sequences + _SPARE_SLOTS
-    return StorePlan(shape, tokens, shape.coded_blocks(tokens), slots)
+    return StorePlan(shape, tokens, shape.quantized_blocks(tokens), slots)
 
 
 def plan_for_memory(
@@ -197,7 +200,7 @@ def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
     low, high = 0, max_tokens
     while low < high:
         middle = (low + high + 1) // 2
-        if f16.bytes(f16.coded_blocks(middle), plan.exact_slots) <= plan.bytes:
+        if f16.bytes(f16.quantized_blocks(middle), plan.full_slots) <= plan.bytes:
             low = middle
         else:
             high = middle - 1

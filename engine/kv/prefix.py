@@ -3,13 +3,13 @@
 The hash of a block is chained: of the hash before it and of its own token ids, from a root that stands for whatever
 else decides what is stored (model, codecs, conditioning, calibration, block size), and for a salt, which keeps apart
 what is the same otherwise. A block is found as long as its contents last: while a sequence holds it, and from then on
-until the allocator hands it out for something else, the one that has been free the longest first. Exact blocks (the
-first of a sequence, and its tail) can be used in part: of them, as many tokens are copied as a prompt has in common
-with them.
+until the allocator hands it out for something else, the one that has been free the longest first. Full blocks (the
+first of a sequence, and its current block) can be used in part: of them, as many tokens are copied as a prompt has in
+common with them.
 
-    kv = prefixes.resume(ids, salt)   the longest beginning of `ids` that is there
-    prefixes.publish(kv, ids)         after every commit: complete blocks can be found from now on
-    prefixes.release(kv, ids)         the sequence ends: its tail can be found, too
+    kv = prefixes.match_prefix(ids, salt)   the longest beginning of `ids` that is there
+    prefixes.insert(kv, ids)         after every commit: complete blocks can be found from now on
+    prefixes.release(kv, ids)         the sequence ends: its current block can be found, too
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Blocks = list[int | None]  # one per group of layers; None: not there any more, 
 
 
 @dataclass(eq=False)
-class _Exact:
-    """An exact block behind the tokens of `before`: its ids (1 to N of them) and its slots."""
+class _Full:
+    """A full-precision block behind the tokens of `before`: its ids (1 to N of them) and its slots."""
 
     before: bytes
     ids: tuple[int, ...]
@@ -45,8 +45,8 @@ class PrefixCache:
         self._store = store
         self._root = hashlib.blake2b(identity, digest_size=16).digest()
         self._enabled = enabled
-        self._coded: dict[bytes, Blocks] = {}  # by the hash at the block's end
-        self._exact: dict[bytes, list[_Exact]] = {}  # by the hash before them
+        self._quantized: dict[bytes, Blocks] = {}  # by the hash at the block's end
+        self._exact: dict[bytes, list[_Full]] = {}  # by the hash before them
 
     def salted(self, kv: SequenceKV, salt: str) -> SequenceKV:
         """A sequence that nobody can find yet, to be found with `salt`."""
@@ -61,7 +61,7 @@ class PrefixCache:
 
     # -- what can be found -------------------------------------------------------------------------------------
 
-    def publish(self, kv: SequenceKV, ids: Sequence[int]) -> None:
+    def insert(self, kv: SequenceKV, ids: Sequence[int]) -> None:
         """Let the complete blocks of a sequence, whose first kv.length tokens are those of `ids`, be found."""
         n = self._store.shape.block_size
         while self._enabled and len(kv.hashes) < kv.length // n:
@@ -69,17 +69,17 @@ class PrefixCache:
             own = ids[number * n : (number + 1) * n]
             kv.hashes.append(_hash(before, own))
             if number == 0:
-                self._add_exact(before, own, [table.sink for table in kv.tables])
+                self._add_full(before, own, [table.sink for table in kv.tables])
             else:
-                self._add_coded(kv.hashes[-1], [table.block(number) for table in kv.tables])
+                self._add_quantized(kv.hashes[-1], [table.block(number) for table in kv.tables])
 
     def release(self, kv: SequenceKV, ids: Sequence[int]) -> None:
-        """`publish`, the tail as well, and give up the sequence."""
-        self.publish(kv, ids)
+        """`insert`, the current block as well, and give up the sequence."""
+        self.insert(kv, ids)
         start = kv.length - kv.length % self._store.shape.block_size
         if self._enabled and start < kv.length:
             before = self._before(kv.root, kv.hashes)
-            self._add_exact(before, ids[start : kv.length], [table.tail for table in kv.tables])
+            self._add_full(before, ids[start : kv.length], [table.current for table in kv.tables])
         self._store.release(kv)
 
     def discard(self, kv: SequenceKV) -> None:
@@ -88,51 +88,51 @@ class PrefixCache:
             for entry in list(self._exact.get(before, ())):
                 self._drop(entry)
         for key in kv.hashes:
-            for group, block in zip(self._store.groups, self._coded.pop(key, ()), strict=False):
+            for group, block in zip(self._store.groups, self._quantized.pop(key, ()), strict=False):
                 if block is not None:
-                    group.coded.drop(block)
+                    group.quantized.drop(block)
         self._store.release(kv)
 
     def _before(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
         """The hash behind which the next block stands."""
         return hashes[-1] if hashes else root or self._root
 
-    def _add_coded(self, key: bytes, blocks: Blocks) -> None:
-        allocators = [group.coded for group in self._store.groups]
-        known = self._coded.setdefault(key, [None] * len(blocks))
-        _fill(known, blocks, allocators, lambda index: partial(self._forget_coded, key, index))
+    def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
+        allocators = [group.quantized for group in self._store.groups]
+        known = self._quantized.setdefault(key, [None] * len(blocks))
+        _fill(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
         if known == [None] * len(blocks):
-            del self._coded[key]
+            del self._quantized[key]
 
-    def _add_exact(self, before: bytes, ids: Sequence[int], slots: Blocks) -> None:
+    def _add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> None:
         entries, ids = self._exact.setdefault(before, []), tuple(ids)
         known = next((entry for entry in entries if entry.ids == ids), None)
         if known is None:
-            known = _Exact(before, ids, [None] * len(slots))
+            known = _Full(before, ids, [None] * len(slots))
             entries.append(known)
-        allocators = [group.exact for group in self._store.groups]
-        _fill(known.slots, slots, allocators, lambda index: partial(self._forget_exact, known, index))
+        allocators = [group.full for group in self._store.groups]
+        _fill(known.slots, slots, allocators, lambda index: partial(self._forget_full, known, index))
         self._discard_if_empty(known)
 
-    def _forget_coded(self, key: bytes, index: int) -> None:
-        blocks = self._coded[key]
+    def _forget_quantized(self, key: bytes, index: int) -> None:
+        blocks = self._quantized[key]
         blocks[index] = None
         if blocks == [None] * len(blocks):
-            del self._coded[key]
+            del self._quantized[key]
 
-    def _forget_exact(self, entry: _Exact, index: int) -> None:
+    def _forget_full(self, entry: _Full, index: int) -> None:
         entry.slots[index] = None
         self._discard_if_empty(entry)
 
-    def _drop(self, entry: _Exact) -> None:
-        """An exact block cannot be found any more, whoever holds it."""
+    def _drop(self, entry: _Full) -> None:
+        """A full-precision block cannot be found any more, whoever holds it."""
         for index, (group, slot) in enumerate(zip(self._store.groups, entry.slots, strict=True)):
             if slot is not None:
-                group.exact.drop(slot)
+                group.full.drop(slot)
                 entry.slots[index] = None
         self._discard_if_empty(entry)
 
-    def _discard_if_empty(self, entry: _Exact) -> None:
+    def _discard_if_empty(self, entry: _Full) -> None:
         if entry.slots == [None] * len(entry.slots):
             entries = self._exact[entry.before]
             entries.remove(entry)
@@ -141,7 +141,7 @@ class PrefixCache:
 
     # -- finding -----------------------------------------------------------------------------------------------
 
-    def resume(self, ids: Sequence[int], salt: str = "") -> SequenceKV:
+    def match_prefix(self, ids: Sequence[int], salt: str = "") -> SequenceKV:
         """A sequence of as many of the first tokens of `ids` as are stored: complete blocks are shared, a part copied.
 
         salt: what was stored under another one is not found.
@@ -152,11 +152,11 @@ class PrefixCache:
         hashes, known = self._known(ids, root)
         there = self._there(known)
         for count in range(len(known), -1, -1):
-            tail, common = self._tail(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
+            current, common = self._tail(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
             for rest in dict.fromkeys((common, 0)):
                 if self._is_seen(there[count], count, count * n + rest):
                     kv = self._share(known[:count], hashes[:count], count * n + rest, root)
-                    if rest == 0 or self._take(kv, tail, rest):
+                    if rest == 0 or self._take(kv, current, rest):
                         return kv
                     self._store.release(kv)
         raise AssertionError("nothing can always be shared")
@@ -171,7 +171,7 @@ class PrefixCache:
             before, own = self._before(root, hashes), ids[start : start + n]
             hashes.append(_hash(before, own))
             if start:
-                known.append(self._coded.get(hashes[-1], nothing))
+                known.append(self._quantized.get(hashes[-1], nothing))
             else:
                 first = (entry.slots for entry in self._exact.get(before, ()) if entry.ids == tuple(own))
                 known.append(next(first, nothing))
@@ -194,41 +194,42 @@ class PrefixCache:
         tables = [group.share([blocks[index] for blocks in known], length) for index, group in groups]
         return SequenceKV(length, tables, hashes, root)
 
-    def _tail(self, before: bytes, ids: Sequence[int]) -> tuple[_Exact | None, int]:
-        """The exact block behind `before` that has most of its tokens in common with `ids`, and how many."""
+    def _tail(self, before: bytes, ids: Sequence[int]) -> tuple[_Full | None, int]:
+        """The full-precision block behind `before` that has most of its tokens in common with `ids`, and how many."""
         entries = self._exact.get(before, ()) if self._enabled else ()
         whole = [entry for entry in entries if None not in entry.slots]
         best = max(whole, key=lambda entry: _common(entry.ids, ids), default=None)
         # Whole blocks are shared, or out of sight.
         return best, 0 if best is None else min(_common(best.ids, ids), self._store.shape.block_size - 1)
 
-    def _take(self, kv: SequenceKV, tail: _Exact | None, count: int) -> bool:
-        """Give a sequence its tail: the first `count` tokens of an exact block. False where there is no room for it."""
-        assert tail is not None
-        exact = [group.exact for group in self._store.groups]
-        slots = [slot for slot in tail.slots if slot is not None]
-        is_free = not any(allocator.references(slot) for allocator, slot in zip(exact, slots, strict=True))
-        for allocator, slot in zip(exact, slots, strict=True):
+    def _take(self, kv: SequenceKV, current: _Full | None, count: int) -> bool:
+        """Give a sequence its current block: the first `count` tokens of a full-precision block. False where there is
+        no room for it."""
+        assert current is not None
+        full = [group.full for group in self._store.groups]
+        slots = [slot for slot in current.slots if slot is not None]
+        is_free = not any(allocator.references(slot) for allocator, slot in zip(full, slots, strict=True))
+        for allocator, slot in zip(full, slots, strict=True):
             allocator.retain(slot)
-        if is_free and count == len(tail.ids):  # nobody else is about to add to it
-            self._drop(tail)
+        if is_free and count == len(current.ids):  # nobody else is about to add to it
+            self._drop(current)
             _set_tails(kv, slots)
             return True
-        copies = _allocate_each(exact)
+        copies = _allocate_each(full)
         if copies is not None:
             for layer in range(len(self._store.shape.layers)):
                 index = self._store.group_of(layer)
                 places = Place(None, copies[index]), Place(None, slots[index])
-                self._store.ops.copy_exact(self._store.cache(layer), *places, count)
+                self._store.ops.copy_full(self._store.cache(layer), *places, count)
             _set_tails(kv, copies)
-        for allocator, slot in zip(exact, slots, strict=True):
+        for allocator, slot in zip(full, slots, strict=True):
             allocator.release(slot)
         return copies is not None
 
 
 def _set_tails(kv: SequenceKV, slots: Sequence[int]) -> None:
     for table, slot in zip(kv.tables, slots, strict=True):
-        table.tail = slot
+        table.current = slot
 
 
 def _fill(

@@ -1,4 +1,5 @@
-"""A sequence on its way out of the store, or back in: the codes of its blocks, and its exact slots, on the host."""
+"""A sequence on its way out of the store, or back in: the codes of its blocks, and its full-precision slots, on the
+host."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from engine.kv.tables import BlockTable, TableGroup
 class Snapshot:
     """What a store held of a sequence.
 
-    length: tokens. dropped: for each group, coded blocks at the front that had left its window.
-    stored_as: what coded blocks are stored as, see `Ops.stored_as`.
+    length: tokens. dropped: for each group, quantized blocks at the front that had left its window.
+    stored_as: what quantized blocks are stored as, see `Ops.stored_as`.
     arrays: "<layer>.<place>.<name>" → array; places are "coded", with the names of `engine.backends.transfer`, "sink"
     and "tail", with "k" and "v" (K, tokens, D). A sequence that lacks a place, or has it empty, has no arrays for it.
     """
@@ -32,15 +33,15 @@ def export(store: KVStore, sequence: SequenceKV) -> Snapshot:
     """A copy of all that the store holds of a sequence."""
     n, arrays = store.shape.block_size, {}
     for (_, layers), table in zip(store.shape.groups, sequence.tables, strict=True):
-        slots = (("sink", table.sink, n), ("tail", table.tail, sequence.length % n))
+        slots = (("sink", table.sink, n), ("tail", table.current, sequence.length % n))
         for layer in layers:
             cache = store.cache(layer)
-            if table.coded:
-                for name, array in store.ops.read_blocks(cache, table.coded).items():
+            if table.quantized:
+                for name, array in store.ops.read_blocks(cache, table.quantized).items():
                     arrays[f"{layer}.coded.{name}"] = array
             for place, slot, tokens in slots:
                 if slot is not None:
-                    k, v = store.ops.read_exact(cache, slot, tokens)
+                    k, v = store.ops.read_full(cache, slot, tokens)
                     arrays |= {f"{layer}.{place}.k": k, f"{layer}.{place}.v": v}
     dropped = tuple(table.dropped for table in sequence.tables)
     return Snapshot(sequence.length, dropped, store.ops.stored_as, arrays)
@@ -70,32 +71,34 @@ def _reserve(group: TableGroup, length: int, dropped: int, with_sink: bool) -> B
     """A block table whose blocks are to be filled. Raises OutOfBlocks and ValueError and changes nothing then."""
     n, oldest = group.block_size, group.oldest_visible(length)
     complete, rest = divmod(length, n)
-    coded = max(0, complete - 1) - dropped
+    quantized = max(0, complete - 1) - dropped
     lacks_sink = complete > 0 and oldest < n and not with_sink
-    if coded < 0 or not 0 <= dropped <= max(0, oldest // n - 1) or lacks_sink or (with_sink and not complete):
-        raise ValueError(f"{length} tokens do not go on from {coded} coded blocks, {dropped} having left the window")
-    table = BlockTable(coded=group.coded.allocate(coded), dropped=dropped)
+    if quantized < 0 or not 0 <= dropped <= max(0, oldest // n - 1) or lacks_sink or (with_sink and not complete):
+        raise ValueError(
+            f"{length} tokens do not go on from {quantized} quantized blocks, {dropped} having left the window"
+        )
+    table = BlockTable(quantized=group.quantized.allocate(quantized), dropped=dropped)
     try:
-        slots = group.exact.allocate(with_sink + (rest > 0))
+        slots = group.full.allocate(with_sink + (rest > 0))
     except OutOfBlocks:
         group.release(table)
         raise
     table.sink = slots.pop() if with_sink else None
-    table.tail = slots.pop() if rest else None
+    table.current = slots.pop() if rest else None
     return table
 
 
 def _fill(store: KVStore, layer: int, table: BlockTable, saved: Snapshot) -> None:
     """One layer of a table gets its arrays. Raises ValueError where they are missing or no such blocks."""
     n, cache = store.shape.block_size, store.cache(layer)
-    if table.coded:
+    if table.quantized:
         prefix = f"{layer}.coded."
         arrays = {name.removeprefix(prefix): of for name, of in saved.arrays.items() if name.startswith(prefix)}
-        store.ops.write_blocks(cache, table.coded, arrays)
-    for place, slot, tokens in (("sink", table.sink, n), ("tail", table.tail, saved.length % n)):
+        store.ops.write_blocks(cache, table.quantized, arrays)
+    for place, slot, tokens in (("sink", table.sink, n), ("tail", table.current, saved.length % n)):
         if slot is None:
             continue
         k, v = (saved.arrays.get(f"{layer}.{place}.{side}") for side in "kv")
         if k is None or v is None or k.ndim != 3 or k.shape[1] != tokens:
             raise ValueError(f"layer {layer} has no {place} of {tokens} tokens")
-        store.ops.write_exact(cache, slot, k, v)
+        store.ops.write_full(cache, slot, k, v)

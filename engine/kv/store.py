@@ -1,12 +1,12 @@
 """The KV store: where every sequence's K/V lies, and what becomes codes when.
 
-A sequence is cut into blocks of N tokens. Its first block (the sink) and the block it is filling (the tail) stay in
-full precision, in *exact slots*; every complete block between them is encoded. New tokens pass through a `Span`.
-Those of a prompt keep one layer's new K/V in a buffer of their own until that layer is sealed:
+A sequence is cut into blocks of N tokens. Its first block (the sink) and the block it is filling (the current block)
+stay in full precision, in *full-precision slots*; every complete block between them is encoded. New tokens pass
+through a `Span`. Those of a prompt keep one layer's new K/V in a buffer of their own until that layer is sealed:
 
     span = store.open(sequence, count)      blocks are reserved, or OutOfBlocks and nothing has changed
     for every layer:                        begin_layer, append and attend (any number of chunks); once all is appended
-        store.seal(layer, span)             complete blocks become codes, the rest goes to the tail
+        store.seal(layer, span)             complete blocks become codes, the rest goes to the current block
     store.commit(span)                      the sequence is longer now       (or store.abort(span))
 
 Those of a step go straight to the slots of their blocks and stay in full precision until it is known how many of them
@@ -92,12 +92,12 @@ class KVStore:
         self.groups: list[TableGroup] = []
         self._group_of: dict[int, int] = {}
         self._caches: dict[int, Cache] = {}
-        for (window, layers), coded in zip(plan.shape.groups, plan.coded_blocks, strict=True):
+        for (window, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
             for layer in layers:
                 self._group_of[layer] = len(self.groups)
-                form = plan.shape.form(layer, *((None, None) if metrics is None else metrics[layer]))
-                self._caches[layer] = ops.cache(form, coded, plan.exact_slots, list(self._caches.values()))
-            self.groups.append(TableGroup(plan.shape.block_size, window, coded, plan.exact_slots))
+                format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
+                self._caches[layer] = ops.cache(format, quantized, plan.full_slots, list(self._caches.values()))
+            self.groups.append(TableGroup(plan.shape.block_size, window, quantized, plan.full_slots))
 
     def cache(self, layer: int) -> Cache:
         """What the ops have made of one layer."""
@@ -127,7 +127,7 @@ class KVStore:
         """
         growth = self._reserve(sequence, lambda group, table: group.grow(table, sequence.length, count))
         rows = sequence.length % self.shape.block_size + count
-        buffer = self.ops.buffer(self.shape.form(0), rows)
+        buffer = self.ops.buffer(self.shape.format(0), rows)
         return Span(sequence, sequence.length, count, growth, buffer, round_trip)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
@@ -153,16 +153,16 @@ class KVStore:
         table, first = span.sequence.tables[index], span.start // n
         if span.buffer is None:
             slot, *following = span.growth[index].slots.values()
-            now = Place(None, slot)
+            current = Place(None, slot)
         else:
-            now, following = Place(span.buffer, 0), []
+            current, following = Place(span.buffer, 0), []
         return CacheSpan(
             rows=rows,
             position=position,
-            now=now,
-            now_start=first * n,
+            current=current,
+            current_start=first * n,
             sink=table.sink if first else None,
-            table=table.coded,
+            table=table.quantized,
             table_start=(1 + table.dropped) * n,
             following=following,
         )
@@ -172,9 +172,9 @@ class KVStore:
         filled = span.start % self.shape.block_size
         if span.buffer is None or filled == 0:
             return
-        tail = span.sequence.tables[self._group_of[layer]].tail
-        assert tail is not None
-        self.ops.copy_exact(self.cache(layer), Place(span.buffer, 0), Place(None, tail), filled)
+        current = span.sequence.tables[self._group_of[layer]].current
+        assert current is not None
+        self.ops.copy_full(self.cache(layer), Place(span.buffer, 0), Place(None, current), filled)
 
     def seal(self, layer: int, span: Span) -> None:
         """All K/V of the span are appended: encode a prompt's complete blocks, and keep the rest in full precision.
@@ -186,13 +186,13 @@ class KVStore:
         n = self.shape.block_size
         cache, grown = self.cache(layer), span.growth[self._group_of[layer]]
         base = span.start // n  # number of the block that the buffer begins with
-        if grown.coded:
-            sources = [Place(span.buffer, number - base) for number in grown.coded]
+        if grown.quantized:
+            sources = [Place(span.buffer, number - base) for number in grown.quantized]
             with _damage_as_error():
-                self.ops.encode_blocks([cache], list(grown.coded.values()), sources)
+                self.ops.encode_blocks([cache], list(grown.quantized.values()), sources)
         for number, slot in grown.slots.items():
             tokens = min(n, span.start + span.count - number * n)
-            self.ops.copy_exact(cache, Place(None, slot), Place(span.buffer, number - base), tokens)
+            self.ops.copy_full(cache, Place(None, slot), Place(span.buffer, number - base), tokens)
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Replace the K/V in the buffer of a sealed span by what its block reads back as once it is encoded.
@@ -262,8 +262,8 @@ class KVStore:
         """Bytes of the blocks and slots that a sequence holds, shared ones included."""
         shape, total = self.shape, 0
         for (_, layers), table in zip(shape.groups, sequence.tables, strict=True):
-            exact = (table.sink is not None) + (table.tail is not None)
-            total += len(table.coded) * shape.coded_bytes(layers) + len(layers) * exact * shape.exact_bytes
+            full = (table.sink is not None) + (table.current is not None)
+            total += len(table.quantized) * shape.quantized_bytes(layers) + len(layers) * full * shape.full_bytes
         return total
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.ops import Array, Draws, Ops, Spans, StoredSpace
+from engine.backends.ops import Array, Draws, HeadTransform, Ops, Spans
 from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
 from engine.model.rope import Rope, RopeTables
@@ -66,7 +66,7 @@ class ModelWeights:
     bytes: int
 
 
-class Model:
+class Transformer:
     """Token ids in, logits out; K/V go to the store on the way."""
 
     def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, store: KVStore, taps: Taps | None = None):
@@ -79,7 +79,7 @@ class Model:
         self._ropes = RopeTables(config)
         self.attention_scale = config.attention_scale or config.head_dim**-0.5
         spaces = [
-            StoredSpace(
+            HeadTransform(
                 config.kv_heads,
                 stored.scales(config.heads),
                 stored.key_rotation,
@@ -92,7 +92,7 @@ class Model:
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
-    def walk(
+    def forward_units(
         self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, *, by_layer: bool = False
     ) -> Generator[int, None, Array]:
         """Take the new tokens `ids` of `spans`, in order, through all layers, and their K/V into the store.
@@ -111,7 +111,7 @@ class Model:
         x = self._embed(self.ops.to_device(np.asarray(ids, np.int32)))
         ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self._rope(spans)]
         units = [slice(first, min(first + step, count)) for first in range(0, count, step)]
-        parts = [[self._part(spans, rows, first_output) for rows in self.ops.parts(unit)] for unit in units]
+        parts = [[self._part(spans, rows, first_output) for rows in self.ops.split_rows(unit)] for unit in units]
         done, last = 0, (self.config.layers - 1, units[-1])
         for layer in range(self.config.layers):
             for span in spans:
@@ -125,9 +125,9 @@ class Model:
                     done = 0
         return x[first_output:]
 
-    def run(self, spans: Sequence[Span], ids: Sequence[int]) -> Array:
-        """`walk` without stops: hidden states (T, E)."""
-        units = self.walk(spans, ids)
+    def forward(self, spans: Sequence[Span], ids: Sequence[int]) -> Array:
+        """`forward_units` without stops: hidden states (T, E)."""
+        units = self.forward_units(spans, ids)
         while True:
             try:
                 next(units)
@@ -158,7 +158,7 @@ class Model:
         ropes = [table for rope in self._rope(spans) for table in rope]
         inputs = [np.asarray(ids, np.int32), self.ops.pack_draws(draws), *ropes, *seen]
         most = max(span.count for span in spans)
-        chosen, logits = self.ops.replay(("step", most), self._step, inputs)
+        chosen, logits = self.ops.run_graph(("step", most), self._step, inputs)
         return self.ops.fetch_tokens(chosen, logits, draws)
 
     def _step(self, ids: Array, draws: Draws, *tables: Any) -> tuple[Array, Array]:
@@ -224,12 +224,12 @@ class Model:
                 self._mix(layer, x[part.rows][skipped:], queries[i][skipped:], spans, part.position + skipped)
 
         # A row attends to all K/V before it: every part is projected before the first one attends.
-        queries = self.ops.each(project, len(parts))
+        queries = self.ops.parallel_map(project, len(parts))
         for span in complete:
             self.store.seal(layer, span)
             if span.round_trip:
                 self.store.round_trip(layer, span)
-        self.ops.each(mix, len(parts))
+        self.ops.parallel_map(mix, len(parts))
 
     def _project(
         self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans, position: int | None = None
@@ -250,7 +250,7 @@ class Model:
         heads, cache = (qkv, (cos, sin), self._spaces[layer]), self.store.cache(layer)
         if self.taps is None or position is None:
             return ops.place_kv(*heads, cache, spans, norms)
-        q, k, v = ops.condition(*heads, norms)
+        q, k, v = ops.transform_heads(*heads, norms)
         self.taps("queries", layer, position, q)
         self.taps("keys", layer, position, k)
         ops.append_kv(cache, spans, k, v)

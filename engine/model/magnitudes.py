@@ -97,9 +97,9 @@ def _turned(config: ModelConfig, layer: int, block_size: int | None) -> np.ndarr
     return np.tile(1 - np.abs(mean) ** 2, 2)
 
 
-def scale(of: Variances, balance: np.ndarray | None = None) -> Scale:
-    """What keys, balanced by s (K, D), and values of these variances are divided by, so that their rms is near 1."""
-    s = np.ones(of.keys.shape, np.float32) if balance is None else balance
+def scale(of: Variances, smoothing: np.ndarray | None = None) -> Scale:
+    """What keys, smoothed by s (K, D), and values of these variances are divided by, so that their rms is near 1."""
+    s = np.ones(of.keys.shape, np.float32) if smoothing is None else smoothing
     return Scale(s * _power_of_two(of.keys / np.square(s, dtype=np.float64))[:, None], _power_of_two(of.values))
 
 

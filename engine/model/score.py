@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.kv.store import SequenceKV
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.outputs import Score
 from engine.sampling.sample import log_softmax
 
@@ -16,7 +16,7 @@ _ROWS = 256
 
 
 def score(
-    model: Model, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False, logits: bool = False
+    model: Transformer, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False, logits: bool = False
 ) -> Score:
     """Feed `ids` (T,) to the empty sequence `kv` in chunks of one block each, and score every next id.
 
@@ -31,7 +31,7 @@ def score(
         chunk = ids[start : start + size]
         span = model.store.open(kv, len(chunk), round_trip=every_token_coded)
         try:
-            hidden = model.run([span], chunk)
+            hidden = model.forward([span], chunk)
         except BaseException:
             model.store.abort(span)
             raise

@@ -5,12 +5,12 @@ Attention does not change under any of these when nothing is quantized, but what
 * Centring. softmax(q·k + c) does not depend on c, so the mean μ of a block of keys can be taken out and its product
   with q added back once per block: q·k = q·μ + q·(k − μ). A constant key bias, which a rotation would smear over all
   channels, costs the codec nothing then.
-* Balancing. For any positive s, q·k = (s∘q)·(k/s): channels whose keys vary much and whose queries ask little are made
-  smaller before the codec spends its precision on them.
+* Smoothing. For any positive s, q·k = (s∘q)·(k/s): channels whose keys vary much and whose queries ask little are made
+  smaller before the codec spends its precision on them (as in Xiao et al., "SmoothQuant", 2023, §4).
 * Scaling. Codes have a range, so keys and values of each KV head are divided by a power of two near their size: queries
   are multiplied by that of their keys, the attention output by that of its values. Only exponents change.
-* Rotation. For orthogonal W, (qW)·(kW) = q·k. The codec declares its W; queries turn with the keys, values turn with
-  a W of their own and the attention output is turned back once.
+* Rotation. For orthogonal W, (qW)·(kW) = q·k. The codec declares its W; queries are rotated as the keys, values by
+  a W of their own, and the attention output is rotated back once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 class Scale(NamedTuple):
     """s of the keys and of the values of one layer, float32, positive."""
 
-    keys: np.ndarray  # (K, D): balance times a power of two; equal on both channels of a RoPE pair
+    keys: np.ndarray  # (K, D): smoothing times a power of two; equal on both channels of a RoPE pair
     values: np.ndarray  # (K,): powers of two
 
 

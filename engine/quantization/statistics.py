@@ -1,7 +1,7 @@
-"""What one layer's queries and keys look like, which decides how its cache is balanced and encoded.
+"""What one layer's queries and keys look like, which decides how its cache is smoothed and encoded.
 
 Letters: T tokens, H query heads, K KV heads, G = H / K, D head dim, N block size. Queries and keys are those that
-attention multiplies: after RoPE, before balance and rotation, the softmax scale not applied.
+attention multiplies: after RoPE, before smoothing and rotation, the softmax scale not applied.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Keys take more of the balance than queries: by the square roots of both, KL is about 15 % larger.
+# Keys take more of the smoothing than queries: by the square roots of both, KL is about 15 % larger.
 _KEY_EXPONENT = 0.75
 _QUERY_EXPONENT = 0.25
 
-# A channel that hardly moves is balanced as if it had this share of its head's mean variance.
+# A channel that hardly moves is smoothed as if it had this share of its head's mean variance.
 _LEAST_VARIANCE = 1e-8
 
 
@@ -85,7 +85,7 @@ def measure(
     )
 
 
-def balance(statistics: LayerStatistics) -> np.ndarray:
+def smoothing(statistics: LayerStatistics) -> np.ndarray:
     """s (K, D) float32: keys are stored as k / s and asked with s ∘ q, which changes no product.
 
     s = σ_k^¾ / σ_q^¼, equal for the two channels of a RoPE pair (j, j + D/2); geometric mean 1 for each head.

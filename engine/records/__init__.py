@@ -56,7 +56,7 @@ class Layout:
         return -(-end // _LINE) * _LINE
 
     @property
-    def exact(self) -> Layout:
+    def full(self) -> Layout:
         """The layout of full-precision records of the same side and shape."""
         shape = self.record.geometry
         return layout(codecs.get(codecs.FULL), shape.values, shape.block_size, shape.head_dim)

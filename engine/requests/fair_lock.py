@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from model_loaders.forks import renew_in_children
 
 
-class Turns:
+class FairLock:
     """A lock that is handed on in order.
 
     A plain lock would nearly always go back to the thread that has just released it: one that takes it for every token

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,7 @@ from engine.kv.store import SequenceKV, Span
 from engine.limits import check_roles
 from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from engine.requests.answers import Answers
-from engine.requests.scheduler import Sequence
+from engine.requests.scheduler import TokenSequence
 from engine.sampling.constraints import Constraint, checked_mask
 from engine.sampling.detokenizer import Detokenizer, StopFilter
 from engine.sampling.dry import Dry
@@ -28,7 +27,7 @@ from engine.sampling.sample import Draw, Sampled, Sampling, resolve
 from model_loaders.prompt import chat_ids
 from model_loaders.tokenizers import Tokenizer
 
-Prompt = str | Many[Mapping[str, Any]] | Many[int]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 _NOTHING = Chunk("", ())
 _MOST_CHARACTERS = 16  # for each token of the context: a text with no more is tokenized at once
@@ -61,9 +60,9 @@ def prompt_ids(
             return chat_ids(known, model.template, tokenizer, check)
         except ValueError as error:
             raise EngineError(str(error)) from None
-    if not isinstance(prompt, (Many, np.ndarray)) or isinstance(prompt, bytes):
+    if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
         raise EngineError(f"A prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
-    return list(cast(Many[int], prompt))
+    return list(cast(Sequence[int], prompt))
 
 
 def _must_be_able_to_fit(model: model_loaders.Model, context: int | None, text: str) -> None:
@@ -88,11 +87,11 @@ def _too_long(told: str, tokens: int, model: model_loaders.Model, context: int) 
     )
 
 
-def is_chat(prompt: Prompt) -> TypeGuard[Many[Mapping[str, Any]]]:
-    return isinstance(prompt, Many) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def checked_ids(ids: Many[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
+def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
     """`ids` as ints. Raises EngineError where there are none, unknown ones, or no `room` behind them in `context`."""
     known = model.vocabulary
     if len(ids) == 0:
@@ -122,7 +121,7 @@ class Ticket:
 
 
 @dataclass
-class Walk:
+class Prefill:
     """A prefill under way."""
 
     span: Span
@@ -155,7 +154,7 @@ class Clock:
 class Request:
     """A sequence and what turns its logits into chunks; `sampling` is `params` with defaults filled in."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     params: SamplingParams
     sampling: Sampling
     tokenizer: Tokenizer
@@ -164,10 +163,10 @@ class Request:
     outbox: Outbox
     options: PromptOptions = PromptOptions()  # noqa: RUF009 - frozen
     wants_progress: bool = False
-    keep: Callable[[Many[int]], None] | None = None  # remembers the answer's ids
+    keep: Callable[[Sequence[int]], None] | None = None  # remembers the answer's ids
     constraint: Constraint | None = None
     kv: SequenceKV | None = None
-    walk: Walk | None = None
+    prefill: Prefill | None = None
     cached: int | None = None  # prompt tokens found in the store; None before anyone has looked
     clock: Clock = field(default_factory=Clock)
     damaged: bool = False  # whether it ended because its numbers were not finite
@@ -197,7 +196,7 @@ class Request:
         room = context - len(ids)
         most = room if params.max_tokens < 0 else min(params.max_tokens, room)
         return cls(
-            Sequence(tuple(ids), most),
+            TokenSequence(tuple(ids), most),
             params,
             sampling,
             model.tokenizer,
@@ -223,19 +222,19 @@ class Request:
             self._dry = Dry(self.sampling, partial(_token_text, self.tokenizer), len(self.sequence.prompt))
             self._dry.read(self.sequence.ids)  # here, where nobody waits for the engine meanwhile
 
-    def found(self, length: int) -> None:
+    def record_prefix_hit(self, length: int) -> None:
         """So many tokens were in the store when the request came to be computed; its first token settles it."""
         if self.sequence.generated == 0:
             self.cached = length
 
-    def goes_on_from(self, length: int) -> bool:
+    def reproduces(self, length: int) -> bool:
         """Whether the rest is computed as it was, or for the first time, where so many tokens are in the store.
 
         A prompt sees itself exact and what was found as codes: once it has been computed, no more of it may be found.
         """
         return self.sequence.generated == 0 or not (self.cached or 0) < length < len(self.sequence.prompt)
 
-    def next_stop(self, start: int, block_size: int) -> int:
+    def span_end(self, start: int, block_size: int) -> int:
         """Where the tokens end that go into the store together, of those from `start` on.
 
         The prompt behind what was found. A request that gave way computes everything again as it was: what had been
@@ -306,9 +305,9 @@ class Request:
 
     def report_progress(self, layers: int) -> None:
         """Put out how far the prefill is; nothing where a request that gave way is computed again behind its text."""
-        assert self.walk is not None
+        assert self.prefill is not None
         if self.wants_progress and self.sequence.generated == 0:
-            done = (self.cached or 0) + self.walk.rows // layers
+            done = (self.cached or 0) + self.prefill.rows // layers
             self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=len(self.sequence.prompt)))
 
     def usage(self) -> Usage:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
 from engine.kv.store import SequenceKV, Span
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.outputs import Status
-from engine.requests.request import Request, Walk
-from engine.requests.scheduler import Scheduler, Sequence
+from engine.requests.request import Prefill, Request
+from engine.requests.scheduler import Scheduler, TokenSequence
 from engine.sampling.sample import Draw
 
 
@@ -25,13 +25,13 @@ class Held:
     salt: str = ""  # with which they are found
 
 
-class Work:
+class Runner:
     """All requests that wait or are being computed. One thread at a time."""
 
-    def __init__(self, model: Model, prefixes: PrefixCache, scheduler: Scheduler):
+    def __init__(self, model: Transformer, prefixes: PrefixCache, scheduler: Scheduler):
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler = scheduler
-        self.requests: dict[Sequence, Request] = {}
+        self.requests: dict[TokenSequence, Request] = {}
         self.newest = Held()
 
     def submit(self, request: Request) -> None:
@@ -58,10 +58,10 @@ class Work:
             else:
                 self._step_all(requests)
         except Exception as error:
-            for request in self._concerned(requests, unit.is_prefill):
+            for request in self._affected(requests, unit.is_prefill):
                 request.fail(error)
         except BaseException:  # Ctrl-C, maybe in a thread that waits for another request and works on this one
-            for request in self._concerned(requests, unit.is_prefill):
+            for request in self._affected(requests, unit.is_prefill):
                 request.finish("cancelled")
             raise
         finally:
@@ -71,12 +71,12 @@ class Work:
             self.sweep()
 
     @staticmethod
-    def _concerned(requests: Many[Request], is_prefill: bool) -> list[Request]:
+    def _affected(requests: Sequence[Request], is_prefill: bool) -> list[Request]:
         """Those that an error ends: who has given way before it has nothing to do with it."""
         return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
 
     def status(self) -> Status:
-        blocks = [group.coded for group in self._store.groups]
+        blocks = [group.quantized for group in self._store.groups]
         size, free, kept = (sum(getattr(group, name) for group in blocks) for name in ("size", "free", "kept"))
         running = self._scheduler.running
         return Status(
@@ -94,21 +94,21 @@ class Work:
         for request in [request for request in self.requests.values() if request.sequence.finished]:
             self._scheduler.remove(request.sequence)
             del self.requests[request.sequence]
-            self._leave(request)
+            self._release(request)
 
-    def _leave(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         """Let go of the store; what is in there can be found again until its room is needed, unless it is damaged."""
-        walk, kv, request.walk, request.kv = request.walk, request.kv, None, None
-        if walk is not None:
-            self._store.abort(walk.span)
+        prefill, kv, request.prefill, request.kv = request.prefill, request.kv, None, None
+        if prefill is not None:
+            self._store.abort(prefill.span)
         if kv is None:
             return
         if request.damaged:
             self._prefixes.discard(kv)
         else:
-            self.leave(request.sequence.ids, kv, request.options.cache_salt)
+            self.release(request.sequence.ids, kv, request.options.cache_salt)
 
-    def leave(self, ids: Many[int], kv: SequenceKV, salt: str) -> None:
+    def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
         """Let go of a sequence whose first tokens are those of `ids`: it is the newest that can be found again."""
         if kv.length:
             self.newest = Held(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
@@ -120,51 +120,51 @@ class Work:
         """One unit of a prompt, or of what a request that gave way had computed before."""
         try:
             if request.kv is None:
-                request.kv = self._resume(request)
-                request.found(request.kv.length)
-            if request.walk is None and request.kv.length < request.sequence.computable:
-                request.walk = self._walk(request)
+                request.kv = self._match_prefix(request)
+                request.record_prefix_hit(request.kv.length)
+            if request.prefill is None and request.kv.length < request.sequence.computable:
+                request.prefill = self._begin(request)
         except OutOfBlocks:
-            self._leave(request)
-            if not self._scheduler.wait(request.sequence):
+            self._release(request)
+            if not self._scheduler.requeue(request.sequence):
                 request.finish("length")
             return
         self._scheduler.admit(request.sequence)
-        if request.walk is not None:
-            self._advance(request, request.walk)
-        if request.walk is None and request.kv.length == request.sequence.computable:
+        if request.prefill is not None:
+            self._advance(request, request.prefill)
+        if request.prefill is None and request.kv.length == request.sequence.computable:
             self._scheduler.prefilled(request.sequence)
 
-    def _resume(self, request: Request) -> SequenceKV:
+    def _match_prefix(self, request: Request) -> SequenceKV:
         """What the store has of a request's tokens. Raises OutOfBlocks."""
         options = request.options
         ids = request.sequence.ids[:-1] if options.cache_prompt else ()
-        kv = self._prefixes.resume(ids, options.cache_salt)
-        if request.goes_on_from(kv.length):
+        kv = self._prefixes.match_prefix(ids, options.cache_salt)
+        if request.reproduces(kv.length):
             return kv
         self._prefixes.release(kv, ids)
-        return self._prefixes.resume(ids[: request.cached], options.cache_salt)
+        return self._prefixes.match_prefix(ids[: request.cached], options.cache_salt)
 
-    def _walk(self, request: Request) -> Walk:
+    def _begin(self, request: Request) -> Prefill:
         """The next tokens of a request on their way. Raises OutOfBlocks."""
         assert request.kv is not None
         start = request.kv.length
-        stop = request.next_stop(start, self._store.shape.block_size)
+        stop = request.span_end(start, self._store.shape.block_size)
         span = self._store.open(request.kv, stop - start)
-        return Walk(span, self._model.walk([span], request.sequence.ids[start:stop], outputs=1))
+        return Prefill(span, self._model.forward_units([span], request.sequence.ids[start:stop], outputs=1))
 
-    def _advance(self, request: Request, walk: Walk) -> None:
+    def _advance(self, request: Request, prefill: Prefill) -> None:
         """One unit of a walk; behind the last one of a prompt comes its first token."""
         layers = self._model.config.layers
         try:
-            walk.rows += next(walk.units)
+            prefill.rows += next(prefill.units)
             request.report_progress(layers)
-            if walk.rows == walk.span.count * layers:
-                next(walk.units)  # nothing is left but the result
+            if prefill.rows == prefill.span.count * layers:
+                next(prefill.units)  # nothing is left but the result
         except StopIteration as end:
-            self._store.commit(walk.span)
-            self._prefixes.publish(walk.span.sequence, request.sequence.ids)
-            request.walk = None
+            self._store.commit(prefill.span)
+            self._prefixes.insert(prefill.span.sequence, request.sequence.ids)
+            request.prefill = None
             if request.sequence.generated:
                 return
             if request.sequence.max_tokens == 0:
@@ -177,7 +177,7 @@ class Work:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def _step_all(self, requests: Many[Request]) -> None:
+    def _step_all(self, requests: Sequence[Request]) -> None:
         """One more token of every request, oldest first: the newest token of each is fed."""
         spans: dict[Request, Span] = {}
         draws: list[Draw] = []
@@ -203,7 +203,7 @@ class Work:
                 self._store.abort(span)
             raise
         for request, span in spans.items():
-            self._prefixes.publish(span.sequence, request.sequence.ids)
+            self._prefixes.insert(span.sequence, request.sequence.ids)
         for number, (request, token) in enumerate(zip(spans, tokens, strict=True)):
             request.take(damaged.get(number, token))
 
@@ -217,5 +217,5 @@ class Work:
                 if youngest is None:
                     request.finish("length")
                     return None
-                self._leave(self.requests[youngest])
+                self._release(self.requests[youngest])
         return None

@@ -25,7 +25,7 @@ _CATCH_UP = 1.5  # times its share that prefill may take between two steps
 
 
 @dataclass(eq=False)
-class Sequence:
+class TokenSequence:
     """A prompt and what has been generated behind it."""
 
     prompt: tuple[int, ...]
@@ -52,11 +52,11 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Work:
+class Unit:
     """A unit of work: a part of the prompt of one sequence, or a step of each of several."""
 
     is_prefill: bool
-    sequences: tuple[Sequence, ...]  # oldest first
+    sequences: tuple[TokenSequence, ...]  # oldest first
     fills_a_block: bool = False
 
 
@@ -68,16 +68,16 @@ class Scheduler:
         self._prefill_share = prefill_share
         self._block_size = block_size
         self._arrivals = 0
-        self._waiting: list[Sequence] = []  # by arrival, as `_running`
-        self._prefilling: Sequence | None = None
-        self._running: list[Sequence] = []
+        self._waiting: list[TokenSequence] = []  # by arrival, as `_running`
+        self._prefilling: TokenSequence | None = None
+        self._running: list[TokenSequence] = []
         self._held = False  # nobody is admitted before somebody has left
         self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
         self._prefill_since = 0.0  # seconds that it has had since the last step
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds
         self._filling_steps: deque[float] = deque(maxlen=_RECENT)  # seconds of those that filled a block
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: TokenSequence) -> None:
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._waiting.append(sequence)
@@ -87,14 +87,14 @@ class Scheduler:
         """Sequences that take part in steps."""
         return len(self._running)
 
-    def schedule(self) -> Work | None:
+    def schedule(self) -> Unit | None:
         """The next unit of work; None when there is nothing to do."""
         prompt = self._prefilling or self._next()
         if prompt is None or not self._running:  # nobody to share the time with
             self._prefill_ahead = 0.0
         if prompt is not None and (not self._running or self._prefill_is_due):
-            return Work(True, (prompt,))
-        return Work(False, tuple(self._running), self._step_fills_a_block) if self._running else None
+            return Unit(True, (prompt,))
+        return Unit(False, tuple(self._running), self._step_fills_a_block) if self._running else None
 
     @property
     def _prefill_is_due(self) -> bool:
@@ -110,7 +110,7 @@ class Scheduler:
     def _step_fills_a_block(self) -> bool:
         return any(len(sequence.ids) % self._block_size == 0 for sequence in self._running)
 
-    def spent(self, unit: Work, seconds: float) -> None:
+    def spent(self, unit: Unit, seconds: float) -> None:
         """Count the seconds that a unit has taken."""
         share = self._prefill_share
         if unit.is_prefill:
@@ -123,24 +123,24 @@ class Scheduler:
             if unit.fills_a_block:
                 self._filling_steps.append(seconds)
 
-    def _next(self) -> Sequence | None:
+    def _next(self) -> TokenSequence | None:
         """Who may be admitted."""
         if self._held or not self._waiting or len(self._running) >= self._most:
             return None
         return self._waiting[0]
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, sequence: TokenSequence) -> None:
         """There is room for the sequence, if it has not had it before."""
         if self._prefilling is None:
             self._waiting.remove(sequence)
             self._prefilling = sequence
 
-    def prefilled(self, sequence: Sequence) -> None:
+    def prefilled(self, sequence: TokenSequence) -> None:
         """Its prompt is in the store: it takes part in steps from now on."""
         self._prefilling = None
         bisect.insort(self._running, sequence, key=_arrival)
 
-    def wait(self, sequence: Sequence) -> bool:
+    def requeue(self, sequence: TokenSequence) -> bool:
         """There is no room for the sequence before somebody leaves. False if nobody runs who could."""
         if sequence is self._prefilling:
             self._prefilling = None
@@ -148,7 +148,7 @@ class Scheduler:
         self._held = bool(self._running)
         return self._held
 
-    def preempt(self) -> Sequence | None:
+    def preempt(self) -> TokenSequence | None:
         """The youngest that computes goes back to wait until somebody has left; None if there is only one."""
         computing = [*self._running, *([self._prefilling] if self._prefilling else [])]
         if len(computing) < 2:
@@ -159,7 +159,7 @@ class Scheduler:
         self._held = True
         return youngest
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """Forget a finished or cancelled sequence; others may take its place."""
         self._held = False
         if sequence is self._prefilling:
@@ -169,5 +169,5 @@ class Scheduler:
                 group.remove(sequence)
 
 
-def _arrival(sequence: Sequence) -> int:
+def _arrival(sequence: TokenSequence) -> int:
     return sequence.arrival

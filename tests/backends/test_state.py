@@ -11,7 +11,7 @@ import pytest
 from engine import Engine, SamplingParams, assembly
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import StoredSpace
+from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import signed_hadamard
 from tests.cuda.emulated import open_device
 
@@ -59,9 +59,9 @@ def test_what_is_prepared_stays_when_the_host_lets_go() -> None:
     qkv, turns = rng.standard_normal((2, 4, 16), np.float32), tuple(rng.standard_normal((2, 2, 8), np.float32))
 
     def keys(rotation: np.ndarray) -> np.ndarray:
-        (space,) = ops.prepare([StoredSpace(1, None, rotation, None)])
+        (space,) = ops.prepare([HeadTransform(1, None, rotation, None)])
         rotation[:] = np.nan
-        return ops.to_host(ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), space)[1])
+        return ops.to_host(ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, turns)), space)[1])
 
-    wanted = NumpyOps().condition(qkv.copy(), turns, StoredSpace(1, None, signed_hadamard(16)))[1]
+    wanted = NumpyOps().transform_heads(qkv.copy(), turns, HeadTransform(1, None, signed_hadamard(16)))[1]
     np.testing.assert_allclose(keys(signed_hadamard(16).copy()), wanted, atol=1e-5)

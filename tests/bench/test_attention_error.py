@@ -13,7 +13,7 @@ from bench.quality.attention_error import Recorder, Recording, Replay
 from bench.quality.exact import Change, Exact
 from engine import Engine
 from engine.flags import FlagError
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from tests.tiny import make_model
 from tests.weights import linear
 
@@ -33,9 +33,9 @@ def recording(exact: Exact) -> Recording:
 
 
 def errors(exact: Exact, recording: Recording, *changes: Change, **settings: object) -> list[float]:
-    replay = Replay()
-    with exact.open(replay.install, *changes, ctx_size=len(IDS), block_size=16, **settings) as engine:
-        return replay.errors(engine, IDS, recording, every_token_coded=True)
+    run_graph = Replay()
+    with exact.open(run_graph.install, *changes, ctx_size=len(IDS), block_size=16, **settings) as engine:
+        return run_graph.errors(engine, IDS, recording, every_token_coded=True)
 
 
 def test_a_recording_has_every_row_of_every_layer(exact: Exact, recording: Recording) -> None:
@@ -71,7 +71,7 @@ def test_the_first_layer_errs_by_what_codes_do_to_its_attention(exact: Exact, re
 
 
 def test_no_layer_answers_for_another(exact: Exact, recording: Recording) -> None:
-    def ruin_what_the_first_layer_adds(model: Model) -> None:
+    def ruin_what_the_first_layer_adds(model: Transformer) -> None:
         first, *others = model.weights.layers
         ruined = linear(-3 * model.ops.rows(first.down))
         model.weights = replace(model.weights, layers=[replace(first, down=ruined), *others])
@@ -81,9 +81,12 @@ def test_no_layer_answers_for_another(exact: Exact, recording: Recording) -> Non
 
 
 def test_scoring_goes_on_as_before_between_replays(exact: Exact, recording: Recording) -> None:
-    replay = Replay()
-    with exact.open(replay.install, ctx_size=len(IDS), **POLAR) as engine, exact.open(ctx_size=200, **POLAR) as other:
-        replay.errors(engine, IDS, recording)
+    run_graph = Replay()
+    with (
+        exact.open(run_graph.install, ctx_size=len(IDS), **POLAR) as engine,
+        exact.open(ctx_size=200, **POLAR) as other,
+    ):
+        run_graph.errors(engine, IDS, recording)
         np.testing.assert_allclose(engine.score(IDS).logprobs, other.score(IDS).logprobs, rtol=1e-5, atol=1e-5)
 
 

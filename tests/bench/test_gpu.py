@@ -250,10 +250,10 @@ def test_a_type_without_a_kernel_gets_a_sentence() -> None:
 
 def test_records_repeat_to_the_end_of_every_pool() -> None:
     ops, _ = emulated().open()
-    form = layer_form(SIZES, CacheType.read("ring4/ring3.5"), None, None)
-    cache = ops.cache(form, 11, 7)
+    format = layer_form(SIZES, CacheType.read("ring4/ring3.5"), None, None)
+    cache = ops.cache(format, 11, 7)
     fill(ops, HostClock(), cache, Content.random(3, 16, 2, 16))
-    for pool in (cache.keys.coded, cache.values.coded, *cache.exact):
+    for pool in (cache.keys.quantized, cache.values.quantized, *cache.full):
         assert len(np.unique(pool.reshape(len(pool), -1), axis=0)) == 3
         np.testing.assert_array_equal(pool, pool[np.arange(len(pool)) % 3])
 
@@ -361,7 +361,7 @@ class FakeTorch(ModuleType):
                 return later.time - self.time
 
         class Graph:
-            def replay(self) -> None:
+            def run_graph(self) -> None:
                 owner.now += len(self.work)
 
         class Recording:

@@ -60,7 +60,7 @@ def test_an_ablation_is_measured_with_its_own_encoding(tiny_path: Path) -> None:
     """Means of 16 bits a channel instead of 8, in blocks of 64 tokens, are 8 / 64 of a bit more for each key."""
     whole, *others = chosen_types(None, "ring4", key_conditioning=True)
     (large_means,) = [one for one in others if one.label == "ring4 without small means"]
-    ids = [*range(5, 85)] * 2  # a coded block between the first and the current one
+    ids = [*range(5, 85)] * 2  # a quantized block between the first and the current one
     with Exact(str(tiny_path), len(ids)) as exact:
         rows = measure(exact, [whole, large_means], [ids]).rows
         cells = find(exact, [whole, large_means], [Prompt(len(ids), 50, ids[:-2], ids[-2:])])

@@ -21,7 +21,7 @@ from bench.speed import full_precision, peer
 from bench.speed.timing import Rates, Streams, generation_rate, prompt_rate, weights_rate
 from engine import Engine
 from engine.backends.numpy.ops import NumpyOps
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.weight_formats import Linear
 from tests.bare import bare_model, read_model
 from tests.conftest import FIXTURES
@@ -89,8 +89,8 @@ def test_a_prompt_from_the_cache_is_not_taken_for_a_measurement() -> None:
 def test_generation_takes_as_many_steps_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end-of-story token does not end it, and the first token, out of the prefill, is no step."""
     steps = []
-    take = Model.step
-    monkeypatch.setattr(Model, "step", lambda *given: (steps.append(1), take(*given))[1])
+    take = Transformer.step
+    monkeypatch.setattr(Transformer, "step", lambda *given: (steps.append(1), take(*given))[1])
     with Engine.load(shared("models", "stories260K"), ctx_size=320, kept_sequences=0) as engine:
         assert generation_rate(engine, [1, 403, 407], 300) > 0
     assert len(steps) == 300
@@ -99,15 +99,15 @@ def test_generation_takes_as_many_steps_as_are_asked_for(monkeypatch: pytest.Mon
 def test_streams_take_their_steps_together_and_start_over_with_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = read_model(FIXTURES / "llama_gqa_linear")
     model, steps = bare_model(config, weights), []
-    take = Model.step
-    monkeypatch.setattr(Model, "step", lambda *of: (steps.append([span.start for span in of[1]]), take(*of))[1])
+    take = Transformer.step
+    monkeypatch.setattr(Transformer, "step", lambda *of: (steps.append([span.start for span in of[1]]), take(*of))[1])
     streams = Streams(model, [[5] * 64, [6] * 128, [7] * 64])
-    free = [(group.coded.free, group.exact.free) for group in model.store.groups]
+    free = [(group.quantized.free, group.full.free) for group in model.store.groups]
     for _ in range(2):
         assert streams.rate(2, 5) > 0
         assert steps == [[64 + i, 128 + i] for i in range(5)]
         steps.clear()
-    assert [(group.coded.free, group.exact.free) for group in model.store.groups] == free
+    assert [(group.quantized.free, group.full.free) for group in model.store.groups] == free
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@
     q = rng.standard_normal((cache.rows, heads, head_dim), np.float32)
     cache.assert_attention(out, q, window)
 
-A sequence is [sink | coded blocks | now]. Whatever no row may read is NaN (exact records) or random bytes (coded ones),
-so that a kernel which reads it gives wrong results.
+A sequence is [sink | quantized blocks | now]. Whatever no row may read is NaN (full-precision records) or random bytes
+(quantized ones), so that a kernel which reads it gives wrong results.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tests.cuda.formats import EPS32
 class PagedCache:
     """One layer's K/V. B sequences, K KV heads, D head dim, N block size.
 
-    keys, values: coded records, uint8 (blocks, K, bytes); exact_keys, exact_values: uint8 (slots, K, bytes).
-    now_keys, now_values: what `now` records are in: the exact pools in a step, a buffer of their own in a prefill.
-    spans: int32 (B, HEADER + W). k, v: for each sequence (K, tokens, D) float64 as decoded from the codecs' own fields.
-    rows: new tokens of all sequences together, which q has a row for each.
+    keys, values: quantized records, uint8 (blocks, K, bytes); full_keys, full_values: uint8 (slots, K, bytes).
+    now_keys, now_values: what `current` records are in: the full-precision pools in a step, a buffer of their own in a
+    prefill. spans: int32 (B, HEADER + W). k, v: for each sequence (K, tokens, D) float64 as decoded from the codecs'
+    own fields. rows: new tokens of all sequences together, which q has a row for each.
     """
 
     key_layout: records.Layout
     value_layout: records.Layout
     keys: np.ndarray
     values: np.ndarray
-    exact_keys: np.ndarray
-    exact_values: np.ndarray
+    full_keys: np.ndarray
+    full_values: np.ndarray
     now_keys: np.ndarray
     now_values: np.ndarray
     spans: np.ndarray
@@ -136,8 +136,10 @@ def random_cache(
     values = _Side(value_codec, values=True, mean_bits=0, block_size=block_size, head_dim=head_dim)
     built = [side.build(rng, plans, spans, kv_heads, in_step=in_step) for side in (keys, values)]
     pairs = [pair for pool in zip(*built, strict=True) for pair in pool]
-    coded_k, coded_v, exact_k, exact_v, now_k, now_v, k, v = pairs
-    return PagedCache(keys.layout, values.layout, coded_k, coded_v, exact_k, exact_v, now_k, now_v, spans, k, v)
+    quantized_k, quantized_v, full_k, full_v, current_k, current_v, k, v = pairs
+    return PagedCache(
+        keys.layout, values.layout, quantized_k, quantized_v, full_k, full_v, current_k, current_v, spans, k, v
+    )
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class _Plan:
         return max(0, min(self.most_dropped, self.now - 1))
 
     @property
-    def coded(self) -> range:
+    def quantized(self) -> range:
         return range(1 + self.dropped, self.now)
 
     @property
@@ -172,9 +174,9 @@ class _Plan:
 
 
 def _spans(rng: np.random.Generator, plans: list[_Plan], in_step: bool) -> np.ndarray:
-    """Sinks, tails and coded blocks in random places; ids behind the last one lead nowhere."""
-    spans = np.full((len(plans), HEADER + 3 + max(len(plan.coded) for plan in plans)), 1 << 28, np.int32)
-    ids = iter(rng.permutation(_spare(sum(len(plan.coded) for plan in plans))))
+    """Sinks, tails and quantized blocks in random places; ids behind the last one lead nowhere."""
+    spans = np.full((len(plans), HEADER + 3 + max(len(plan.quantized) for plan in plans)), 1 << 28, np.int32)
+    ids = iter(rng.permutation(_spare(sum(len(plan.quantized) for plan in plans))))
     slots = iter(rng.permutation(_spare(3 * len(plans))))
     first = 0
     for row, plan in zip(spans, plans, strict=True):
@@ -184,9 +186,9 @@ def _spans(rng: np.random.Generator, plans: list[_Plan], in_step: bool) -> np.nd
         if in_step:
             behind = next(slots) if plan.now_records > 1 else 1 << 28
         row[:HEADER] = SpanHeader(
-            first, plan.rows, plan.position, sink, 1 + plan.dropped, len(plan.coded), now, plan.now, behind
+            first, plan.rows, plan.position, sink, 1 + plan.dropped, len(plan.quantized), now, plan.now, behind
         )
-        row[HEADER : HEADER + len(plan.coded)] = [next(ids) for _ in plan.coded]
+        row[HEADER : HEADER + len(plan.quantized)] = [next(ids) for _ in plan.quantized]
         first += plan.rows
     return spans
 
@@ -211,33 +213,33 @@ class _Side:
         return records.layout(codecs.get(self.codec), self.values, self.block_size, self.head_dim, self.mean_bits)
 
     @property
-    def exact_layout(self) -> records.Layout:
+    def full_layout(self) -> records.Layout:
         return records.layout(codecs.get("f16"), self.values, self.block_size, self.head_dim, 0)
 
     def build(
         self, rng: np.random.Generator, plans: list[_Plan], spans: np.ndarray, kv_heads: int, in_step: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Pools of coded, exact and `now` records, and what each sequence decodes to, (K, tokens, D) float64."""
-        coded_bytes, exact_bytes = self.layout.nbytes, self.exact_layout.nbytes
-        blocks = _spare(sum(len(plan.coded) for plan in plans))
-        coded = rng.integers(0, 256, (blocks, kv_heads, coded_bytes), np.uint8)
-        exact = np.full((_spare(3 * len(plans)), kv_heads, exact_bytes), 0xFF, np.uint8)  # NaN
-        now = exact if in_step else np.full((plans[0].now_records, kv_heads, exact_bytes), 0xFF, np.uint8)
+        """Pools of coded, exact and `current` records, and what each sequence decodes to, (K, tokens, D) float64."""
+        quantized_bytes, full_bytes = self.layout.nbytes, self.full_layout.nbytes
+        blocks = _spare(sum(len(plan.quantized) for plan in plans))
+        quantized = rng.integers(0, 256, (blocks, kv_heads, quantized_bytes), np.uint8)
+        exact = np.full((_spare(3 * len(plans)), kv_heads, full_bytes), 0xFF, np.uint8)  # NaN
+        now = exact if in_step else np.full((plans[0].now_records, kv_heads, full_bytes), 0xFF, np.uint8)
         decoded = []
         for row, span, plan in zip(spans, headers(spans), plans, strict=True):
             x = self._vectors(rng, kv_heads, plan.length)
             known = np.full(x.shape, np.nan)
             if plan.now:
                 exact[span.sink], known[:, : self.block_size] = self._exact(x[:, : self.block_size])
-            if plan.coded:
-                ids = row[HEADER : HEADER + len(plan.coded)]
-                part = slice(plan.coded.start * self.block_size, plan.coded.stop * self.block_size)
-                coded[ids], known[:, part] = self._coded(x[:, part])
+            if plan.quantized:
+                ids = row[HEADER : HEADER + len(plan.quantized)]
+                part = slice(plan.quantized.start * self.block_size, plan.quantized.stop * self.block_size)
+                quantized[ids], known[:, part] = self._quantized(x[:, part])
             for i in range(plan.now_records):
                 part = slice((plan.now + i) * self.block_size, (plan.now + i + 1) * self.block_size)
-                now[span.next + i - 1 if i else span.now], known[:, part] = self._exact(x[:, part])
+                now[span.next + i - 1 if i else span.current], known[:, part] = self._exact(x[:, part])
             decoded.append(known)
-        return coded, exact, now, decoded
+        return quantized, exact, now, decoded
 
     def _vectors(self, rng: np.random.Generator, kv_heads: int, length: int) -> np.ndarray:
         """(K, length, D) float32: of several magnitudes, around an offset of each channel."""
@@ -249,9 +251,9 @@ class _Side:
         """x (K, S ≤ N, D) → records (K, bytes), NaN behind the last token, and the tokens (K, S, D)."""
         halves = np.full((len(x), self.block_size, self.head_dim), np.nan, np.float16)
         halves[:, : x.shape[1]] = x
-        return self.exact_layout.pack({"values": halves}, {}), halves[:, : x.shape[1]].astype(np.float64)
+        return self.full_layout.pack({"values": halves}, {}), halves[:, : x.shape[1]].astype(np.float64)
 
-    def _coded(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _quantized(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (K, B·N, D) → records (B, K, bytes), and the tokens as they read back (K, B·N, D)."""
         codec = codecs.get(self.codec)
         blocks = x.reshape(len(x), -1, self.block_size, self.head_dim)

@@ -74,7 +74,7 @@ class EmulatedDevice:
         product = read(x, kind) @ read(weight, kind).T
         y[...] = y + product if add else product
 
-    def replay(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def run_graph(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
         hash(key)
         before = len(self.launches)
         result = work(*(self.from_host(x) for x in inputs))

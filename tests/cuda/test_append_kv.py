@@ -1,4 +1,4 @@
-"""Exact records, through the emulator: new rows are written as Python packs them, and blocks are copied."""
+"""Full-precision records, through the emulator: new rows are written as Python packs them, and blocks are copied."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def padded(dim: int) -> int:
 
 
 def spans_of(rows: list[list[int]], following: Sequence[int | None] = ()) -> np.ndarray:
-    """rows: first row, rows, position, record and number of the block that `now` begins with, for each sequence.
+    """rows: first row, rows, position, record and number of the block that `current` begins with, for each sequence.
 
     following: the record behind that, where it is not the next one.
     """
@@ -56,7 +56,7 @@ def append(
     """x (T, 1 + 2K, D): a query, keys, values. Two pools (count, K, bytes) that were NaN before."""
     kv_heads, dim = x.shape[1] // 2, x.shape[2]
     empty = np.full((count, kv_heads, block_size, padded(dim)), np.nan, np.float16)
-    now_k, now_v = packed(empty, False), packed(empty, True)
+    current_k, current_v = packed(empty, False), packed(empty, True)
     k, v = x[:, 1 : 1 + kv_heads], x[:, 1 + kv_heads :]
     groups = -(-(max(span.rows for span in headers(spans)) + 15) // 16)
     counts = np.int32(spans.shape[1]), np.int32(groups), np.int32(kv_heads)
@@ -65,8 +65,8 @@ def append(
         "append_kv_kernel",
         (len(spans) * groups, kv_heads),
         (threads,),
-        now_k,
-        now_v,
+        current_k,
+        current_v,
         k,
         v,
         spans,
@@ -74,7 +74,7 @@ def append(
         *strides,
         seed=seed,
     )
-    return now_k, now_v
+    return current_k, current_v
 
 
 def expected(x: np.ndarray, spans: np.ndarray, count: int, block_size: int) -> list[np.ndarray]:
@@ -85,7 +85,7 @@ def expected(x: np.ndarray, spans: np.ndarray, count: int, block_size: int) -> l
     for span in headers(spans):
         for i in range(span.rows):
             number, token = divmod(span.position + i, block_size)
-            record = span.now if number == span.now_block else span.next + number - span.now_block - 1
+            record = span.current if number == span.current_block else span.next + number - span.current_block - 1
             for side, pool in enumerate(pools):
                 new = pool[record, :, token]
                 new[:, :dim] = halves[span.first_row + i, 1 + side * kv_heads :][:kv_heads]
@@ -96,9 +96,9 @@ def expected(x: np.ndarray, spans: np.ndarray, count: int, block_size: int) -> l
 def assert_appended(x: np.ndarray, spans: np.ndarray, count: int, block_size: int, threads: int = 64) -> None:
     keys, values = expected(x, spans, count, block_size)
     for seed in SEEDS:
-        now_k, now_v = append(x, spans, count, block_size, threads, seed)
-        np.testing.assert_array_equal(now_k, packed(keys, False))
-        np.testing.assert_array_equal(now_v, packed(values, True))
+        current_k, current_v = append(x, spans, count, block_size, threads, seed)
+        np.testing.assert_array_equal(current_k, packed(keys, False))
+        np.testing.assert_array_equal(current_v, packed(values, True))
 
 
 @pytest.mark.parametrize(("block_size", "dim", "threads"), [(16, 8, 32), (32, 24, 64), (64, 80, 256), (64, 136, 96)])
@@ -144,8 +144,8 @@ def test_rounds_to_even_and_saturates() -> None:
     """65520 is half way to what would be the next half, had it more exponents; 1 + 2⁻¹¹ half way from 1."""
     x = np.zeros((1, 3, 8), np.float32)
     x[:] = [1e9, -np.inf, 65519, 65520, 1 + 2**-11, 1 + 3 * 2**-11, 2**-25, -(2**-24)]
-    now_k, _ = append(x, spans_of([[0, 1, 0, 0, 0]]), 1, 16, 32, 0)
-    stored = layout(False, 16, 8).unpack(now_k)[0]["values"][0, 0, 0]
+    current_k, _ = append(x, spans_of([[0, 1, 0, 0, 0]]), 1, 16, 32, 0)
+    stored = layout(False, 16, 8).unpack(current_k)[0]["values"][0, 0, 0]
     wanted = [HALF_MAX, -HALF_MAX, HALF_MAX, HALF_MAX, 1, 1 + 2**-9, 0, -(2**-24)]
     assert stored.tolist() == wanted
 
@@ -162,8 +162,8 @@ def test_copy_exact(rng: np.random.Generator, block_size: int, dim: int, tokens:
     for seed in SEEDS:
         to_k, to_v = (np.full_like(pool[:2], 0xFF) for pool in (from_k, from_v))
         numbers = np.int32(1), np.int32(2), np.int32(tokens), np.int32(kv_heads)
-        program("copy_exact", block_size, dim).launch(
-            "copy_exact_kernel", (kv_heads, 2), (96,), to_k, to_v, from_k, from_v, *numbers, seed=seed
+        program("copy_full", block_size, dim).launch(
+            "copy_full_kernel", (kv_heads, 2), (96,), to_k, to_v, from_k, from_v, *numbers, seed=seed
         )
         for pool, values, whole in ((to_k, False, halves[0]), (to_v, True, halves[1])):
             copy = np.zeros(whole[2].shape, np.float16)
@@ -177,6 +177,6 @@ def test_copy_within_one_pool(rng: np.random.Generator) -> None:
     pool_k, pool_v = packed(halves[0], False), packed(halves[1], True)
     wanted = pool_k[0].copy(), pool_v[0].copy()
     numbers = np.int32(1), np.int32(0), np.int32(16), np.int32(1)
-    program("copy_exact", 16, 16).launch("copy_exact_kernel", (1, 2), (32,), pool_k, pool_v, pool_k, pool_v, *numbers)
+    program("copy_full", 16, 16).launch("copy_full_kernel", (1, 2), (32,), pool_k, pool_v, pool_k, pool_v, *numbers)
     np.testing.assert_array_equal(pool_k[1], wanted[0])
     np.testing.assert_array_equal(pool_v[1], wanted[1])

@@ -142,7 +142,7 @@ def test_work_is_recorded_once_and_then_launched(device, machine: Machine, rng: 
 
     for turn in range(5):
         x = rng.standard_normal((2, 16)).astype(np.float32)
-        result = device.replay("key", work, [x, np.arange(3, dtype=np.int32)])
+        result = device.run_graph("key", work, [x, np.arange(3, dtype=np.int32)])
         np.testing.assert_allclose(device.to_host(result), silu_of(x), rtol=1e-5)
         assert len(calls) == min(turn + 1, 2)
     assert machine.launches == ["activate_mul_kernel"] * 5
@@ -156,7 +156,7 @@ def test_other_keys_shapes_and_dtypes_are_other_work(device) -> None:
         return x
 
     for key, x in [("a", np.zeros(3)), ("b", np.zeros(3)), ("a", np.zeros(4)), ("a", np.zeros(3, np.int32))] * 3:
-        device.replay(key, work, [x])
+        device.run_graph(key, work, [x])
     assert len(calls) == 8
 
 
@@ -165,7 +165,7 @@ def test_inputs_are_the_ones_of_the_call(device) -> None:
     for _ in range(3):
         inputs = [np.arange(n, dtype=t) for n, t in [(1, np.int32), (100, np.float32), (3, np.uint8), (7, np.int32)]]
         seen: list[np.ndarray] = []
-        device.replay("key", lambda *arrays, seen=seen: seen.extend(map(np.array, arrays)) or arrays[0], inputs)
+        device.run_graph("key", lambda *arrays, seen=seen: seen.extend(map(np.array, arrays)) or arrays[0], inputs)
         for given, array in zip(inputs, seen, strict=False):
             np.testing.assert_array_equal(array, given)
 
@@ -178,11 +178,11 @@ def test_an_error_while_recording_ends_the_recording(device, machine: Machine) -
             raise ZeroDivisionError
         return x
 
-    device.replay("key", work, [np.zeros(3)])
+    device.run_graph("key", work, [np.zeros(3)])
     with pytest.raises(ZeroDivisionError):
-        device.replay("key", work, [np.zeros(3)])
+        device.run_graph("key", work, [np.zeros(3)])
     assert machine.recorded is None
-    np.testing.assert_array_equal(device.replay("key", work, [np.ones(3)]), np.ones(3))
+    np.testing.assert_array_equal(device.run_graph("key", work, [np.ones(3)]), np.ones(3))
 
 
 def doubled(device, calls: list[int] | None = None) -> Callable:
@@ -211,30 +211,30 @@ def test_the_recording_that_was_used_least_lately_goes(
     calls: list[int] = []
     work = doubled(device, calls)
 
-    def replay(count: int) -> None:
+    def run_graph(count: int) -> None:
         x = rows(rng, count)
-        np.testing.assert_allclose(device.to_host(device.replay("key", work, [x])), silu_of(x), rtol=1e-5)
+        np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
 
     for count in (1, 2, 3):
-        replay(count)
-        replay(count)
+        run_graph(count)
+        run_graph(count)
     oldest = {len(recording.inputs[0]): recording for recording in device._recordings._kept.values()}[2]
-    replay(1)
+    run_graph(1)
     assert calls == [1, 1, 2, 2, 3, 3]
-    replay(4)  # in the place of 2
+    run_graph(4)  # in the place of 2
     assert len(machine.graphs) == 3 - 1 + (oldest.graph is not None)
     assert oldest._copied.awaited  # its buffer on the host may still be read otherwise
     del oldest
     assert len(machine.graphs) == 2
     for count in (1, 3, 4):
-        replay(count)
+        run_graph(count)
     assert calls == [1, 1, 2, 2, 3, 3, 4, 4]
     for _ in range(3):
-        replay(2)  # in the place of 1, from the beginning
+        run_graph(2)  # in the place of 1, from the beginning
     assert calls[8:] == [2, 2]
     for _ in range(2):
         for count in (1, 2, 3, 4, 5):
-            replay(count)
+            run_graph(count)
     assert len(device._recordings._kept) == 3
 
 
@@ -245,7 +245,7 @@ def test_recordings_share_the_memory_that_is_set_aside(device, machine: Machine,
     for count in (*range(1, 21), *range(40, 20, -1)):
         for _ in range(3):
             x = rows(rng, count % 20 + 1)
-            result = device.to_host(device.replay(count, work, [x]))
+            result = device.to_host(device.run_graph(count, work, [x]))
             np.testing.assert_allclose(result, silu_of(x), rtol=1e-5)
     assert machine.allocated == before
 
@@ -253,15 +253,15 @@ def test_recordings_share_the_memory_that_is_set_aside(device, machine: Machine,
 def test_a_gpu_without_memory_keeps_what_graphs_work_on(device, machine: Machine, rng: np.random.Generator) -> None:
     work, x = doubled(device), rows(rng, 2)
     for _ in range(2):
-        device.replay("key", work, [x])
+        device.run_graph("key", work, [x])
     spare = device.empty((1 << 16,), np.uint8)
     del spare  # the common pool has it
     machine.room = machine.allocated
     big = rows(rng, 100)
-    np.testing.assert_allclose(device.to_host(device.replay("key", work, [big])), silu_of(big), rtol=1e-5)
+    np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [big])), silu_of(big), rtol=1e-5)
     with pytest.raises(MemoryError):
-        device.replay("key", work, [rows(rng, 10_000)])
-    np.testing.assert_allclose(device.to_host(device.replay("key", work, [x])), silu_of(x), rtol=1e-5)
+        device.run_graph("key", work, [rows(rng, 10_000)])
+    np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
 
 
 def test_what_is_uploaded_while_work_is_done_for_the_first_time_lasts(device, rng: np.random.Generator) -> None:
@@ -269,15 +269,15 @@ def test_what_is_uploaded_while_work_is_done_for_the_first_time_lasts(device, rn
     kept: list = []
     x, work = rows(rng, 30), doubled(device)
     for _ in range(2):
-        device.replay("before", work, [x])
+        device.run_graph("before", work, [x])
 
     def first(x):
         if not kept:
             kept.append(device.from_host(np.arange(96, dtype=np.float32)))
         return work(x)
 
-    device.replay("key", first, [x])
-    device.replay("before", work, [x])
+    device.run_graph("key", first, [x])
+    device.run_graph("before", work, [x])
     np.testing.assert_array_equal(device.to_host(kept[0]), np.arange(96))
 
 
@@ -288,7 +288,7 @@ def test_a_whole_model_says_the_same_recorded_or_not(
     """Steps over the end of a block: a graph launched again must find all that has changed in its inputs."""
     monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", kept)
     recorded = talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5"))
-    device.replay = lambda key, work, inputs: work(*map(device.from_host, inputs))
+    device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     for given, wanted in zip(recorded, talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")), strict=True):
         np.testing.assert_array_equal(given, wanted)
 
@@ -313,7 +313,7 @@ def test_a_recorded_step_draws_with_the_lists_of_its_call(device, machine: Machi
     recorded = [stepped(model, draws(step)) for step in steps]
     assert len(device._recordings._kept) == 2  # with lists and without
     assert len(machine.graphs) == 2
-    device.replay = lambda key, work, inputs: work(*map(device.from_host, inputs))
+    device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     assert recorded == [stepped(model, draws(step)) for step in steps]
     assert len(set(map(tuple, recorded))) > 5
 
@@ -327,7 +327,7 @@ def test_a_gpu_without_memory_is_a_memory_error(device, error: Exception) -> Non
         raise error
 
     with pytest.raises(MemoryError):
-        device.replay("key", work, [np.zeros(3)])
+        device.run_graph("key", work, [np.zeros(3)])
 
 
 @pytest.mark.parametrize("error", [CUDARuntimeError(700), CUBLASError(13)])
@@ -336,7 +336,7 @@ def test_other_errors_stay_what_they_are(device, error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        device.replay("key", work, [np.zeros(3)])
+        device.run_graph("key", work, [np.zeros(3)])
 
 
 def test_open_device(fake: tuple[Machine, ModuleType]) -> None:

@@ -50,7 +50,7 @@ def parts(
     text = source("decode_attention", *layouts, GROUP=group, WARPS=warps, STEP_ROWS=1 if most == 1 else 16)
     acc = np.full((rows, heads, splits, -(-dim // 16) * 16), np.nan, np.float32)
     ml = np.full((rows, heads, splits, 2), np.nan, np.float32)
-    pools = cache.keys, cache.values, cache.exact_keys, cache.exact_values
+    pools = cache.keys, cache.values, cache.full_keys, cache.full_values
     tables = cache.key_layout.tables, cache.value_layout.tables
     numbers = i32(cache.spans.shape[1]), i32(cache.kv_heads), i32(window), np.float32(1 / np.sqrt(dim))
     grid = splits, cache.kv_heads * chunks, len(cache.spans)
@@ -186,7 +186,7 @@ SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
 )
 @pytest.mark.parametrize(("blocks", "tokens"), [(0, 1), (0, 17), (1, -1), (1, 0), (1, 1), (2, 7), (3, -9), (40, 0)])
 def test_windows(rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int) -> None:
-    """The sink, the tail and any coded block may be cut or hidden, and blocks behind every window are gone."""
+    """The sink, the tail and any quantized block may be cut or hidden, and blocks behind every window are gone."""
     window, longest = blocks * block + tokens, block * 7 + 5
     dropped = max(0, (longest - window) // block - 1)
     lengths = [longest, longest + 20, block + 3, block * 2, 5]
@@ -230,13 +230,13 @@ def test_the_tables_are_where_the_kernel_thinks(arch: int) -> None:
     assert usage.registers > 64  # of codes alone there are 32
 
 
-# With a window in which it matters where the first coded block stands.
+# With a window in which it matters where the first quantized block stands.
 @pytest.mark.parametrize(
     ("word", "window"),
-    [("sink", 0), ("first_coded", 64), ("coded", 0), ("now", 0), ("now_block", 64), (0, 0), (2, 0)],
+    [("sink", 0), ("first_quantized", 64), ("quantized", 0), ("current", 0), ("current_block", 64), (0, 0), (2, 0)],
 )
 def test_a_wrong_span_is_noticed(rng: np.random.Generator, word: str | int, window: int) -> None:
-    """Off by one: a member of the header, or the id of a coded block."""
+    """Off by one: a member of the header, or the id of a quantized block."""
     column = HEADER + word if isinstance(word, int) else SpanHeader._fields.index(word)
     cache = random_cache(rng, "ring4", "ring4", [16 * 6 + 5], **SMALL)
     q = queries(rng, cache, 2)

@@ -202,9 +202,9 @@ def weight_bytes() -> int:
 def kv_bytes(keys: str, values: str, context: int) -> int:
     """That one token's attention reads: all blocks but the first and the last are coded."""
     sides = _both(keys, values)
-    coded, exact = (sum(layout_of(record, 128).nbytes for record in of) for of in (sides, _both("f16", "f16")))
+    quantized, exact = (sum(layout_of(record, 128).nbytes for record in of) for of in (sides, _both("f16", "f16")))
     blocks = -(-context // BLOCK)
-    return LLAMA_8B.layers * LLAMA_8B.kv_heads * ((blocks - 2) * coded + 2 * exact)
+    return LLAMA_8B.layers * LLAMA_8B.kv_heads * ((blocks - 2) * quantized + 2 * exact)
 
 
 def roofline_rows(bandwidth: float) -> Iterator[Row]:
@@ -267,9 +267,9 @@ class Listed(EmulatedDevice):
     def gemm(self, *_: Any, add: bool) -> None:
         self.launches.append("gemm")
 
-    def replay(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def run_graph(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
         before = len(self.launches)
-        result = super().replay(key, work, inputs)
+        result = super().run_graph(key, work, inputs)
         self.recorded = self.launches[before:]
         return result
 
@@ -290,7 +290,7 @@ def test_launches_are_those_of_the_document() -> None:
 
     device.launches.clear()
     span = model.store.open(sequence, len(ids))
-    model.run([span], ids)
+    model.forward([span], ids)
     model.store.commit(span)
     assert device.launches == parts_of([row[:2] for row in table("Part", "Kernel", "What it does")], layers)
 

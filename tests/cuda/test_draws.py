@@ -22,7 +22,7 @@ from engine.backends.ops import Ops
 from engine.config import SamplingParams
 from engine.errors import EngineError
 from engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.outputs import TokenLogprob, fold
 from engine.sampling.sample import Draw, Penalties, Sampled, resolve, token_logprob
 from model_loaders.config import GenerationDefaults
@@ -278,7 +278,7 @@ def everything(vocabulary: int, number: int) -> Draw:
     return Draw(chain, [7, 20, 7], 0.5, vocabulary, dry=dry, allowed=allowed)
 
 
-def stepped(model: Model, draws: Sequence[Draw]) -> list[Sampled]:
+def stepped(model: Transformer, draws: Sequence[Draw]) -> list[Sampled]:
     spans = [model.store.open_step(model.store.new_sequence()) for _ in draws]
     tokens = model.step(spans, [5 + i for i in range(len(draws))], draws)
     for span in spans:

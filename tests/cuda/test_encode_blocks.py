@@ -1,4 +1,4 @@
-"""Exact records become coded ones, run by the emulator: the codes, norms and means that NumPy chooses."""
+"""Full-precision records become quantized ones, run by the emulator: the codes, norms and means that NumPy chooses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.cuda.programs import Program
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchConfig:
     """Of blocks: head dim D, tokens N of a block, of which `tokens` are in shared memory at once; bits of key means.
 
     warps: of a CTA.
@@ -44,7 +44,7 @@ class Side:
 
     values: bool
     name: str
-    shape: Shape
+    shape: LaunchConfig
 
     @property
     def layout(self) -> Layout:
@@ -76,7 +76,7 @@ def shared_bytes(layout: Layout, warps: int, tokens: int) -> int:
 
 
 @cache
-def program(name: str, shape: Shape) -> Program:
+def program(name: str, shape: LaunchConfig) -> Program:
     keys, values = (Side(values, name, shape).layout for values in (False, True))
     defines = {"WARPS": shape.warps, "TOKENS": shape.tokens, **launch_configs.ROUNDING}
     return Program(source("encode_blocks", keys, values, **defines))
@@ -106,8 +106,8 @@ def encoded(side: Side, x: np.ndarray, metric: Metric | None, seed: int = 0) -> 
     rng = np.random.default_rng(seed)
     layout = side.layout
     slots, ids = rng.permutation(blocks + 1)[:blocks], rng.permutation(blocks + 2)[:blocks]
-    exact = np.full((blocks + 1, heads, layout.exact.nbytes), 255, np.uint8)  # 0xffff is NaN
-    exact[slots] = layout.exact.pack(codecs.get("f16").encode(x)).swapaxes(0, 1)
+    exact = np.full((blocks + 1, heads, layout.full.nbytes), 255, np.uint8)  # 0xffff is NaN
+    exact[slots] = layout.full.pack(codecs.get("f16").encode(x)).swapaxes(0, 1)
     out = np.full((blocks + 2, heads, layout.nbytes), 0xA5, np.uint8)
     moves = np.stack([slots, ids], axis=1).astype(np.int32)
     kernel = "encode_values_kernel" if side.values else "encode_keys_kernel"
@@ -121,7 +121,7 @@ def encoded(side: Side, x: np.ndarray, metric: Metric | None, seed: int = 0) -> 
 
 
 def halves(rng: np.random.Generator, *shape: int, bias: float = 0.0) -> np.ndarray:
-    """Vectors of different lengths, around a bias of the channels, as exact records hold them; float32."""
+    """Vectors of different lengths, around a bias of the channels, as full-precision records hold them; float32."""
     x = rng.standard_normal(shape) * np.exp(rng.standard_normal((*shape[:-1], 1)))
     return (x + bias * rng.standard_normal(shape[-1])).astype(np.float16).astype(np.float32)
 
@@ -137,7 +137,12 @@ def assert_same(side: Side, x: np.ndarray, seed: int = 0) -> None:
 
 CODECS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
 # Head dims of whole and of half tiles, blocks of one part and of several, all tokens in shared memory or some of them.
-SHAPES = [Shape(16, 16, 16, 8), Shape(64, 32, 32, 16), Shape(72, 16, 16, 8), Shape(80, 32, 16, 0)]
+SHAPES = [
+    LaunchConfig(16, 16, 16, 8),
+    LaunchConfig(64, 32, 32, 16),
+    LaunchConfig(72, 16, 16, 8),
+    LaunchConfig(80, 32, 16, 0),
+]
 
 
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
@@ -151,12 +156,12 @@ def test_plain_codes_are_those_of_numpy(rng: np.random.Generator, number: int, n
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize("name", ["f16", "polarquant"])
 def test_codecs_without_a_table_encode_the_block_themselves(rng: np.random.Generator, name: str, values: bool) -> None:
-    for shape in (Shape(64, 16, 16, 8), Shape(80, 32, 16, 16)):
+    for shape in (LaunchConfig(64, 16, 16, 8), LaunchConfig(80, 32, 16, 16)):
         side = Side(values, name, shape)
         assert_same(side, halves(rng, 1, 2, shape.size, shape.dim, bias=2.0))
 
 
-def edges(shape: Shape) -> np.ndarray:
+def edges(shape: LaunchConfig) -> np.ndarray:
     """Blocks (1, B, N, D) of vectors that are exceptions: nothing, equal ones, the largest, spikes, ties."""
     size, dim, top = shape.size, shape.dim, np.float32(65504)
     signs = np.where(np.arange(size * dim).reshape(size, dim) * 7 % 3 == 1, -1, 1).astype(np.float32)
@@ -172,7 +177,7 @@ def edges(shape: Shape) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3", "ring4+norm16"])
 def test_exceptional_blocks(name: str) -> None:
-    for shape in (Shape(16, 16, 16, 8), Shape(64, 32, 32, 16)):
+    for shape in (LaunchConfig(16, 16, 16, 8), LaunchConfig(64, 32, 32, 16)):
         for values in (False, True):
             assert_same(Side(values, name, shape), edges(shape))
 
@@ -247,7 +252,7 @@ def test_codes_with_a_metric(rng: np.random.Generator, number: int, name: str, v
 
 @pytest.mark.parametrize("name", ["ring3.5", "turbo2"])
 def test_exceptional_blocks_with_a_metric(name: str) -> None:
-    shape = Shape(64, 32, 32, 16)
+    shape = LaunchConfig(64, 32, 32, 16)
     for values in (False, True):
         side, x = Side(values, name, shape), edges(shape)
         for block in range(x.shape[1]):
@@ -258,7 +263,7 @@ def test_as_the_engine_launches_it(rng: np.random.Generator) -> None:
     size, dim = 64, 128
     layouts = [records.layout(codecs.get("ring4"), values, size, dim, 8 * (not values)) for values in (False, True)]
     plan = launch_configs.encode_blocks(*layouts)
-    shape = Shape(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
+    shape = LaunchConfig(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
     assert plan.shared == max(shared_bytes(layout, shape.warps, shape.tokens) for layout in layouts)
     for values in (False, True):
         side = Side(values, "ring4", shape)

@@ -25,7 +25,7 @@ from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import CacheSpan, Place
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.model.weights import load_weights
 from engine.quantization.conditioning import Conditioning
 from engine.sampling.sample import Draw, Sampling
@@ -46,14 +46,14 @@ GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 # -- recorded work -------------------------------------------------------------------------------------------------
 
 BLOCK = 16
-PROMPT = 16 * BLOCK + 5  # 15 coded blocks: two more, and the table is twice as wide
+PROMPT = 16 * BLOCK + 5  # 15 quantized blocks: two more, and the table is twice as wide
 STEPS = 130
 
 
 class Unrecorded(CudaOps):
     """Does the work of a step each time."""
 
-    def replay(self, key: Any, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    def run_graph(self, key: Any, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         def there(host: Any) -> Any:
             if isinstance(host, Told):
                 return replace(host, device=self._device.from_host(host.table))
@@ -62,7 +62,7 @@ class Unrecorded(CudaOps):
         return work(*map(there, inputs))
 
 
-def small_model(ops: CudaOps, types: tuple[str, str], fixture: str = "llama_gqa_llama3_tied") -> Model:
+def small_model(ops: CudaOps, types: tuple[str, str], fixture: str = "llama_gqa_llama3_tied") -> Transformer:
     """With room for a few sequences."""
     config, source, _ = open_weights(FIXTURES / fixture)
     weights = load_weights(ops, config, source)
@@ -72,10 +72,10 @@ def small_model(ops: CudaOps, types: tuple[str, str], fixture: str = "llama_gqa_
     shape = CacheShape(BLOCK, config.kv_heads, config.head_dim, layers)
     stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))
     plan = plan_for_tokens(shape, 16 * (PROMPT + STEPS), 16)
-    return Model(ops, config, weights, KVStore(ops, plan, [stored] * config.layers))
+    return Transformer(ops, config, weights, KVStore(ops, plan, [stored] * config.layers))
 
 
-def steps(model: Model, count: int) -> tuple[np.ndarray, np.ndarray]:
+def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
     """STEPS tokens of `count` sequences of different lengths, (STEPS, B), and the last logits (B, V) of the prompts
     and of the steps."""
     rng, store = np.random.default_rng(7), model.store
@@ -84,7 +84,7 @@ def steps(model: Model, count: int) -> tuple[np.ndarray, np.ndarray]:
         ids = rng.integers(5, model.config.vocab_size, PROMPT - 3 * index).tolist()
         sequences.append(store.new_sequence())
         span = store.open(sequences[-1], len(ids))
-        hidden = model.run([span], ids)
+        hidden = model.forward([span], ids)
         store.commit(span)
     logits = [model.logits(hidden[-1:])[0]]
     chosen, ids = [], [7] * count
@@ -97,7 +97,7 @@ def steps(model: Model, count: int) -> tuple[np.ndarray, np.ndarray]:
         chosen.append(ids)
     # One more through the store as it is now: what steps wrote shows in it.
     spans = [store.open_step(sequence) for sequence in sequences]
-    logits += list(model.logits(model.run(spans, ids)))
+    logits += list(model.logits(model.forward(spans, ids)))
     return np.array(chosen), np.array(logits)
 
 
@@ -138,11 +138,11 @@ SHAPE = Sizes(blocks=16)  # Llama-3-8B's
 TYPES = ["f16", "ring4/ring3.5", "ring3/ring3.5", "ring5/ring4", "polarquant", "turbo4"]
 
 
-def filled(cache_type: str, coded: int, exact: int) -> tuple[CudaOps, Any, Any]:
+def filled(cache_type: str, quantized: int, exact: int) -> tuple[CudaOps, Any, Any]:
     """Ops, their device, and a layer's cache full of random records."""
     device, config = open_device(), SHAPE.config
     ops = CudaOps(device)
-    cache = ops.cache(layer_form(SHAPE, CacheType.read(cache_type), None, None), coded, exact)
+    cache = ops.cache(layer_form(SHAPE, CacheType.read(cache_type), None, None), quantized, exact)
     content = Content.random(SHAPE.blocks, SHAPE.block_size, config.kv_heads, config.head_dim)
     fill(ops, CupyClock(), cache, content)
     return ops, device, cache
@@ -153,9 +153,9 @@ def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_typ
     """Ragged sequences in one launch, every KV head, against float64 over what NumPy reads out of the records."""
     config, n = SHAPE.config, SHAPE.block_size
     contexts = [LONG, LONG - n - 17, 2 * n + 1]
-    coded = [(context - 1) // n - 1 for context in contexts]
-    ops, device, cache = filled(cache_type, sum(coded), 2 * len(contexts))
-    ids = np.split(rng.permutation(sum(coded)), np.cumsum(coded)[:-1])
+    quantized = [(context - 1) // n - 1 for context in contexts]
+    ops, device, cache = filled(cache_type, sum(quantized), 2 * len(contexts))
+    ids = np.split(rng.permutation(sum(quantized)), np.cumsum(quantized)[:-1])
     laid = [Laid(context, 2 * i, ids[i].tolist(), 2 * i + 1) for i, context in enumerate(contexts)]
     queries = rng.standard_normal((len(contexts), config.heads, config.head_dim), np.float32)
     spans = ops.spans([of.span(row, n) for row, of in enumerate(laid)], n)
@@ -169,14 +169,14 @@ def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_typ
 
 @pytest.mark.parametrize("cache_type", ["f16", "ring4/ring3.5", "polarquant"])
 def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type: str) -> None:
-    """New rows behind a sink and many coded blocks: the first, the last and some between, of one KV head."""
+    """New rows behind a sink and many quantized blocks: the first, the last and some between, of one KV head."""
     config, n, new = SHAPE.config, SHAPE.block_size, 1000
     complete = LONG // n - new // n - 1
     ops, device, cache = filled(cache_type, complete - 1, 2)
     of = Laid(complete * n, 0, rng.permutation(complete - 1).tolist(), 0)
-    buffer = ops.buffer(cache.form, new)
+    buffer = ops.buffer(cache.format, new)
     start = complete * n
-    span = CacheSpan(slice(0, new), start, Place(buffer, 0), start, of.sink, of.coded, n)
+    span = CacheSpan(slice(0, new), start, Place(buffer, 0), start, of.sink, of.quantized, n)
     spans = ops.spans([span], n)
     k, v = (rng.standard_normal((new, config.kv_heads, config.head_dim), np.float32) for _ in "kv")
     queries = rng.standard_normal((new, config.heads, config.head_dim), np.float32)

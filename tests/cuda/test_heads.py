@@ -1,6 +1,7 @@
 """Queries, keys and values between their product and attention, run by the emulator with every check on.
 
-`condition` against NumPy in float64; `place_kv` against what `condition` and `append_kv` do one after the other.
+`transform_heads` against NumPy in float64; `place_kv` against what `transform_heads` and `append_kv` do one after the
+other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 from engine.backends.cuda.kernel_source import source
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import StoredSpace
+from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import assert_as_exact_as_numpy, poisoned, read, store
 from tests.cuda.programs import Program
@@ -37,24 +38,24 @@ class Case:
     """Heads qkv (T, H + 2K, D) and what becomes of them; weights are the bits of `kind`."""
 
     qkv: np.ndarray
-    turns: tuple[np.ndarray, np.ndarray]
-    space: StoredSpace
+    rope: tuple[np.ndarray, np.ndarray]
+    space: HeadTransform
     norms: tuple[np.ndarray, np.ndarray] | None
     kind: str
 
     @classmethod
     def random(
-        cls, rng: np.random.Generator, rows: int, dim: int, kind: str = "", *, balanced: bool, turned: str
+        cls, rng: np.random.Generator, rows: int, dim: int, kind: str = "", *, smoothed: bool, turned: str
     ) -> Case:
         """kind: of the norms' weights, if there are any. turned: of "keys" and "values", those that are rotated."""
         qkv = 3 * rng.standard_normal((rows, QUERIES + 2 * KV_HEADS, dim), np.float32)
         angles = rng.uniform(0, 100, (rows, dim // 2))
-        scale = rng.uniform(0.5, 2, (QUERIES + 2 * KV_HEADS, dim)).astype(np.float32) if balanced else None
+        scale = rng.uniform(0.5, 2, (QUERIES + 2 * KV_HEADS, dim)).astype(np.float32) if smoothed else None
         keys = twice_signed_hadamard(dim) if "keys" in turned else None
         values = signed_hadamard(dim) if "values" in turned else None
         norms = (store(rng.standard_normal(dim), kind), store(rng.standard_normal(dim), kind)) if kind else None
-        turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        return cls(qkv, turns, StoredSpace(KV_HEADS, scale, keys, values), norms, kind)
+        rope = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        return cls(qkv, rope, HeadTransform(KV_HEADS, scale, keys, values), norms, kind)
 
     @property
     def defines(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Case:
         signs: list[np.ndarray | None] = []
         for rotation in (self.space.key_rotation, self.space.value_rotation):
             signs += (None, None) if rotation is None else hadamard_signs(rotation)[1:]
-        return [self.qkv, *self.turns, *(self.norms or (None, None)), self.space.scale, *signs]
+        return [self.qkv, *self.rope, *(self.norms or (None, None)), self.space.scale, *signs]
 
     def conditioned(self, dtype: Any) -> list[np.ndarray]:
         """q, k, v by NumPy in floats of a type."""
@@ -79,9 +80,9 @@ class Case:
             return None if x is None else x.astype(dtype)
 
         of = self.space
-        space = StoredSpace(KV_HEADS, cast(of.scale), cast(of.key_rotation), cast(of.value_rotation))
+        space = HeadTransform(KV_HEADS, cast(of.scale), cast(of.key_rotation), cast(of.value_rotation))
         norms = None if self.norms is None else (*(cast(read(norm, self.kind)) for norm in self.norms), EPS)
-        return list(NumpyOps().condition(cast(self.qkv), tuple(map(cast, self.turns)), space, norms))
+        return list(NumpyOps().transform_heads(cast(self.qkv), tuple(map(cast, self.rope)), space, norms))
 
 
 def sizes(spans: np.ndarray) -> tuple[np.int32, np.int32]:
@@ -93,17 +94,19 @@ def heads(count: int) -> tuple[np.int32, np.int32, np.int32, np.float32]:
     return np.int32(count), np.int32(QUERIES), np.int32(KV_HEADS), np.float32(EPS)
 
 
-def condition(case: Case, values: bool, seed: int = 0) -> list[np.ndarray]:
+def transform_heads(case: Case, values: bool, seed: int = 0) -> list[np.ndarray]:
     rows, _, dim = case.qkv.shape
     q, k, v = (poisoned((rows, count, dim), "float") for count in (QUERIES, KV_HEADS, KV_HEADS))
     vectors = rows * (QUERIES + KV_HEADS * (2 if values else 1))
     args = q, k, v if values else None, *case.inputs, *heads(vectors)
-    program("condition", **case.defines).launch("condition_kernel", (-(-vectors // 2),), (64,), *args, seed=seed)
+    program("transform_heads", **case.defines).launch(
+        "transform_heads_kernel", (-(-vectors // 2),), (64,), *args, seed=seed
+    )
     return [q, k, v]
 
 
 CASES = [
-    # D, type of norms, balanced, rotated
+    # D, type of norms, smoothed, rotated
     (64, "", True, "keys and values"),
     (128, "__half", False, "keys and values"),
     (80, "__nv_bfloat16", True, "keys"),
@@ -113,56 +116,56 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("dim", "kind", "balanced", "turned"), CASES)
-def test_condition(rng: np.random.Generator, dim: int, kind: str, balanced: bool, turned: str) -> None:
-    case = Case.random(rng, 3, dim, kind, balanced=balanced, turned=turned)
+@pytest.mark.parametrize(("dim", "kind", "smoothed", "turned"), CASES)
+def test_condition(rng: np.random.Generator, dim: int, kind: str, smoothed: bool, turned: str) -> None:
+    case = Case.random(rng, 3, dim, kind, smoothed=smoothed, turned=turned)
     exact, plain = case.conditioned(np.float64), case.conditioned(np.float32)
     for seed in SEEDS:
-        for side, result in enumerate(condition(case, True, seed)):
+        for side, result in enumerate(transform_heads(case, True, seed)):
             assert_as_exact_as_numpy(result, exact[side], plain[side], "float")
 
 
 def test_values_may_stay_where_they_are(rng: np.random.Generator) -> None:
-    case = Case.random(rng, 3, 24, balanced=False, turned="keys")
-    with_values, without = condition(case, True), condition(case, False)
+    case = Case.random(rng, 3, 24, smoothed=False, turned="keys")
+    with_values, without = transform_heads(case, True), transform_heads(case, False)
     assert np.isnan(without[2]).all()
     for side in (0, 1):
         np.testing.assert_array_equal(with_values[side], without[side])
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-@pytest.mark.parametrize(("dim", "kind", "balanced", "turned"), [*CASES, (136, "", False, "values")])
+@pytest.mark.parametrize(("dim", "kind", "smoothed", "turned"), [*CASES, (136, "", False, "values")])
 def test_place_kv_is_condition_and_append(
-    rng: np.random.Generator, block_size: int, dim: int, kind: str, balanced: bool, turned: str
+    rng: np.random.Generator, block_size: int, dim: int, kind: str, smoothed: bool, turned: str
 ) -> None:
     """To the bit, into records of NaN, of which all other tokens stay as they are."""
-    case = Case.random(rng, 3, dim, kind, balanced=balanced, turned=turned)
+    case = Case.random(rng, 3, dim, kind, smoothed=smoothed, turned=turned)
     # Tokens in the first and the last tile of a block, on either side of a half of a tile, even and odd; and one
     # that is two blocks behind the begin of its buffer.
     places = [[0, 1, 2 * block_size, 4, 2], [1, 1, block_size - 1, 1, 0], [2, 1, 5 * block_size + 10, 0, 3]]
     spans, records = spans_of(places), 5
-    q, k, v = condition(case, True)
+    q, k, v = transform_heads(case, True)
     wanted = append(np.concatenate([k[:, :1], k, v], axis=1), spans, records, block_size, 64, 0)
     assert np.isfinite(layout(False, block_size, dim).unpack(wanted[0])[0]["values"][4, :, 0]).all()
     vectors = 3 * (QUERIES + 2 * KV_HEADS)
     for seed in SEEDS:
         empty = np.full((records, KV_HEADS, block_size, padded(dim)), np.nan, np.float16)
-        queries, now_k, now_v = poisoned(q.shape, "float"), packed(empty, False), packed(empty, True)
-        args = queries, now_k, now_v, *case.inputs, spans, *sizes(spans), *heads(vectors)
+        queries, current_k, current_v = poisoned(q.shape, "float"), packed(empty, False), packed(empty, True)
+        args = queries, current_k, current_v, *case.inputs, spans, *sizes(spans), *heads(vectors)
         run = program("place_kv", block_size, STEP_ROWS=1, **case.defines)
         run.launch("place_kv_kernel", (-(-vectors // 4),), (128,), *args, seed=seed)
         np.testing.assert_array_equal(queries, q)
-        np.testing.assert_array_equal(now_k, wanted[0])
-        np.testing.assert_array_equal(now_v, wanted[1])
+        np.testing.assert_array_equal(current_k, wanted[0])
+        np.testing.assert_array_equal(current_v, wanted[1])
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize(("dim", "kind", "balanced", "turned"), CASES[:2])
+@pytest.mark.parametrize(("dim", "kind", "smoothed", "turned"), CASES[:2])
 def test_place_kv_of_several_rows_is_condition_and_append(
-    rng: np.random.Generator, block_size: int, dim: int, kind: str, balanced: bool, turned: str
+    rng: np.random.Generator, block_size: int, dim: int, kind: str, smoothed: bool, turned: str
 ) -> None:
     """Of each sequence, over ends of blocks."""
-    case = Case.random(rng, 12, dim, kind, balanced=balanced, turned=turned)
+    case = Case.random(rng, 12, dim, kind, smoothed=smoothed, turned=turned)
     places = [
         [0, 1, 2 * block_size, 4, 2],
         [1, 6, 2 * block_size - 2, 1, 1],
@@ -170,29 +173,29 @@ def test_place_kv_of_several_rows_is_condition_and_append(
         [9, 3, block_size - 3, 5, 0],
     ]
     spans, records = spans_of(places, [None, 3]), 7
-    q, k, v = condition(case, True)
+    q, k, v = transform_heads(case, True)
     wanted = append(np.concatenate([k[:, :1], k, v], axis=1), spans, records, block_size, 64, 0)
     vectors = 12 * (QUERIES + 2 * KV_HEADS)
     for seed in SEEDS:
         empty = np.full((records, KV_HEADS, block_size, padded(dim)), np.nan, np.float16)
-        queries, now_k, now_v = poisoned(q.shape, "float"), packed(empty, False), packed(empty, True)
-        args = queries, now_k, now_v, *case.inputs, spans, *sizes(spans), *heads(vectors)
+        queries, current_k, current_v = poisoned(q.shape, "float"), packed(empty, False), packed(empty, True)
+        args = queries, current_k, current_v, *case.inputs, spans, *sizes(spans), *heads(vectors)
         run = program("place_kv", block_size, STEP_ROWS=16, **case.defines)
         run.launch("place_kv_kernel", (-(-vectors // 4),), (128,), *args, seed=seed)
         np.testing.assert_array_equal(queries, q)
-        np.testing.assert_array_equal(now_k, wanted[0])
-        np.testing.assert_array_equal(now_v, wanted[1])
+        np.testing.assert_array_equal(current_k, wanted[0])
+        np.testing.assert_array_equal(current_v, wanted[1])
 
 
 def test_what_half_precision_cannot_hold(rng: np.random.Generator) -> None:
     """Infinities and large numbers become the largest one there is; NaN stays, so that somebody notices."""
-    case = Case.random(rng, 1, 8, balanced=False, turned="")
+    case = Case.random(rng, 1, 8, smoothed=False, turned="")
     case.qkv[0, QUERIES + KV_HEADS :] = [1e9, -np.inf, np.nan, 65520, -1e6, 0, 1, np.inf]
     shape = (1, KV_HEADS, 16, 16)
-    now_k, now_v = (packed(np.zeros(shape, np.float16), values) for values in (False, True))
+    current_k, current_v = (packed(np.zeros(shape, np.float16), values) for values in (False, True))
     spans = spans_of([[0, 1, 0, 0, 0]])
     q = poisoned((1, QUERIES, 8), "float")
-    args = q, now_k, now_v, *case.inputs, spans, *sizes(spans), *heads(QUERIES + 2 * KV_HEADS)
+    args = q, current_k, current_v, *case.inputs, spans, *sizes(spans), *heads(QUERIES + 2 * KV_HEADS)
     program("place_kv", 16, STEP_ROWS=1, **case.defines).launch("place_kv_kernel", (3,), (96,), *args)
-    stored = layout(True, 16, 8).unpack(now_v)[0]["values"][0, :, 0]
+    stored = layout(True, 16, 8).unpack(current_v)[0]["values"][0, :, 0]
     np.testing.assert_array_equal(stored, [[65504, -65504, np.nan, 65504, -65504, 0, 1, 65504]] * KV_HEADS)

@@ -18,7 +18,7 @@ from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import Load
 from engine.kv.plan import CacheShape, LayerShape, plan_for_memory, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import LayerWeights, Model, ModelWeights
+from engine.model.forward import LayerWeights, ModelWeights, Transformer
 from engine.quantization.conditioning import Conditioning
 from engine.sampling.sample import Draw, Sampling
 from engine.weight_formats import Linear, Matrix, get
@@ -70,9 +70,9 @@ class Counting(EmulatedDevice):
     def gemm(self, *_: Any, add: bool) -> None:
         pass
 
-    def replay(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def run_graph(self, key: Hashable, work: Callable[..., np.ndarray], inputs: Sequence[np.ndarray]) -> np.ndarray:
         before = self.begin()
-        result = super().replay(key, work, inputs)
+        result = super().run_graph(key, work, inputs)
         self.recorded = max(self.recorded, self.peak - before)
         return result
 
@@ -87,7 +87,7 @@ class OfSize(Counting):
         return int(23.4e9), 24 * GB
 
 
-def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Model:
+def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Transformer:
     """With weights that nobody has written."""
     ops, e, f = CudaOps(device), config.hidden_size, config.ffn_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -118,13 +118,13 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     shape = CacheShape(64, config.kv_heads, config.head_dim, (LayerShape(k, v, 8),) * config.layers)
     stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))
     store = KVStore(ops, plan_for_tokens(shape, tokens, sequences), [stored] * config.layers)
-    return Model(ops, config, weights, store)
+    return Transformer(ops, config, weights, store)
 
 
-def prompt(model: Model, count: int) -> SequenceKV:
+def prompt(model: Transformer, count: int) -> SequenceKV:
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, count)
-    hidden = list(_returned(model.walk([span], [1] * count, outputs=1)))
+    hidden = list(_returned(model.forward_units([span], [1] * count, outputs=1)))
     model.choose(hidden[-1], [Draw(GREEDY, [], 0.5, model.config.vocab_size)])
     model.store.commit(span)
     return sequence
@@ -159,12 +159,12 @@ def test_a_prompt_takes_what_is_counted_for_it(config: ModelConfig, types: tuple
     rows of a block are what scoring asks for."""
     device = Counting()
     model = model_of(device, config, types, tokens + 64, 1)
-    load = Load(config, model.store.shape.form(0), tokens, 1)
+    load = Load(config, model.store.shape.format(0), tokens, 1)
     prompt(model, 1)  # rotations are on the device
     before = device.begin()
     prompt(model, tokens)
     model.logits(device.empty((64, config.hidden_size), np.float32))
-    counted = prompt_bytes(load, model.ops.cache_bytes(load.form)[1], model.ops.prefill_rows)
+    counted = prompt_bytes(load, model.ops.cache_bytes(load.format)[1], model.ops.prefill_rows)
     assert 2 / 3 * counted <= device.peak - before <= counted
 
 
@@ -176,7 +176,7 @@ def test_steps_take_what_is_set_aside_for_them(config: ModelConfig, types: tuple
     model = model_of(device, config, types, 64, most)
     sequences = [prompt(model, 3) for _ in range(most)]
     for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 70):
-        load = Load(config, model.store.shape.form(0), 64, rows)
+        load = Load(config, model.store.shape.format(0), 64, rows)
         device.recorded = 0
         spans = [model.store.open_step(sequence) for sequence in sequences[:rows]]
         plain = Draw(GREEDY, [], 0.5, config.vocab_size)
@@ -210,7 +210,7 @@ def test_a_prompt_of_the_context_fits_beside_the_store(ctx_size: int, parallel: 
     work = plan.tokens * token + chunk + parallel * 4 * model.vocab_size
     free, _ = ops._device.memory()
     assert 2 * WEIGHTS + plan.bytes + work <= free
-    assert ops.work_bytes(Load(model, shape.form(0), plan.tokens, parallel)) <= 1.25 * work
+    assert ops.work_bytes(Load(model, shape.format(0), plan.tokens, parallel)) <= 1.25 * work
     assert plan.tokens == ctx_size or 2 * WEIGHTS + plan.bytes + 1.25 * work + GB > free  # no room is left unused
     assert plan.tokens >= min(ctx_size, 90_000)
 
@@ -219,7 +219,7 @@ def test_a_short_context_leaves_more_to_the_store() -> None:
     """What a prompt never needs is not kept free."""
     ops, model = CudaOps(OfSize()), LLAMA_8B
     shape = assembly._cache_shape(EngineConfig(), assembly.WHOLE, ops, model)
-    short, long = (ops.work_bytes(Load(model, shape.form(0), tokens, 8)) for tokens in (8192, 131072))
+    short, long = (ops.work_bytes(Load(model, shape.format(0), tokens, 8)) for tokens in (8192, 131072))
     assert short < 1.1 * GB < 3 * GB < long
 
 
@@ -229,7 +229,7 @@ def test_an_engine_sets_the_memory_of_its_steps_aside(tiny_path: Path, monkeypat
     settings = {"block_size": 16, "ctx_size": 128, "parallel": 5, "calibration": False}
     with Engine.load(tiny_path, **settings) as engine:
         shape, config = engine.cache_shape, engine.model.config
-        assert device.aside == step_bytes(Load(config, shape.form(0), engine.context, 5), device)
+        assert device.aside == step_bytes(Load(config, shape.format(0), engine.context, 5), device)
 
 
 def test_room_for_work_comes_before_the_store() -> None:

@@ -15,7 +15,7 @@ from engine.backends.numpy.ops import NumpyOps, rms_norm
 from engine.backends.ops import Ops
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.model.weights import load_weights
 from engine.quantization.conditioning import Conditioning, Scale
 from engine.sampling.sample import Draw, Sampling
@@ -67,7 +67,7 @@ def _half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Model:
+def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Transformer:
     config, source, _ = open_weights(FIXTURES / fixture)
     weights = load_weights(ops, config, source)
     source.close()
@@ -75,25 +75,27 @@ def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Model:
     d, mean_bits = config.head_dim, 0 if types[0] == "f16" else 8
     layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
     shape = CacheShape(N, config.kv_heads, d, layers)
-    balance = np.repeat(np.linspace(0.5, 2, config.kv_heads * d // 2, dtype=np.float32).reshape(config.kv_heads, -1), 1)
-    halves = balance.reshape(config.kv_heads, d // 2)
+    smoothing = np.repeat(
+        np.linspace(0.5, 2, config.kv_heads * d // 2, dtype=np.float32).reshape(config.kv_heads, -1), 1
+    )
+    halves = smoothing.reshape(config.kv_heads, d // 2)
     factors = np.exp2(np.arange(config.kv_heads, dtype=np.float32) - 2)
     scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
     stored = Conditioning(k.rotation(d), v.rotation(d), scale)
-    return Model(ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4, 16), [stored] * config.layers))
+    return Transformer(ops, config, weights, KVStore(ops, plan_for_tokens(shape, 256, 4, 16), [stored] * config.layers))
 
 
 class Talk:
     """Sequences of a model and the logits that it gave for them."""
 
-    def __init__(self, model: Model, count: int = 1):
+    def __init__(self, model: Transformer, count: int = 1):
         self.model = model
         self.sequences = [model.store.new_sequence() for _ in range(count)]
         self.logits: list[np.ndarray] = []
 
     def prompt(self, ids: Sequence[int], outputs: int | None = None, index: int = 0) -> None:
         span = self.model.store.open(self.sequences[index], len(ids))
-        units = self.model.walk([span], ids, outputs)
+        units = self.model.forward_units([span], ids, outputs)
         while True:
             try:
                 next(units)
@@ -188,7 +190,7 @@ def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch
             said.append(engine.generate("The cat sat on the mat and", params).text)
             drawn = engine.generate("The cat", SamplingParams(max_tokens=3, seed=1, repeat_penalty=1.2))
             assert drawn.usage.completion_tokens <= 3
-            scores += [engine.score(range(5, 60), every_token_coded=coded).logprobs for coded in (False, True)]
+            scores += [engine.score(range(5, 60), every_token_coded=quantized).logprobs for quantized in (False, True)]
     assert said[0][:5] == said[1][:5]
     for index in (0, 1):
         # Codes flip where a vector is near the edge of one: single tokens change, and hardly the sum.
@@ -209,7 +211,9 @@ def test_the_size_of_keys_and_values_changes_no_bit(
         with pytest.MonkeyPatch.context() as patch:
             rescale(patch, side, factor)
             with Engine.load(path, block_size=N, ctx_size=64, cache_type=types, calibration=False) as engine:
-                scores.append([engine.score(range(5, 55), coded, logits=True).logits for coded in (False, True)])
+                scores.append(
+                    [engine.score(range(5, 55), quantized, logits=True).logits for quantized in (False, True)]
+                )
                 assert len(scores[-1][0]) == 50
     np.testing.assert_array_equal(scores[1], scores[0])
     np.testing.assert_array_equal(scores[2], scores[0])

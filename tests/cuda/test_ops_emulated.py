@@ -13,7 +13,7 @@ from engine import codecs
 from engine.backends.cuda.launch_configs import GEMV_ROWS
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps, rms_norm
-from engine.backends.ops import CacheFormat, CacheSpan, Ops, Place, StoredSpace
+from engine.backends.ops import CacheFormat, CacheSpan, HeadTransform, Ops, Place
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
@@ -184,7 +184,7 @@ def test_linear(
         return ops.linear(x, whole, norm=norm, residual=y if added else None, recorded=recorded)
 
     if recorded:
-        result = ops.to_host(ops.replay("test", on_device, [x, before]))
+        result = ops.to_host(ops.run_graph("test", on_device, [x, before]))
     else:
         y = ops.to_device(before)
         result = ops.to_host(on_device(ops.to_device(x), y))
@@ -217,7 +217,7 @@ def test_gated_linear(
         whole, norm = Linear((w,), bias if biased else None), (gain, EPS) if normed else None
         return ops.linear(x, whole, norm=norm, activation="silu", recorded=recorded)
 
-    result = ops.to_host(ops.replay("test", on_device, [x]) if recorded else on_device(ops.to_device(x)))
+    result = ops.to_host(ops.run_graph("test", on_device, [x]) if recorded else on_device(ops.to_device(x)))
     values = rms_norm(x, host_gain, EPS) if normed else x
     exact = values.astype(np.float64) @ host_w.T + (host_bias if biased else 0)
     gate, up = np.split(exact, 2, axis=1)
@@ -278,7 +278,7 @@ def test_parts_may_have_different_formats(
 def test_parts_of_several_formats_can_be_recorded(ops: CudaOps, rng: np.random.Generator) -> None:
     files = [StoredArray(normal(rng, 16, 48), name) for _, name in MIXED[:2]]
     w, x = Linear(ops.load(files)), normal(rng, 70, 48)
-    recorded = ops.to_host(ops.replay("test", lambda x: ops.linear(x, w, recorded=True), [x]))
+    recorded = ops.to_host(ops.run_graph("test", lambda x: ops.linear(x, w, recorded=True), [x]))
     np.testing.assert_allclose(recorded, ops.to_host(ops.linear(ops.to_device(x), w)), atol=1e-4)
 
 
@@ -309,32 +309,32 @@ def heads_of(rng: np.random.Generator, rows: int, dim: int) -> tuple[np.ndarray,
 def test_condition(
     ops: CudaOps, rng: np.random.Generator, dim: int, scaled: bool, normed: bool, keys: str, values: str
 ) -> None:
-    qkv, turns = heads_of(rng, 3, dim)
+    qkv, rope = heads_of(rng, 3, dim)
     scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, dim)).astype(np.float32) if scaled else None
-    space = StoredSpace(KV_HEADS, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim))
+    space = HeadTransform(KV_HEADS, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim))
     norms, host_norms = None, None
     if normed:
         gains = [vector(ops, rng, dim) for _ in range(2)]
         norms, host_norms = ((*(gain[side] for gain in gains), EPS) for side in (0, 1))
-    wanted = HOST.condition(qkv.copy(), turns, space, host_norms)
+    wanted = HOST.transform_heads(qkv.copy(), rope, space, host_norms)
     for _ in range(2):
-        given = ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), *ops.prepare([space]), norms)
+        given = ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), *ops.prepare([space]), norms)
         for one, expected in zip(given, wanted, strict=True):
             same(ops.to_host(one), expected, sums=dim)
 
 
 @pytest.mark.skipif(not hasattr(open_device(), "launches"), reason="what a GPU was asked to do is not known")
 def test_matrices_of_hadamard_are_not_multiplied_out(ops: CudaOps, rng: np.random.Generator) -> None:
-    qkv, turns = heads_of(rng, 2, 64)
+    qkv, rope = heads_of(rng, 2, 64)
     for keys, values, launches in (
         (twice_signed_hadamard(64).T, signed_hadamard(64), []),
         (dense(64), None, ["rotate_dense_kernel"]),
         (signed_hadamard(64), dense(64), ["rotate_dense_kernel"]),
     ):
         ops._device.launches.clear()
-        (space,) = ops.prepare([StoredSpace(KV_HEADS, None, keys, values)])
-        ops.condition(ops.to_device(qkv), tuple(map(ops.to_device, turns)), space)
-        assert ops._device.launches == ["condition_kernel", *launches]
+        (space,) = ops.prepare([HeadTransform(KV_HEADS, None, keys, values)])
+        ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), space)
+        assert ops._device.launches == ["transform_heads_kernel", *launches]
 
 
 # -- the next token ----------------------------------------------------------------------------------------------
@@ -418,11 +418,11 @@ def test_logits_that_are_not_finite_are_that_row_s_error(ops: CudaOps, rng: np.r
 
 
 def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
-    form = store_of(ops, ("f16", "f16"), (None,)).cache(0).form
-    other = ops.cache(replace(form, block_size=2 * N), 1, 2)
+    format = store_of(ops, ("f16", "f16"), (None,)).cache(0).format
+    other = ops.cache(replace(format, block_size=2 * N), 1, 2)
     span = CacheSpan(slice(0, 1), 5 * N, Place(None, 0), 4 * N, 1, [0], 2 * N)
-    assert ops.spans([span], other.form.block_size).header(0) == (0, 1, 5 * N, 1, 1, 1, 0, 2, 1)
-    assert ops.spans([span], form.block_size).header(0) == (0, 1, 5 * N, 1, 2, 1, 0, 4, 1)
+    assert ops.spans([span], other.format.block_size).header(0) == (0, 1, 5 * N, 1, 1, 1, 0, 2, 1)
+    assert ops.spans([span], format.block_size).header(0) == (0, 1, 5 * N, 1, 2, 1, 0, 4, 1)
 
 
 def store_of(
@@ -436,7 +436,7 @@ def store_of(
 
 
 def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Numbers that exact records hold as they are."""
+    """Numbers that full-precision records hold as they are."""
     return (rng.standard_normal(shape) + 0.5).astype(np.float16).astype(np.float32)
 
 
@@ -481,7 +481,10 @@ def everything_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
         seen += feed(store, [first], 1, i, step=True)
     prefixes, ids = PrefixCache(store), range(first.length)
     prefixes.release(first, ids)
-    second, first = prefixes.resume(ids[:-1]), prefixes.resume(ids)  # one has a copy of the tail, the other the tail
+    second, first = (
+        prefixes.match_prefix(ids[:-1]),
+        prefixes.match_prefix(ids),
+    )  # one has a copy of the tail, the other the tail
     for i in range(N + 1):
         seen += feed(store, [second], 1, 100 + i, step=True)
     for i in range(3):
@@ -525,7 +528,7 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
     rotations = ROTATIONS[keys](D), ROTATIONS[values](D)
     scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, D)).astype(np.float32)
     scale_back = np.repeat(rng.uniform(0.5, 2, KV_HEADS).astype(np.float32), HEADS // KV_HEADS)
-    stored, outputs = StoredSpace(KV_HEADS, scale, *rotations, scale_back), []
+    stored, outputs = HeadTransform(KV_HEADS, scale, *rotations, scale_back), []
     for ops in (CudaOps(open_device(checked=False)), HOST):
         store, made = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1)
         (space,) = ops.prepare([stored])
@@ -535,9 +538,9 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
             spans = [store.open_step(kv, count) if of is kept else store.open(kv, count) for kv in of]
             for span in spans:
                 store.begin_layer(0, span)
-            qkv, turns = heads_of(made, count * len(of), D)
+            qkv, rope = heads_of(made, count * len(of), D)
             views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
-            described, on_device = ops.spans(views, N), tuple(map(ops.to_device, turns))
+            described, on_device = ops.spans(views, N), tuple(map(ops.to_device, rope))
             q = ops.place_kv(ops.to_device(qkv), on_device, space, store.cache(0), described)
             mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, space)
             seen.append(np.array(ops.to_host(mixed)))
@@ -569,15 +572,15 @@ def test_a_metric_is_what_errors_cost(rng: np.random.Generator) -> None:
     metric_v = value_metric(output, KV_HEADS, D, None, types[1].rounding, 0.6 ** np.arange(N))
 
     def fields(ops: Ops, metrics: Any) -> list[np.ndarray]:
-        """Of the first coded block: keys' codes, norms and means, values'."""
+        """Of the first quantized block: keys' codes, norms and means, values'."""
         store = store_of(ops, ("ring4", "ring3.5"), (None,), [metrics])
         kv = store.new_sequence()
         feed(store, [kv], 4 * N + 3, 0)
-        cache, ids = store.cache(0), kv.tables[0].coded
+        cache, ids = store.cache(0), kv.tables[0].quantized
         if ops is HOST:
             return [field[:, ids] for part in (cache.k, cache.mean, cache.v) for field in part.values()]
         unpacked = [
-            side.layout.unpack(ops.to_bytes(side.coded)[ids].swapaxes(0, 1)) for side in (cache.keys, cache.values)
+            side.layout.unpack(ops.to_bytes(side.quantized)[ids].swapaxes(0, 1)) for side in (cache.keys, cache.values)
         ]
         (keys, mean), (values, _) = unpacked
         return [*keys.values(), *mean.values(), *values.values()]
@@ -597,15 +600,15 @@ def format_of(k: str, v: str, block_size: int = 64, head_dim: int = 128) -> Cach
 
 
 def test_bytes_of_the_cache_are_those_of_records(ops: CudaOps) -> None:
-    coded, exact = ops.cache_bytes(format_of("ring4", "ring3.5"))
+    quantized, exact = ops.cache_bytes(format_of("ring4", "ring3.5"))
     assert exact == 2 * 8 * 64 * 128 * 2
     values = 64 * 128
-    assert 8 * values * (4 + 3.5) / 8 < coded < 8 * values * (4 + 3.5) / 8 * 1.1
-    assert coded % 128 == 0
+    assert 8 * values * (4 + 3.5) / 8 < quantized < 8 * values * (4 + 3.5) / 8 * 1.1
+    assert quantized % 128 == 0
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("format", "words"),
     [
         (format_of("kivi4", "ring4"), "kivi4 has no GPU kernel"),
         (format_of("ring4", "q8_0"), "q8_0 has no GPU kernel"),
@@ -614,9 +617,9 @@ def test_bytes_of_the_cache_are_those_of_records(ops: CudaOps) -> None:
         (format_of("f16", "f16", head_dim=20), "multiple of 8"),
     ],
 )
-def test_what_has_no_kernel_is_refused(ops: CudaOps, form: CacheFormat, words: str) -> None:
+def test_what_has_no_kernel_is_refused(ops: CudaOps, format: CacheFormat, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        ops.cache_bytes(form)
+        ops.cache_bytes(format)
     assert "\n" not in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from engine import records
 from engine.backends.cuda import launch_configs
 from engine.backends.cuda.cache import HEADER, SpanHeader
 from engine.backends.cuda.kernel_source import source
-from engine.backends.cuda.launch import Shape
+from engine.backends.cuda.launch import LaunchConfig
 from engine.records import Layout
 from tests.cuda.caches import PagedCache, random_cache
 from tests.cuda.programs import Program
@@ -26,12 +26,12 @@ def _program(text: str) -> Program:
     return Program(text)
 
 
-def shape_of(keys: Layout, values: Layout, group: int, warps: int, warp_rows: int) -> Shape:
+def shape_of(keys: Layout, values: Layout, group: int, warps: int, warp_rows: int) -> LaunchConfig:
     """Of blocks that are smaller than those that are launched: the emulator takes its time."""
     geometry = keys.record.geometry
     queries = warps * warp_rows * geometry.padded * 2 if warp_rows == 32 and geometry.padded > 64 else 0
     shared = records.table_bytes(keys, values) + 2 * geometry.tiles * 512 + queries
-    return Shape({"GROUP": group, "WARPS": warps, "WARP_ROWS": warp_rows}, 32 * warps, shared)
+    return LaunchConfig({"GROUP": group, "WARPS": warps, "WARP_ROWS": warp_rows}, 32 * warps, shared)
 
 
 def attend(
@@ -54,7 +54,7 @@ def attend(
     shape = shape_of(keys, values, group, *warps) if warps else launch_configs.prefill_attention(keys, values, group)[0]
     of_block = int(shape.defines["WARPS"]) * int(shape.defines["WARP_ROWS"])
     out = np.full((rows, heads, dim), np.nan, np.float32)
-    pools = paged.keys, paged.values, paged.exact_keys, paged.exact_values, paged.now_keys, paged.now_values
+    pools = paged.keys, paged.values, paged.full_keys, paged.full_values, paged.now_keys, paged.now_values
     tables = (layout.tables if layout.tables.size else None for layout in (keys, values))
     counts = np.int32(paged.spans.shape[1]), np.int32(paged.kv_heads), np.int32(heads), np.int64(q[0].size)
     _program(source("prefill_attention", keys, values, **shape.defines)).launch(
@@ -172,8 +172,8 @@ def test_the_shapes_that_are_launched(rng: np.random.Generator, codec_k: str, co
 def test_without_coded_blocks_layouts_of_f16_do(rng: np.random.Generator) -> None:
     paged = random_cache(rng, "ring4", "ring3.5", [100], rows=60, head_dim=32)
     q = rng.standard_normal((60, 3, 32), np.float32)
-    assert paged.headers[0].coded == 0
-    exact = paged.key_layout.exact, paged.value_layout.exact
+    assert paged.headers[0].quantized == 0
+    exact = paged.key_layout.full, paged.value_layout.full
     paged.assert_attention(attend(paged, q, layouts=exact), q[:, :-1])
 
 
@@ -189,10 +189,10 @@ SINK = SpanHeader._fields.index("sink")
 
 @pytest.mark.parametrize("column", [SINK, HEADER, HEADER + 2])
 def test_another_block_is_noticed(rng: np.random.Generator, column: int) -> None:
-    """The comparison fails when the sink or a coded block is the next record of its pool."""
+    """The comparison fails when the sink or a quantized block is the next record of its pool."""
     paged = random_cache(rng, "ring4", "ring3.5", [220], rows=20, block_size=32, head_dim=16)
     q = rng.standard_normal((20, 2, 16), np.float32)
-    spans, pool = paged.spans.copy(), paged.exact_keys if column == SINK else paged.keys
+    spans, pool = paged.spans.copy(), paged.full_keys if column == SINK else paged.keys
     spans[0, column] = (spans[0, column] + 1) % len(pool)
     with pytest.raises(AssertionError, match="off by"):
         paged.assert_attention(attend(dataclasses.replace(paged, spans=spans), q), q[:, :-1])

@@ -75,9 +75,9 @@ def test_all_parts_of_a_product_run_at_the_same_time(
     for (rows, out, width), wanted in zip(shapes, parts, strict=True):
         shape, blocks, chosen = launch_configs.gemm_small(rows, out, width, *machine)
         assert chosen == wanted
-        each = 1 if rows == 64 else blocks_each
-        assert blocks * chosen <= max(blocks, each * machine[0])
-        assert each * (shape.shared + 1024) <= machine[1]
+        parallel_map = 1 if rows == 64 else blocks_each
+        assert blocks * chosen <= max(blocks, parallel_map * machine[0])
+        assert parallel_map * (shape.shared + 1024) <= machine[1]
 
 
 def test_few_rows_are_not_multiplied_as_sixteen() -> None:

@@ -54,13 +54,13 @@ def saved(dialogue: Talk) -> Snapshot:
 
 
 def as_fields(store: KVStore, snapshot: Snapshot) -> dict[str, np.ndarray]:
-    """All arrays, those of coded blocks as fields."""
+    """All arrays, those of quantized blocks as fields."""
     arrays = {name: array for name, array in snapshot.arrays.items() if ".coded." not in name}
     for layer in range(len(store.shape.layers)):
         prefix = f"{layer}.coded."
         of = {name.removeprefix(prefix): a for name, a in snapshot.arrays.items() if name.startswith(prefix)}
         count = len(of["keys"]) if "keys" in of else next(iter(of.values())).shape[1]
-        arrays |= {prefix + name: a for name, a in transfer.as_fields(store.shape.form(layer), count, of).items()}
+        arrays |= {prefix + name: a for name, a in transfer.as_fields(store.shape.format(layer), count, of).items()}
     return arrays
 
 
@@ -88,7 +88,7 @@ def test_logits_go_on_bit_for_bit(types: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("types", TYPES)
 def test_what_a_gpu_has_saved_goes_on_on_the_cpu_and_back(types: tuple[str, str]) -> None:
-    """Codes stay as they are, and so do exact slots, which are in half precision now."""
+    """Codes stay as they are, and so do full-precision slots, which are in half precision now."""
     device = CudaOps(open_device(checked=False))
     on_gpu = talk(device, types)
     cpu, gpu = (model_of(ops, "qwen2_mixed_windows", types).store for ops in (SameWeights(device), device))
@@ -116,7 +116,7 @@ def test_nothing_but_codes_leaves_the_device(types: tuple[str, str]) -> None:
     store = talk(CudaOps(open_device(checked=False)), types).model.store
     for layer in range(len(store.shape.layers)):
         cache = store.cache(layer)
-        blocks = np.arange(len(cache.keys.coded))  # those that nobody has written as well
+        blocks = np.arange(len(cache.keys.quantized))  # those that nobody has written as well
         for given, layout in zip(store.ops.read_blocks(cache, blocks).values(), cache.layouts, strict=True):
             np.testing.assert_array_equal(given, layout.pack(*layout.unpack(given)))
 
@@ -133,19 +133,19 @@ WRONG = {
 @pytest.mark.parametrize("change", WRONG)
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_what_are_no_such_records_is_refused(change: str, on_gpu: bool) -> None:
-    form = model_of(NumpyOps(), "qwen2_mixed_windows", ("ring4", "ring3.5")).store.shape.form(0)
-    keys, values = (np.zeros((3, form.kv_heads, of.nbytes), np.uint8) for of in transfer.layouts(form))
+    format = model_of(NumpyOps(), "qwen2_mixed_windows", ("ring4", "ring3.5")).store.shape.format(0)
+    keys, values = (np.zeros((3, format.kv_heads, of.nbytes), np.uint8) for of in transfer.layouts(format))
     ops: Ops = CudaOps(open_device()) if on_gpu else NumpyOps()
     with pytest.raises(ValueError, match=r"and not"):
-        ops.write_blocks(ops.cache(form, 4, 2), [2, 0, 1], WRONG[change]({"keys": keys, "values": values}))
+        ops.write_blocks(ops.cache(format, 4, 2), [2, 0, 1], WRONG[change]({"keys": keys, "values": values}))
 
 
 def test_infinite_values_in_an_exact_slot_are_refused() -> None:
-    form = replace(model_of(NumpyOps(), "qwen2_mixed_windows", ("f16", "f16")).store.shape.form(0), block_size=N)
+    format = replace(model_of(NumpyOps(), "qwen2_mixed_windows", ("f16", "f16")).store.shape.format(0), block_size=N)
     ops = CudaOps(open_device())
-    wrong = np.full((form.kv_heads, 3, form.head_dim), np.inf, np.float32)
+    wrong = np.full((format.kv_heads, 3, format.head_dim), np.inf, np.float32)
     with pytest.raises(ValueError):
-        ops.write_exact(ops.cache(form, 1, 1), 0, wrong, wrong)
+        ops.write_full(ops.cache(format, 1, 1), 0, wrong, wrong)
 
 
 def test_a_session_of_an_engine_goes_on_on_either_device(

@@ -86,7 +86,7 @@ def _heads(kernel: str) -> list[Variant]:
 
 
 def _exact(kernel: str) -> list[Variant]:
-    """What moves exact records, for every head dim."""
+    """What moves full-precision records, for every head dim."""
     return [Variant(kernel, {}, Cache("f16", "f16", d, mean_bits=0)) for d in _HEAD_DIMS]
 
 
@@ -177,8 +177,8 @@ VARIANTS: dict[str, list[Variant]] = {
     "combine": [
         Variant("combine", launch_configs.combine(d, order).defines) for d in _HEAD_DIMS for order in (1, d & -d)
     ],
-    "condition": _heads("condition"),
-    "copy_exact": _exact("copy_exact"),
+    "transform_heads": _heads("transform_heads"),
+    "copy_full": _exact("copy_full"),
     "copy_records": _all("copy_records"),
     "decode_attention": _decode_attention(),
     "embed": _all("embed", ACT=_TYPES, WEIGHT=weight_formats.available()),

@@ -29,13 +29,13 @@ def make_store(
 
 def held(store: KVStore) -> list[tuple[int, int]]:
     """Blocks and slots in use, per group."""
-    return [(g.coded.size - g.coded.free, g.exact.size - g.exact.free) for g in store.groups]
+    return [(g.quantized.size - g.quantized.free, g.full.size - g.full.free) for g in store.groups]
 
 
 def overwrite(store: KVStore) -> None:
     """Hand out every free block and slot once: of what no sequence holds, nothing can be found any more."""
     for group in store.groups:
-        for allocator in (group.coded, group.exact):
+        for allocator in (group.quantized, group.full):
             for block in allocator.allocate(allocator.free):
                 allocator.release(block)
 
@@ -97,9 +97,9 @@ def assert_held_by(store: KVStore, sequences: Sequence[SequenceKV]) -> None:
     """Every block has as many references as tables of `sequences` name it."""
     for index, group in enumerate(store.groups):
         tables = [kv.tables[index] for kv in sequences]
-        coded = [block for table in tables for block in table.coded]
-        exact = [slot for table in tables for slot in (table.sink, table.tail) if slot is not None]
-        for allocator, holders in ((group.coded, coded), (group.exact, exact)):
+        quantized = [block for table in tables for block in table.quantized]
+        full = [slot for table in tables for slot in (table.sink, table.current) if slot is not None]
+        for allocator, holders in ((group.quantized, quantized), (group.full, full)):
             assert [allocator.references(i) for i in range(allocator.size)] == [
                 holders.count(i) for i in range(allocator.size)
             ]

@@ -44,8 +44,8 @@ def shapes(draw, windows=windows) -> CacheShape:
 
 
 def sequences_of(plan: StorePlan) -> int:
-    """For how many sequences a plan has exact slots."""
-    return next(n for n in range(1, 100) if plan_for_tokens(plan.shape, 0, n).exact_slots == plan.exact_slots)
+    """For how many sequences a plan has full-precision slots."""
+    return next(n for n in range(1, 100) if plan_for_tokens(plan.shape, 0, n).full_slots == plan.full_slots)
 
 
 @given(shapes(), st.integers(1, 1 << 24), st.integers(1, 5000), st.integers(1, 5))
@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
     allocated = 0
     for layer in range(len(shape.layers)):
         cache = store.cache(layer)
-        arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values(), cache.exact_k, cache.exact_v]
+        arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values(), cache.full_k, cache.full_v]
         allocated += sum(array.nbytes for array in arrays)
     assert plan.bytes == allocated
 
@@ -158,11 +158,11 @@ def test_the_line_at_the_start_has_the_numbers_of_the_plan(tiny: Engine) -> None
     weights, store, blocks, size, bits, tokens, plain = words.groups()
     assert weights == format_bytes(tiny._model.weights.bytes)
     assert store == format_bytes(plan.bytes)
-    # Of a whole context, the first block is exact: the others are the coded ones.
+    # Of a whole context, the first block is exact: the others are the quantized ones.
     assert (int(blocks) + 1) * int(size) == int(tokens) == tiny.context
     layers = len(plan.shape.layers)
     values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels
-    assert float(bits) == round(plan.shape.coded_bytes(range(layers)) * 8 / values, 2)
+    assert float(bits) == round(plan.shape.quantized_bytes(range(layers)) * 8 / values, 2)
     assert int(plain) == f16_tokens(plan, plan.tokens) < int(tokens)
 
 

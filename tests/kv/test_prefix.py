@@ -27,7 +27,7 @@ class Told(Fed):
     def __init__(self, store: KVStore, prefixes: PrefixCache, ids: Sequence[int]):
         super().__init__(store)
         self.prefixes, self.ids = prefixes, list(ids)
-        self.kv = prefixes.resume(ids[:-1])
+        self.kv = prefixes.match_prefix(ids[:-1])
         self.found = self.kv.length
         self.k, self.v = self._plain(0, self.found)
 
@@ -45,7 +45,7 @@ class Told(Fed):
         self, count: int, chunk: int | None = None, *, step: bool = False, kept: int | None = None, commit: bool = True
     ) -> np.ndarray:
         out = super().feed(count, chunk, step=step, kept=kept, commit=commit)
-        self.prefixes.publish(self.kv, self.ids)
+        self.prefixes.insert(self.kv, self.ids)
         return out
 
     def prompt(self) -> Told:
@@ -83,7 +83,7 @@ class House:
         return Told(self.store, self.prefixes, ids).prompt()
 
     def found(self, ids: Sequence[int]) -> int:
-        kv = self.prefixes.resume(ids)
+        kv = self.prefixes.match_prefix(ids)
         length = kv.length
         self.prefixes.release(kv, ids)
         return length
@@ -127,9 +127,9 @@ def test_the_whole_of_it_is_gone_on_with_and_not_copied() -> None:
 def test_a_part_is_found_where_there_is_no_room_for_a_copy() -> None:
     house = House(sequences=1)
     house.tell(STEM).end()
-    taken = house.store.groups[0].exact.allocate(1)  # the one slot that is neither sink nor tail
+    taken = house.store.groups[0].full.allocate(1)  # the one slot that is neither sink nor tail
     assert house.found(STEM[:42]) == 40
-    house.store.groups[0].exact.release(taken[0])
+    house.store.groups[0].full.release(taken[0])
 
 
 def test_other_tokens_before_a_block_make_another_block() -> None:
@@ -143,8 +143,8 @@ def test_what_decides_the_codes_decides_the_hash() -> None:
     one, other = House(identity=b"ring4"), House(identity=b"ring5")
     one.tell(STEM)
     other.tell(STEM)
-    assert not set(one.prefixes._coded) & set(other.prefixes._coded)
-    assert len(one.prefixes._coded) == 4
+    assert not set(one.prefixes._quantized) & set(other.prefixes._quantized)
+    assert len(one.prefixes._quantized) == 4
 
 
 def test_nothing_is_found_where_nothing_may_be() -> None:
@@ -166,8 +166,8 @@ def test_nothing_is_found_of_what_is_overwritten_and_who_goes_on_is_not_disturbe
 
 
 def test_what_nobody_has_asked_for_the_longest_is_overwritten_first() -> None:
-    house = House(tokens=96, sequences=4)  # 11 coded blocks
-    a, b, c = (words(seed, 40) for seed in (1, 2, 3))  # a sink and 4 coded blocks each
+    house = House(tokens=96, sequences=4)  # 11 quantized blocks
+    a, b, c = (words(seed, 40) for seed in (1, 2, 3))  # a sink and 4 quantized blocks each
     for ids in (a, b, a, c):
         house.tell(ids).end()
     assert (house.found(a), house.found(c)) == (40, 40)

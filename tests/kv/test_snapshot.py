@@ -62,14 +62,14 @@ def test_an_empty_sequence_is_nothing_but_empty() -> None:
     assert restore(store, saved) == store.new_sequence()
 
 
-@pytest.mark.parametrize(("group", "coded", "exact"), [(0, 3, 9), (0, 9, 1), (0, 0, 0), (1, 3, 9), (1, 9, 0)])
-def test_without_room_nothing_changes(group: int, coded: int, exact: int) -> None:
-    """Four coded blocks, sink and tail; for the window of 30 no sink."""
+@pytest.mark.parametrize(("group", "quantized", "full"), [(0, 3, 9), (0, 9, 1), (0, 0, 0), (1, 3, 9), (1, 9, 0)])
+def test_without_room_nothing_changes(group: int, quantized: int, full: int) -> None:
+    """Four quantized blocks, sink and current block; for the window of 30 no sink."""
     store = make_store("polarquant", "polarquant", windows=(None, None, 30))
     sequence = Fed(make_store("polarquant", "polarquant", windows=(None, None, 30)))
     sequence.feed(44)
-    allocators = store.groups[group].coded, store.groups[group].exact
-    for allocator, left in zip(allocators, (coded, exact), strict=True):
+    allocators = store.groups[group].quantized, store.groups[group].full
+    for allocator, left in zip(allocators, (quantized, full), strict=True):
         allocator.allocate(max(0, allocator.free - left))
     before = held(store)
     with pytest.raises(OutOfBlocks):

@@ -60,8 +60,8 @@ def test_rows_that_are_kept_are_stored_as_if_they_had_come_alone(steps: list[tup
                 store.commit(span, min(kept, count) if fed is together else None)
     for index in range(len(windows)):
         tables = [fed.kv.tables[index] for fed in (alone, together)]
-        assert [(len(t.coded), t.dropped, t.sink is None, t.tail is None) for t in tables[:1]] == [
-            (len(t.coded), t.dropped, t.sink is None, t.tail is None) for t in tables[1:]
+        assert [(len(t.quantized), t.dropped, t.sink is None, t.current is None) for t in tables[:1]] == [
+            (len(t.quantized), t.dropped, t.sink is None, t.current is None) for t in tables[1:]
         ]
     a, b = (export(fed.store, fed.kv).arrays for fed in (alone, together))
     assert a.keys() == b.keys()
@@ -92,7 +92,7 @@ def test_steps_and_prompts_store_the_same_codes() -> None:
         steps.store.ops.append_kv(steps.store.cache(0), [view], prompt.k[t : t + 1], prompt.v[t : t + 1])
         steps.store.commit(span)
     for name, codes in prompt.store.cache(0).k.items():
-        ids, replayed = prompt.kv.tables[0].coded, steps.kv.tables[0].coded
+        ids, replayed = prompt.kv.tables[0].quantized, steps.kv.tables[0].quantized
         assert np.array_equal(codes[:, ids], steps.store.cache(0).k[name][:, replayed])
 
 
@@ -115,10 +115,10 @@ def test_blocks_outside_the_window_are_given_back() -> None:
     sequence = Fed(make_store("polarquant", "polarquant", windows=(20,)))
     for count in (50, 1, 30, *[1] * 40):
         sequence.feed(count)
-        coded, exact = held(sequence.store)[0]
+        quantized, full = held(sequence.store)[0]
         # 20 tokens touch at most 4 blocks of 8, the current one included; the first block is long gone.
-        assert coded <= 3
-        assert exact <= 1
+        assert quantized <= 3
+        assert full <= 1
     assert sequence.kv.tables[0].sink is None
 
 
@@ -143,13 +143,13 @@ def test_a_step_without_slots_changes_nothing() -> None:
     store = make_store(sequences=1, windows=(None, 30))
     sequence = Fed(store)
     sequence.feed(2 * N + 3)
-    taken = store.groups[1].exact.allocate(1)  # the one slot that is neither sink nor tail
+    taken = store.groups[1].full.allocate(1)  # the one slot that is neither sink nor tail
     before = held(store), sequence.kv.length
     with pytest.raises(OutOfBlocks):
         store.open_step(sequence.kv, N)
     assert (held(store), sequence.kv.length) == before
     sequence.feed(N - 3, step=True)
-    store.groups[1].exact.release(taken[0])
+    store.groups[1].full.release(taken[0])
     sequence.feed(N, step=True, kept=1)
 
 
@@ -206,14 +206,14 @@ def test_after_an_encoder_that_was_interrupted_steps_can_be_aborted(monkeypatch:
 
 def test_bytes_held_are_those_of_the_arrays() -> None:
     sequence = Fed(make_store("polarquant", "polarquant", windows=(None, None)))
-    sequence.feed(45)  # sink, 4 coded blocks, tail
+    sequence.feed(45)  # sink, 4 quantized blocks, tail
     expected = 0
     for layer in range(2):
         cache = sequence.store.cache(layer)
         expected += 4 * sum(
             field[:, :1].nbytes for field in [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
         )
-        expected += 2 * (cache.exact_k[:1].nbytes + cache.exact_v[:1].nbytes)
+        expected += 2 * (cache.full_k[:1].nbytes + cache.full_v[:1].nbytes)
     assert sequence.store.bytes_held(sequence.kv) == expected
 
 
@@ -301,10 +301,10 @@ def test_blocks_that_a_step_fills_are_encoded_together_as_they_are_alone(types: 
         k, v = fed.new(1)
         view = store.view(0, span, slice(0, 1), span.start)
         store.ops.append_kv(store.cache(0), [view], k, v)
-        assert bool(span.growth[0].coded) == (i < 2)
+        assert bool(span.growth[0].quantized) == (i < 2)
     assert store.commit_steps(spans) == {}
     for one, other in zip(alone, together, strict=True):
-        tables = one.kv.tables[0].coded, other.kv.tables[0].coded
+        tables = one.kv.tables[0].quantized, other.kv.tables[0].quantized
         assert len(tables[0]) == len(tables[1])
         if tables[0]:
             found = [s.ops.read_blocks(s.cache(0), table) for s, table in zip(stores, tables, strict=True)]

@@ -12,7 +12,7 @@ from engine.backends.numpy.attention import LayerCache, read_blocks
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Place
 from engine.kv.store import Span
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from engine.model.score import score
 from engine.sampling.sample import Draw, Sampling
 from model_loaders.families import families
@@ -91,8 +91,8 @@ def test_score_equals_a_loop_of_steps(fixture, type: str) -> None:
 Blocks = list[list[np.ndarray]]
 
 
-def recorded(model: Model) -> dict[int, Blocks]:
-    """From now on, per layer, all arrays of every coded block in the order of encoding."""
+def recorded(model: Transformer) -> dict[int, Blocks]:
+    """From now on, per layer, all arrays of every quantized block in the order of encoding."""
     layers = {id(model.store.cache(layer)): layer for layer in range(model.config.layers)}
     blocks: dict[int, Blocks] = {layer: [] for layer in layers.values()}
     encode = model.store.ops.encode_blocks
@@ -122,17 +122,17 @@ def first_difference(a: dict[int, Blocks], b: dict[int, Blocks]) -> tuple[int | 
 def test_every_token_coded_reads_more_codes_than_steps_do(fixture) -> None:
     config, weights, ids, reference = fixture
     model = bare_model(config, weights, ("polarquant", "polarquant"), block_size=16)
-    served, coded = scored(model, ids), scored(model, ids, every_token_coded=True)
+    served, quantized = scored(model, ids), scored(model, ids, every_token_coded=True)
     # The first block is exact either way; behind it the codes are what differs.
-    assert np.abs(coded.logits[:16] - reference[:16]).max() <= 1e-3 * spread(reference)
-    assert kl(reference[16:], coded.logits[16:]) > kl(reference[16:], served.logits[16:])
+    assert np.abs(quantized.logits[:16] - reference[:16]).max() <= 1e-3 * spread(reference)
+    assert kl(reference[16:], quantized.logits[16:]) > kl(reference[16:], served.logits[16:])
 
 
 def test_a_part_of_a_block_can_be_read_as_codes(fixture) -> None:
     config, weights, ids, _ = fixture
     model = bare_model(config, weights, ("f16", "f16"), block_size=16)
-    coded = scored(model, ids[:41], every_token_coded=True)
-    assert np.abs(coded.logits - scored(model, ids[:41]).logits).max() <= 2e-3 * spread(coded.logits)
+    quantized = scored(model, ids[:41], every_token_coded=True)
+    assert np.abs(quantized.logits - scored(model, ids[:41]).logits).max() <= 2e-3 * spread(quantized.logits)
 
 
 @pytest.mark.parametrize(("block_size", "count"), [(32, 64), (32, 33), (64, 128)])
@@ -174,7 +174,7 @@ def test_every_token_coded_reads_each_block_as_it_is_stored(fixture) -> None:
     feed(model, kv, ids[32:48], round_trip=True)
     for layer, (k, v) in seen.items():
         cache, table = store.cache(layer), kv.tables[store.group_of(layer)]
-        stored_k, stored_v, mean = read_blocks(cache, np.array(table.coded[-1:]))
+        stored_k, stored_v, mean = read_blocks(cache, np.array(table.quantized[-1:]))
         np.testing.assert_allclose(k, stored_k + (0 if mean is None else mean), atol=1e-6)
         np.testing.assert_allclose(v, stored_v, atol=1e-6)
     assert set(seen) == set(range(config.layers))
@@ -200,7 +200,7 @@ def test_two_sequences_step_together_as_they_do_alone(fixture) -> None:
     feed(model, first, ids[:20])
     feed(model, second, ids[:33])
     spans = [model.store.open_step(first), model.store.open_step(second)]
-    together = model.logits(model.run(spans, [ids[20], ids[33]]))
+    together = model.logits(model.forward(spans, [ids[20], ids[33]]))
     for span in spans:
         model.store.commit(span)
     alone = []
@@ -211,7 +211,7 @@ def test_two_sequences_step_together_as_they_do_alone(fixture) -> None:
     assert np.abs(together - np.array(alone)).max() <= 1e-5 * spread(reference)
 
 
-def stepped(model: Model, spans: Sequence[Span], ids: Sequence[int]) -> np.ndarray:
+def stepped(model: Transformer, spans: Sequence[Span], ids: Sequence[int]) -> np.ndarray:
     """A step of the rows `ids` of all spans → the logits (T, V) that its tokens are chosen from."""
     seen: list[np.ndarray] = []
     fetch_tokens = model.ops.fetch_tokens
@@ -251,7 +251,7 @@ def test_rows_of_a_step_get_what_a_prompt_gives_them(fixture, types: tuple[str, 
         alone = []
         for prompt, own, keep in zip(prompts, rows, kept, strict=True):
             span = other.store.open(prompt, len(own))
-            alone.append(other.logits(other.run([span], own)))
+            alone.append(other.logits(other.forward([span], own)))
             other.store.abort(span)
             if keep:
                 feed(other, prompt, own[:keep])
@@ -288,13 +288,13 @@ def test_steps_of_one_shape_are_recorded_by_the_most_rows_of_a_sequence(fixture)
     pair, keys = [model.store.new_sequence() for _ in range(2)], []
     for kv in pair:
         feed(model, kv, ids[:7])
-    replay = model.ops.replay
+    run_graph = model.ops.run_graph
 
     def watched(key, work, inputs):
         keys.append(key)
-        return replay(key, work, inputs)
+        return run_graph(key, work, inputs)
 
-    model.ops.replay = watched
+    model.ops.run_graph = watched
     for counts in ((3, 3), (5, 1), (1, 5), (1, 1)):
         spans = [model.store.open_step(kv, count) for kv, count in zip(pair, counts, strict=True)]
         stepped(model, spans, [7] * sum(counts))

@@ -10,7 +10,7 @@ import pytest
 
 from engine import Engine
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Place, StoredSpace
+from engine.backends.ops import HeadTransform, Place
 from engine.model.magnitudes import Variances, scale, variances
 from engine.model.rope import pair_frequencies
 from tests.bare import bare_model, kl, prefill_logits, read_model
@@ -35,7 +35,7 @@ TYPES = {
 def logits(path: Path, ids: list[int], block_size: int = N, **settings) -> list[np.ndarray]:
     """As served, and with every token coded."""
     with Engine.load(path, device="cpu", block_size=block_size, **settings) as engine:
-        scored = [engine.score(ids, coded, logits=True).logits for coded in (False, True)]
+        scored = [engine.score(ids, quantized, logits=True).logits for quantized in (False, True)]
     assert len(scored[0]) == len(ids)
     return scored
 
@@ -80,7 +80,7 @@ def test_of_a_real_model_they_tell_the_size_within_a_factor_of_three() -> None:
     model = bare_model(config, weights, block_size=128)
     prefill_logits(model, ids)
     for index, told in enumerate(variances(OPS, config, weights)):
-        k, v = model.store.cache(index).exact(Place(None, 0))
+        k, v = model.store.cache(index).full(Place(None, 0))
         for side, variance in zip((k[:, 16:127], v[:, 16:127]), told, strict=True):
             ratio = np.sqrt(variance.mean(axis=1) / np.square(side).mean(axis=(1, 2)))
             assert (ratio < 3).all()
@@ -114,7 +114,7 @@ def test_of_inputs_that_have_nothing_to_do_with_each_other_they_are_exact(
         norms = None
     angles = np.outer(np.arange(count), pair_frequencies(config, config.layer_rope(1))[0])
     rope = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    _, k, v = OPS.condition(qkv.reshape(count, -1, config.head_dim), rope, StoredSpace(config.kv_heads), norms)
+    _, k, v = OPS.transform_heads(qkv.reshape(count, -1, config.head_dim), rope, HeadTransform(config.kv_heads), norms)
     if block_size is not None:
         blocks = k.reshape(-1, block_size, *k.shape[1:])
         k = (blocks - blocks.mean(axis=1, keepdims=True)).reshape(k.shape)
@@ -129,8 +129,8 @@ def test_of_inputs_that_have_nothing_to_do_with_each_other_they_are_exact(
 )
 def test_the_scale_is_the_power_of_two_at_the_rms_or_below(rms: float, expected: float) -> None:
     variance = np.full((2, 8), np.square(float(rms)))
-    balance = np.repeat(np.float32([[2], [0.25]]), 8, axis=1)
-    keys, values = scale(Variances(variance * np.square(balance), variance), balance)
-    np.testing.assert_array_equal(keys, expected * balance, strict=False)
+    smoothing = np.repeat(np.float32([[2], [0.25]]), 8, axis=1)
+    keys, values = scale(Variances(variance * np.square(smoothing), variance), smoothing)
+    np.testing.assert_array_equal(keys, expected * smoothing, strict=False)
     np.testing.assert_array_equal(values, [expected] * 2)
     assert keys.dtype == values.dtype == np.float32

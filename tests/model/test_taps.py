@@ -10,7 +10,7 @@ import pytest
 
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
@@ -27,7 +27,7 @@ Seen = dict[tuple[int, str, int], np.ndarray]  # layer, name, position → a cop
 class Keep:
     """Taps that keep everything, and put `inputs`, where they have some, in front of every layer."""
 
-    def __init__(self, model: Model, inputs: Seen | None = None):
+    def __init__(self, model: Transformer, inputs: Seen | None = None):
         self.model, self.inputs, self.seen = model, inputs or {}, Seen()
 
     def __call__(self, name: str, layer: int, position: int, x) -> None:
@@ -36,7 +36,7 @@ class Keep:
             x[...] = self.model.ops.to_device(self.inputs[layer, name, position])
 
 
-def values(model: Model, inputs: Seen | None = None) -> Seen:
+def values(model: Transformer, inputs: Seen | None = None) -> Seen:
     """What two prompts of a sequence leave at the taps."""
     model.taps = keep = Keep(model, inputs)
     talk = Talk(model)
@@ -97,7 +97,7 @@ def test_the_first_value_that_differs_is_named(layer: int, part: str, found: tup
     assert first_difference(FIXTURE, break_layer=layer, part=part) == found
 
 
-def seen_by(model: Model, ids: Sequence[int]) -> tuple[Seen, np.ndarray]:
+def seen_by(model: Transformer, ids: Sequence[int]) -> tuple[Seen, np.ndarray]:
     model.taps = keep = Keep(model)
     logits = feed(model, model.store.new_sequence(), ids)
     return keep.seen, logits
@@ -111,7 +111,7 @@ def test_every_row_of_every_layer_is_seen_once_whatever_the_parts(monkeypatch: p
     np.testing.assert_array_equal(feed(model, model.store.new_sequence(), IDS), logits)  # without taps
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
     model = bare_model(config, weights)
-    monkeypatch.setattr(model.ops, "parts", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
+    monkeypatch.setattr(model.ops, "split_rows", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
     parts, _ = seen_by(model, IDS)
     for layer in range(config.layers):
         for name in NAMES:

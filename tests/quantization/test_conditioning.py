@@ -17,9 +17,9 @@ KV_HEADS, HEADS, D, N = 2, 6, 16, 8
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("smoothed", [False, True])
 @pytest.mark.parametrize("rotation", ["none", "hadamard", "dense"])
-def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, balanced: bool, bits: int) -> None:
+def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, smoothed: bool, bits: int) -> None:
     """Keys k/s·W − μ with queries s∘q·W and q·μ added back, values v/s·W turned back, times s: plain attention."""
     q = rng.standard_normal((5, HEADS, D)).astype(np.float32)
     k = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32) + 5  # a mean worth taking out
@@ -27,7 +27,7 @@ def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, b
     half = rng.uniform(0.2, 5, (KV_HEADS, D // 2)).astype(np.float32)
     w = get(f"polarquant+{rotation}").rotation(D)
     factors = np.array([0.25, 8], np.float32)
-    stored = Conditioning(w, w, Scale(np.concatenate([half, half], 1), factors) if balanced else None)
+    stored = Conditioning(w, w, Scale(np.concatenate([half, half], 1), factors) if smoothed else None)
 
     scales = stored.scales(HEADS)
     parts = [None] * 3 if scales is None else np.split(scales, [HEADS, HEADS + KV_HEADS])

@@ -125,9 +125,9 @@ def orthogonal(dim, seed=9):
 
 def keys_metric(rounding, heads=2, dim=8):
     """A metric of keys with everything in it that there can be."""
-    balance = np.exp(0.3 * gaussian(heads, dim, seed=3))
+    smoothing = np.exp(0.3 * gaussian(heads, dim, seed=3))
     second = covariance(heads, dim, dim, seed=4).astype(np.float32)
-    return key_metric(second, 0.2 * gaussian(heads, dim, seed=5), balance, orthogonal(dim), rounding)
+    return key_metric(second, 0.2 * gaussian(heads, dim, seed=5), smoothing, orthogonal(dim), rounding)
 
 
 def values_metric(rounding, heads=2, dim=8, tokens=16):
@@ -171,16 +171,16 @@ def test_feedback_makes_the_metric_a_sum_of_squares_by_block(blocks, width, seed
 def test_a_key_error_costs_what_it_changes_in_scores():
     heads, dim = 2, 8
     q = gaussian(heads, 500, dim) @ covariance(heads, dim, dim).astype(np.float32) + 0.3
-    balance, rotation = np.exp(gaussian(heads, dim, seed=1)), orthogonal(dim)
+    smoothing, rotation = np.exp(gaussian(heads, dim, seed=1)), orthogonal(dim)
     second, mean = q.swapaxes(1, 2) @ q / 500, q.mean(1)
-    metric = key_metric(second, mean, balance, rotation, rings())
+    metric = key_metric(second, mean, smoothing, rotation, rings())
     stored_error = gaussian(heads, 1, dim, seed=2)
-    error = (stored_error @ rotation.T) * balance[:, None]
+    error = (stored_error @ rotation.T) * smoothing[:, None]
     scores = np.square(q @ error.swapaxes(1, 2)).mean((1, 2))
     ridge = 0.05 * np.trace(metric.tilt_second, axis1=1, axis2=2) / dim
     assert cost(stored_error, metric.tilt_second) == pytest.approx(scores, rel=1e-4)
     assert cost(stored_error, metric.matrix) == pytest.approx(scores + ridge * np.square(stored_error).sum((1, 2)))
-    as_stored = (q * balance[:, None]) @ rotation
+    as_stored = (q * smoothing[:, None]) @ rotation
     assert metric.tilt_mean == pytest.approx(as_stored.mean(1), rel=1e-4, abs=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of queries and keys, against their definitions written out; and the balance they give."""
+"""Statistics of queries and keys, against their definitions written out; and the smoothing they give."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from engine.quantization.statistics import LayerStatistics, balance, measure, neutral
+from engine.quantization.statistics import LayerStatistics, measure, neutral, smoothing
 
 Shape = tuple[int, int, int, int]  # T, H, K, D
 N = 8
@@ -129,7 +129,7 @@ def test_less_than_two_blocks_are_refused(rng: np.random.Generator) -> None:
         measure(q, k, 1.0, None, N, serial)
 
 
-# -- balance ---------------------------------------------------------------------------------------------------------
+# -- smoothing ---------------------------------------------------------------------------------------------------------
 
 
 def with_variances(keys: np.ndarray, queries: np.ndarray) -> LayerStatistics:
@@ -141,8 +141,8 @@ VARIANCES = arrays(np.float32, (2, 8), elements=st.floats(2**-10, 2**10, width=3
 
 
 @given(keys=VARIANCES, queries=VARIANCES)
-def test_balance_is_its_formula_over_rope_pairs(keys: np.ndarray, queries: np.ndarray) -> None:
-    s = balance(with_variances(keys, queries)).astype(np.float64)
+def test_smoothing_is_its_formula_over_rope_pairs(keys: np.ndarray, queries: np.ndarray) -> None:
+    s = smoothing(with_variances(keys, queries)).astype(np.float64)
     assert (s[:, :4] == s[:, 4:]).all()
     np.testing.assert_allclose(np.log(s).mean(axis=1), 0, atol=1e-6)
     sigma_k, sigma_q = (np.sqrt((v[:, :4].astype(np.float64) + v[:, 4:]) / 2) for v in (keys, queries))
@@ -151,27 +151,27 @@ def test_balance_is_its_formula_over_rope_pairs(keys: np.ndarray, queries: np.nd
 
 
 @given(pairs=arrays(np.float32, (2, 4), elements=st.floats(2**-10, 2**10, width=32)))
-def test_balance_evens_out_the_keys(pairs: np.ndarray) -> None:
+def test_smoothing_evens_out_the_keys(pairs: np.ndarray) -> None:
     keys = np.tile(pairs, 2)
-    balanced = keys / balance(with_variances(keys, np.ones_like(keys))).astype(np.float64) ** 2
+    smoothed = keys / smoothing(with_variances(keys, np.ones_like(keys))).astype(np.float64) ** 2
     # With queries alike, what a channel has above the others is left as its fourth root.
-    np.testing.assert_allclose(np.ptp(np.log(balanced), axis=1), np.ptp(np.log(keys), axis=1) / 4, atol=1e-5)
+    np.testing.assert_allclose(np.ptp(np.log(smoothed), axis=1), np.ptp(np.log(keys), axis=1) / 4, atol=1e-5)
 
 
 @given(keys=VARIANCES, queries=VARIANCES, a=st.floats(0.01, 100), b=st.floats(0.01, 100))
-def test_balance_does_not_depend_on_the_size_of_keys_and_queries(
+def test_smoothing_does_not_depend_on_the_size_of_keys_and_queries(
     keys: np.ndarray, queries: np.ndarray, a: float, b: float
 ) -> None:
-    scaled = balance(with_variances(keys * np.float32(a), queries * np.float32(b)))
-    np.testing.assert_allclose(scaled, balance(with_variances(keys, queries)), rtol=1e-5)
+    scaled = smoothing(with_variances(keys * np.float32(a), queries * np.float32(b)))
+    np.testing.assert_allclose(scaled, smoothing(with_variances(keys, queries)), rtol=1e-5)
 
 
-def test_channels_that_never_move_are_balanced_by_something_finite() -> None:
+def test_channels_that_never_move_are_smoothed_by_something_finite() -> None:
     keys, queries = np.ones((3, 8), np.float32), np.ones((3, 8), np.float32)
     keys[0, [1, 5]] = 0
     queries[1, [2, 6]] = 0
     keys[2], queries[2] = 0, 0
-    s = balance(with_variances(keys, queries))
+    s = smoothing(with_variances(keys, queries))
     assert np.isfinite(s).all()
     assert (s > 0).all()
     assert s[0, 1] < s[0, 0]
@@ -179,18 +179,18 @@ def test_channels_that_never_move_are_balanced_by_something_finite() -> None:
     np.testing.assert_array_equal(s[2], 1)
 
 
-def test_nothing_is_balanced_where_nothing_is_known() -> None:
+def test_nothing_is_smoothed_where_nothing_is_known() -> None:
     statistics = neutral(2, 6, N)
-    np.testing.assert_array_equal(balance(statistics), np.ones((2, 6)))
+    np.testing.assert_array_equal(smoothing(statistics), np.ones((2, 6)))
     np.testing.assert_array_equal(statistics.query_second, np.stack([np.eye(6)] * 2))
     np.testing.assert_array_equal(statistics.token_correlation, np.eye(N)[0])
 
 
-def test_balance_changes_no_attention(rng: np.random.Generator) -> None:
+def test_smoothing_changes_no_attention(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (40, 4, 2, 8))
-    s = balance(measure(q, k, 0.35, None, N, serial))
+    s = smoothing(measure(q, k, 0.35, None, N, serial))
     assert s.max() / s.min() > 1.5  # it does something
     for head in range(4):
         plain = probabilities(q[:, head], k[head // 2], 0.35, None)
-        balanced = probabilities(q[:, head] * s[head // 2], k[head // 2] / s[head // 2], 0.35, None)
-        np.testing.assert_allclose(balanced, plain, atol=1e-5)
+        smoothed = probabilities(q[:, head] * s[head // 2], k[head // 2] / s[head // 2], 0.35, None)
+        np.testing.assert_allclose(smoothed, plain, atol=1e-5)

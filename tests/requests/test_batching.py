@@ -270,7 +270,7 @@ def test_a_long_prompt_gets_its_share_of_the_time(tiny_path: Path, monkeypatch, 
     now, spent = [0.0], {True: 0.0, False: 0.0}
     monkeypatch.setattr("engine.requests.runner.time.perf_counter", lambda: now[0])
     with Engine.load(tiny_path, device="cpu", block_size=BLOCK, cache_type="f16", prefill_share=share) as engine:
-        work, ticks = engine._work, {"_prefill": 0.1, "_step_all": 1.0}
+        work, ticks = engine._runner, {"_prefill": 0.1, "_step_all": 1.0}
 
         def timed(name: str):
             unit = getattr(work, name)

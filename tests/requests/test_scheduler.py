@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv.blocks import BlockAllocator, OutOfBlocks
-from engine.requests.scheduler import Scheduler, Sequence, Work
+from engine.requests.scheduler import Scheduler, TokenSequence, Unit
 
 
-def sequences(count: int) -> list[Sequence]:
-    return [Sequence((1,), -1) for _ in range(count)]
+def sequences(count: int) -> list[TokenSequence]:
+    return [TokenSequence((1,), -1) for _ in range(count)]
 
 
-def running(scheduler: Scheduler, count: int) -> list[Sequence]:
+def running(scheduler: Scheduler, count: int) -> list[TokenSequence]:
     """So many sequences that are past their prompts."""
     new = sequences(count)
     for sequence in new:
@@ -31,7 +31,7 @@ def test_nothing_to_do() -> None:
     assert Scheduler(1).schedule() is None
 
 
-def shared(scheduler: Scheduler, prompt: Sequence, seconds: dict[bool, float], units: int) -> list[bool]:
+def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, float], units: int) -> list[bool]:
     """Whether each of so many units is one of the prompt; seconds: what a unit of a prompt and a step take."""
     kinds = []
     for _ in range(units):
@@ -125,7 +125,7 @@ def test_no_time_is_saved_up_while_there_is_nothing_to_share() -> None:
 def test_no_more_than_the_most_compute() -> None:
     scheduler = Scheduler(2)
     running(scheduler, 2)
-    scheduler.submit(Sequence((1,), -1))
+    scheduler.submit(TokenSequence((1,), -1))
     assert not any(unit.is_prefill for unit in [scheduler.schedule() for _ in range(4)] if unit)
 
 
@@ -136,9 +136,9 @@ def test_the_youngest_gives_way_and_comes_back_in_its_old_place() -> None:
     scheduler.submit(new)
     assert scheduler.preempt() is young
     assert scheduler.preempt() is None  # the last one goes on
-    assert [scheduler.schedule() for _ in range(3)] == [Work(False, (old,))] * 3
+    assert [scheduler.schedule() for _ in range(3)] == [Unit(False, (old,))] * 3
     scheduler.remove(old)
-    assert scheduler.schedule() == Work(True, (young,))
+    assert scheduler.schedule() == Unit(True, (young,))
 
 
 def test_who_finds_no_room_waits_for_somebody_to_leave() -> None:
@@ -147,11 +147,11 @@ def test_who_finds_no_room_waits_for_somebody_to_leave() -> None:
     first, second = sequences(2)
     scheduler.submit(first)
     scheduler.submit(second)
-    assert scheduler.wait(first)
-    assert [scheduler.schedule() for _ in range(3)] == [Work(False, (old,))] * 3
+    assert scheduler.requeue(first)
+    assert [scheduler.schedule() for _ in range(3)] == [Unit(False, (old,))] * 3
     scheduler.remove(old)
-    assert scheduler.schedule() == Work(True, (first,))
-    assert not scheduler.wait(first)  # nobody is left who could leave room
+    assert scheduler.schedule() == Unit(True, (first,))
+    assert not scheduler.requeue(first)  # nobody is left who could leave room
 
 
 @dataclass
@@ -185,7 +185,7 @@ PACE = 3  # tokens in a block
 def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
     """Random arrivals, lengths and cancellations: all end, no block is lost, the oldest is never set back."""
     allocator = BlockAllocator(max(job.prompt + job.tokens // PACE + 1 for job in jobs))
-    scheduler, alive = Scheduler(most), dict[Sequence, Job]()
+    scheduler, alive = Scheduler(most), dict[TokenSequence, Job]()
     time, pending = 0, sorted(jobs, key=lambda job: job.arrives)
 
     def give_back(job: Job) -> None:
@@ -193,23 +193,23 @@ def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
             allocator.release(block)
         job.held = []
 
-    def end(sequence: Sequence) -> None:
+    def end(sequence: TokenSequence) -> None:
         give_back(alive.pop(sequence))
         scheduler.remove(sequence)
 
-    def prefill(sequence: Sequence) -> None:
+    def prefill(sequence: TokenSequence) -> None:
         job = alive[sequence]
         try:
             job.held += allocator.allocate(1)
         except OutOfBlocks:
             give_back(job)
-            assert scheduler.wait(sequence), "alone, everyone fits"
+            assert scheduler.requeue(sequence), "alone, everyone fits"
             return
         scheduler.admit(sequence)
         if len(job.held) >= job.prompt + job.done // PACE:
             scheduler.prefilled(sequence)
 
-    def step(unit: Work) -> None:
+    def step(unit: Unit) -> None:
         oldest = min(alive, key=lambda one: one.arrival)
         for sequence in unit.sequences:
             job = alive[sequence]
@@ -229,7 +229,7 @@ def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
     budget = 100 + 50 * sum(job.prompt + job.tokens for job in jobs)
     while pending or alive:
         while pending and pending[0].arrives <= time:
-            sequence = Sequence((1,), -1)
+            sequence = TokenSequence((1,), -1)
             alive[sequence] = pending.pop(0)
             scheduler.submit(sequence)
         for sequence in [one for one, job in alive.items() if job.cancelled is not None and job.cancelled <= time]:

@@ -137,7 +137,7 @@ def test_a_prompt_is_read_while_others_have_the_engine(tiny: Engine, monkeypatch
     extend, taken = Repeats.extend, []
 
     def watched(self: Repeats, ids: Sequence[int]) -> None:
-        taken.append((len(ids), tiny._turns.taken))
+        taken.append((len(ids), tiny._lock.taken))
         extend(self, ids)
 
     monkeypatch.setattr(Repeats, "extend", watched)

@@ -102,7 +102,7 @@ class Process:
         )
 
     def blocks(self) -> tuple[int, int]:
-        """How many coded blocks there are, and how many of them no request holds."""
+        """How many quantized blocks there are, and how many of them no request holds."""
         found = dict(re.findall(r"(?m)^polarlm_(kv_blocks\S*) (\S+)", self.get("/metrics")))
         return int(float(found["kv_blocks"])), int(float(found["kv_blocks"])) - int(float(found["kv_blocks_used"]))
 

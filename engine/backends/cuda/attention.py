@@ -45,19 +45,19 @@ class AttentionOps:
         by_signs = turn if turn.matrix is None else NO_TURN
         return self._heads.dense(self._attend_steps(q, cache, spans, call, by_signs), turn)
 
-    def _attend_rows(self, q: Array, cache: LayerCache, spans: Spans, now: Buffer, call: _Call) -> Array:
+    def _attend_rows(self, q: Array, cache: LayerCache, spans: Spans, current: Buffer, call: _Call) -> Array:
         """Of the new rows of one sequence, which are in a buffer."""
-        (rows, heads, _), kv_heads = q.shape, cache.form.kv_heads
+        (rows, heads, _), kv_heads = q.shape, cache.format.kv_heads
         group = heads // kv_heads
-        # Without coded blocks, as in every first turn, the kernel for exact records is the faster one.
-        layouts = cache.layouts if spans.header(0).coded else cache.exact_layouts
+        # Without quantized blocks, as in every first turn, the kernel for full-precision records is the faster one.
+        layouts = cache.layouts if spans.header(0).quantized else cache.full_layouts
         shape, tile = launch_configs.prefill_attention(*layouts, group)
         out = self._device.empty(q.shape, np.float32)
         self._launch(
             "prefill_attention",
             (-(-rows * group // tile), kv_heads),
             shape,
-            *(out, q, cache.keys.coded, cache.values.coded, *cache.exact, *now, spans.on(self._device)),
+            *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current, spans.on(self._device)),
             *(cache.keys.tables, cache.values.tables, call.factors, spans.table.shape[1], kv_heads, heads),
             *(row_stride(q), call.window, call.scale),
             layouts=layouts,
@@ -65,8 +65,8 @@ class AttentionOps:
         return out
 
     def _attend_steps(self, q: Array, cache: LayerCache, spans: Spans, call: _Call, turn: OnDevice) -> Array:
-        """Of a few rows of each sequence, which are in exact slots; `turn`ed, which is by signs."""
-        (rows, heads, dim), kv_heads, count = q.shape, cache.form.kv_heads, len(spans.table)
+        """Of a few rows of each sequence, which are in full-precision slots; `turn`ed, which is by signs."""
+        (rows, heads, dim), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
         group = heads // kv_heads
         shape, chunks = launch_configs.decode_attention(*cache.layouts, group, spans.most)
         splits = launch_configs.decode_splits(self._device.processors, kv_heads * chunks * count)
@@ -76,7 +76,7 @@ class AttentionOps:
             "decode_attention",
             (splits, kv_heads * chunks, count),
             shape,
-            *(parts, sums, q, cache.keys.coded, cache.values.coded, *cache.exact),
+            *(parts, sums, q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables, spans.table.shape[1], kv_heads),
             *(call.window, call.scale),
             layouts=cache.layouts,

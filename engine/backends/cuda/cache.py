@@ -21,19 +21,20 @@ Layouts = tuple[Layout, Layout]  # of keys and of values
 
 
 class SpanHeader(NamedTuple):
-    """What stands before the ids of a sequence's coded blocks: the members of Span in `cuda/prelude.cuh`, in order.
+    """What stands before the ids of a sequence's quantized blocks: the members of Span in `cuda/prelude.cuh`, in order.
 
-    now: record of block `now_block`, with which `now` begins; next: of the one behind, and further ones follow that.
+    current: record of block `current_block`, with which `current` begins; next: of the one behind, and further ones
+    follow that.
     """
 
     first_row: int
     rows: int
     position: int  # of the first row
-    sink: int  # exact slot of the first block, or −1
-    first_coded: int  # number of the first coded block
-    coded: int
-    now: int
-    now_block: int
+    sink: int  # full-precision slot of the first block, or −1
+    first_quantized: int  # number of the first quantized block
+    quantized: int
+    current: int
+    current_block: int
     next: int
 
 
@@ -41,7 +42,7 @@ HEADER = len(SpanHeader._fields)  # words
 
 
 class Buffer(NamedTuple):
-    """Full-precision K/V of one layer: pools of exact records."""
+    """Full-precision K/V of one layer: pools of full-precision records."""
 
     k: Array
     v: Array
@@ -55,7 +56,7 @@ class Side:
     """
 
     layout: Layout
-    coded: Array
+    quantized: Array
     tables: Array | None
     near: Array | None
     feedback: Array | None = None
@@ -69,11 +70,11 @@ class Side:
 class LayerCache:
     """The stored K/V of one layer. exact: full precision, sinks and tails."""
 
-    form: CacheFormat
+    format: CacheFormat
     keys: Side
     values: Side
-    exact: Buffer
-    exact_layouts: Layouts
+    full: Buffer
+    full_layouts: Layouts
 
     @property
     def layouts(self) -> Layouts:
@@ -85,7 +86,7 @@ class LayerCache:
         return self.keys.layout.record.geometry.padded
 
     def pools(self, buffer: Buffer | None) -> Buffer:
-        return self.exact if buffer is None else buffer
+        return self.full if buffer is None else buffer
 
 
 @dataclass
@@ -105,8 +106,8 @@ class Told:
 class Spans(Told):
     """Descriptors of sequences.
 
-    table: int32 (B, HEADER + W) on the host: a `SpanHeader`, then the ids of the coded blocks.
-    buffer: where the new tokens go; None in a step, whose tokens go to the exact slots.
+    table: int32 (B, HEADER + W) on the host: a `SpanHeader`, then the ids of the quantized blocks.
+    buffer: where the new tokens go; None in a step, whose tokens go to the full-precision slots.
     """
 
     rows: int  # of all sequences, and the most of one
@@ -129,18 +130,18 @@ def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
     table = np.zeros((len(spans), HEADER + width), np.int32)
     for row, span in zip(table, spans, strict=True):
         # Blocks of a step lie in slots anywhere, those of a buffer one behind the other.
-        following = span.following[0] if span.following else span.now.block + 1
+        following = span.following[0] if span.following else span.current.block + 1
         row[:HEADER] = SpanHeader(
             first_row=span.rows.start,
             rows=span.rows.stop - span.rows.start,
             position=span.position,
             sink=-1 if span.sink is None else span.sink,
-            first_coded=span.table_start // block_size,
-            coded=len(span.table),
-            now=span.now.block,
-            now_block=span.now_start // block_size,
+            first_quantized=span.table_start // block_size,
+            quantized=len(span.table),
+            current=span.current.block,
+            current_block=span.current_start // block_size,
             next=following,
         )
         row[HEADER : HEADER + len(span.table)] = span.table
     counts = table[:, SpanHeader._fields.index("rows")]
-    return Spans(table, int(counts.sum()), int(counts.max()), spans[0].now.buffer)
+    return Spans(table, int(counts.sum()), int(counts.max()), spans[0].current.buffer)

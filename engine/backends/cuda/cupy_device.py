@@ -174,9 +174,9 @@ class CupyDevice:
         self._stream.use()
         self._recordings.set_aside(size)
 
-    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
         self._stream.use()
-        return self._recordings.replay(key, work, inputs)
+        return self._recordings.run_graph(key, work, inputs)
 
 
 class _Kernel:

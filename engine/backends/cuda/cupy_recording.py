@@ -20,7 +20,7 @@ _ALIGNMENT = 256  # of what lies side by side in one buffer
 
 
 class Recordings:
-    """What a device has recorded: see `Device.replay`. The stream is in use at every call."""
+    """What a device has recorded: see `Device.run_graph`. The stream is in use at every call."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
@@ -33,7 +33,7 @@ class Recordings:
         with memory_errors(), cupy.cuda.using_allocator(self._memory.malloc):
             cupy.empty(size, np.uint8)  # given back to the pool at once, which takes smaller arrays from it
 
-    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
         """The first call with a key only works, which compiles kernels and finds memory; the second one is recorded."""
         whole = key, tuple((x.shape, x.dtype.str) for x in inputs)
         with memory_errors():

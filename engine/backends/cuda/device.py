@@ -62,7 +62,7 @@ class Device(Protocol):
         is recorded.
         """
 
-    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
         """work(*inputs on the device); with a key, shapes and dtypes seen before, what it launched then once more.
 
         The result, a contiguous array or a tuple of them, is good until the next call. Work may keep what it brings

@@ -9,27 +9,27 @@ import numpy as np
 
 from engine.backends.cuda.cache import Layouts
 from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.launch import WARP, Launcher, Shape, threads_for, type_of
+from engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for, type_of
 from engine.backends.cuda.rotation import NO_TURN, OnDevice, Space, prepare
-from engine.backends.ops import StoredSpace
+from engine.backends.ops import HeadTransform
 
 _WARPS = 4  # of a block, a vector each
 _VECTORS = 4  # of a block that multiplies by a matrix
 
-Turns = tuple[Array, Array]  # cos and sin
+Rope = tuple[Array, Array]  # cos and sin
 Norms = tuple[Array, Array, float] | None  # weights for queries and for keys, eps
 
 
 class HeadOps:
-    """The op `condition`, and rotations."""
+    """The op `transform_heads`, and rotations."""
 
     def __init__(self, device: Device, launch: Launcher):
         self._device, self._launch = device, launch
 
-    def prepare(self, spaces: Sequence[StoredSpace]) -> list[Space]:
+    def prepare(self, spaces: Sequence[HeadTransform]) -> list[Space]:
         return prepare(self._device, spaces)
 
-    def condition(self, qkv: Array, turns: Turns, space: Space, norms: Norms = None) -> tuple[Array, Array, Array]:
+    def transform_heads(self, qkv: Array, rope: Rope, space: Space, norms: Norms = None) -> tuple[Array, Array, Array]:
         rows, heads, dim = qkv.shape
         of_values = rows * space.kv_heads
         of_queries = rows * heads - 2 * of_values
@@ -39,7 +39,7 @@ class HeadOps:
         v = self._device.empty((of_values, dim), np.float32) if changed else None
         outputs = qk[:of_queries], qk[of_queries:], v
         vectors = len(qk) if v is None else len(qk) + of_values
-        self.launch("condition", outputs, qkv, turns, space, norms, vectors)
+        self.launch("transform_heads", outputs, qkv, rope, space, norms, vectors)
         qk = self.dense(qk, space.keys)
         q, k = qk[:of_queries].reshape(rows, -1, dim), qk[of_queries:].reshape(rows, -1, dim)
         if v is None:
@@ -51,7 +51,7 @@ class HeadOps:
         kernel: str,
         outputs: tuple[Array | None, ...],
         qkv: Array,
-        turns: Turns,
+        rope: Rope,
         space: Space,
         norms: Norms,
         vectors: int,
@@ -75,8 +75,8 @@ class HeadOps:
         self._launch(
             kernel,
             (-(-vectors // _WARPS),),
-            Shape(defines, WARP * _WARPS),
-            *(*outputs, qkv, *turns, q_norm, k_norm, space.scale, *signs, *spans, *counts, float(eps)),
+            LaunchConfig(defines, WARP * _WARPS),
+            *(*outputs, qkv, *rope, q_norm, k_norm, space.scale, *signs, *spans, *counts, float(eps)),
             layouts=layouts,
         )
 
@@ -85,7 +85,7 @@ class HeadOps:
         if turn.matrix is not None or turn.order == 1:
             return self.dense(x, turn)
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
-        shape = Shape(rotate_defines(dim, turn.order), WARP * _WARPS)
+        shape = LaunchConfig(rotate_defines(dim, turn.order), WARP * _WARPS)
         self._launch("rotate", (-(-vectors // _WARPS),), shape, y, x, turn.before, turn.behind, vectors)
         return y
 
@@ -94,7 +94,7 @@ class HeadOps:
         if turn.matrix is None:
             return x
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
-        shape = Shape(rotate_defines(dim, 1), threads_for(dim))
+        shape = LaunchConfig(rotate_defines(dim, 1), threads_for(dim))
         self._launch("rotate_dense", (-(-vectors // _VECTORS),), shape, y, x, turn.matrix, vectors, file="rotate")
         return y
 

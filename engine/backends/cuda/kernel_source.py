@@ -40,7 +40,7 @@ def folder() -> Path:
 def source(kernel: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str) -> str:
     """Constants, prelude, what layouts and WEIGHT need, `cuda/<kernel>.cu` and the parts that it JOINS, as one text.
 
-    keys, values: layouts of records; the text then has `KeyCodec` and `ExactKeys`, `ValueCodec` and `ExactValues`.
+    keys, values: layouts of records; the text then has `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`.
     defines: what the kernel's DEFINES line names. int as it is, float as the nearest float32, str as text (a type).
     Where WEIGHT is a weight format, the text has its struct.
     Compilers report lines of the original files. FileNotFoundError when there is no such kernel or codec.
@@ -75,9 +75,9 @@ def _readers(sides: Mapping[str, Layout | None]) -> str:
     texts = [_text(name) for name in ("fragments.cuh", "pair_table.cuh", *(f"codecs/{name}.cuh" for name in names))]
     texts.append('#line 1 "cuda/layouts.cuh"\n')  # this file is nowhere: it is written here
     for side, layout in layouts.items():
-        texts += [layout.text(f"{side}Layout"), layout.exact.text(f"Exact{side}Layout")]
+        texts += [layout.text(f"{side}Layout"), layout.full.text(f"Full{side}Layout")]
         texts.append(f"using {side}Codec = {layout.codec}<{side}Layout>;\n")
-        texts.append(f"using Exact{side}s = f16<Exact{side}Layout>;\n")
+        texts.append(f"using Full{side}s = f16<Full{side}Layout>;\n")
     return "".join(texts)
 
 

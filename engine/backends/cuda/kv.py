@@ -13,8 +13,8 @@ from engine.backends.cuda import launch_configs
 from engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, Spans, describe
 from engine.backends.cuda.candidates import candidates
 from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.heads import HeadOps, Norms, Turns
-from engine.backends.cuda.launch import Launcher, Shape, row_stride, threads_for
+from engine.backends.cuda.heads import HeadOps, Norms, Rope
+from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
 from engine.backends.cuda.rotation import Space
 from engine.backends.numpy.encoding import as_codes
 from engine.backends.ops import CacheFormat, CacheSpan, Place
@@ -33,27 +33,27 @@ class CacheOps:
     def __init__(self, device: Device, launch: Launcher, heads: HeadOps):
         self._device, self._launch, self._heads = device, launch, heads
 
-    def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
-        keys, values = self._layouts_of(form)
+    def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
+        keys, values = self._layouts_of(format)
         launch_configs.encode_blocks(keys, values)
-        exact = sum(layout.nbytes for layout in self._exact_layouts(form))
-        return form.kv_heads * (keys.nbytes + values.nbytes), form.kv_heads * exact
+        full = sum(layout.nbytes for layout in self._full_layouts(format))
+        return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
 
-    def _layouts_of(self, form: CacheFormat) -> Layouts:
-        return _layout(form, form.codec_k, False, form.mean_bits), _layout(form, form.codec_v, True)
+    def _layouts_of(self, format: CacheFormat) -> Layouts:
+        return _layout(format, format.codec_k, False, format.mean_bits), _layout(format, format.codec_v, True)
 
-    def _exact_layouts(self, form: CacheFormat) -> Layouts:
-        return _layout(form, codecs.get(codecs.FULL), False), _layout(form, codecs.get(codecs.FULL), True)
+    def _full_layouts(self, format: CacheFormat) -> Layouts:
+        return _layout(format, codecs.get(codecs.FULL), False), _layout(format, codecs.get(codecs.FULL), True)
 
-    def cache(self, form: CacheFormat, coded: int, exact: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        keys, values = self._layouts_of(form)
+    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
+        keys, values = self._layouts_of(format)
         known = {side.layout: side for other in beside for side in (other.keys, other.values)}
         try:
             sides = (
-                self._side(keys, form, form.metric_k, coded, known.get(keys)),
-                self._side(values, form, form.metric_v, coded, known.get(values)),
+                self._side(keys, format, format.metric_k, quantized, known.get(keys)),
+                self._side(values, format, format.metric_v, quantized, known.get(values)),
             )
-            return LayerCache(form, *sides, self._pools(form, exact), self._exact_layouts(form))
+            return LayerCache(format, *sides, self._pools(format, full), self._full_layouts(format))
         except MemoryError:
             left = self._device.memory()[0] / 2**30
             raise EngineError(
@@ -63,22 +63,24 @@ class CacheOps:
                 ("kv_memory", "ctx_size"),
             ) from None
 
-    def buffer(self, form: CacheFormat, rows: int) -> Buffer:
-        return self._pools(form, -(-rows // form.block_size))
+    def buffer(self, format: CacheFormat, rows: int) -> Buffer:
+        return self._pools(format, -(-rows // format.block_size))
 
-    def _pools(self, form: CacheFormat, count: int) -> Buffer:
-        """Of exact records."""
-        keys, values = self._exact_layouts(form)
-        return Buffer(*(self._device.empty((count, form.kv_heads, of.nbytes), np.uint8) for of in (keys, values)))
+    def _pools(self, format: CacheFormat, count: int) -> Buffer:
+        """Of full-precision records."""
+        keys, values = self._full_layouts(format)
+        return Buffer(*(self._device.empty((count, format.kv_heads, of.nbytes), np.uint8) for of in (keys, values)))
 
-    def _side(self, layout: Layout, form: CacheFormat, metric: Metric | None, coded: int, like: Side | None) -> Side:
+    def _side(
+        self, layout: Layout, format: CacheFormat, metric: Metric | None, quantized: int, like: Side | None
+    ) -> Side:
         """like: a side of the same layout, which shares its tables."""
         if like is None:
             tables, near = self._upload(layout.tables if layout.tables.size else None), self._near(layout)
         else:
             tables, near = like.tables, like.near
         # Kernels write the fields of a record alone: what is between and behind them stays zero, and goes into files.
-        pool = self._device.zeros((coded, form.kv_heads, layout.nbytes), np.uint8)
+        pool = self._device.zeros((quantized, format.kv_heads, layout.nbytes), np.uint8)
         side = Side(layout, pool, tables, near)
         if metric is None:
             return side
@@ -105,19 +107,19 @@ class CacheOps:
 
     def append_kv(self, cache: LayerCache, spans: Spans, k: Array, v: Array) -> None:
         (count, width), groups = spans.table.shape, -(-(spans.most + 15) // 16)
-        args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, groups, cache.form.kv_heads)
+        args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, groups, cache.format.kv_heads)
         self._launch(
             "append_kv",
-            (count * groups, cache.form.kv_heads),
-            Shape({}, threads_for(2 * cache.padded)),
+            (count * groups, cache.format.kv_heads),
+            LaunchConfig({}, threads_for(2 * cache.padded)),
             *(*args, row_stride(k), row_stride(v)),
-            layouts=cache.exact_layouts,
+            layouts=cache.full_layouts,
         )
 
     def place_kv(
         self,
         qkv: Array,
-        turns: Turns,
+        rope: Rope,
         space: Space,
         cache: LayerCache,
         spans: Spans,
@@ -127,33 +129,33 @@ class CacheOps:
         is_prompt = spans.buffer is not None and rows > 1
         dense = any(rotation.matrix is not None for rotation in (space.keys, space.values))
         if is_prompt or dense:  # the kernel for few rows would write those of a block in small pieces
-            q, k, v = self._heads.condition(qkv, turns, space, norms)
+            q, k, v = self._heads.transform_heads(qkv, rope, space, norms)
             self.append_kv(cache, spans, k, v)
             return q
         q = self._device.empty((rows, heads - 2 * space.kv_heads, dim), np.float32)
         outputs, of_spans = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
-        inputs = qkv, turns, space, norms, rows * heads
+        inputs = qkv, rope, space, norms, rows * heads
         at_most = launch_configs.step_rows(spans.most)
-        self._heads.launch("place_kv", outputs, *inputs, *of_spans, layouts=cache.exact_layouts, rows=at_most)
+        self._heads.launch("place_kv", outputs, *inputs, *of_spans, layouts=cache.full_layouts, rows=at_most)
         return q
 
-    def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+    def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
         pools = (*cache.pools(target.buffer), *cache.pools(source.buffer))
-        sizes = (target.block, source.block, tokens, cache.form.kv_heads)
-        grid = (cache.form.kv_heads, 2)
-        self._launch("copy_exact", grid, Shape({}, _COPY_THREADS), *pools, *sizes, layouts=cache.exact_layouts)
+        sizes = (target.block, source.block, tokens, cache.format.kv_heads)
+        grid = (cache.format.kv_heads, 2)
+        self._launch("copy_full", grid, LaunchConfig({}, _COPY_THREADS), *pools, *sizes, layouts=cache.full_layouts)
 
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
         """See `Ops.round_trip`; done on the host, since only measurements ask for it."""
-        form, layouts = cache.form, cache.exact_layouts
-        pools, exact = cache.pools(place.buffer), []
+        format, layouts = cache.format, cache.full_layouts
+        pools, full = cache.pools(place.buffer), []
         for pool, layout in zip(pools, layouts, strict=True):
             fields, _ = layout.unpack(self._device.to_host(pool[place.block]))
-            exact.append(fields["values"][:, :tokens].astype(np.float32))
-        halves = np.zeros((2, form.kv_heads, form.block_size, form.head_dim), np.float16)
-        halves[:, :, :tokens] = as_codes(form, *exact)
-        coded = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
-        self.copy_exact(cache, place, Place(Buffer(*coded), 0), tokens)
+            full.append(fields["values"][:, :tokens].astype(np.float32))
+        halves = np.zeros((2, format.kv_heads, format.block_size, format.head_dim), np.float16)
+        halves[:, :, :tokens] = as_codes(format, *full)
+        quantized = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
+        self.copy_full(cache, place, Place(Buffer(*quantized), 0), tokens)
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         moves = np.array([(source.block, block) for source, block in zip(sources, blocks, strict=True)], np.int32)
@@ -161,41 +163,41 @@ class CacheOps:
         for cache in caches:
             self._encode(cache, moves, cache.pools(sources[0].buffer))
 
-    def _encode(self, cache: LayerCache, moves: Array, exact: Buffer) -> None:
-        keys, values, heads = cache.keys, cache.values, cache.form.kv_heads
+    def _encode(self, cache: LayerCache, moves: Array, full: Buffer) -> None:
+        keys, values, heads = cache.keys, cache.values, cache.format.kv_heads
         shape, grid = launch_configs.encode_blocks(*cache.layouts), (len(moves), heads)
         costs_k = (keys.feedback, keys.tilt_second, keys.tilt_mean, keys.matrix)
         costs_v = (values.feedback, values.matrix, values.token_feedback)
-        sides = (("encode_keys", keys, exact.k, costs_k), ("encode_values", values, exact.v, costs_v))
+        sides = (("encode_keys", keys, full.k, costs_k), ("encode_values", values, full.v, costs_v))
         for kernel, side, pool, costs in sides:
-            args = (side.coded, pool, moves, side.tables, side.near, *costs, heads)
+            args = (side.quantized, pool, moves, side.tables, side.near, *costs, heads)
             self._launch(kernel, grid, shape, *args, file="encode_blocks", layouts=cache.layouts)
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         arrays = {}
-        for name, pool in (("keys", cache.keys.coded), ("values", cache.values.coded)):
+        for name, pool in (("keys", cache.keys.quantized), ("values", cache.values.quantized)):
             gathered = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
             self._copy_records(gathered, pool, np.asarray(blocks), np.arange(len(blocks)))
             arrays[name] = self._device.to_host(gathered)
         return arrays
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        given = transfer.as_records(cache.form, len(blocks), arrays)
-        for pool, packed in zip((cache.keys.coded, cache.values.coded), given, strict=True):
+        given = transfer.as_records(cache.format, len(blocks), arrays)
+        for pool, packed in zip((cache.keys.quantized, cache.values.quantized), given, strict=True):
             self._copy_records(pool, self._upload(packed), np.arange(len(blocks)), np.asarray(blocks))
 
-    def read_exact(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = (
             layout.unpack(self._device.to_host(pool[slot]))[0]["values"][:, :tokens]
-            for pool, layout in zip(cache.exact, cache.exact_layouts, strict=True)
+            for pool, layout in zip(cache.full, cache.full_layouts, strict=True)
         )
         return k, v
 
-    def write_exact(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
-        form = cache.form
-        tokens = transfer.exact_tokens(form, k, v)
-        for pool, layout, given in zip(cache.exact, cache.exact_layouts, (k, v), strict=True):
-            block = np.zeros((form.kv_heads, form.block_size, form.head_dim), np.float32)
+    def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+        format = cache.format
+        tokens = transfer.full_tokens(format, k, v)
+        for pool, layout, given in zip(cache.full, cache.full_layouts, (k, v), strict=True):
+            block = np.zeros((format.kv_heads, format.block_size, format.head_dim), np.float32)
             block[:, :tokens] = given
             record = layout.pack(codecs.get(codecs.FULL).encode(block))
             self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
@@ -204,8 +206,8 @@ class CacheOps:
         """Records `origins` of one pool become records `targets` of another."""
         moves = self._upload(np.stack([origins, targets], axis=1).astype(np.int32))
         bytes_each = to.shape[1] * to.shape[2]
-        self._launch("copy_records", (len(origins),), Shape({}, _COPY_THREADS), to, of, moves, bytes_each)
+        self._launch("copy_records", (len(origins),), LaunchConfig({}, _COPY_THREADS), to, of, moves, bytes_each)
 
 
-def _layout(form: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
-    return records.layout(codec, values, form.block_size, form.head_dim, mean_bits)
+def _layout(format: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
+    return records.layout(codec, values, format.block_size, format.head_dim, mean_bits)

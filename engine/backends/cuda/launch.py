@@ -19,7 +19,7 @@ MOST_THREADS = 1024
 CUDA_TYPES = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
 
 
-class Shape(NamedTuple):
+class LaunchConfig(NamedTuple):
     """Constants that a kernel is compiled with, threads of a block, bytes of dynamic shared memory."""
 
     defines: Mapping[str, int | float | str]
@@ -37,7 +37,7 @@ class Launcher:
         self,
         kernel: str,
         grid: tuple[int, ...],
-        shape: Shape,
+        shape: LaunchConfig,
         *args: Any,
         file: str = "",
         layouts: tuple[Layout | None, Layout | None] = (None, None),

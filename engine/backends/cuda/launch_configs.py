@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from engine.backends.cuda.launch import WARP, Shape
+from engine.backends.cuda.launch import WARP, LaunchConfig
 from engine.backends.ops import STEP_ROWS
 from engine.quantization import encode
 from engine.records import Layout, table_bytes
@@ -35,16 +35,16 @@ ROUNDING = {"LARGEST": encode.LARGEST, "TILT_LOW": encode.TILT_RANGE[0], "TILT_H
 DECODE_HEADS = 8  # query heads, of all rows, that a block of decode_attention serves
 
 
-def gemv(rows: int, out: int, width: int, processors: int) -> tuple[Shape, int]:
+def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig, int]:
     """For rows ≤ GEMV_ROWS of `width` numbers and `out` rows of weights; blocks."""
     split = 1  # warps that share an output, until every multiprocessor has enough bytes on their way
     while split < 8 and out * split < _OUTPUTS * _GEMV_WARPS * processors and width >= 2 * _GEMV_INPUTS * split:
         split *= 2
     defines = {"ROWS": 1 << (rows - 1).bit_length(), "OUTPUTS": _OUTPUTS, "SPLIT": split}
-    return Shape(defines, 256), -(-out * split // (_OUTPUTS * 8))
+    return LaunchConfig(defines, 256), -(-out * split // (_OUTPUTS * 8))
 
 
-def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: int) -> tuple[Shape, int, int]:
+def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: int) -> tuple[LaunchConfig, int, int]:
     """For rows ≤ SMALL_ROWS of `width` numbers and `out` rows of weights; blocks, and parts of `width` that would keep
     the machine busy. shared_memory: bytes of a multiprocessor."""
     most = 8 if rows <= 8 else -(-rows // 16) * 16
@@ -56,7 +56,7 @@ def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: 
     by_memory = shared_memory // (shared + _GEMM_STATIC_BYTES + _SYSTEM_BYTES)
     at_once = processors * max(1, min(by_registers, by_memory))
     parts = max(1, min(at_once // blocks, width // (_LEAST_STAGES * 32 * deep)))
-    return Shape({"ROWS": most, "WARPS_OUT": 8 // deep}, 256, shared), blocks, parts
+    return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep}, 256, shared), blocks, parts
 
 
 def step_rows(most: int) -> int:
@@ -64,11 +64,11 @@ def step_rows(most: int) -> int:
     return 1 if most == 1 else STEP_ROWS
 
 
-def decode_attention(keys: Layout, values: Layout, group: int, most: int = 1) -> tuple[Shape, int]:
+def decode_attention(keys: Layout, values: Layout, group: int, most: int = 1) -> tuple[LaunchConfig, int]:
     """For `group` query heads to a KV head and `most` rows of a sequence; blocks that share a KV head's queries."""
     padded = keys.record.geometry.padded
-    exact = [not side.is_quantized for side in (keys, values)]
-    beside_codes = any(exact) and not (all(exact) and keys.mean_bits == 0)
+    full = [not side.is_quantized for side in (keys, values)]
+    beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
     words = sum(side.record.constants.get("WORDS", 0) for side in (keys, values))  # registers that codes take
     rows = step_rows(most)
     wide = padded > 128 or words > 64 or beside_codes or rows > 1
@@ -77,7 +77,7 @@ def decode_attention(keys: Layout, values: Layout, group: int, most: int = 1) ->
     columns = DECODE_HEADS if rows > 1 else -(-group // chunks)
     means = 512 * warps if keys.mean_bits else 0
     shared = max(table_bytes(keys, values) + means, warps * columns * (padded + 6) * 4)
-    return Shape({"GROUP": group, "WARPS": warps, "STEP_ROWS": rows}, 32 * warps, shared + _SYSTEM_BYTES), chunks
+    return LaunchConfig({"GROUP": group, "WARPS": warps, "STEP_ROWS": rows}, 32 * warps, shared + _SYSTEM_BYTES), chunks
 
 
 @cache
@@ -89,23 +89,23 @@ def decode_splits(processors: int, blocks: int) -> int:
     return min(range(1, processors + 1), key=lambda splits: -(-splits * blocks // processors) * (1 / splits + 1 / 30))
 
 
-def combine(head_dim: int, order: int) -> Shape:
+def combine(head_dim: int, order: int) -> LaunchConfig:
     """For the splits of one head; order: of Hadamard's matrix in the rotation."""
-    return Shape({"D": head_dim, "ORDER": order, "WARPS": _COMBINE_WARPS}, WARP * _COMBINE_WARPS)
+    return LaunchConfig({"D": head_dim, "ORDER": order, "WARPS": _COMBINE_WARPS}, WARP * _COMBINE_WARPS)
 
 
-def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[Shape, int]:
+def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
     """For `group` query heads to a KV head; rows of scores of a block."""
     shape = keys.record.geometry
-    coded = table_bytes(keys, values) > 0 or keys.mean_bits > 0
-    wide = shape.padded <= (64 if coded else 128)
+    quantized = table_bytes(keys, values) > 0 or keys.mean_bits > 0
+    wide = shape.padded <= (64 if quantized else 128)
     queries = 128 * shape.padded * 2 if wide and shape.padded > 64 else 0
     shared = table_bytes(keys, values) + 2 * shape.tiles * _TILE_BYTES + queries
     warps, rows = (4, 32) if wide else (8, 16)
-    return Shape({"GROUP": group, "WARPS": warps, "WARP_ROWS": rows}, 32 * warps, shared), warps * rows
+    return LaunchConfig({"GROUP": group, "WARPS": warps, "WARP_ROWS": rows}, 32 * warps, shared), warps * rows
 
 
-def encode_blocks(keys: Layout, values: Layout) -> Shape:
+def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """For both sides. ValueError where a block does not fit."""
     size = keys.record.geometry.block_size
     tokens = 64 if size % 64 == 0 else size
@@ -114,7 +114,7 @@ def encode_blocks(keys: Layout, values: Layout) -> Shape:
             raise ValueError(f"On a GPU blocks of {size} tokens are too large for this head dimension: choose 64.")
         tokens //= 2
     defines = {"WARPS": _ENCODE_WARPS, "TOKENS": tokens, **ROUNDING}
-    return Shape(defines, WARP * _ENCODE_WARPS, max(shared))
+    return LaunchConfig(defines, WARP * _ENCODE_WARPS, max(shared))
 
 
 def _encode_bytes(side: Layout, tokens: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.backends.cuda import launch_configs
 from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.launch import MOST_THREADS, Launcher, Shape, row_stride, threads_for, type_of
+from engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
 from engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.errors import EngineError
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
@@ -34,7 +34,7 @@ class _Product(NamedTuple):
     add: bool
     activation: str | None
 
-    def typed(self, x: Array, shape: Shape) -> Shape:
+    def typed(self, x: Array, shape: LaunchConfig) -> LaunchConfig:
         """For one of our own kernels, with x like this one."""
         flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add)}
         if self.activation is not None:
@@ -89,7 +89,7 @@ class LinearOps:
     def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
         width = table.shape[1]
         x = self._device.empty((len(ids), width), np.float32)
-        shape = Shape({"ACT": "float", "WEIGHT": table.format.name}, threads_for(width // 8))
+        shape = LaunchConfig({"ACT": "float", "WEIGHT": table.format.name}, threads_for(width // 8))
         self._launch("embed", (len(ids),), shape, x, table.data, ids, width, float(scale))
         return x
 
@@ -97,7 +97,7 @@ class LinearOps:
         (rows, n), (gain, eps), y = x.shape, norm, x if residual is None else residual
         _check_width(n)
         most = MOST_THREADS if rows <= SMALL_ROWS else 256  # as in `_narrow`
-        shape = Shape({"ACT": "float", "ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
+        shape = LaunchConfig({"ACT": "float", "ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
         self._launch("rms_norm", (rows,), shape, y, x, gain, n, row_stride(y), row_stride(x), float(eps))
 
     def linear(
@@ -173,7 +173,7 @@ class LinearOps:
         x = self._narrowed(x, of)
         self._device.gemm(product, x, of.weight.data.view(x.dtype), add=of.add)
         if of.bias is not None:
-            shape = Shape({"ACT": "float"}, threads_for(out))
+            shape = LaunchConfig({"ACT": "float"}, threads_for(out))
             grid = -(-out // shape.threads), rows
             self._launch("add_bias", grid, shape, product, of.bias, out, row_stride(product))
         if of.activation is not None:
@@ -182,7 +182,7 @@ class LinearOps:
     def _activate(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""
         (rows, half), threads = y.shape, threads_for(-(-y.shape[1] // 8))
-        shape = Shape({"ACT": "float", "ACTIVATION": activation}, threads)
+        shape = LaunchConfig({"ACT": "float", "ACTIVATION": activation}, threads)
         self._launch("activate_mul", (-(-half // (8 * threads)), rows), shape, y, gate_up, half)
 
     def _narrowed(self, x: Array, of: _Product) -> Array:
@@ -198,7 +198,7 @@ class LinearOps:
         # Few rows leave most of the machine idle: as many threads to each as there may be.
         most = MOST_THREADS if rows <= SMALL_ROWS else 256
         defines: dict[str, int | float | str] = {"ACT": "float", "TO": type_of(y), "NORMED": int(norm is not None)}
-        self._launch("narrow", (rows,), Shape(defines, threads_for(-(-n // 8), most)), y, x, gain, n, float(eps))
+        self._launch("narrow", (rows,), LaunchConfig(defines, threads_for(-(-n // 8), most)), y, x, gain, n, float(eps))
 
 
 def _on_device(format: WeightFormat) -> WeightFormat:

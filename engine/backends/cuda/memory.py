@@ -17,16 +17,16 @@ from model_loaders.config import ModelConfig
 _FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one in the weights' type
 
 
-def prompt_bytes(load: Load, exact_bytes: int, chunk: int) -> int:
+def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     """Bytes that the longest prompt takes, in chunks of `chunk` rows.
 
-    exact_bytes: of a block in the prompt's buffer, all KV heads.
+    full_bytes: of a block in the prompt's buffer, all KV heads.
     """
-    model, tokens, size = load.model, load.tokens, load.form.block_size
+    model, tokens, size = load.model, load.tokens, load.format.block_size
     e, f, queries, heads = _widths(model)
     chunk = min(tokens, chunk)
     whole = _FLOAT * tokens * (e + _ropes(model) * model.head_dim + 1)  # hidden states, cosines and sines, ids
-    buffer = exact_bytes * (tokens // size + 2)
+    buffer = full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # conditioned, then turned by a matrix
     attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after it is turned
@@ -45,7 +45,7 @@ def step_bytes(load: Load, device: Device) -> int:
     """
     model, rows = load.model, load.rows
     e, f, queries, heads = _widths(model)
-    table = HEADER + table_width(load.tokens // load.form.block_size)
+    table = HEADER + table_width(load.tokens // load.format.block_size)
     words = 1 + _ropes(model) * model.head_dim + ROW_WORDS + _groups(model) * table
     inputs = MOST_RECORDINGS * rows * _FLOAT * words
     project = 3 * _FLOAT * heads + _NARROW * e

@@ -50,7 +50,7 @@ class CudaOps:
 
         heads = HeadOps(device, launch)
         self.prepare = heads.prepare
-        self.condition = heads.condition
+        self.transform_heads = heads.transform_heads
 
         store = CacheOps(device, launch, heads)
         self.cache_bytes = store.cache_bytes
@@ -59,13 +59,13 @@ class CudaOps:
         self.spans = store.spans
         self.append_kv = store.append_kv
         self.place_kv = store.place_kv
-        self.copy_exact = store.copy_exact
+        self.copy_full = store.copy_full
         self.round_trip = store.round_trip
         self.encode_blocks = store.encode_blocks
         self.read_blocks = store.read_blocks
         self.write_blocks = store.write_blocks
-        self.read_exact = store.read_exact
-        self.write_exact = store.write_exact
+        self.read_full = store.read_full
+        self.write_full = store.write_full
 
         self.attention = AttentionOps(device, launch, heads).attention
 
@@ -73,13 +73,13 @@ class CudaOps:
         self.sample = partial(sampling.sample, device, launch)
         self.fetch_tokens = partial(sampling.fetch_tokens, device, launch)
 
-    def parts(self, rows: slice) -> list[slice]:
+    def split_rows(self, rows: slice) -> list[slice]:
         return [rows]
 
-    def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
+    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
         return [work(i) for i in range(count)]
 
-    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         def on_device(*arrays: Array) -> Result:
             given = [
                 replace(host, device=array) if isinstance(host, Told) else array
@@ -88,7 +88,7 @@ class CudaOps:
             return work(*given)
 
         tables = [host.table if isinstance(host, Told) else np.ascontiguousarray(host) for host in inputs]
-        return self._device.replay((key, work), on_device, tables)
+        return self._device.run_graph((key, work), on_device, tables)
 
     def wait(self) -> None:
         self._device.wait()
@@ -109,7 +109,7 @@ class CudaOps:
         return max(0, free - uncounted - weights)
 
     def work_bytes(self, load: Load) -> int:
-        return prompt_bytes(load, self.cache_bytes(load.form)[1], self.prefill_rows) + step_bytes(load, self._device)
+        return prompt_bytes(load, self.cache_bytes(load.format)[1], self.prefill_rows) + step_bytes(load, self._device)
 
     def set_aside(self, load: Load) -> None:
         self._device.set_aside(step_bytes(load, self._device))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.backends.cuda.device import Array, Device
-from engine.backends.ops import StoredSpace
+from engine.backends.ops import HeadTransform
 
 
 class Signs(NamedTuple):
@@ -49,7 +49,7 @@ NO_TURN = OnDevice(1, None, None, None)  # a Hadamard matrix of order 1, without
 
 
 class Space(NamedTuple):
-    """A `StoredSpace`. back: the inverse of `values`."""
+    """A `HeadTransform`. back: the inverse of `values`."""
 
     kv_heads: int
     scale: Array | None
@@ -59,17 +59,17 @@ class Space(NamedTuple):
     scale_back: Array | None
 
 
-def prepare(device: Device, spaces: Sequence[StoredSpace]) -> list[Space]:
+def prepare(device: Device, spaces: Sequence[HeadTransform]) -> list[Space]:
     """`spaces` on the device; a rotation that is the same array in several is there once."""
-    turns: dict[tuple[int, bool], OnDevice] = {}
+    rope: dict[tuple[int, bool], OnDevice] = {}
 
     def turn(rotation: np.ndarray | None, inverse: bool = False) -> OnDevice:
         if rotation is None:
             return NO_TURN
         key = id(rotation), inverse
-        if key not in turns:
-            turns[key] = _upload(device, rotation.T if inverse else rotation)
-        return turns[key]
+        if key not in rope:
+            rope[key] = _upload(device, rotation.T if inverse else rotation)
+        return rope[key]
 
     def scale(x: np.ndarray | None) -> Array | None:
         return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))

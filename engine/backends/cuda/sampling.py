@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.draws import Draws
-from engine.backends.cuda.launch import Launcher, Shape, row_stride
+from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride
 from engine.errors import EngineError
 from engine.outputs import TokenLogprob
 from engine.sampling.sample import NOT_FINITE, Draw, Sampled, nothing_left
@@ -24,7 +24,7 @@ def sample(device: Device, launch: Launcher, logits: Array, draws: Draws) -> Arr
     # What stood in the logits that lists change, by the words of the lists.
     saved = device.empty(draws.table.shape, np.float32) if draws.has_lists else None
     args = ids, rows, draws.on(device), saved, draws.vocabulary, np.int64(rows.shape[1])
-    launch("sample", (len(logits),), Shape({}, _THREADS), *args)
+    launch("sample", (len(logits),), LaunchConfig({}, _THREADS), *args)
     return ids
 
 
@@ -59,7 +59,7 @@ def _logprobs(
     width = _SUMS + 2 * (most + most % 2)
     out = device.empty((len(asked), width), np.int32)
     args = out, logits, device.from_host(table), vocabulary, row_stride(logits), width
-    launch("logprobs", (len(asked),), Shape({}, _THREADS), *args)
+    launch("logprobs", (len(asked),), LaunchConfig({}, _THREADS), *args)
     rows = device.to_host(out)
     return {row: _token_logprob(words, token, count) for words, (row, token, count) in zip(rows, asked, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Attention over the KV store in NumPy: exact K/V and decoded blocks, tile by tile, with online softmax."""
+"""Attention over the KV store in NumPy: full-precision K/V and decoded blocks, tile by tile, with online softmax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.quantization.conditioning import read_mean
 # Rows of queries per KV head that attend together.
 _QUERY_TILE = 768
 
-# Keys, and coded blocks that are decoded at once.
+# Keys, and quantized blocks that are decoded at once.
 _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
@@ -27,39 +27,39 @@ Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D)
 class LayerCache:
     """The stored K/V of one layer.
 
-    k, v: field name → (K, coded blocks, *field shape), in the codec's dtypes.
-    mean: the fields of the block means of keys (K, coded blocks, …); empty when keys are not centred.
-    exact_k, exact_v: (exact slots, K, N, D) full precision: sinks and tails.
+    k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
+    mean: the fields of the block means of keys (K, quantized blocks, …); empty when keys are not centred.
+    full_k, full_v: (full-precision slots, K, N, D) full precision: sinks and tails.
     """
 
-    form: CacheFormat
+    format: CacheFormat
     k: Mapping[str, np.ndarray]
     v: Mapping[str, np.ndarray]
     mean: Mapping[str, np.ndarray]
-    exact_k: np.ndarray
-    exact_v: np.ndarray
+    full_k: np.ndarray
+    full_v: np.ndarray
 
     @property
-    def coded(self) -> Fields:
-        """All coded blocks, named as in `engine.backends.transfer`."""
+    def quantized(self) -> Fields:
+        """All quantized blocks, named as in `engine.backends.transfer`."""
         sides = {"k": self.k, "v": self.v, "mean": self.mean}
         return {f"{side}.{name}": array for side, of in sides.items() for name, array in of.items()}
 
-    def exact(self, place: Place) -> Buffer:
+    def full(self, place: Place) -> Buffer:
         """k, v (K, S, D) from a place on: a slot's N tokens, or all that the buffer has from that block on."""
         if place.buffer is None:
-            return self.exact_k[place.block], self.exact_v[place.block]
-        first = place.block * self.form.block_size
+            return self.full_k[place.block], self.full_v[place.block]
+        first = place.block * self.format.block_size
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
 
     def complete(self, places: Sequence[Place]) -> Buffer:
-        """k, v (K, B, N, D) of B complete blocks: in exact slots, or one behind the other in a buffer."""
+        """k, v (K, B, N, D) of B complete blocks: in full-precision slots, or one behind the other in a buffer."""
         if places[0].buffer is None:
             slots = [place.block for place in places]
-            return self.exact_k[slots].swapaxes(0, 1), self.exact_v[slots].swapaxes(0, 1)
-        form, count = self.form, len(places)
-        shape = form.kv_heads, count, form.block_size, form.head_dim
-        k, v = (x[:, : count * form.block_size].reshape(shape) for x in self.exact(places[0]))
+            return self.full_k[slots].swapaxes(0, 1), self.full_v[slots].swapaxes(0, 1)
+        format, count = self.format, len(places)
+        shape = format.kv_heads, count, format.block_size, format.head_dim
+        k, v = (x[:, : count * format.block_size].reshape(shape) for x in self.full(places[0]))
         return k, v
 
 
@@ -147,10 +147,10 @@ def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> 
 
 def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int, window: int | None) -> Iterator[_Tile]:
     """Every tile that a row from `position` to `last` sees."""
-    block_size = cache.exact_k.shape[2]
+    block_size = cache.full_k.shape[2]
     oldest = 0 if window is None else max(0, position - window + 1)
     if span.sink is not None and oldest < block_size:
-        yield _Tile(0, cache.exact_k[span.sink], cache.exact_v[span.sink])
+        yield _Tile(0, cache.full_k[span.sink], cache.full_v[span.sink])
 
     ids = np.asarray(span.table, np.intp)
     skipped = max(0, (oldest - span.table_start) // block_size)
@@ -158,21 +158,21 @@ def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int,
         part = ids[first : first + _BLOCK_TILE]
         yield _Tile(span.table_start + first * block_size, *read_blocks(cache, part))
 
-    size = last + 1 - span.now_start
-    now_k, now_v = (whole[:, :size] for whole in cache.exact(span.now))
-    skipped = max(0, (oldest - span.now_start) // _KEY_TILE * _KEY_TILE)
-    for first in range(skipped, now_k.shape[1], _KEY_TILE):
+    size = last + 1 - span.current_start
+    current_k, current_v = (whole[:, :size] for whole in cache.full(span.current))
+    skipped = max(0, (oldest - span.current_start) // _KEY_TILE * _KEY_TILE)
+    for first in range(skipped, current_k.shape[1], _KEY_TILE):
         rows = slice(first, first + _KEY_TILE)
-        yield _Tile(span.now_start + first, now_k[:, rows], now_v[:, rows])
+        yield _Tile(span.current_start + first, current_k[:, rows], current_v[:, rows])
     for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
-        now_k, now_v = (whole[:, : size - first] for whole in cache.exact(Place(None, slot)))
-        yield _Tile(span.now_start + first, now_k, now_v)
+        current_k, current_v = (whole[:, : size - first] for whole in cache.full(Place(None, slot)))
+        yield _Tile(span.current_start + first, current_k, current_v)
 
 
 def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Decode coded blocks: k without its means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
-    kv_heads, _, dim = cache.exact_k.shape[1:]
-    k = cache.form.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})
-    v = cache.form.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})
+    """Decode quantized blocks: k without its means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
+    kv_heads, _, dim = cache.full_k.shape[1:]
+    k = cache.format.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})
+    v = cache.format.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})
     mean = read_mean({field: part.take(ids, axis=1) for field, part in cache.mean.items()}) if cache.mean else None
     return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean

@@ -77,7 +77,7 @@ class Cores:
                     if not self._alone:
                         _apply(self._shared, self._usual)
 
-    def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
+    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
         """[work(0), …, work(count − 1)], at the same time where BLAS has more than one thread.
 
         BLAS uses all cores for one product, but everything between two products would run on one: so each core gets a

@@ -25,24 +25,24 @@ def alike(caches: Sequence[LayerCache], blocks: int) -> Iterator[list[LayerCache
     """Layers next to each other whose blocks, so many of each, can be encoded together."""
 
     def kind(cache: LayerCache) -> tuple[object, ...]:
-        form = cache.form
-        own = id(cache) if form.codec_k.per_layer or form.codec_v.per_layer else None
-        return own, form.codec_k, form.codec_v, form.mean_bits, form.metric_k is None, form.metric_v is None
+        format = cache.format
+        own = id(cache) if format.codec_k.per_layer or format.codec_v.per_layer else None
+        return own, format.codec_k, format.codec_v, format.mean_bits, format.metric_k is None, format.metric_v is None
 
     for _, group in itertools.groupby(caches, kind):
         layers = list(group)
-        form = layers[0].form
-        size = max(1, _VALUES // (blocks * form.kv_heads * form.block_size * form.head_dim))
+        format = layers[0].format
+        size = max(1, _VALUES // (blocks * format.kv_heads * format.block_size * format.head_dim))
         yield from (layers[first : first + size] for first in range(0, len(layers), size))
 
 
 def encode_side(layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
     """The keys (side 0) or values (1) at `sources` in all of `layers` → what `encode` gives, heads of all layers."""
-    form = layers[0].form
+    format = layers[0].format
     x = np.concatenate([layer.complete(sources)[side] for layer in layers])
     if side == 0:
-        return encode(form.codec_k, x, together([layer.form.metric_k for layer in layers]), form.mean_bits)
-    return encode(form.codec_v, x, together([layer.form.metric_v for layer in layers]))
+        return encode(format.codec_k, x, together([layer.format.metric_k for layer in layers]), format.mean_bits)
+    return encode(format.codec_v, x, together([layer.format.metric_v for layer in layers]))
 
 
 def encode(codec: Codec, x: np.ndarray, metric: Metric | None, mean_bits: int = 0) -> tuple[Fields, Fields]:
@@ -53,17 +53,17 @@ def encode(codec: Codec, x: np.ndarray, metric: Metric | None, mean_bits: int = 
     return encode_well(codec, x, metric), mean
 
 
-def as_codes(form: CacheFormat, k: np.ndarray, v: np.ndarray) -> Buffer:
+def as_codes(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> Buffer:
     """k, v (K, S ≤ N, D) as they read back from one encoded block. A part of a block is filled up with its mean."""
-    count, block_size = k.shape[1], form.block_size
+    count, block_size = k.shape[1], format.block_size
 
     def fill(x: np.ndarray) -> np.ndarray:
         mean = np.broadcast_to(x.mean(axis=1, keepdims=True), (x.shape[0], block_size - count, x.shape[2]))
         return np.concatenate([x, mean], axis=1)[:, None]
 
-    coded_k, mean = encode(form.codec_k, fill(k), form.metric_k, form.mean_bits)
-    coded_v, _ = encode(form.codec_v, fill(v), form.metric_v)
-    k, v = form.codec_k.decode(coded_k)[:, 0], form.codec_v.decode(coded_v)[:, 0]
+    quantized_k, mean = encode(format.codec_k, fill(k), format.metric_k, format.mean_bits)
+    quantized_v, _ = encode(format.codec_v, fill(v), format.metric_v)
+    k, v = format.codec_k.decode(quantized_k)[:, 0], format.codec_v.decode(quantized_v)[:, 0]
     if mean:
         k = k + read_mean(mean)
     return k[:, :count], v[:, :count]

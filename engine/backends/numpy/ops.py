@@ -21,7 +21,7 @@ from engine.backends.numpy.cores import cores
 from engine.backends.numpy.encoding import alike, as_codes, encode_side
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.numpy.thread_choice import StepThreads
-from engine.backends.ops import CacheFormat, CacheSpan, Load, Place, Result, StoredSpace
+from engine.backends.ops import CacheFormat, CacheSpan, HeadTransform, Load, Place, Result
 from engine.errors import EngineError
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
@@ -56,17 +56,17 @@ class NumpyOps:
         kernels = self._cores.kernels
         self._in_place = kernels != set() and all(map(multiplies_in_place, kernels))
 
-    def parts(self, rows: slice) -> list[slice]:
+    def split_rows(self, rows: slice) -> list[slice]:
         threads = self._cores.number
         if threads == 1 or rows.stop - rows.start < _PARALLEL_ROWS:
             return [rows]
         edges = np.linspace(rows.start, rows.stop, threads + 1).astype(int).tolist()
         return list(itertools.starmap(slice, itertools.pairwise(edges)))
 
-    def each(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        return self._cores.each(work, count)
+    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
+        return self._cores.parallel_map(work, count)
 
-    def replay(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return self._steps.run(len(inputs[0]), lambda: work(*inputs))
 
     def threads(self) -> Threads:
@@ -149,15 +149,15 @@ class NumpyOps:
         residual += y
         return residual
 
-    def prepare(self, spaces: Sequence[StoredSpace]) -> list[StoredSpace]:
+    def prepare(self, spaces: Sequence[HeadTransform]) -> list[HeadTransform]:
         return list(spaces)
 
     @_quiet
-    def condition(
+    def transform_heads(
         self,
         qkv: np.ndarray,
-        turns: tuple[np.ndarray, np.ndarray],
-        space: StoredSpace,
+        rope: tuple[np.ndarray, np.ndarray],
+        space: HeadTransform,
         norms: tuple[np.ndarray, np.ndarray, float] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         keys = qkv.shape[1] - space.kv_heads
@@ -168,7 +168,7 @@ class NumpyOps:
             q_norm, k_norm, eps = norms
             qk[:, :queries] = rms_norm(qk[:, :queries], q_norm, eps)
             qk[:, queries:] = rms_norm(qk[:, queries:], k_norm, eps)
-        rope(qk, *turns)
+        apply_rope(qk, *rope)
         qk = rotate(qk, space.key_rotation, scale_qk)
         return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation, scale_v)
 
@@ -181,23 +181,23 @@ class NumpyOps:
     def fetch_tokens(self, chosen: list[Sampled], logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
         return chosen
 
-    def cache_bytes(self, form: CacheFormat) -> tuple[int, int]:
-        coded = sum(
-            field.nbytes for field in itertools.chain(*(fields.values() for fields in transfer.fields(form).values()))
+    def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
+        quantized = sum(
+            field.nbytes for field in itertools.chain(*(fields.values() for fields in transfer.fields(format).values()))
         )
-        return form.kv_heads * coded, 2 * form.kv_heads * form.block_size * form.head_dim * 4
+        return format.kv_heads * quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 4
 
-    def cache(self, form: CacheFormat, coded: int, exact: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
+    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """Pages that are never written take no memory where the system allows that."""
         k, v, mean = (
-            {name: np.zeros((form.kv_heads, coded, *field.shape), field.dtype) for name, field in fields.items()}
-            for fields in transfer.fields(form).values()
+            {name: np.zeros((format.kv_heads, quantized, *field.shape), field.dtype) for name, field in fields.items()}
+            for fields in transfer.fields(format).values()
         )
-        shape = (exact, form.kv_heads, form.block_size, form.head_dim)
-        return LayerCache(form, k, v, mean, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+        shape = (full, format.kv_heads, format.block_size, format.head_dim)
+        return LayerCache(format, k, v, mean, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
 
-    def buffer(self, form: CacheFormat, rows: int) -> Buffer:
-        shape = (form.kv_heads, rows, form.head_dim)
+    def buffer(self, format: CacheFormat, rows: int) -> Buffer:
+        shape = (format.kv_heads, rows, format.head_dim)
         return np.empty(shape, np.float32), np.empty(shape, np.float32)
 
     def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Sequence[CacheSpan]:
@@ -205,27 +205,30 @@ class NumpyOps:
 
     def append_kv(self, cache: LayerCache, spans: Sequence[CacheSpan], k: np.ndarray, v: np.ndarray) -> None:
         for span in spans:
-            start, of_span = span.position - span.now_start, (k[span.rows].swapaxes(0, 1), v[span.rows].swapaxes(0, 1))
+            start, of_span = (
+                span.position - span.current_start,
+                (k[span.rows].swapaxes(0, 1), v[span.rows].swapaxes(0, 1)),
+            )
             if not span.following:
-                for now, new in zip(cache.exact(span.now), of_span, strict=True):
+                for now, new in zip(cache.full(span.current), of_span, strict=True):
                     now[:, start : start + new.shape[1]] = new
                 continue
             # Of few rows, which go to more than one slot.
             positions = np.arange(start, start + of_span[0].shape[1])
-            slots = np.array([span.now.block, *span.following])[positions // cache.form.block_size]
-            for exact, new in zip((cache.exact_k, cache.exact_v), of_span, strict=True):
-                exact[slots, :, positions % cache.form.block_size] = new.swapaxes(0, 1)
+            slots = np.array([span.current.block, *span.following])[positions // cache.format.block_size]
+            for full, new in zip((cache.full_k, cache.full_v), of_span, strict=True):
+                full[slots, :, positions % cache.format.block_size] = new.swapaxes(0, 1)
 
     def place_kv(
         self,
         qkv: np.ndarray,
-        turns: tuple[np.ndarray, np.ndarray],
-        space: StoredSpace,
+        rope: tuple[np.ndarray, np.ndarray],
+        space: HeadTransform,
         cache: LayerCache,
         spans: Sequence[CacheSpan],
         norms: tuple[np.ndarray, np.ndarray, float] | None = None,
     ) -> np.ndarray:
-        q, k, v = self.condition(qkv, turns, space, norms)
+        q, k, v = self.transform_heads(qkv, rope, space, norms)
         self.append_kv(cache, spans, k, v)
         return q
 
@@ -237,17 +240,17 @@ class NumpyOps:
         spans: Sequence[CacheSpan],
         scale: float,
         window: int | None,
-        space: StoredSpace | None = None,
+        space: HeadTransform | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
-        kv_heads = cache.form.kv_heads
+        kv_heads = cache.format.kv_heads
         heads, dim = q.shape[1:]
         q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(scale)
         parts = spans.parts if isinstance(spans, StepSpans) else [[span] for span in spans]
         for number, part in enumerate(parts):
             rows = slice(part[0].rows.start, part[-1].rows.stop)
             if isinstance(spans, StepSpans) and len(part) > 1:
-                layout = spans.layout(number, cache.form.block_size)
+                layout = spans.layout(number, cache.format.block_size)
                 out[rows] = attend_together(q[rows], cache, layout, window).reshape(out[rows].shape)
             else:
                 attend_alone(q[rows], out[rows], cache, part[0], window)
@@ -259,37 +262,37 @@ class NumpyOps:
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         for layers in alike(caches, len(blocks)):
             # One thread of BLAS for the thin products of an encoder; keys and values on a core each.
-            (k, mean), (v, _) = self.each(functools.partial(encode_side, layers, sources), 2)
+            (k, mean), (v, _) = self.parallel_map(functools.partial(encode_side, layers, sources), 2)
             for number, cache in enumerate(layers):
-                heads = slice(number * cache.form.kv_heads, (number + 1) * cache.form.kv_heads)
+                heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
                 for fields, values in ((cache.mean, mean), (cache.k, k), (cache.v, v)):
                     for name in fields:
                         fields[name][:, blocks] = values[name][heads]
 
-    def copy_exact(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
-        for to, of in zip(cache.exact(target), cache.exact(source), strict=True):
+    def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+        for to, of in zip(cache.full(target), cache.full(source), strict=True):
             to[:, :tokens] = of[:, :tokens]
 
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
-        k, v = (exact[:, :tokens] for exact in cache.exact(place))
-        k[...], v[...] = as_codes(cache.form, k, v)
+        k, v = (full[:, :tokens] for full in cache.full(place))
+        k[...], v[...] = as_codes(cache.format, k, v)
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         ids = np.asarray(blocks, np.intp)
-        return {name: array.take(ids, axis=1) for name, array in cache.coded.items()}
+        return {name: array.take(ids, axis=1) for name, array in cache.quantized.items()}
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        given = transfer.as_fields(cache.form, len(blocks), arrays)
-        for name, array in cache.coded.items():
+        given = transfer.as_fields(cache.format, len(blocks), arrays)
+        for name, array in cache.quantized.items():
             array[:, blocks] = given[name]
 
-    def read_exact(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        k, v = cache.exact(Place(None, slot))
+    def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        k, v = cache.full(Place(None, slot))
         return k[:, :tokens].copy(), v[:, :tokens].copy()
 
-    def write_exact(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
-        tokens = transfer.exact_tokens(cache.form, k, v)
-        for to, given in zip(cache.exact(Place(None, slot)), (k, v), strict=True):
+    def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
+        tokens = transfer.full_tokens(cache.format, k, v)
+        for to, given in zip(cache.full(Place(None, slot)), (k, v), strict=True):
             to[:, :tokens] = given
 
 
@@ -308,7 +311,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return normed
 
 
-def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
     """Turn channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :], sin[:, None, :]

@@ -59,21 +59,21 @@ class StepSpans(tuple[CacheSpan, ...]):
                 room = _MOST_BLOCKS
             self.parts[-1].append(span)
             room -= blocks
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, StepBlocks] = {}
 
-    def layout(self, part: int, block_size: int) -> Layout:
+    def layout(self, part: int, block_size: int) -> StepBlocks:
         if part not in self._layouts:
-            self._layouts[part] = Layout(self.parts[part], block_size)
+            self._layouts[part] = StepBlocks(self.parts[part], block_size)
         return self._layouts[part]
 
 
 def is_step(spans: Sequence[CacheSpan]) -> bool:
-    """Whether these are rows of several sequences, whose newest tokens all lie in exact slots."""
-    return len(spans) > 1 and all(span.now.buffer is None for span in spans)
+    """Whether these are rows of several sequences, whose newest tokens all lie in full-precision slots."""
+    return len(spans) > 1 and all(span.current.buffer is None for span in spans)
 
 
-class Layout:
-    """The M blocks that B sequences see: first those in exact `slots`, then the coded ones, `ids`.
+class StepBlocks:
+    """The M blocks that B sequences see: first those in exact `slots`, then the quantized ones, `ids`.
 
     rows (B, R): the rows of each sequence, counted from the first of all; where it has fewer, its last one again.
     owner (M,): the sequence that sees a block. positions (M, N): of its tokens. seen (M, R): those of the owner's rows.
@@ -85,13 +85,13 @@ class Layout:
         sinks = [i for i in sequences if spans[i].sink is not None]
         following = [(i, number) for i in sequences for number in range(len(spans[i].following))]
         tables = [span.table for span in spans]
-        starts = [span.now_start for span in spans] + [0] * len(sinks)
-        starts += [spans[i].now_start + block_size * (1 + number) for i, number in following]
+        starts = [span.current_start for span in spans] + [0] * len(sinks)
+        starts += [spans[i].current_start + block_size * (1 + number) for i, number in following]
         starts += [span.table_start + block_size * i for span in spans for i in range(len(span.table))]
         self.owner = np.array(
             [*sequences, *sinks, *(i for i, _ in following), *(i for i in sequences for _ in tables[i])]
         )
-        slots = [span.now.block for span in spans], [spans[i].sink for i in sinks]
+        slots = [span.current.block for span in spans], [spans[i].sink for i in sinks]
         self.slots = np.array([*slots[0], *slots[1], *(spans[i].following[number] for i, number in following)])
         self.ids = np.array([i for table in tables for i in table], np.intp)
         self.positions = np.array(starts)[:, None] + np.arange(block_size)
@@ -109,34 +109,34 @@ class Layout:
         return hidden if window is None else hidden | (positions <= seen - window)
 
 
-def attend_together(q: np.ndarray, cache: LayerCache, layout: Layout, window: int | None) -> np.ndarray:
+def attend_together(q: np.ndarray, cache: LayerCache, layout: StepBlocks, window: int | None) -> np.ndarray:
     """Attention of q (T, K, G, D), scaled, over all blocks of `layout` at once: (T, K, G, D)."""
-    (_, kv_heads, group, dim), exact = q.shape, len(layout.slots)
+    (_, kv_heads, group, dim), full = q.shape, len(layout.slots)
     most = layout.rows.shape[1]
     # (K, M, R·G, D): the queries of a sequence's rows for each of its blocks.
     asked = (
         q[layout.rows[layout.owner]].transpose(2, 0, 1, 3, 4).reshape(kv_heads, len(layout.owner), most * group, dim)
     )
     hidden = layout.hidden(window)
-    k, v = (whole[layout.slots].swapaxes(0, 1) for whole in (cache.exact_k, cache.exact_v))
+    k, v = (whole[layout.slots].swapaxes(0, 1) for whole in (cache.full_k, cache.full_v))
     # Behind its last token a slot may hold anything, and not even nothing times NaN is nothing.
-    v[np.broadcast_to(hidden[:exact].all(axis=1), v.shape[:3])] = 0
-    scores, values = [asked[:, :exact] @ k.swapaxes(2, 3)], [v]
+    v[np.broadcast_to(hidden[:full].all(axis=1), v.shape[:3])] = 0
+    scores, values = [asked[:, :full] @ k.swapaxes(2, 3)], [v]
     if len(layout.ids):
-        coded_k, coded_v, mean = read_blocks(cache, layout.ids)
-        by_block = (len(coded_k), len(layout.ids), -1, dim)
-        of_coded = asked[:, exact:] @ coded_k.reshape(by_block).swapaxes(2, 3)
+        quantized_k, quantized_v, mean = read_blocks(cache, layout.ids)
+        by_block = (len(quantized_k), len(layout.ids), -1, dim)
+        of_coded = asked[:, full:] @ quantized_k.reshape(by_block).swapaxes(2, 3)
         if mean is not None:
-            of_coded += asked[:, exact:] @ mean[..., None]
+            of_coded += asked[:, full:] @ mean[..., None]
         scores.append(of_coded)
-        values.append(coded_v.reshape(by_block))
+        values.append(quantized_v.reshape(by_block))
     weights = np.concatenate(scores, axis=1)  # (K, M, R·G, N)
     np.copyto(weights, -np.inf, where=hidden if most == 1 else hidden.repeat(group, axis=1))
     # Every row sees itself, so that no maximum is −inf.
     weights -= _over_blocks(np.maximum, weights.max(axis=-1, keepdims=True), layout)[:, layout.owner]
     np.exp(weights, out=weights)
     total = _over_blocks(np.add, weights.sum(axis=-1, keepdims=True), layout)
-    edges = [0, exact, len(layout.owner)]
+    edges = [0, full, len(layout.owner)]
     mixed = [weights[:, a:b] @ of for a, b, of in zip(edges, edges[1:], values, strict=False)]
     out = _over_blocks(np.add, np.concatenate(mixed, axis=1), layout) / total  # (K, B, R·G, D)
     out = out.reshape(kv_heads, -1, most, group, dim).transpose(1, 2, 0, 3, 4)
@@ -146,6 +146,6 @@ def attend_together(q: np.ndarray, cache: LayerCache, layout: Layout, window: in
     return y
 
 
-def _over_blocks(reduce: np.ufunc, x: np.ndarray, layout: Layout) -> np.ndarray:
+def _over_blocks(reduce: np.ufunc, x: np.ndarray, layout: StepBlocks) -> np.ndarray:
     """x (K, M, …), reduced over the blocks of each sequence: (K, B, …)."""
     return reduce.reduceat(x[:, layout.order], layout.first, axis=1)

@@ -69,7 +69,7 @@ def test_work_goes_to_as_many_threads_and_is_waited_for() -> None:
         together.wait(PATIENCE)
         return i
 
-    assert shared.each(work, 2) == [0, 1]
+    assert shared.parallel_map(work, 2) == [0, 1]
     done: list[int] = []
 
     def fails(i: int) -> None:
@@ -79,7 +79,7 @@ def test_work_goes_to_as_many_threads_and_is_waited_for() -> None:
         done.append(i)
 
     with pytest.raises(ValueError, match="no"):
-        shared.each(fails, 2)
+        shared.parallel_map(fails, 2)
     assert done == [1]
 
 
@@ -107,13 +107,15 @@ def test_each_part_has_one_core_where_every_thread_has_a_number_of_its_own() -> 
         together.wait(PATIENCE)
         return library.num_threads
 
-    assert shared.each(work, 3) == [1, 1, 1]
+    assert shared.parallel_map(work, 3) == [1, 1, 1]
     assert (library.num_threads, shared.number) == (4, 4)
 
 
 def test_one_core_does_it_all_in_order_and_in_this_thread() -> None:
     shared = Cores([Library(1)])  # type: ignore[list-item]
-    assert shared.each(lambda i: (i, threading.get_ident()), 3) == [(i, threading.get_ident()) for i in range(3)]
+    assert shared.parallel_map(lambda i: (i, threading.get_ident()), 3) == [
+        (i, threading.get_ident()) for i in range(3)
+    ]
 
 
 def test_without_a_library_that_can_be_asked_there_is_one_thread() -> None:

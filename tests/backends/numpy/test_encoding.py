@@ -43,28 +43,28 @@ def test_layers_are_encoded_together_as_they_are_alone(
     types = [("ring4", "ring3.5")] * 5 + [("turbo3", "ring3")] * 2 + [("ring4", "ring3.5"), ("f16", "turbo3")]
     ops = NumpyOps()
     forms = [layer(of, rng, mean_bits=mean_bits, metrics=metrics) for of in types]
-    alone, together = ([ops.cache(form, 6, 4) for form in forms] for _ in range(2))
+    alone, together = ([ops.cache(format, 6, 4) for format in forms] for _ in range(2))
     for one, other in zip(alone, together, strict=True):
         for slot in range(4):
             k, v = rng.standard_normal((2, K, N, D)).astype(np.float32)
             for cache in (one, other):
-                ops.write_exact(cache, slot, k + 1, v)
+                ops.write_full(cache, slot, k + 1, v)
     sources = [Place(None, slot) for slot in SLOTS]
     for cache in alone:
         ops.encode_blocks([cache], BLOCKS, sources)
     ops.encode_blocks(together, BLOCKS, sources)
     for one, other in zip(alone, together, strict=True):
-        assert all((one.coded[name] == other.coded[name]).all() for name in one.coded)
-        assert any(one.coded[name][:, BLOCKS].any() for name in one.coded)
+        assert all((one.quantized[name] == other.quantized[name]).all() for name in one.quantized)
+        assert any(one.quantized[name][:, BLOCKS].any() for name in one.quantized)
 
 
 def test_a_codec_that_learns_from_a_layer_is_not_shared(rng: np.random.Generator) -> None:
     ops = NumpyOps()
     forms = [layer(("polarquant-online", "ring4"), rng, mean_bits=0, metrics=False) for _ in range(3)]
-    caches = [ops.cache(form, 1, 1) for form in forms]
+    caches = [ops.cache(format, 1, 1) for format in forms]
     for cache in caches:
-        ops.write_exact(cache, 0, *rng.standard_normal((2, K, N, D)).astype(np.float32))
+        ops.write_full(cache, 0, *rng.standard_normal((2, K, N, D)).astype(np.float32))
     ops.encode_blocks(caches, [0], [Place(None, 0)])
-    learned = [cache.form.codec_k.codebook for cache in caches]
+    learned = [cache.format.codec_k.codebook for cache in caches]
     assert all(learned)
     assert not np.array_equal(learned[0][1], learned[1][1])

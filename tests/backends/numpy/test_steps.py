@@ -71,7 +71,7 @@ def test_attention_of_all_is_that_of_each(
     monkeypatch.setattr(steps, "_MOST_BLOCKS", most)
     windows = (None, 11, 3 * N)
     store = make_store(*types, windows=windows, sequences=len(LENGTHS), step_rows=16)
-    store = KVStore(store.ops, replace(store.plan, coded_blocks=(32,) * 3), store.conditioning)
+    store = KVStore(store.ops, replace(store.plan, quantized_blocks=(32,) * 3), store.conditioning)
     spans, q = begun(store, rng, counts)
     for layer, window in enumerate(windows):
         together = store.ops.spans(views(store, layer, spans), N)
@@ -88,7 +88,7 @@ def test_what_is_left_in_a_slot_reaches_nobody(counts: list[int], rng: np.random
     """A sequence whose numbers went wrong has gone, and another one has its slots."""
     store = make_store(sequences=len(LENGTHS), step_rows=16)
     cache = store.cache(0)
-    cache.exact_k[:], cache.exact_v[:] = np.nan, np.inf
+    cache.full_k[:], cache.full_v[:] = np.nan, np.inf
     spans, q = begun(store, rng, counts)
     out = store.ops.attention(q, cache, store.ops.spans(views(store, 0, spans), N), 0.3, None)
     np.testing.assert_allclose(out, alone(store, 0, spans, q, None), atol=2e-6)

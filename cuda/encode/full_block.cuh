@@ -1,19 +1,19 @@
-// A block on its way from an exact record to a record of codes: reading it into shared memory, and taking its mean out.
-// Part of encode_blocks.cu, which says what the letters and DEFINES are.
+// A block on its way from a full-precision record to a record of codes: reading it into shared memory, and taking its
+// mean out. Part of encode_blocks.cu, which says what the letters and DEFINES are.
 
 constexpr int THREADS = WARPS * 32;
 
 // One block of one KV head of a launch. Where it goes to is read anew each time: that is cheaper than to remember it.
-template <class L, class Exact>
+template <class L, class Full>
 struct Move {
     unsigned char *pool;
-    const unsigned char *exact_pool, *tables;
+    const unsigned char *full_pool, *tables;
     const int *moves;
     int kv_heads;
 
     __device__ __forceinline__ long long of(int slot) const { return slot * (long long)kv_heads + blockIdx.y; }
-    __device__ __forceinline__ const unsigned char *exact() const {
-        return exact_pool + of(moves[2 * blockIdx.x]) * Exact::NBYTES;
+    __device__ __forceinline__ const unsigned char *full() const {
+        return full_pool + of(moves[2 * blockIdx.x]) * Full::NBYTES;
     }
     __device__ __forceinline__ unsigned char *record() const {
         return pool + of(moves[2 * blockIdx.x + 1]) * L::NBYTES;
@@ -30,9 +30,10 @@ __device__ __forceinline__ void load_cell(float (&v)[W], const float *p) {
     }
 }
 
-// Tokens first … first + count − 1 of an exact record to x: channel c of the t-th of them at t · ALONG + c · ACROSS.
+// Tokens first … first + count − 1 of a full-precision record to x: channel c of the t-th of them at t · ALONG + c ·
+// ACROSS.
 template <class L, int ALONG, int ACROSS>
-__device__ void load_tokens(float *x, const unsigned char *exact, int first, int count) {
+__device__ void load_tokens(float *x, const unsigned char *full, int first, int count) {
 #pragma unroll 1
     for (int at = threadIdx.x; at < L::PARTS * L::TILES * 32; at += THREADS) {
         const int lane = at % 32, g = lane / 4, tg = lane % 4, tile = at / 32 % L::TILES;
@@ -40,7 +41,7 @@ __device__ void load_tokens(float *x, const unsigned char *exact, int first, int
         if (above < 0 || above >= count) continue;
         const int token = above + (L::VALUES ? 2 * tg : g);
         const int channel = 16 * (L::VALUES ? tile % L::STEPS : tile / L::PT) + 2 * (L::VALUES ? g : tg);
-        const Chunk<__half> chunk = reinterpret_cast<const Chunk<__half> *>(exact)[at];
+        const Chunk<__half> chunk = reinterpret_cast<const Chunk<__half> *>(full)[at];
 #pragma unroll
         for (int r = 0; r < 4; ++r)
 #pragma unroll
@@ -52,13 +53,13 @@ __device__ void load_tokens(float *x, const unsigned char *exact, int first, int
     }
 }
 
-// One value of an exact record of values.
+// One value of a full-precision record of values.
 template <class L>
-__device__ __forceinline__ float exact_value(const unsigned char *exact, int token, int channel) {
+__device__ __forceinline__ float full_value(const unsigned char *full, int token, int channel) {
     const int row = token % L::PART / 16, t = token % 16, c = channel % 16;
     const int tile = token / L::PART * L::TILES + row * L::STEPS + channel / 16;
     const int lane = c / 2 * 4 + t % 8 / 2;
-    return to_float(reinterpret_cast<const __half *>(exact)[(tile * 32 + lane) * 8 + t / 8 * 4 + c % 2 * 2 + t % 2]);
+    return to_float(reinterpret_cast<const __half *>(full)[(tile * 32 + lane) * 8 + t / 8 * 4 + c % 2 * 2 + t % 2]);
 }
 
 // sums (D) += the tokens of x, one after another; x as in `load_tokens`.
@@ -87,14 +88,14 @@ __device__ void store_mean(unsigned char *record, float *mean) {
     __syncthreads();
     for (int c = threadIdx.x; c < L::DP; c += THREADS) {
         const int at = (c % 8 / 2 * L::STEPS + c / 16) * 4 + c % 16 / 8 * 2 + c % 2;
-        const float exact = c < L::D ? mean_of(c) : 0.0f;
+        const float full = c < L::D ? mean_of(c) : 0.0f;
         float stored;
         if constexpr (L::MEAN_BITS == 16) {
-            const __half half = __float2half_rn(exact);
+            const __half half = __float2half_rn(full);
             reinterpret_cast<__half *>(record + L::MEAN)[at] = half;
             stored = to_float(half);
         } else {
-            const int code = __float2int_rn(fminf(fmaxf(rintf(__fdiv_rn(exact, step)), -127.0f), 127.0f));
+            const int code = __float2int_rn(fminf(fmaxf(rintf(__fdiv_rn(full, step)), -127.0f), 127.0f));
             reinterpret_cast<signed char *>(record + L::MEAN)[at] = static_cast<signed char>(code);
             stored = __fmul_rn(float(code), to_float(scale));
         }

@@ -1,4 +1,4 @@
-// Attention of a step over coded blocks. Part of decode_attention.cu.
+// Attention of a step over quantized blocks. Part of decode_attention.cu.
 
 // q · mean of 16 blocks at once, those whose ids lanes 0 … 15 have, into the warp's means [16][8 heads].
 __device__ __forceinline__ void mean_scores(float2 *means, const State &state, const Pools &pools, int id, int lane) {
@@ -21,13 +21,13 @@ __device__ __forceinline__ void mean_scores(float2 *means, const State &state, c
     __syncwarp();
 }
 
-// Codes on their way, or here, of one part of a coded block.
+// Codes on their way, or here, of one part of a quantized block.
 struct Codes {
     typename KeyCodec::Codes keys;
     typename ValueCodec::Codes values;
 };
 
-// A part of a coded block.
+// A part of a quantized block.
 struct Part {
     int id, number;
 };
@@ -75,8 +75,8 @@ __device__ __forceinline__ void attend_part(State &state, Codes &codes, const Pa
     if (!last) codes.values.load(pools.value(next.id), next.number, lane);
 }
 
-// `left` coded blocks, whose ids are `stride` apart from `ids` on. `codes` are those of the first one's first part, with
-// which `hidden` begins.
+// `left` quantized blocks, whose ids are `stride` apart from `ids` on. `codes` are those of the first one's first
+// part, with which `hidden` begins.
 __device__ __forceinline__ void attend_blocks(State &state, Codes &codes, const int *ids, int stride, int left,
                                               Hidden hidden, const Pools &pools, unsigned char *shared, int lane) {
     float2 *means = reinterpret_cast<float2 *>(shared + Tables::BYTES) + threadIdx.x / 32 * 64;

@@ -1,13 +1,13 @@
-// Attention of a step over exact records. Part of decode_attention.cu.
+// Attention of a step over full-precision records. Part of decode_attention.cu.
 
 // The records of one KV head in all pools.
 struct Pools {
-    const unsigned char *keys, *values, *exact_keys, *exact_values;
+    const unsigned char *keys, *values, *full_keys, *full_values;
     int kv_heads;
 
     __device__ __forceinline__ Pools of(int kv_head) const {
         return {keys + kv_head * KeyLayout::NBYTES, values + kv_head * ValueLayout::NBYTES,
-                exact_keys + kv_head * ExactKeyLayout::NBYTES, exact_values + kv_head * ExactValueLayout::NBYTES,
+                full_keys + kv_head * FullKeyLayout::NBYTES, full_values + kv_head * FullValueLayout::NBYTES,
                 kv_heads};
     }
 
@@ -18,24 +18,26 @@ struct Pools {
     }
 };
 
-// 16 tokens of a pair of exact records, from position `start` on; key and value at the lane's 16 bytes of the first
-// tile, the next tile of the slice KEY_STEP or VALUE_STEP bytes on.
+// 16 tokens of a pair of full-precision records, from position `start` on; key and value at the lane's 16 bytes of the
+// first tile, the next tile of the slice KEY_STEP or VALUE_STEP bytes on.
 struct Slice {
     static constexpr int VALUE_STEP = 512, KEY_STEP = 512 * PT;
     const unsigned char *key, *value;
     int start;
 
-    // Number e of the slices, first those of coded blocks where these are exact as well.
-    __device__ __forceinline__ Slice(int e, const Coded &coded, const Exact &exact, const Pools &pools, int lane) {
-        const int of_blocks = ALL_EXACT ? coded.count * SLICES : 0, in_now = e - of_blocks - exact.sink_slices;
+    // Number e of the slices, first those of quantized blocks where these are exact as well.
+    __device__ __forceinline__ Slice(int e, const QuantizedBlocks &quantized, const FullBlocks &full, const Pools &pools,
+                                     int lane) {
+        const int of_blocks = ALL_EXACT ? quantized.count * SLICES : 0, in_current = e - of_blocks - full.sink_slices;
         if (e < of_blocks) {
-            start = coded.number * N + 16 * e;
-            key = pools.key(coded.ids[e / SLICES]), value = pools.value(coded.ids[e / SLICES]);
+            start = quantized.number * N + 16 * e;
+            key = pools.key(quantized.ids[e / SLICES]), value = pools.value(quantized.ids[e / SLICES]);
         } else {
-            start = in_now < 0 ? 16 * (e - of_blocks) : exact.start + 16 * in_now;
-            const int slot = in_now < 0 ? exact.sink : STEP_ROWS == 1 || start < exact.next_start ? exact.now : exact.next;
-            key = pools.exact_keys + pools.at(slot, ExactKeyLayout::NBYTES);
-            value = pools.exact_values + pools.at(slot, ExactValueLayout::NBYTES);
+            start = in_current < 0 ? 16 * (e - of_blocks) : full.start + 16 * in_current;
+            const bool is_next = STEP_ROWS > 1 && start >= full.next_start;
+            const int slot = in_current < 0 ? full.sink : is_next ? full.next : full.current;
+            key = pools.full_keys + pools.at(slot, FullKeyLayout::NBYTES);
+            value = pools.full_values + pools.at(slot, FullValueLayout::NBYTES);
         }
         const int in_record = start % N / 16, part = in_record / PT, i = in_record % PT;
         key += (part * TILES + i) * 512 + lane * 16;
@@ -78,12 +80,12 @@ __device__ __forceinline__ void attend_slice(State &state, const Slice &slice, c
 }
 
 // The warp's slices.
-__device__ __forceinline__ void attend_exact(State &state, const Work &work, const Sight &sight, const Pools &pools,
+__device__ __forceinline__ void attend_full(State &state, const Work &work, const Sight &sight, const Pools &pools,
                                              int lane) {
-    const Exact exact(*work.span, work.seen);
-    const int slices = (ALL_EXACT ? work.coded.count * SLICES : 0) + exact.sink_slices + exact.now_slices;
-    const int units_before = ALL_EXACT ? 0 : work.coded.count;
+    const FullBlocks full(*work.span, work.seen);
+    const int slices = (ALL_EXACT ? work.quantized.count * SLICES : 0) + full.sink_slices + full.current_slices;
+    const int units_before = ALL_EXACT ? 0 : work.quantized.count;
 #pragma unroll 1
     for (int e = work.first + work.count * work.stride - units_before; e < slices; e += work.stride)
-        attend_slice(state, Slice(e, work.coded, exact, pools, lane), sight, work.seen.newest, lane);
+        attend_slice(state, Slice(e, work.quantized, full, pools, lane), sight, work.seen.newest, lane);
 }

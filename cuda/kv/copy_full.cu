@@ -1,7 +1,8 @@
-// Copy the first tokens of an exact block, keys and values of all KV heads, from one pool to another.
+// Copy the first tokens of a full-precision block, keys and values of all KV heads, from one pool to another.
 //
-// Pools (records, K, bytes) of exact records: record from_index of from_k, from_v goes to to_index of to_k, to_v.
-// Behind the first `tokens` tokens the copy is zero: what has no token yet must be finite, as 0 times it is added.
+// Pools (records, K, bytes) of full-precision records: record from_index of from_k, from_v goes to to_index of to_k,
+// to_v. Behind the first `tokens` tokens the copy is zero: what has no token yet must be finite, as 0 times it is
+// added.
 // Grid (K, 2): keys, values. Block: whole warps. DEFINES: none.
 // PRECOND: 0 <= tokens <= N; the two records are not the same one.
 
@@ -11,9 +12,9 @@ __device__ __forceinline__ unsigned kept_halves(int low, int high, int tokens) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-copy_exact_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned char *from_k, const unsigned char *from_v,
+copy_full_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned char *from_k, const unsigned char *from_v,
                   int to_index, int from_index, int tokens, int kv_heads) {
-    using Layout = ExactKeyLayout;
+    using Layout = FullKeyLayout;
     const bool is_key = blockIdx.y == 0;
     const long long to_record = (long long)to_index * kv_heads + blockIdx.x;
     const long long from_record = (long long)from_index * kv_heads + blockIdx.x;

@@ -7,7 +7,7 @@
 // JOINS: heads.cuh.
 
 extern "C" __global__ void __launch_bounds__(256)
-condition_kernel(float *q, float *k, float *v, const float *qkv, const float *cos, const float *sin,
+transform_heads_kernel(float *q, float *k, float *v, const float *qkv, const float *cos, const float *sin,
                  const WEIGHT *q_norm, const WEIGHT *k_norm, const float *scale, const float *key_before,
                  const float *key_behind, const float *value_before, const float *value_behind, int vectors, int heads,
                  int kv_heads, float eps) {
