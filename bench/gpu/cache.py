@@ -15,7 +15,7 @@ import numpy as np
 from bench.gpu.setup import Clock
 from engine import codecs
 from engine.backends.cuda.device import Array, Device
-from engine.backends.ops import CacheSpan, Ops, Place
+from engine.backends.ops import Ops, Place, SpanView
 from engine.quantization.conditioning import read_mean
 
 # A whole step rounds q, k, v and the weights of tokens to half precision, of 11 bits, all of it relative to a value:
@@ -41,7 +41,7 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
     """Fill the pools of one layer's cache, coded and exact, with `content`."""
     n, rows = cache.format.block_size, len(content.k)
     buffer, quantized, blocks = ops.buffer(cache.format, rows), len(cache.keys.quantized), rows // n
-    span = CacheSpan(slice(0, rows), 0, Place(buffer, 0), 0, None, (), n)
+    span = SpanView(slice(0, rows), 0, Place(buffer, 0), 0, None, (), n)
     ops.append_kv(cache, ops.spans([span], n), ops.to_device(content.k), ops.to_device(content.v))
     if quantized:
         numbers = range(min(blocks, quantized))
@@ -71,11 +71,11 @@ class Laid:
     quantized: Sequence[int]
     current: int
 
-    def span(self, row: int, block_size: int) -> CacheSpan:
+    def span(self, row: int, block_size: int) -> SpanView:
         """For a step whose token, row `row`, is the last of the context."""
         newest = self.context - 1
         start = newest // block_size * block_size
-        return CacheSpan(
+        return SpanView(
             slice(row, row + 1), newest, Place(None, self.current), start, self.sink, self.quantized, block_size
         )  # fmt: skip
 

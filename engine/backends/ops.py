@@ -1,9 +1,9 @@
 """The op set: the only seam between the engine and a device.
 
 Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F feed-forward size, H query heads,
-K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32;
-`PreparedSpace`, `Cache`, `Buffer`, `Spans` and `Draws` are whatever a backend makes of a `HeadTransform`, of the K/V
-of a layer, of where to find them, and of how tokens are drawn.
+K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32. The other
+types below are opaque to the engine: `PreparedTransform` is a `HeadTransform` on the device, `Cache` the K/V of one
+layer, `Buffer` a prompt's full-precision K/V of one layer, `Spans` a list of `SpanView`, `Draws` a list of `Draw`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from engine.sampling.sample import Draw, Sampled
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 from model_loaders.config import ModelConfig
 
-STEP_ROWS = 16  # that one sequence may have in a step
+STEP_ROWS = 16  # rows of one sequence in a step, at most
 
 Array = Any
-PreparedSpace = Any
+PreparedTransform = Any
 Cache = Any
 Buffer = Any
 Spans = Any
@@ -34,10 +34,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How one layer stores its K/V, smoothed and rotated, and how they get there.
+    """How one layer stores its K/V, and the error metrics that its encoder minimises.
 
-    metric_k, metric_v: what an error costs, for encoding well; None takes the nearest code.
-    mean_bits: of the block means that are taken out of keys, per channel: 8 or 16; 0 does not centre them.
+    metric_k, metric_v: None rounds every value to the nearest code.
+    mean_bits: bits per channel of the block mean that is subtracted from keys, 8 or 16; 0 leaves keys uncentred.
     """
 
     codec_k: Codec
@@ -51,20 +51,20 @@ class CacheFormat:
 
 
 class Place(NamedTuple):
-    """N tokens in full precision: a block of a buffer, counted from its start, or a full-precision slot of the
-    layer."""
+    """Where N tokens lie in full precision: in a block of `buffer`, or in a slot of the layer's cache."""
 
-    buffer: Buffer | None
-    block: int
+    buffer: Buffer | None  # None: a slot
+    block: int  # number of the block in the buffer, or of the slot
 
 
 @dataclass(frozen=True)
 class HeadTransform:
-    """How the heads of one layer become what its cache holds, and how the result of attention comes back; on the host.
+    """The transform of heads between their projection and the cache of one layer, and its inverse for attention's
+    result; NumPy arrays, float32.
 
-    kv_heads: K. scale (H + 2K, D): what queries and keys, after RoPE, and values are multiplied with. key_rotation,
-    value_rotation (D, D): of queries and keys, and of values, as x @ rotation. scale_back (H,): what the result of each
-    head of attention is multiplied with; then it takes the inverse of value_rotation. None leaves a factor out.
+    kv_heads: K. scale (H + 2K, D): multiplies queries and keys after RoPE, and values. key_rotation (D, D): applied to
+    queries and keys as x @ rotation, value_rotation (D, D) to values. scale_back (H,): multiplies the attention result
+    of each query head, before the inverse of value_rotation. None leaves a factor out.
     """
 
     kv_heads: int
@@ -75,27 +75,27 @@ class HeadTransform:
 
 
 @dataclass(frozen=True)
-class CacheSpan:
-    """Where the K/V of one sequence's new tokens go, and what they see, in every layer with the same window.
+class SpanView:
+    """One sequence's new rows as the layers of one window see them: where their K/V go, and what they attend to.
 
-    Positions count tokens. The sequence is [sink | quantized blocks | current]: `current` holds the current block's
-    earlier tokens and all the new ones in full precision, one block behind the other in a prompt's buffer, or each in
-    a full-precision slot.
+    Positions count tokens. The sequence is [sink | quantized blocks | current]: `current` holds the earlier tokens of
+    the current block and all new ones in full precision, in consecutive blocks of a prompt's buffer, or in
+    full-precision slots in a step.
     """
 
     rows: slice  # rows of q, k, v that belong to this sequence, in order of position
     position: int  # of the first of these rows
-    current: Place  # where `current` begins: a buffer's block 0, or the full-precision slot of a step's current block
+    current: Place  # first block of `current`: block 0 of a buffer, or the slot of a step's current block
     current_start: int  # position of its first token
-    sink: int | None  # full-precision slot of the first block, if that is complete and kept
-    table: Sequence[int]  # ids of the quantized blocks
+    sink: int | None  # full-precision slot of the first block (attention sink); None before it is complete
+    table: Sequence[int]  # block table: ids of the quantized blocks
     table_start: int  # position of the first token of table[0]
-    following: Sequence[int] = ()  # full-precision slots of further blocks that rows of a step go to, behind `current`
+    following: Sequence[int] = ()  # slots of the blocks after `current` that a step's rows extend into
 
 
 @dataclass(frozen=True)
 class Load:
-    """The most that ops will be asked for. tokens: of a prompt; rows: sequences of a step; form: of any layer."""
+    """The largest work that ops will get: a prompt of `tokens`, a step of `rows` sequences; format: of any layer."""
 
     model: ModelConfig
     format: CacheFormat
@@ -104,73 +104,73 @@ class Load:
 
 
 class Ops(Protocol):
-    """What a backend can do. Every op is a function of its arguments; none keeps state between calls.
+    """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
 
-    What is made once comes from `weight`, `prepare`, `cache` and `spans`, and is an argument of the ops that need it.
-    Beside that, an object with ops knows its machine: the memory of a device and what was compiled and recorded there,
-    the cores of a CPU and how fast steps were on them.
+    Objects that outlive a call (from `load`, `prepare`, `cache`, `buffer`, `spans`) are passed to the ops that need
+    them. The backend itself only knows its machine: device memory, compiled kernels and recorded graphs, or the CPU's
+    cores and how fast steps ran on them. "CUDA:" names the kernels of an op that takes more than one.
     """
 
     name: str
 
     forkable: bool
-    """Whether what is on the device can be used in a child that was forked."""
+    """Whether arrays on the device stay usable in a forked child process."""
 
     stored_as: str
-    """What `read_blocks` gives: `FIELDS` or `RECORDS` of `engine.backends.transfer`."""
+    """The representation that `read_blocks` returns: `FIELDS` or `RECORDS` of `engine.backends.transfer`."""
 
     prefill_rows: int
-    """Rows of a prompt that go through a layer at once: enough for the matrix products, few enough for the memory."""
+    """Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations."""
 
     def split_rows(self, rows: slice) -> list[slice]:
-        """`rows` cut into consecutive parts that `parallel_map` may work on at the same time."""
+        """`rows` cut into consecutive slices, one for each worker of `parallel_map`."""
 
     def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """[work(0), …, work(count − 1)], possibly at the same time."""
+        """[work(0), …, work(count − 1)], possibly in parallel."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        """work(*inputs), each an array of the host (or of `spans` or `pack_draws`) that `work` finds on the device.
+        """work(*inputs), after the inputs (host arrays, `Spans` or `Draws`) have been copied to the device.
 
-        With a `key` and shapes of inputs that it has seen before, a backend may launch again what it recorded then
-        instead of calling `work`: everything that differs from call to call is in the inputs, the first of which has a
-        row for each token. Products in `work` are asked for with `recorded`. The result is good until the next call.
+        For a `key` and input shapes that it has seen before, a backend may replay the graph that it recorded instead
+        of calling `work`, so everything that varies between calls must be in the inputs. The first input has a row for
+        each token. `work` passes recorded=True to `linear`. The result is valid until the next call.
         """
 
     def threads(self) -> Threads | None:
-        """How many threads of the CPU the last step took; None where steps run elsewhere."""
+        """The number of CPU threads of the last step, and why; None where steps do not run on the CPU."""
 
     def wait(self) -> None:
-        """Return when the device has done all that it was given."""
+        """Block until the device has finished all work."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
-        """Bytes that `count` values of a matrix take on the device which a file has in that format."""
+        """Device bytes of `count` values of a matrix that the file stores in `format`."""
 
     def room_beside(self, weights: int) -> int:
-        """Bytes that the KV store, and the work beside it, may take if so many bytes of weights are to be loaded.
+        """Bytes that remain for the KV store and for activations once `weights` bytes of weights are loaded.
 
-        Raises EngineError where it is certain that the weights alone do not fit.
+        Raises EngineError if the weights alone cannot fit.
         """
 
     def work_bytes(self, load: Load) -> int:
-        """How many of these a prompt and the steps between its parts take, beside the KV store."""
+        """Bytes of `room_beside` that activations of a prompt, and of the steps between its chunks, need."""
 
     def set_aside(self, load: Load) -> None:
-        """Take the memory of steps now, before anything else does. Raises MemoryError."""
+        """Allocate the memory of steps now, before other allocations can take it. Raises MemoryError."""
 
     def weight_type(self, stored: str) -> str:
-        """What weights become that a file has as `stored`, for people."""
+        """Name, for messages, of the type on the device of weights that the file stores as `stored`."""
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
-        """Matrices over the same inputs, at least one, on the device; consecutive ones may come as one.
+        """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
 
-        Raises EngineError for one that the device cannot read, MemoryError where they do not fit.
+        Raises EngineError for a matrix that the device cannot read, MemoryError if they do not fit.
         """
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> Any:
-        """Rows of a matrix, or of all parts of a `Linear` under each other, as NumPy float32: (rows, in)."""
+        """Rows of a matrix, or of the parts of a `Linear` stacked, as NumPy float32: (rows, in)."""
 
     def to_device(self, x: Any) -> Array:
-        """A host array on the device: whole numbers as int32, others as float32."""
+        """A copy of a host array on the device: integers as int32, floats as float32."""
 
     def to_host(self, x: Array) -> Any:
         """A device array as NumPy float32."""
@@ -179,9 +179,9 @@ class Ops(Protocol):
         """Rows `ids` (T,) int32 of table (V, E), times `scale` → (T, E)."""
 
     def rms_norm(self, x: Array, norm: tuple[Array, float], residual: Array | None = None) -> None:
-        """x / rms(x) * weight of each row of x (T, n), in place; with a residual (T, n), added to that instead.
+        """x / rms(x) * weight of each row of x (T, n), in place; with a residual (T, n), added to the residual instead.
 
-        norm: weight (n,) and eps. Rows of x may be parts of longer ones.
+        norm: weight (n,) and eps. x may be a slice of columns of a wider array.
         """
 
     def linear(
@@ -196,74 +196,83 @@ class Ops(Protocol):
     ) -> Array:
         """x (T, in) @ w (out, in)ᵀ + its bias → (T, out).
 
-        norm: weight (in,) and eps of an RMS norm before: x / rms(x) * weight. residual (T, out): what the result is
-        added to, in place. activation, without a residual: the result is [gate | up], and activation(gate) * up
-        (T, out / 2) is returned; its names are those of `model_loaders.config.Activation`. recorded: for work that
-        `run_graph` may record, which takes our own kernels for any number of rows.
+        norm: weight (in,) and eps of an RMS norm of x before the product: x / rms(x) * weight. residual (T, out): the
+        result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
+        excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned.
+        recorded: the call is inside `run_graph`.
+        CUDA: gemv up to 4 rows, gemm_small up to 64, above that cuBLAS for f16 and bf16. A recorded call with more
+        rows, or one with another weight format, takes gemm_small for 64 rows at a time.
         """
 
-    def prepare(self, spaces: Sequence[HeadTransform]) -> list[PreparedSpace]:
-        """The spaces of a model's layers on the device. What several of them share is there once."""
+    def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
+        """The transforms of a model's layers on the device. A rotation array that several share is uploaded once."""
 
     def transform_heads(
         self,
         qkv: Array,
         rope: tuple[Array, Array],
-        space: PreparedSpace,
+        transform: PreparedTransform,
         norms: tuple[Array, Array, float] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Heads qkv (T, H + 2K, D), which may be overwritten → q (T, H, D), k, v (T, K, D) as the store takes them.
+        """QK-norm, RoPE, scale and rotation: qkv (T, H + 2K, D), may be overwritten → q (T, H, D), k, v (T, K, D).
 
-        norms: weights (D,) for queries and for keys, and eps, of an RMS norm of each vector. turns: cos, sin (T, D/2)
-        of RoPE; channel j turns with channel j + D/2. What comes then is `space`'s.
+        norms: weights (D,) of an RMS norm of each query and of each key, and eps. rope: cos, sin (T, D/2); channel j
+        pairs with channel j + D/2. transform: scale and rotation.
+        CUDA: transform_heads, and rotate_dense for rotations that are no signed Hadamard matrices.
         """
 
     def pack_draws(self, draws: Sequence[Draw]) -> Draws:
-        """How the next token of each row is drawn, in the form that `sample` takes. One vocabulary for all rows."""
+        """`draws` (one for each row) as the argument of `sample`. All rows have the same vocabulary."""
 
     def sample(self, logits: Array, draws: Draws) -> Array:
-        """Choose a token for each row of logits (B, V). The result stays on the device; `fetch_tokens` takes it."""
+        """Sample a token for each row of logits (B, V) → token ids on the device, for `fetch_tokens`."""
 
     def fetch_tokens(self, chosen: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-        """What `sample` chose, on the host: ids, with log-probabilities for rows that ask, or why there is none.
+        """The tokens that `sample` chose, on the host: ids, with log-probabilities where a draw asks for them, or the
+        error that left a row without a token.
 
-        Rows whose draws ask for no log-probabilities cost nothing more for those that do.
+        Only rows that ask for log-probabilities pay for them. CUDA: logprobs, for those rows.
         """
 
     # -- the KV store --------------------------------------------------------------------------------------------
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        """Bytes of a quantized block, and of a full-precision slot, all KV heads. ValueError for a codec that it
-        cannot serve."""
+        """Bytes of a quantized block, and of a full-precision slot, all KV heads.
+
+        Raises ValueError for a codec that the backend does not support.
+        """
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
-        """Room for the K/V of one layer: so many quantized blocks and full-precision slots.
+        """Memory for the K/V of one layer: `quantized` blocks and `full` full-precision slots.
 
-        beside: caches of other layers, with which this one may share the tables of its codecs.
+        beside: caches of other layers, whose codec tables this one may share.
         """
 
     def buffer(self, format: CacheFormat, rows: int) -> Buffer:
-        """Room for `rows` tokens' K/V of one layer in full precision."""
+        """Memory for `rows` tokens' K/V of one layer in full precision."""
 
-    def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Spans:
-        """What the ops below need to know of `spans`, in blocks of so many tokens. Several must be those of a step.
+    def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
+        """`spans` as the argument of the ops below: one span of a prompt, or those of a step, in order of their rows.
 
-        Their rows follow each other.
+        block_size: N. No rows lie between those of two spans.
         """
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
-        """Write rows of k, v (T, K, D), conditioned, into each span's `current` at their positions."""
+        """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""
 
     def place_kv(
         self,
         qkv: Array,
         rope: tuple[Array, Array],
-        space: PreparedSpace,
+        transform: PreparedTransform,
         cache: Cache,
         spans: Spans,
         norms: tuple[Array, Array, float] | None = None,
     ) -> Array:
-        """`transform_heads`, then `append_kv` of keys and values → the queries (T, H, D)."""
+        """`transform_heads`, then `append_kv` of keys and values → the queries (T, H, D).
+
+        CUDA: place_kv in a step; transform_heads and append_kv in a prompt, or where a rotation is dense.
+        """
 
     def attention(
         self,
@@ -272,49 +281,51 @@ class Ops(Protocol):
         spans: Spans,
         scale: float,
         window: int | None,
-        space: PreparedSpace | None = None,
+        transform: PreparedTransform | None = None,
     ) -> Array:
-        """Causal attention of conditioned q (T, H, D), contiguous, over each span's whole sequence → (T, H, D).
+        """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
+        → (T, H, D).
 
-        Query head h reads KV head h // (H // K). With a window, position p sees positions > p − window only.
-        space: takes the result back from where its values are stored; None leaves it there.
+        scale: multiplies the scores. Query head h reads KV head h // (H // K). With a window, position p sees only
+        positions > p − window. transform: its scale_back and inverse value rotation are applied to the result; None
+        leaves the result in the space of the stored values.
+        CUDA: decode_attention and combine in a step, prefill_attention and rotate in a prompt; rotate_dense where the
+        rotation is dense.
         """
 
     def encode_blocks(self, caches: Sequence[Cache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        """Encode the N tokens at each of `sources` into the quantized blocks with the ids `blocks`, in parallel_map of
+        """Encode the N tokens at each of `sources` into the quantized block at the same index of `blocks`, in each of
         `caches`.
 
-        All sources are full-precision slots, or they follow each other in the buffer of one cache. Keys are centred
-        first.
+        The sources are either full-precision slots, or consecutive blocks in the buffer of one cache. Keys are centred
+        first. CUDA: encode_keys and encode_values for each cache.
         """
 
     def copy_full(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:
-        """Copy the first `tokens` ≤ N tokens of one place to another."""
+        """Copy the first `tokens` ≤ N tokens of `source` to `target`."""
 
     def round_trip(self, cache: Cache, place: Place, tokens: int) -> None:
-        """Replace the first `tokens` ≤ N tokens of a place by what they read back as from one encoded block.
+        """Encode the first `tokens` ≤ N tokens of a place as one block, decode it, and store the result in their place.
 
-        A part of a block is filled up with its mean before it is encoded.
+        An incomplete block is padded with its mean before it is encoded.
         """
 
     # -- from the KV store to the host, and back -----------------------------------------------------------------
 
     def read_blocks(self, cache: Cache, blocks: Sequence[int]) -> dict[str, Any]:
-        """A copy of the quantized blocks with these ids, at least one, as NumPy arrays: see
-        `engine.backends.transfer`."""
+        """The quantized blocks with one or more ids as NumPy arrays, in the representation `stored_as`."""
 
     def write_blocks(self, cache: Cache, blocks: Sequence[int], arrays: Mapping[str, Any]) -> None:
-        """What `read_blocks` of any backend gave for as many blocks becomes those with these ids, at least one.
+        """Overwrite the quantized blocks with one or more ids with `arrays`, from `read_blocks` of any backend.
 
-        Raises ValueError where the arrays are no such blocks.
+        Raises ValueError if the arrays do not hold that many blocks of this cache's format.
         """
 
     def read_full(self, cache: Cache, slot: int, tokens: int) -> tuple[Any, Any]:
-        """A copy of the first `tokens` ≤ N tokens of a full-precision slot, k and v (K, tokens, D), as precise as it
-        is."""
+        """The first `tokens` ≤ N tokens of a full-precision slot: k, v (K, tokens, D), float32 or float16 as stored."""
 
     def write_full(self, cache: Cache, slot: int, k: Any, v: Any) -> None:
-        """k, v (K, tokens ≤ N, D), float16 or float32, become the first tokens of a full-precision slot.
+        """Write k, v (K, tokens ≤ N, D), float16 or float32, to the first tokens of a full-precision slot.
 
-        Raises ValueError where they are no such arrays.
+        Raises ValueError for arrays of another shape or type.
         """

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.backends.ops import STEP_ROWS, Buffer, Cache, CacheSpan, Ops, Place
+from engine.backends.ops import STEP_ROWS, Buffer, Cache, Ops, Place, SpanView
 from engine.codecs import NotFinite
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
@@ -147,7 +147,7 @@ class KVStore:
             raise
         return growth
 
-    def view(self, layer: int, span: Span, rows: slice, position: int) -> CacheSpan:
+    def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
         """What the ops need to know of `span` for the rows that start at `position`, in a layer and all its group."""
         index, n = self._group_of[layer], self.shape.block_size
         table, first = span.sequence.tables[index], span.start // n
@@ -156,7 +156,7 @@ class KVStore:
             current = Place(None, slot)
         else:
             current, following = Place(span.buffer, 0), []
-        return CacheSpan(
+        return SpanView(
             rows=rows,
             position=position,
             current=current,

@@ -78,7 +78,7 @@ class Transformer:
         self.taps = taps
         self._ropes = RopeTables(config)
         self.attention_scale = config.attention_scale or config.head_dim**-0.5
-        spaces = [
+        transforms = [
             HeadTransform(
                 config.kv_heads,
                 stored.scales(config.heads),
@@ -88,7 +88,7 @@ class Transformer:
             )
             for stored in store.conditioning
         ]
-        self._spaces = ops.prepare(spaces)
+        self._transforms = ops.prepare(transforms)
 
     # -- prefill ------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Transformer:
             ops.rms_norm(qkv[:, keys:values], (w.k_norm, config.norm_eps))
             norms = None
         qkv = qkv.reshape(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
-        heads, cache = (qkv, (cos, sin), self._spaces[layer]), self.store.cache(layer)
+        heads, cache = (qkv, (cos, sin), self._transforms[layer]), self.store.cache(layer)
         if self.taps is None or position is None:
             return ops.place_kv(*heads, cache, spans, norms)
         q, k, v = ops.transform_heads(*heads, norms)
@@ -263,7 +263,7 @@ class Transformer:
         """
         ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
         cache, window = self.store.cache(layer), config.window(layer)
-        mixed = ops.attention(q, cache, spans, self.attention_scale, window, self._spaces[layer])
+        mixed = ops.attention(q, cache, spans, self.attention_scale, window, self._transforms[layer])
         mixed = mixed.reshape(len(x), config.heads * config.head_dim)
         if self.taps is not None and position is not None:
             self.taps("attention", layer, position, mixed)

@@ -59,9 +59,9 @@ def test_what_is_prepared_stays_when_the_host_lets_go() -> None:
     qkv, turns = rng.standard_normal((2, 4, 16), np.float32), tuple(rng.standard_normal((2, 2, 8), np.float32))
 
     def keys(rotation: np.ndarray) -> np.ndarray:
-        (space,) = ops.prepare([HeadTransform(1, None, rotation, None)])
+        (transform,) = ops.prepare([HeadTransform(1, None, rotation, None)])
         rotation[:] = np.nan
-        return ops.to_host(ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, turns)), space)[1])
+        return ops.to_host(ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, turns)), transform)[1])
 
     wanted = NumpyOps().transform_heads(qkv.copy(), turns, HeadTransform(1, None, signed_hadamard(16)))[1]
     np.testing.assert_allclose(keys(signed_hadamard(16).copy()), wanted, atol=1e-5)

@@ -22,7 +22,7 @@ from bench.gpu.setup import CupyClock, Sizes
 from engine import Engine, EngineError, SamplingParams, codecs
 from engine.backends.cuda.cache import Told
 from engine.backends.cuda.ops import CudaOps
-from engine.backends.ops import CacheSpan, Place
+from engine.backends.ops import Place, SpanView
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
 from engine.model.forward import Transformer
@@ -176,7 +176,7 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
     of = Laid(complete * n, 0, rng.permutation(complete - 1).tolist(), 0)
     buffer = ops.buffer(cache.format, new)
     start = complete * n
-    span = CacheSpan(slice(0, new), start, Place(buffer, 0), start, of.sink, of.quantized, n)
+    span = SpanView(slice(0, new), start, Place(buffer, 0), start, of.sink, of.quantized, n)
     spans = ops.spans([span], n)
     k, v = (rng.standard_normal((new, config.kv_heads, config.head_dim), np.float32) for _ in "kv")
     queries = rng.standard_normal((new, config.heads, config.head_dim), np.float32)

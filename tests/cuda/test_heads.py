@@ -39,7 +39,7 @@ class Case:
 
     qkv: np.ndarray
     rope: tuple[np.ndarray, np.ndarray]
-    space: HeadTransform
+    transform: HeadTransform
     norms: tuple[np.ndarray, np.ndarray] | None
     kind: str
 
@@ -61,7 +61,7 @@ class Case:
     def defines(self) -> dict[str, Any]:
         orders = [
             1 if rotation is None else hadamard_signs(rotation)[0]
-            for rotation in (self.space.key_rotation, self.space.value_rotation)
+            for rotation in (self.transform.key_rotation, self.transform.value_rotation)
         ]
         names = {"KEY_ORDER": orders[0], "VALUE_ORDER": orders[1], "HEAD_NORMS": int(self.norms is not None)}
         return {"HEAD_DIM": self.qkv.shape[2], "WEIGHT": self.kind or "float", **names}
@@ -69,9 +69,9 @@ class Case:
     @property
     def inputs(self) -> list[Any]:
         signs: list[np.ndarray | None] = []
-        for rotation in (self.space.key_rotation, self.space.value_rotation):
+        for rotation in (self.transform.key_rotation, self.transform.value_rotation):
             signs += (None, None) if rotation is None else hadamard_signs(rotation)[1:]
-        return [self.qkv, *self.rope, *(self.norms or (None, None)), self.space.scale, *signs]
+        return [self.qkv, *self.rope, *(self.norms or (None, None)), self.transform.scale, *signs]
 
     def conditioned(self, dtype: Any) -> list[np.ndarray]:
         """q, k, v by NumPy in floats of a type."""
@@ -79,10 +79,10 @@ class Case:
         def cast(x: np.ndarray | None) -> Any:
             return None if x is None else x.astype(dtype)
 
-        of = self.space
-        space = HeadTransform(KV_HEADS, cast(of.scale), cast(of.key_rotation), cast(of.value_rotation))
+        of = self.transform
+        transform = HeadTransform(KV_HEADS, cast(of.scale), cast(of.key_rotation), cast(of.value_rotation))
         norms = None if self.norms is None else (*(cast(read(norm, self.kind)) for norm in self.norms), EPS)
-        return list(NumpyOps().transform_heads(cast(self.qkv), tuple(map(cast, self.rope)), space, norms))
+        return list(NumpyOps().transform_heads(cast(self.qkv), tuple(map(cast, self.rope)), transform, norms))
 
 
 def sizes(spans: np.ndarray) -> tuple[np.int32, np.int32]:

@@ -13,7 +13,7 @@ from engine import codecs
 from engine.backends.cuda.launch_configs import GEMV_ROWS
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps, rms_norm
-from engine.backends.ops import CacheFormat, CacheSpan, HeadTransform, Ops, Place
+from engine.backends.ops import CacheFormat, HeadTransform, Ops, Place, SpanView
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
@@ -311,14 +311,16 @@ def test_condition(
 ) -> None:
     qkv, rope = heads_of(rng, 3, dim)
     scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, dim)).astype(np.float32) if scaled else None
-    space = HeadTransform(KV_HEADS, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim))
+    transform = HeadTransform(KV_HEADS, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim))
     norms, host_norms = None, None
     if normed:
         gains = [vector(ops, rng, dim) for _ in range(2)]
         norms, host_norms = ((*(gain[side] for gain in gains), EPS) for side in (0, 1))
-    wanted = HOST.transform_heads(qkv.copy(), rope, space, host_norms)
+    wanted = HOST.transform_heads(qkv.copy(), rope, transform, host_norms)
     for _ in range(2):
-        given = ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), *ops.prepare([space]), norms)
+        given = ops.transform_heads(
+            ops.to_device(qkv), tuple(map(ops.to_device, rope)), *ops.prepare([transform]), norms
+        )
         for one, expected in zip(given, wanted, strict=True):
             same(ops.to_host(one), expected, sums=dim)
 
@@ -332,8 +334,8 @@ def test_matrices_of_hadamard_are_not_multiplied_out(ops: CudaOps, rng: np.rando
         (signed_hadamard(64), dense(64), ["rotate_dense_kernel"]),
     ):
         ops._device.launches.clear()
-        (space,) = ops.prepare([HeadTransform(KV_HEADS, None, keys, values)])
-        ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), space)
+        (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, keys, values)])
+        ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform)
         assert ops._device.launches == ["transform_heads_kernel", *launches]
 
 
@@ -420,7 +422,7 @@ def test_logits_that_are_not_finite_are_that_row_s_error(ops: CudaOps, rng: np.r
 def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
     format = store_of(ops, ("f16", "f16"), (None,)).cache(0).format
     other = ops.cache(replace(format, block_size=2 * N), 1, 2)
-    span = CacheSpan(slice(0, 1), 5 * N, Place(None, 0), 4 * N, 1, [0], 2 * N)
+    span = SpanView(slice(0, 1), 5 * N, Place(None, 0), 4 * N, 1, [0], 2 * N)
     assert ops.spans([span], other.format.block_size).header(0) == (0, 1, 5 * N, 1, 1, 1, 0, 2, 1)
     assert ops.spans([span], format.block_size).header(0) == (0, 1, 5 * N, 1, 2, 1, 0, 4, 1)
 
@@ -531,7 +533,7 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
     stored, outputs = HeadTransform(KV_HEADS, scale, *rotations, scale_back), []
     for ops in (CudaOps(open_device(checked=False)), HOST):
         store, made = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1)
-        (space,) = ops.prepare([stored])
+        (transform,) = ops.prepare([stored])
         kept = [store.new_sequence() for _ in range(sequences)]
         seen = []
         for of, count in [*(([kv], N - 2) for kv in kept), *((kept, rows) for rows in (1, 1, 1, 1, 9, 16))]:
@@ -541,8 +543,8 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
             qkv, rope = heads_of(made, count * len(of), D)
             views = [store.view(0, span, slice(i * count, (i + 1) * count), span.start) for i, span in enumerate(spans)]
             described, on_device = ops.spans(views, N), tuple(map(ops.to_device, rope))
-            q = ops.place_kv(ops.to_device(qkv), on_device, space, store.cache(0), described)
-            mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, space)
+            q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), described)
+            mixed = ops.attention(q, store.cache(0), described, D**-0.5, None, transform)
             seen.append(np.array(ops.to_host(mixed)))
             for span in spans:
                 store.seal(0, span)

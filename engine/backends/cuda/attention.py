@@ -11,7 +11,7 @@ from engine.backends.cuda.cache import Buffer, LayerCache, Spans
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.heads import HeadOps
 from engine.backends.cuda.launch import Launcher, row_stride
-from engine.backends.cuda.rotation import NO_TURN, OnDevice, Space
+from engine.backends.cuda.rotation import NO_TURN, DeviceTransform, OnDevice
 
 
 class _Call(NamedTuple):
@@ -35,9 +35,9 @@ class AttentionOps:
         spans: Spans,
         scale: float,
         window: int | None,
-        space: Space | None = None,
+        transform: DeviceTransform | None = None,
     ) -> Array:
-        turn, factors = (NO_TURN, None) if space is None else (space.back, space.scale_back)
+        turn, factors = (NO_TURN, None) if transform is None else (transform.back, transform.scale_back)
         call = _Call(float(scale), window or 0, factors)
         if spans.buffer is not None:
             out = self._attend_rows(q, cache, spans, spans.buffer, call)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.backends.cuda.device import Array, Device
-from engine.backends.ops import CacheFormat, CacheSpan
+from engine.backends.ops import CacheFormat, SpanView
 from engine.records import Layout
 
 _LEAST_IDS = 16
@@ -123,7 +123,7 @@ def table_width(blocks: int) -> int:
     return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
 
 
-def describe(spans: Sequence[CacheSpan], block_size: int) -> Spans:
+def describe(spans: Sequence[SpanView], block_size: int) -> Spans:
     """What the kernels need to know of `spans`, of one prompt or of a step, whose rows touch two blocks at most."""
     assert all(len(span.following) <= 1 for span in spans)
     width = table_width(max(len(span.table) for span in spans))

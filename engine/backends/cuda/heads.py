@@ -10,7 +10,7 @@ import numpy as np
 from engine.backends.cuda.cache import Layouts
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for, type_of
-from engine.backends.cuda.rotation import NO_TURN, OnDevice, Space, prepare
+from engine.backends.cuda.rotation import NO_TURN, DeviceTransform, OnDevice, prepare
 from engine.backends.ops import HeadTransform
 
 _WARPS = 4  # of a block, a vector each
@@ -26,25 +26,27 @@ class HeadOps:
     def __init__(self, device: Device, launch: Launcher):
         self._device, self._launch = device, launch
 
-    def prepare(self, spaces: Sequence[HeadTransform]) -> list[Space]:
-        return prepare(self._device, spaces)
+    def prepare(self, transforms: Sequence[HeadTransform]) -> list[DeviceTransform]:
+        return prepare(self._device, transforms)
 
-    def transform_heads(self, qkv: Array, rope: Rope, space: Space, norms: Norms = None) -> tuple[Array, Array, Array]:
+    def transform_heads(
+        self, qkv: Array, rope: Rope, transform: DeviceTransform, norms: Norms = None
+    ) -> tuple[Array, Array, Array]:
         rows, heads, dim = qkv.shape
-        of_values = rows * space.kv_heads
+        of_values = rows * transform.kv_heads
         of_queries = rows * heads - 2 * of_values
         # Keys lie behind queries, so that both are turned in one go where a launch of its own does it.
         qk = self._device.empty((of_queries + of_values, dim), np.float32)
-        changed = space.values is not NO_TURN or space.scale is not None
+        changed = transform.values is not NO_TURN or transform.scale is not None
         v = self._device.empty((of_values, dim), np.float32) if changed else None
         outputs = qk[:of_queries], qk[of_queries:], v
         vectors = len(qk) if v is None else len(qk) + of_values
-        self.launch("transform_heads", outputs, qkv, rope, space, norms, vectors)
-        qk = self.dense(qk, space.keys)
+        self.launch("transform_heads", outputs, qkv, rope, transform, norms, vectors)
+        qk = self.dense(qk, transform.keys)
         q, k = qk[:of_queries].reshape(rows, -1, dim), qk[of_queries:].reshape(rows, -1, dim)
         if v is None:
-            return q, k, qkv[:, heads - space.kv_heads :]
-        return q, k, self.dense(v, space.values).reshape(rows, -1, dim)
+            return q, k, qkv[:, heads - transform.kv_heads :]
+        return q, k, self.dense(v, transform.values).reshape(rows, -1, dim)
 
     def launch(
         self,
@@ -52,7 +54,7 @@ class HeadOps:
         outputs: tuple[Array | None, ...],
         qkv: Array,
         rope: Rope,
-        space: Space,
+        transform: DeviceTransform,
         norms: Norms,
         vectors: int,
         *spans: Any,
@@ -60,7 +62,7 @@ class HeadOps:
         rows: int | None = None,
     ) -> None:
         """Launch a kernel that joins `cuda/heads/heads.cuh`; without dense rotations. rows: its STEP_ROWS, if any."""
-        keys, values = space.keys, space.values
+        keys, values = transform.keys, transform.values
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         defines: dict[str, int | str] = {
             "HEAD_DIM": qkv.shape[2],
@@ -71,12 +73,12 @@ class HeadOps:
             **({} if rows is None else {"STEP_ROWS": rows}),
         }
         signs = keys.before, keys.behind, values.before, values.behind
-        counts = vectors, qkv.shape[1] - 2 * space.kv_heads, space.kv_heads
+        counts = vectors, qkv.shape[1] - 2 * transform.kv_heads, transform.kv_heads
         self._launch(
             kernel,
             (-(-vectors // _WARPS),),
             LaunchConfig(defines, WARP * _WARPS),
-            *(*outputs, qkv, *rope, q_norm, k_norm, space.scale, *signs, *spans, *counts, float(eps)),
+            *(*outputs, qkv, *rope, q_norm, k_norm, transform.scale, *signs, *spans, *counts, float(eps)),
             layouts=layouts,
         )
 

@@ -15,9 +15,9 @@ from engine.backends.cuda.candidates import candidates
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.heads import HeadOps, Norms, Rope
 from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
-from engine.backends.cuda.rotation import Space
+from engine.backends.cuda.rotation import DeviceTransform
 from engine.backends.numpy.encoding import as_codes
-from engine.backends.ops import CacheFormat, CacheSpan, Place
+from engine.backends.ops import CacheFormat, Place, SpanView
 from engine.codecs import Codec
 from engine.errors import EngineError
 from engine.quantization.metric import Metric
@@ -102,7 +102,7 @@ class CacheOps:
     def _upload(self, x: np.ndarray | None) -> Array | None:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
 
-    def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Spans:
+    def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         return describe(spans, block_size)
 
     def append_kv(self, cache: LayerCache, spans: Spans, k: Array, v: Array) -> None:
@@ -120,21 +120,21 @@ class CacheOps:
         self,
         qkv: Array,
         rope: Rope,
-        space: Space,
+        transform: DeviceTransform,
         cache: LayerCache,
         spans: Spans,
         norms: Norms = None,
     ) -> Array:
         (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
         is_prompt = spans.buffer is not None and rows > 1
-        dense = any(rotation.matrix is not None for rotation in (space.keys, space.values))
+        dense = any(rotation.matrix is not None for rotation in (transform.keys, transform.values))
         if is_prompt or dense:  # the kernel for few rows would write those of a block in small pieces
-            q, k, v = self._heads.transform_heads(qkv, rope, space, norms)
+            q, k, v = self._heads.transform_heads(qkv, rope, transform, norms)
             self.append_kv(cache, spans, k, v)
             return q
-        q = self._device.empty((rows, heads - 2 * space.kv_heads, dim), np.float32)
+        q = self._device.empty((rows, heads - 2 * transform.kv_heads, dim), np.float32)
         outputs, of_spans = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
-        inputs = qkv, rope, space, norms, rows * heads
+        inputs = qkv, rope, transform, norms, rows * heads
         at_most = launch_configs.step_rows(spans.most)
         self._heads.launch("place_kv", outputs, *inputs, *of_spans, layouts=cache.full_layouts, rows=at_most)
         return q

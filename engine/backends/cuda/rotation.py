@@ -48,7 +48,7 @@ class OnDevice(NamedTuple):
 NO_TURN = OnDevice(1, None, None, None)  # a Hadamard matrix of order 1, without signs
 
 
-class Space(NamedTuple):
+class DeviceTransform(NamedTuple):
     """A `HeadTransform`. back: the inverse of `values`."""
 
     kv_heads: int
@@ -59,8 +59,8 @@ class Space(NamedTuple):
     scale_back: Array | None
 
 
-def prepare(device: Device, spaces: Sequence[HeadTransform]) -> list[Space]:
-    """`spaces` on the device; a rotation that is the same array in several is there once."""
+def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceTransform]:
+    """`transforms` on the device; a rotation that is the same array in several is there once."""
     rope: dict[tuple[int, bool], OnDevice] = {}
 
     def turn(rotation: np.ndarray | None, inverse: bool = False) -> OnDevice:
@@ -75,7 +75,7 @@ def prepare(device: Device, spaces: Sequence[HeadTransform]) -> list[Space]:
         return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))
 
     return [
-        Space(
+        DeviceTransform(
             of.kv_heads,
             scale(of.scale),
             turn(of.key_rotation),
@@ -83,7 +83,7 @@ def prepare(device: Device, spaces: Sequence[HeadTransform]) -> list[Space]:
             turn(of.value_rotation, inverse=True),
             scale(of.scale_back),
         )
-        for of in spaces
+        for of in transforms
     ]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.ops import CacheFormat, CacheSpan, Place
+from engine.backends.ops import CacheFormat, Place, SpanView
 from engine.quantization.conditioning import read_mean
 
 # Rows of queries per KV head that attend together.
@@ -63,7 +63,7 @@ class LayerCache:
         return k, v
 
 
-def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: CacheSpan, window: int | None) -> None:
+def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, window: int | None) -> None:
     """Attention of q (T, K, G, D), scaled, all rows of one sequence, tile by tile, into out (T, H, D)."""
     tile = max(1, _QUERY_TILE // q.shape[2])
     for first in range(0, len(q), tile):
@@ -74,7 +74,7 @@ def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: CacheS
         into[...] = tile_out.transpose(2, 0, 1, 3).reshape(into.shape)
 
 
-def attend(q: np.ndarray, position: int, cache: LayerCache, span: CacheSpan, window: int | None) -> np.ndarray:
+def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, window: int | None) -> np.ndarray:
     """Attention of q (K, G, T, D), scaled, whose first row stands at `position`, by online softmax over tiles."""
     tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, window)
     whole = functools.reduce(_merge, (_partial(q, position, tile, window) for tile in tiles))
@@ -145,7 +145,7 @@ def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> 
     np.copyto(scores[..., seen:], -np.inf, where=hidden)
 
 
-def _visible_tiles(cache: LayerCache, span: CacheSpan, position: int, last: int, window: int | None) -> Iterator[_Tile]:
+def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, window: int | None) -> Iterator[_Tile]:
     """Every tile that a row from `position` to `last` sees."""
     block_size = cache.full_k.shape[2]
     oldest = 0 if window is None else max(0, position - window + 1)

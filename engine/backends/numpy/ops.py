@@ -21,7 +21,7 @@ from engine.backends.numpy.cores import cores
 from engine.backends.numpy.encoding import alike, as_codes, encode_side
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.numpy.thread_choice import StepThreads
-from engine.backends.ops import CacheFormat, CacheSpan, HeadTransform, Load, Place, Result
+from engine.backends.ops import CacheFormat, HeadTransform, Load, Place, Result, SpanView
 from engine.errors import EngineError
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
@@ -149,28 +149,30 @@ class NumpyOps:
         residual += y
         return residual
 
-    def prepare(self, spaces: Sequence[HeadTransform]) -> list[HeadTransform]:
-        return list(spaces)
+    def prepare(self, transforms: Sequence[HeadTransform]) -> list[HeadTransform]:
+        return list(transforms)
 
     @_quiet
     def transform_heads(
         self,
         qkv: np.ndarray,
         rope: tuple[np.ndarray, np.ndarray],
-        space: HeadTransform,
+        transform: HeadTransform,
         norms: tuple[np.ndarray, np.ndarray, float] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        keys = qkv.shape[1] - space.kv_heads
-        queries = keys - space.kv_heads
-        scale_qk, scale_v = (None, None) if space.scale is None else (space.scale[:keys], space.scale[keys:])
+        keys = qkv.shape[1] - transform.kv_heads
+        queries = keys - transform.kv_heads
+        scale_qk, scale_v = (
+            (None, None) if transform.scale is None else (transform.scale[:keys], transform.scale[keys:])
+        )
         qk, v = qkv[:, :keys], qkv[:, keys:]
         if norms is not None:
             q_norm, k_norm, eps = norms
             qk[:, :queries] = rms_norm(qk[:, :queries], q_norm, eps)
             qk[:, queries:] = rms_norm(qk[:, queries:], k_norm, eps)
         apply_rope(qk, *rope)
-        qk = rotate(qk, space.key_rotation, scale_qk)
-        return qk[:, :queries], qk[:, queries:], rotate(v, space.value_rotation, scale_v)
+        qk = rotate(qk, transform.key_rotation, scale_qk)
+        return qk[:, :queries], qk[:, queries:], rotate(v, transform.value_rotation, scale_v)
 
     def pack_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
         return draws
@@ -200,10 +202,10 @@ class NumpyOps:
         shape = (format.kv_heads, rows, format.head_dim)
         return np.empty(shape, np.float32), np.empty(shape, np.float32)
 
-    def spans(self, spans: Sequence[CacheSpan], block_size: int) -> Sequence[CacheSpan]:
+    def spans(self, spans: Sequence[SpanView], block_size: int) -> Sequence[SpanView]:
         return StepSpans(spans) if is_step(spans) else spans
 
-    def append_kv(self, cache: LayerCache, spans: Sequence[CacheSpan], k: np.ndarray, v: np.ndarray) -> None:
+    def append_kv(self, cache: LayerCache, spans: Sequence[SpanView], k: np.ndarray, v: np.ndarray) -> None:
         for span in spans:
             start, of_span = (
                 span.position - span.current_start,
@@ -223,12 +225,12 @@ class NumpyOps:
         self,
         qkv: np.ndarray,
         rope: tuple[np.ndarray, np.ndarray],
-        space: HeadTransform,
+        transform: HeadTransform,
         cache: LayerCache,
-        spans: Sequence[CacheSpan],
+        spans: Sequence[SpanView],
         norms: tuple[np.ndarray, np.ndarray, float] | None = None,
     ) -> np.ndarray:
-        q, k, v = self.transform_heads(qkv, rope, space, norms)
+        q, k, v = self.transform_heads(qkv, rope, transform, norms)
         self.append_kv(cache, spans, k, v)
         return q
 
@@ -237,10 +239,10 @@ class NumpyOps:
         self,
         q: np.ndarray,
         cache: LayerCache,
-        spans: Sequence[CacheSpan],
+        spans: Sequence[SpanView],
         scale: float,
         window: int | None,
-        space: HeadTransform | None = None,
+        transform: HeadTransform | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.format.kv_heads
@@ -254,10 +256,10 @@ class NumpyOps:
                 out[rows] = attend_together(q[rows], cache, layout, window).reshape(out[rows].shape)
             else:
                 attend_alone(q[rows], out[rows], cache, part[0], window)
-        if space is None:
+        if transform is None:
             return out
-        back = None if space.value_rotation is None else space.value_rotation.T
-        return rotate(out, back, None if space.scale_back is None else space.scale_back[:, None])
+        back = None if transform.value_rotation is None else transform.value_rotation.T
+        return rotate(out, back, None if transform.scale_back is None else transform.scale_back[:, None])
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         for layers in alike(caches, len(blocks)):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.backends.numpy.attention import LayerCache, read_blocks
-from engine.backends.ops import CacheSpan
+from engine.backends.ops import SpanView
 
 # OpenBLAS's kernels for AVX-512 multiply matrices as they lie, as long as a product takes so few multiplications.
 _IN_PLACE = 1_000_000
@@ -46,11 +46,11 @@ def thin_product(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return y
 
 
-class StepSpans(tuple[CacheSpan, ...]):
+class StepSpans(tuple[SpanView, ...]):
     """The spans of a step, cut into parts whose sequences attend together; the same ones in all layers of a group."""
 
-    def __init__(self, spans: Sequence[CacheSpan]) -> None:
-        self.parts: list[list[CacheSpan]] = []
+    def __init__(self, spans: Sequence[SpanView]) -> None:
+        self.parts: list[list[SpanView]] = []
         room = 0
         for span in spans:
             blocks = len(span.table) + len(span.following) + 2
@@ -67,7 +67,7 @@ class StepSpans(tuple[CacheSpan, ...]):
         return self._layouts[part]
 
 
-def is_step(spans: Sequence[CacheSpan]) -> bool:
+def is_step(spans: Sequence[SpanView]) -> bool:
     """Whether these are rows of several sequences, whose newest tokens all lie in full-precision slots."""
     return len(spans) > 1 and all(span.current.buffer is None for span in spans)
 
@@ -80,7 +80,7 @@ class StepBlocks:
     order (M,): the blocks by owner. first (B,): where each sequence's blocks begin in that order.
     """
 
-    def __init__(self, spans: Sequence[CacheSpan], block_size: int) -> None:
+    def __init__(self, spans: Sequence[SpanView], block_size: int) -> None:
         sequences = range(len(spans))
         sinks = [i for i in sequences if spans[i].sink is not None]
         following = [(i, number) for i in sequences for number in range(len(spans[i].following))]

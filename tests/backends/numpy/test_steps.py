@@ -11,7 +11,7 @@ import pytest
 
 from engine.backends.numpy import steps
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import CacheSpan, Place
+from engine.backends.ops import Place, SpanView
 from engine.kv.store import KVStore, SequenceKV, Span
 from tests.kv.fed import HEADS, KV_HEADS, D, N, make_store
 
@@ -42,7 +42,7 @@ def begun(
     return spans, rng.standard_normal((sum(counts), HEADS, D)).astype(np.float32)
 
 
-def views(store: KVStore, layer: int, spans: list[Span]) -> list[CacheSpan]:
+def views(store: KVStore, layer: int, spans: list[Span]) -> list[SpanView]:
     ends = itertools.accumulate(span.count for span in spans)
     return [
         store.view(layer, span, slice(end - span.count, end), span.start) for span, end in zip(spans, ends, strict=True)
@@ -106,9 +106,9 @@ def test_a_thin_product_is_the_product(rows: int, shape: tuple[int, int], rng: n
 
 
 def test_only_steps_take_the_short_way() -> None:
-    step = CacheSpan(slice(0, 1), 5, Place(None, 0), 0, None, [], N)
-    other = CacheSpan(slice(1, 2), 5, Place(None, 1), 0, None, [], N)
-    prompt = CacheSpan(slice(1, 3), 5, Place((np.zeros(1), np.zeros(1)), 0), 0, None, [], N)
+    step = SpanView(slice(0, 1), 5, Place(None, 0), 0, None, [], N)
+    other = SpanView(slice(1, 2), 5, Place(None, 1), 0, None, [], N)
+    prompt = SpanView(slice(1, 3), 5, Place((np.zeros(1), np.zeros(1)), 0), 0, None, [], N)
     assert steps.is_step([step, other])
     assert not steps.is_step([step])
     assert not steps.is_step([step, prompt])
