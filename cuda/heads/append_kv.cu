@@ -1,14 +1,15 @@
-// Write new keys and values, rotated, into the full-precision records in which their sequences grow.
+// The op `append_kv`: writes new keys and values, transformed before, into the current blocks of their sequences.
 //
-// k, v float: row r holds K vectors of D at k + r · k_stride, v + r · v_stride. They become halves, clipped to ±65504;
-// NaN stays.
-// current_k, current_v: pools (records, K, bytes) of full-precision records. spans int32 (B, span_stride): a Span of
-// each sequence. A CTA writes one KV head of 16 positions that begin at a multiple of 16: per side one tile for every
-// 16 channels. A thread makes 16 bytes of a tile: four channels of two tokens for keys, two channels of four tokens
-// for values. It stores them at once if the launch brings all these tokens, else only the halves of those that it
-// brings.
+// k, v float: row r holds K vectors of D at k + r · k_stride, v + r · v_stride. They are stored as halves, clipped to
+// ±65504; NaN stays.
+// current_k, current_v: pools (records, K, bytes) of full-precision records. spans int32 (B, span_stride): a Span for
+// each sequence.
+//
+// A CTA writes one KV head of 16 positions that begin at a multiple of 16: on each side one tile for every 16 channels.
+// A thread makes 16 bytes of a tile: of keys, four channels of two tokens; of values, two channels of four tokens. It
+// stores them in one access if the launch has all of these tokens, else only the halves of those that it has.
 // Grid (B · groups, K), where groups is ceil((rows + 15) / 16) for the most rows of a sequence: they touch no more.
-// Block: whole warps; 2 · DP / 16 of them give every thread one piece of work. DEFINES: none.
+// Block: whole warps; with 2 · DP / 16 of them every thread makes 16 bytes. DEFINES: none.
 // PRECOND: k, v aligned to 8 bytes, D and strides even.
 
 constexpr int APPEND_STEPS = FullKeyLayout::STEPS, APPEND_SLOTS = APPEND_STEPS * 32;
@@ -17,7 +18,7 @@ __device__ __forceinline__ unsigned clipped_halves(float x, float y) {
     return as_bits(__floats2half2_rn(within<__half>(x), within<__half>(y)));
 }
 
-// One KV head of 16 positions: token t of them is row `first` + t, if that is one of `rows` rows from 0 on.
+// One KV head at 16 positions: token t of these is row `first` + t of the sequence, where 0 <= `first` + t < `rows`.
 struct NewTokens {
     const float *head;
     long long stride;
@@ -25,7 +26,7 @@ struct NewTokens {
 
     __device__ bool has(int token) const { return first + token >= 0 && first + token < rows; }
 
-    // Channels `channel` and channel + 1; zero for a token that is not there and for channels that only fill up a tile.
+    // Channels `channel` and channel + 1; zero for a token that the launch does not have, and from channel D on.
     __device__ float2 pair(int token, int channel) const {
         if (!has(token) || channel >= FullKeyLayout::D) return make_float2(0.0f, 0.0f);
         return *reinterpret_cast<const float2 *>(head + (first + token) * stride + channel);

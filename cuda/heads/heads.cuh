@@ -1,12 +1,14 @@
-// The vector of one head as the store takes it: RMS norm, RoPE, scale, rotation. Of transform_heads.cu and place_kv.cu.
+// Transforms the vector of one head for the KV store: RMS norm, RoPE, scale, rotation. Part of
+// transform_heads.cu and place_kv.cu.
 //
-// qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): channel j turns with channel j + D/2.
-// With HEAD_NORMS, queries and keys are x / rms(x) · norm before, q_norm and k_norm (D). scale (H + 2K, D), or null
-// for none: what queries and keys are multiplied with after RoPE, and values as they come. Then queries and keys, and
-// values, go through a rotation of their own: diag(before) · H/√ORDER · diag(behind), with Hadamard's matrix of that
-// order on the diagonal; signs (D) are ±1, and unread where the order is 1, which is no rotation.
-// A warp holds one vector, lane l its channels l, l + 32, ….
-constexpr int D = HEAD_DIM, HALF = D / 2, OWN = (D + 31) / 32;  // OWN channels of a lane
+// qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): RoPE rotates channel j with channel
+// j + D/2. With HEAD_NORMS, queries and keys are first x / rms(x) · norm, where norm is q_norm or k_norm (D). scale
+// (H + 2K, D), or null for ones, multiplies queries and keys after RoPE, and values at once. Then one rotation is
+// applied to queries and keys, another to values: diag(before) · H/√ORDER · diag(behind), where Hadamard's matrix of
+// that order repeats along the diagonal. The signs `before` and `behind` (D) are ±1; with order 1 there is no rotation,
+// and they are not read.
+// A warp holds one vector: lane l has channels l, l + 32, ….
+constexpr int D = HEAD_DIM, HALF = D / 2, OWN = (D + 31) / 32;  // OWN: channels of a lane
 
 template <int ORDER>
 __device__ __forceinline__ void rotate(float (&v)[OWN], const float *before, const float *behind) {
@@ -22,11 +24,11 @@ __device__ __forceinline__ void rotate(float (&v)[OWN], const float *before, con
     }
 }
 
-// Of all tokens.
-struct Turns {
+// Angles of all tokens, scales of all heads, signs of both rotations.
+struct HeadTransform {
     const float *cos, *sin, *scale, *key_before, *key_behind, *value_before, *value_behind;
 
-    // v: the vector of a head of values.
+    // v: the vector of a value head, in place.
     __device__ __forceinline__ void value(float (&v)[OWN], int head) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -35,7 +37,7 @@ struct Turns {
         rotate<VALUE_ORDER>(v, value_before, value_behind);
     }
 
-    // v: the vector of a head of queries or keys, at x in memory as well. norm: its weights.
+    // v: the vector of a query or key head, in place; x: the same vector in memory. norm: weights of its RMS norm.
     __device__ __forceinline__ void query_or_key(float (&v)[OWN], const float *x, const WEIGHT *norm, int row, int head,
                                                  float eps) const {
         const int lane = threadIdx.x % 32;
@@ -64,15 +66,15 @@ struct Turns {
     }
 };
 
-// The vector of a head; zero from D on.
-__device__ __forceinline__ void conditioned(float (&v)[OWN], const Turns &turns, const float *x, const WEIGHT *q_norm,
-                                            const WEIGHT *k_norm, int row, int head, int heads, int kv_heads,
-                                            float eps) {
+// v = the vector at x, transformed; zero from channel D on.
+__device__ __forceinline__ void load_transformed(float (&v)[OWN], const HeadTransform &transform, const float *x,
+                                                 const WEIGHT *q_norm, const WEIGHT *k_norm, int row, int head,
+                                                 int heads, int kv_heads, float eps) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) v[i] = lane + 32 * i < D ? x[lane + 32 * i] : 0.0f;
-    if (head >= heads + kv_heads) turns.value(v, head);
-    else turns.query_or_key(v, x, head < heads ? q_norm : k_norm, row, head, eps);
+    if (head >= heads + kv_heads) transform.value(v, head);
+    else transform.query_or_key(v, x, head < heads ? q_norm : k_norm, row, head, eps);
 }
 
 __device__ __forceinline__ void store_vector(float *y, const float (&v)[OWN]) {

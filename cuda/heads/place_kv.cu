@@ -1,19 +1,18 @@
-// Queries, keys and values of a step as the store takes them (heads.cuh says how), keys and values at once in it.
+// The op `place_kv`: transforms queries, keys and values of a step (see heads.cuh) and writes the keys and values into
+// the current blocks of their sequences.
 //
-// Row r of qkv is the one new token of sequence r, or a sequence has up to STEP_ROWS rows, one behind the other.
-// q (T, H, D). Keys and values become halves, clipped to ±65504 (NaN stays), in the full-precision records in which
-// their sequence grows. current_k, current_v: pools (records, K, bytes) of full-precision records.
-// spans int32 (spans_count, span_stride): a Span of each sequence.
+// Row r of qkv is the one new token of sequence r; with STEP_ROWS > 1 a sequence has up to STEP_ROWS consecutive rows.
+// q (T, H, D). current_k, current_v: pools (records, K, bytes) of full-precision records. Keys and values are stored
+// there as halves, clipped to ±65504; NaN stays. spans int32 (spans_count, span_stride): a Span for each sequence.
 // vectors: T · (H + 2K).
 // Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, WEIGHT (of the norms), HEAD_NORMS (0 or
 // 1), KEY_ORDER, VALUE_ORDER, STEP_ROWS.
-// Cost: one token has 2 or 4 bytes of every 32 that a record's writes touch. That is little beside a layer's weights;
-// a prompt has all the tokens of 16, and its coalesced writes are append_kv.cu's.
+// Cost: one token fills 2 or 4 bytes of every 32-byte sector that it writes. That is little beside a layer's weights;
+// a prompt fills whole sectors, with append_kv.cu.
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
 // JOINS: heads.cuh.
 
-// Where token `token` of a block has its halves of channel `channel`, in bytes from the begin of a full-precision
-// record.
+// Byte offset of a token's channel in a full-precision record.
 template <bool VALUES>
 __device__ __forceinline__ int full_offset(int token, int channel) {
     using L = FullKeyLayout;
@@ -24,7 +23,7 @@ __device__ __forceinline__ int full_offset(int token, int channel) {
     return (token / L::PART * L::TILES + tile) * 512 + (4 * g + tg) * 16 + r * 4 + (VALUES ? t : c) % 2 * 2;
 }
 
-// The sequence of a row: the last one whose rows begin there or before.
+// The sequence of a row: the last one whose first row is not behind it.
 __device__ __forceinline__ int sequence_of(int row, const int *spans, int span_stride, int spans_count) {
     int low = 0, high = min(row, spans_count - 1);
     while (low < high) {
@@ -43,12 +42,13 @@ place_kv_kernel(float *q, unsigned char *current_k, unsigned char *current_v, co
     using L = FullKeyLayout;
     const int vector = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (vector >= vectors) return;
-    const int of_row = heads + 2 * kv_heads, row = vector / of_row, head = vector % of_row;
-    const Turns turns = {cos, sin, scale, key_before, key_behind, value_before, value_behind};
-    float held[OWN];
-    conditioned(held, turns, qkv + (long long)vector * D, q_norm, k_norm, row, head, heads, kv_heads, eps);
+    const int per_row = heads + 2 * kv_heads, row = vector / per_row, head = vector % per_row;
+    const HeadTransform transform = {cos, sin, scale, key_before, key_behind, value_before, value_behind};
+    float own[OWN];
+    const float *const x = qkv + (long long)vector * D;
+    load_transformed(own, transform, x, q_norm, k_norm, row, head, heads, kv_heads, eps);
     if (head < heads) {
-        store_vector(q + ((long long)row * heads + head) * D, held);
+        store_vector(q + ((long long)row * heads + head) * D, own);
         return;
     }
     const int sequence = STEP_ROWS > 1 ? sequence_of(row, spans, span_stride, spans_count) : row;
@@ -61,8 +61,8 @@ place_kv_kernel(float *q, unsigned char *current_k, unsigned char *current_v, co
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         const int channel = lane + 32 * i;
-        const __half2 pair = __floats2half2_rn(within<__half>(held[i]),
-                                               within<__half>(__shfl_down_sync(0xffffffffu, held[i], 1)));
+        const __half2 pair = __floats2half2_rn(within<__half>(own[i]),
+                                               within<__half>(__shfl_down_sync(0xffffffffu, own[i], 1)));
         if (channel >= L::STEPS * 16) continue;
         if (!is_key) *reinterpret_cast<__half *>(at + full_offset<true>(token, channel)) = __low2half(pair);
         else if (channel % 2 == 0)

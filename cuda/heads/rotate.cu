@@ -1,13 +1,13 @@
 // y = x @ rotation for every vector of D: x, y (vectors, D).
 //
-// DEFINES: ACT, D, ORDER (a power of two that divides D), VECTORS (of a block of rotate_dense).
+// DEFINES: ACT, D, ORDER (a power of two that divides D), VECTORS (that a block of rotate_dense rotates).
 // PRECOND: D % 32 == 0 or ORDER <= 32; D <= 1024.
 
 // A warp holds one vector: lane l has channels l, l + 32, ….
-constexpr int kPerLane = (D + 31) / 32;
+constexpr int OWN = (D + 31) / 32;
 
-// Where the rotation is diag(signs_in) · H/√ORDER · diag(signs_out), with Hadamard's matrix of that order D/ORDER times
-// on the diagonal. signs (D) are ±1. The transposed rotation has them exchanged.
+// The rotation diag(signs_in) · H/√ORDER · diag(signs_out), where Hadamard's matrix of that order repeats D/ORDER times
+// along the diagonal. signs_in, signs_out (D) are ±1. Exchanged, they give the transposed rotation.
 // Grid (ceil(vectors / warps of a block)), block any.
 extern "C" __global__ void __launch_bounds__(256)
 rotate_kernel(ACT *y, const ACT *x, const float *signs_in, const float *signs_out, int vectors) {
@@ -16,28 +16,28 @@ rotate_kernel(ACT *y, const ACT *x, const float *signs_in, const float *signs_ou
     x += (long long)vector * D;
     y += (long long)vector * D;
 
-    float v[kPerLane];
+    float v[OWN];
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    for (int i = 0; i < OWN; ++i) {
         const int channel = lane + 32 * i;
         v[i] = channel < D ? to_float(x[channel]) * signs_in[channel] : 0.0f;
     }
     hadamard<ORDER>(v);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
+    for (int i = 0; i < OWN; ++i) {
         const int channel = lane + 32 * i;
         if (channel < D) y[channel] = from_float<ACT>(v[i] * signs_out[channel]);
     }
 }
 
-// Any rotation (D, D). A block reads the matrix once for VECTORS vectors.
+// Any rotation, a matrix (D, D). A block reads it once for VECTORS vectors.
 // Grid (ceil(vectors / VECTORS)), block any.
 extern "C" __global__ void __launch_bounds__(256)
 rotate_dense_kernel(ACT *y, const ACT *x, const float *rotation, int vectors) {
-    __shared__ float held[VECTORS][D];
+    __shared__ float tile[VECTORS][D];
     const int first = blockIdx.x * VECTORS;
     for (int i = threadIdx.x; i < VECTORS * D; i += blockDim.x)
-        held[i / D][i % D] = first + i / D < vectors ? to_float(x[(long long)first * D + i]) : 0.0f;
+        tile[i / D][i % D] = first + i / D < vectors ? to_float(x[(long long)first * D + i]) : 0.0f;
     __syncthreads();
     for (int column = threadIdx.x; column < D; column += blockDim.x) {
         float sum[VECTORS] = {};
@@ -45,7 +45,7 @@ rotate_dense_kernel(ACT *y, const ACT *x, const float *rotation, int vectors) {
         for (int i = 0; i < D; ++i) {
             const float r = rotation[i * D + column];
 #pragma unroll
-            for (int j = 0; j < VECTORS; ++j) sum[j] += held[j][i] * r;
+            for (int j = 0; j < VECTORS; ++j) sum[j] += tile[j][i] * r;
         }
 #pragma unroll
         for (int j = 0; j < VECTORS; ++j)

@@ -1,6 +1,6 @@
-// Queries, keys and values of new tokens as the store takes them; heads.cuh says how.
+// The op `transform_heads`: queries, keys and values of new tokens, transformed for the KV store (see heads.cuh).
 //
-// q (T, H, D), k (T, K, D), v (T, K, D) or null: values are left alone. vectors: T · (H + K), with v T · (H + 2K).
+// q (T, H, D), k (T, K, D), v (T, K, D) or null, which skips the values. vectors: T · (H + K); with v, T · (H + 2K).
 // Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, WEIGHT (of the norms), HEAD_NORMS (0 or
 // 1), KEY_ORDER, VALUE_ORDER.
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
@@ -8,17 +8,17 @@
 
 extern "C" __global__ void __launch_bounds__(256)
 transform_heads_kernel(float *q, float *k, float *v, const float *qkv, const float *cos, const float *sin,
-                 const WEIGHT *q_norm, const WEIGHT *k_norm, const float *scale, const float *key_before,
-                 const float *key_behind, const float *value_before, const float *value_behind, int vectors, int heads,
-                 int kv_heads, float eps) {
+                       const WEIGHT *q_norm, const WEIGHT *k_norm, const float *scale, const float *key_before,
+                       const float *key_behind, const float *value_before, const float *value_behind, int vectors,
+                       int heads, int kv_heads, float eps) {
     const int vector = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (vector >= vectors) return;
-    const int of_row = heads + kv_heads * (v ? 2 : 1), row = vector / of_row, head = vector % of_row;
+    const int per_row = heads + kv_heads * (v ? 2 : 1), row = vector / per_row, head = vector % per_row;
     const float *const x = qkv + (row * (heads + 2ll * kv_heads) + head) * D;
-    const Turns turns = {cos, sin, scale, key_before, key_behind, value_before, value_behind};
-    float held[OWN];
-    conditioned(held, turns, x, q_norm, k_norm, row, head, heads, kv_heads, eps);
+    const HeadTransform transform = {cos, sin, scale, key_before, key_behind, value_before, value_behind};
+    float own[OWN];
+    load_transformed(own, transform, x, q_norm, k_norm, row, head, heads, kv_heads, eps);
     const int kv_head = (head - heads) % kv_heads;
-    if (head < heads) store_vector(q + ((long long)row * heads + head) * D, held);
-    else store_vector((head < heads + kv_heads ? k : v) + ((long long)row * kv_heads + kv_head) * D, held);
+    if (head < heads) store_vector(q + ((long long)row * heads + head) * D, own);
+    else store_vector((head < heads + kv_heads ? k : v) + ((long long)row * kv_heads + kv_head) * D, own);
 }

@@ -1,19 +1,20 @@
-// Copy the first tokens of a full-precision block, keys and values of all KV heads, from one pool to another.
+// The op `copy_full`: copies the first tokens of a full-precision block, keys and values of all KV heads, from one pool
+// to another.
 //
-// Pools (records, K, bytes) of full-precision records: record from_index of from_k, from_v goes to to_index of to_k,
-// to_v. Behind the first `tokens` tokens the copy is zero: what has no token yet must be finite, as 0 times it is
-// added.
+// Pools (records, K, bytes) of full-precision records: record from_index of from_k and from_v is copied to record
+// to_index of to_k and to_v. Tokens from number `tokens` on are zero in the copy: attention multiplies them by 0, so
+// they must be finite.
 // Grid (K, 2): keys, values. Block: whole warps. DEFINES: none.
 // PRECOND: 0 <= tokens <= N; the two records are not the same one.
 
-// What of a register's two halves belongs to tokens before `tokens`, when they hold tokens `low` and `high`.
+// A mask of a register whose halves belong to tokens `low` and `high`: it keeps those before `tokens`.
 __device__ __forceinline__ unsigned kept_halves(int low, int high, int tokens) {
     return (low < tokens ? 0x0000ffffu : 0u) | (high < tokens ? 0xffff0000u : 0u);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
 copy_full_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned char *from_k, const unsigned char *from_v,
-                  int to_index, int from_index, int tokens, int kv_heads) {
+                 int to_index, int from_index, int tokens, int kv_heads) {
     using Layout = FullKeyLayout;
     const bool is_key = blockIdx.y == 0;
     const long long to_record = (long long)to_index * kv_heads + blockIdx.x;
