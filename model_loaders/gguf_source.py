@@ -98,6 +98,7 @@ def _fields(gguf: GgufFile, prefix: str, family: str, layout: GgufLayout) -> Fie
         values["rope_parameters"] = _longrope(gguf, prefix)
     values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     values["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
+    values["tie_word_embeddings"] = "output.weight" not in gguf.tensors  # whatever the family's default is
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise LoadError(f"{gguf.path} holds no token embedding, so it is not a whole model; use another file.")

@@ -12,9 +12,11 @@ from model_loaders.fields import Fields
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 GGUF = GgufLayout("smollm3", interleaved=True)
 tensors = plain_tensors
+_DEFAULTS = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # what the family has otherwise than Llama
 
 
 def configure(fields: Fields) -> ModelConfig:
+    fields = fields.completed(_DEFAULTS)
     layers, bias = layer_count(fields), fields.flag("attention_bias", False)
     interval = fields.integer("no_rope_layer_interval", 4)
     has_rope = fields.integers("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(layers)]

@@ -186,6 +186,15 @@ def test_smollm3_without_rope_in_some_layers() -> None:
     assert windows.windows == (8, None, None)
 
 
+def test_what_a_smollm3_leaves_out_is_as_transformers_has_it() -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    assert configured(model_type="smollm3").rope.theta == 2e6
+    assert configured(model_type="smollm3", rope_scaling=yarn).rope.theta == 2e6
+    assert configured(model_type="smollm3", rope_parameters={"rope_theta": 5e6}).rope.theta == 5e6
+    assert configured(model_type="smollm3").tied_head
+    assert not configured(model_type="smollm3", tie_word_embeddings=False).tied_head
+
+
 @pytest.mark.parametrize("kind", ["su", "longrope", "yarn"])
 def test_phi3_longrope(kind: str) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [float(i) for i in range(1, 9)]}
@@ -357,6 +366,17 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
     assert got == replace(expected, norm_eps=got.norm_eps, rope=rope)
     for key, tensor in read_all(copy).items():
         np.testing.assert_array_equal(tensor, written[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["gemma3_tied", "smollm3_no_rope_tied"])
+def test_the_head_of_a_gguf_file_is_read_where_it_has_one(name: str, tmp_path: Path) -> None:
+    """Also of families that are tied unless their configuration says otherwise."""
+    config, weights, _ = load_weights(MODELS / name)
+    head = np.full((config.vocab_size, config.hidden_size), 0.5, np.float32)
+    tensors = {**read_all(weights), "lm_head.weight": head}
+    got, copy, _ = load_weights(as_gguf(tmp_path / "model.gguf", config.family, config, tensors))
+    assert not got.tied_head
+    np.testing.assert_array_equal(read(copy, "lm_head.weight"), head)
 
 
 def longrope(rope: RopeConfig, tensors: dict[str, np.ndarray]) -> dict[str, object]:
