@@ -1,4 +1,4 @@
-"""The embeddable engine: load a model, stream text. Everything else folds `Engine.stream`."""
+"""The embeddable engine: load a model, stream text. `generate`, `chat` and the terminal fold `Engine.stream`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from engine.sampling.detokenizer import text_of
 from engine.sessions import Place, Progress, Session
 
 Chunks = Generator[Chunk, None, None]
-Params = SamplingParams | None  # None: the usual ones
+Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
 
 
 class Engine:
-    """A loaded model with its KV store. May be shared by threads; requests are served in the order they come."""
+    """A loaded model with its KV store. May be shared by threads; requests are served in order of arrival."""
 
     def __init__(self, parts: assembly.Parts):
         self.config = parts.config
@@ -62,7 +62,7 @@ class Engine:
     ) -> Engine:
         """Load a folder of safetensors, a .gguf file, or, for None, the demonstration model.
 
-        `settings` are fields of EngineConfig and override `config`; `verbose` is told what happens, in sentences.
+        `settings` are fields of EngineConfig and override `config`; `verbose` is called with sentences about progress.
         Raises EngineError with a sentence for the user: "model_unavailable" for a model that is missing or cannot be
         used, "device_unavailable", "out_of_memory", "invalid_request" for a setting.
         """
@@ -79,36 +79,37 @@ class Engine:
         progress: bool = False,
         constraint: Constraint | None = None,
     ) -> Chunks:
-        """Generate behind `prompt`, chunk by chunk; the last chunk has a finish_reason and the usage.
+        """Yield the continuation of `prompt` in chunks; the last chunk has a finish_reason and the usage.
 
-        prompt: text for raw completion, messages for the chat template, or token ids as they are; `options` say how it
-        is read, and which stored tokens may stand for its own. With `progress`, chunks without text report how far a
-        prompt is. `constraint` says which tokens may come; it is for this request alone. Closing the iterator cancels
-        the request. Raises EngineError for a prompt that cannot be served ("context_length_exceeded",
-        "invalid_request").
+        prompt: text for raw completion, messages for the chat template, or token ids, which are taken as they are.
+        options: how the prompt is tokenized, and which cached tokens it may reuse. progress: also yield chunks without
+        text that report how much of the prompt is computed. constraint: restricts the tokens of this request; never
+        share one between requests. Closing the iterator cancels the request. Raises EngineError for a prompt that
+        cannot be served ("context_length_exceeded", "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
-        made = self._request(prompt, params, options, outbox=outbox, wants_progress=progress, constraint=constraint)
-        return self._drain(made, outbox)
+        request = self._request(prompt, params, options, outbox=outbox, wants_progress=progress, constraint=constraint)
+        return self._drain(request, outbox)
 
     def generate(self, prompt: Prompt, params: Params = None, options: Options = None) -> Completion:
-        """The whole answer at once."""
+        """The whole answer: `stream`, folded."""
         return fold(self.stream(prompt, params, options))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: Params = None, options: Options = None) -> Completion:
         """The answer to a conversation: messages with "role" and "content".
 
-        An assistant message may carry the "token_ids" it was generated as. The next turn finds them in the cache, and
-        those of a recent answer that comes back as text alone.
+        An assistant message may carry the "token_ids" that it was generated as, so that the prefix cache finds them.
+        Recent answers are found without.
         """
         return fold(self.stream(messages, params, options))
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
-        """Teacher-forced log-probabilities of `ids` (T ≥ 2) through the cache as steps see it; waits for its turn.
+        """Teacher-forced log-probabilities of `ids` (T ≥ 2), with the cache read as steps read it.
 
-        With `every_token_coded`, all tokens behind the first block are read as codes, the current block's too: the
-        figure to compare with engines that have no full-precision tail. With `logits`, all of them are given, too:
-        4·T·V bytes, where everything else takes what a prompt of T tokens does.
+        Waits until the requests that came before are finished. With `every_token_coded`, attention reads all tokens
+        after the first block as codes, those of the current block as well: the figure to compare with engines that
+        keep no recent tokens in full precision. With `logits`, the score has the logits of every position: 4·T·V bytes
+        beside the memory of a prompt of T tokens.
         """
         ids = checked_ids(ids, self.model, self.context, room=0)
         if len(ids) < 2:
@@ -119,7 +120,7 @@ class Engine:
             with self._exclusive():
                 if before.isdisjoint(self._runner.requests):
                     return self._score(ids, every_token_coded, logits)
-                self._runner.step()
+                self._runner.run_unit()
 
     def _score(self, ids: list[int], every_token_coded: bool, logits: bool) -> Score:
         kv = self._store.new_sequence()
@@ -136,11 +137,11 @@ class Engine:
             self._store.release(kv)
 
     def tokenize(self, text: str, *, control: bool = False) -> list[int]:
-        """Ids of `text`, nothing added; with `control`, names of control tokens in it become those tokens."""
+        """Ids of `text`, without BOS; with `control`, names of control tokens in it become those tokens."""
         return self.model.tokenizer.tokenize(text, control=control)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of `ids` from the start of a sequence."""
+        """Text of `ids`, which start a sequence. Raises EngineError for ids that are not in the vocabulary."""
         try:
             return text_of(self.model.tokenizer, ids)
         except ValueError as error:
@@ -157,22 +158,22 @@ class Engine:
         note: Any = None,
         progress: Progress | None = None,
     ) -> int:
-        """Write the K/V of the most recent sequence, or of as much of `prompt` as is in the store; returns its tokens.
+        """Save the K/V of the newest sequence, or of the longest stored prefix of `prompt`, and return its token count.
 
-        prompt, options: as `stream` takes them; of messages, the ids of known answers are written too. note: anything
-        that JSON can say. progress: told bytes written and bytes in all. Raises EngineError with the code "session",
-        or "storage" where the place for it is at fault.
+        prompt, options: as for `stream`; with messages, the ids of known answers are saved too. note: any JSON value.
+        progress: called with the bytes written and the bytes in all. Raises EngineError: "storage" if the file cannot
+        be written, "session" for anything else.
         """
         options = options or PromptOptions()
-        asked: Sequence[int] | None = None
+        wanted: Sequence[int] | None = None
         answers = self._answers.known(prompt, options.cache_salt) if prompt is not None and is_chat(prompt) else ()
         if prompt is not None:
-            found = prompt_ids(prompt, self.model, self._answers, options, context=self.context)
-            asked = checked_ids(found, self.model, self.context, room=0)
+            unchecked = prompt_ids(prompt, self.model, self._answers, options, context=self.context)
+            wanted = checked_ids(unchecked, self.model, self.context, room=0)
         with self._exclusive():
             sessions.check_types(self._store.shape)
-            if asked is not None:
-                ids, salt = asked, options.cache_salt
+            if wanted is not None:
+                ids, salt = wanted, options.cache_salt
             else:
                 ids, salt = self._runner.newest.ids, self._runner.newest.salt
             saved = sessions.take_out(self._store, self._prefixes, ids, salt)
@@ -181,10 +182,10 @@ class Engine:
         return saved.length
 
     def load_session(self, path: Place, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
-        """Put a saved session back, so that the next prompt that begins with its ids finds them in the store.
+        """Load a saved session into the prefix cache, so that prompts that begin with its ids reuse its K/V.
 
-        cache_salt: that of the prompts that are to find them. progress: told bytes read and bytes in all. Raises
-        EngineError with the code "session", or "storage" where the file cannot be read.
+        cache_salt: that of the prompts that may reuse it. progress: called with the bytes read and the bytes in all.
+        Raises EngineError: "storage" if the file cannot be read, "session" for anything else.
         """
         if self.config.kept_sequences == 0:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
@@ -211,10 +212,9 @@ class Engine:
         progress: bool = False,
         constraint: Constraint | None = None,
     ) -> Ticket:
-        """Queue a request whose chunks are appended to `into` as they come, by whichever thread does the work.
+        """Queue a request. Threads that call `work` append its chunks to `into`, or an exception if it fails.
 
-        An exception instead of a last chunk says what went wrong. Somebody has to call `work`, best a thread of its
-        own. Raises EngineError like `stream`.
+        The server calls `work` in a thread of its own. Raises EngineError as `stream` does.
         """
         request = self._request(prompt, params, options, outbox=into, wants_progress=progress, constraint=constraint)
         with self._exclusive():
@@ -223,36 +223,37 @@ class Engine:
         return Ticket(tokens, lambda: self._cancel(request.sequence), lambda: request.cached or 0)
 
     def work(self) -> bool:
-        """Do one unit of the work at hand, a part of a prompt or a step of all that run; False when there is none."""
+        """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
         with self._exclusive():
             if not self._runner.requests:
                 return False
-            self._runner.step()
+            self._runner.run_unit()
             return True
 
     def status(self) -> Status:
-        """How busy the engine is."""
+        """Counts of requests, blocks and threads."""
         with self._exclusive():
             return self._runner.status()
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
     def _request(self, prompt: Prompt, params: Params, options: Options, **more: Any) -> Request:
-        """more: what `Request.of` takes beside these, by name."""
+        """A request that is not queued yet. more: the other keyword arguments of `Request.create`."""
         self._check_open()
         params, options = params or SamplingParams(), options or PromptOptions()
-        return Request.of(prompt, params, options, self.model, self.context, answers=self._answers, **more)
+        return Request.create(prompt, params, options, self.model, self.context, answers=self._answers, **more)
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
-        """Submit, then yield chunks as they come; whoever waits for one does the engine's next unit of work."""
+        """Submit `request`, then yield its chunks. While there is none, this thread runs the engine's next units."""
         try:
             with self._exclusive():
                 self._runner.submit(request)
             finished = False
             while not finished:
-                with self._exclusive(unless=outbox) as alone:
-                    if alone:
-                        self._runner.step()
+                with self._lock.hold_unless(outbox) as held:
+                    if held:
+                        self._enter()
+                        self._runner.run_unit()
                 while outbox:
                     chunk = outbox.popleft()
                     if isinstance(chunk, Exception):
@@ -263,42 +264,45 @@ class Engine:
             self._cancel(request.sequence)
 
     def _cancel(self, sequence: TokenSequence) -> None:
-        """End a request that nobody reads any more, if it has not ended by itself.
+        """Mark a request as cancelled unless it has finished, and remove it now if the lock is free.
 
-        Never waits for a step to end: a generator in a reference cycle is closed by whichever thread collects the
-        garbage, and that may be the one in the step. Whoever has the engine next takes the request out then.
+        Never waits for the lock: a generator in a reference cycle is closed by the thread that collects garbage, which
+        may be the one that holds the lock. The next holder removes the request then.
         """
         sequence.finish_reason = sequence.finish_reason or "cancelled"
         self._lock.if_free(self._sweep)
 
     @contextmanager
-    def _exclusive(self, unless: Any = (), *, even_closed: bool = False) -> Iterator[bool]:
-        """The engine's state for one thread at a time; False, and no exclusion, once `unless` has become true."""
-        with self._lock.take(unless) as alone:
-            if alone and not even_closed:
-                self._check_open()
-            if alone:
-                self._sweep()
-            yield alone
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the engine's lock. Raises EngineError as `_check_open` does."""
+        with self._lock.hold():
+            self._enter()
+            yield
+
+    def _enter(self) -> None:
+        """What every holder of the lock does first: check the engine, and remove cancelled requests."""
+        self._check_open()
+        self._runner.sweep()
 
     def _sweep(self) -> None:
-        """Take out what was cancelled while a step was under way."""
+        """Remove cancelled requests, in an engine that can still be used."""
         if not self._closed and not self._lock.lost:
             self._runner.sweep()
 
     def _check_open(self) -> None:
+        """Raises EngineError: "closed" after `close`, "forked" in a child process that cannot use the engine."""
         if self._closed:
             raise EngineError("The engine is closed", "closed")
         self._lock.check()
 
-    # -- what it takes -----------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------------------
 
     def fit_line(self) -> str:
-        """One line for people: model, weights, KV store, and how many tokens fit."""
+        """One line for users: model, weights, KV store, and how many tokens fit."""
         return self._fit_line
 
     def cache_stats(self) -> CacheStats:
-        """The cache of the most recent sequence."""
+        """Memory of the newest sequence in the KV store."""
         with self._exclusive():
             newest, shape = self._runner.newest, self._store.shape
             return CacheStats(
@@ -310,13 +314,14 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Let go of weights and store; requests under way and later calls raise EngineError. Closing twice is fine."""
-        with self._exclusive(even_closed=True):
+        """Free weights and KV store; requests under way and later calls raise EngineError. Closing twice is fine."""
+        with self._lock.hold():
             if self._closed or self._lock.lost:
                 return
+            self._runner.sweep()
             self._closed = True
             for request in self._runner.requests.values():
-                request.fail(EngineError("The engine was closed before this request was done", "closed"))
+                request.fail(EngineError("The engine was closed before this request finished", "closed"))
             self._runner.sweep()
             self._parts.close()
             del self._parts, self._model, self._store, self._prefixes, self._runner

@@ -118,5 +118,5 @@ def assert_idle(engine: Engine) -> None:
 
 def by_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on prompts and steps take turns, whatever they take: what runs when is the same each time."""
-    spent = engine._scheduler.spent
-    monkeypatch.setattr(engine._scheduler, "spent", lambda unit, seconds: spent(unit, 1))
+    record_time = engine._scheduler.record_time
+    monkeypatch.setattr(engine._scheduler, "record_time", lambda unit, seconds: record_time(unit, 1))

@@ -1,10 +1,10 @@
-"""Answers as they were generated, for clients that hand them back as text.
+"""The generated ids of recent answers, for clients that send an answer back as text.
 
-A text has more than one tokenization, and a model need not generate the tokenizer's. A conversation that comes back as
-text alone would therefore differ from the stored tokens somewhere in its first answer. So the ids of recent answers are
-kept here, each under a digest of the whole conversation that it ends: an answer is found in its own conversation alone,
-and the meaning of a prompt does not change, since the ids are those of the same text. Session files have the ids of
-their conversation's answers, so that it finds all of its blocks after a restart, too.
+A text has many tokenizations, and a model need not generate the tokenizer's. Without its ids, a conversation that is
+sent back as text would differ from the stored tokens somewhere in its first answer, and miss the prefix cache. The ids
+are kept under a digest of the whole conversation that the answer ends: they stand in for the same text in the same
+conversation only, so the meaning of a prompt does not change. Session files hold the ids of their conversation's
+answers, so that it hits the prefix cache after a restart as well.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from model_loaders.forks import renew_in_children
 KEY_BYTES = 32  # of a digest
 
 _CAPACITY = 1 << 20  # tokens, 4 bytes each
-_ENTRY = 64  # tokens' worth of memory that an answer takes beside its own
+_ENTRY = 64  # memory of an entry without its ids, in tokens
 
 Message = Mapping[str, Any]
-Known = Sequence[tuple[str, Sequence[int]]]  # digest of a conversation that ends with an answer, and the answer's ids
+Known = Sequence[tuple[str, Sequence[int]]]  # (digest in hex of a conversation that ends with an answer, its ids)
 
 
 class Answers:
-    """The ids of recent answers. May be shared by threads."""
+    """The ids of recent answers, at most `_CAPACITY` tokens. May be shared by threads."""
 
     def __init__(self, model: Model, *, enabled: bool):
         self._tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
@@ -47,15 +47,15 @@ class Answers:
         """Replace the lock in a forked child: a thread of the parent may hold it."""
         self._lock = Lock()
 
-    def recalled(self, messages: Sequence[Message], salt: str = "") -> Sequence[Message]:
-        """`messages`, with "token_ids" in every answer of the assistant whose ids are known under the same salt."""
+    def with_ids(self, messages: Sequence[Message], salt: str = "") -> Sequence[Message]:
+        """`messages`, with "token_ids" in each assistant message whose ids are known under the same salt."""
         if not self._capacity or not all(_is_plain(message) for message in messages):
             return messages  # `chat_ids` refuses malformed ones
         keys = list(_keys(messages, salt))
         with self._lock:
-            return [self._with_ids(message, key) for message, key in zip(messages, keys, strict=True)]
+            return [self._with_known_ids(message, key) for message, key in zip(messages, keys, strict=True)]
 
-    def _with_ids(self, message: Message, key: bytes) -> Message:
+    def _with_known_ids(self, message: Message, key: bytes) -> Message:
         known = self._ids.get(key) if message["role"] == "assistant" else None
         if known is None or message.get("token_ids") is not None:
             return message
@@ -63,20 +63,20 @@ class Answers:
         return {**message, "token_ids": tuple(known)}
 
     def question(self, messages: Sequence[Message], salt: str = "") -> bytes | None:
-        """The digest of `messages`, for `keep`; None where no answers are kept."""
+        """The digest of `messages`, for `keep`; None if no answers are kept."""
         if not self._capacity:
             return None
         *_, question = _keys(messages, salt)
         return question
 
     def keep(self, question: bytes, ids: Sequence[int]) -> None:
-        """Keep the ids of the answer to `question`, unless they have control tokens, which no text gives."""
+        """Keep the ids of the answer to `question`, unless they have control tokens, which no text becomes."""
         if self._control.isdisjoint(ids):
             text = text_of(self._tokenizer, ids)
             self._put(_key(question, {"role": "assistant", "content": text}), ids)
 
     def known(self, messages: Sequence[Message], salt: str = "") -> Known:
-        """The known answers in `messages`, for a session file and `restore`."""
+        """The known answers in `messages`, for a session file."""
         if not all(_is_plain(message) for message in messages):
             return ()
         keys = list(_keys(messages, salt))
@@ -86,7 +86,7 @@ class Answers:
     def restore(self, known: Known) -> None:
         """Keep the answers of a session file, except those with ids that are not text of this model.
 
-        That the ids have the text of their conversation is not checked: a file's writer is trusted with it.
+        The file is trusted: whether the ids have the text of their conversation is not checked.
         """
         for key, ids in known:
             if all(i in self._vocabulary for i in ids) and self._control.isdisjoint(ids):
@@ -108,7 +108,7 @@ def _is_plain(message: object) -> bool:
 
 
 def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
-    """For each message, a digest of the conversation up to and with it."""
+    """For each message, the digest of the conversation up to and including it."""
     begin = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest() if salt else b""
     return islice(accumulate(messages, _key, initial=begin), 1, None)
 

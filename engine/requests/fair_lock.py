@@ -1,4 +1,4 @@
-"""One thread at a time, in the order in which they came."""
+"""A FIFO lock for threads, which also knows what a fork does to the state it guards."""
 
 from __future__ import annotations
 
@@ -13,65 +13,74 @@ from model_loaders.forks import renew_in_children
 
 
 class FairLock:
-    """A lock that is handed on in order.
+    """FIFO lock: threads acquire it in the order in which they asked for it.
 
-    A plain lock would nearly always go back to the thread that has just released it: one that takes it for every token
-    of a long answer would keep out all others until it is done.
+    A plain lock nearly always goes back to the thread that has just released it. A thread that takes it for every token
+    of a long answer would starve all others.
     """
 
     def __init__(self, *, forkable: bool = True) -> None:
-        """forkable: whether what is worked on in turns can be used in a forked child."""
+        """forkable: whether a forked child can use the state that the lock guards."""
         self._forkable = forkable
         self._changed = threading.Condition()
-        self._line: deque[object] = deque()
+        self._queue: deque[object] = deque()
         self.taken = False
-        self._whose = 0  # the thread whose turn it is, while it is taken
-        self.lost = ""  # why nothing can be done in this process any more; empty where it can
+        self._owner = 0  # the thread that holds the lock, while it is taken
+        self.lost = ""  # why this process cannot use the guarded state any more; empty if it can
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Make the lock anew in a forked child, where only one thread is left."""
+        """Replace the lock in a forked child, in which only one thread is left."""
         self._changed = threading.Condition()
-        self._line.clear()
-        left_off = self.taken and self._whose != threading.get_ident()
-        self.taken = self.taken and not left_off
+        self._queue.clear()
+        interrupted = self.taken and self._owner != threading.get_ident()
+        self.taken = self.taken and not interrupted
         if not self._forkable:
             self.lost = "An engine on a GPU cannot be used in a forked process: load one in each process"
-        elif left_off:
+        elif interrupted:
             self.lost = (
-                "This process was forked in the middle of the engine's work, of which it has no more than a part: fork "
+                "This process was forked while the engine was computing, so its copy of the engine is incomplete: fork "
                 "while no request is under way, or load an engine in each process"
             )
 
     def check(self) -> None:
-        """Raises EngineError where `lost` says why."""
+        """Raises EngineError ("forked") if this process cannot use the guarded state."""
         if self.lost:
             raise EngineError(self.lost, "forked")
 
     @contextmanager
-    def take(self, unless: Any = ()) -> Iterator[bool]:
-        """True in one thread at a time; False, and no exclusion, once `unless` has become true."""
-        place, mine = object(), False
+    def hold(self) -> Iterator[None]:
+        """Hold the lock."""
+        with self.hold_unless(()):
+            yield
+
+    @contextmanager
+    def hold_unless(self, ready: Any) -> Iterator[bool]:
+        """Hold the lock and yield True; or yield False without it, if `ready` is or becomes true before that.
+
+        `ready` is tested again each time that the lock changes hands.
+        """
+        place, held = object(), False
         try:
             with self._changed:
-                self._line.append(place)
+                self._queue.append(place)
                 try:
-                    self._changed.wait_for(lambda: unless or (not self.taken and self._line[0] is place))
+                    self._changed.wait_for(lambda: ready or (not self.taken and self._queue[0] is place))
                 finally:
-                    self._line.remove(place)
+                    self._queue.remove(place)
                     self._changed.notify_all()
-                mine = not unless
-                if mine:
-                    self.taken, self._whose = True, threading.get_ident()
-            yield mine
+                held = not ready
+                if held:
+                    self.taken, self._owner = True, threading.get_ident()
+            yield held
         finally:
-            if mine:
+            if held:
                 with self._changed:
                     self.taken = False
                     self._changed.notify_all()
 
     def if_free(self, work: Callable[[], None]) -> None:
-        """Do `work` in nobody's turn, or not at all. Never waits for a turn to end, and may be called inside one."""
+        """Call `work` if no thread holds the lock. Never waits for a holder, and may be called by the holder."""
         with self._changed:
             if not self.taken:
                 work()

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its tokens, its text, its place in the store, its output."""
+"""A request: its prompt, sampling, K/V, progress and output."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
-_NOTHING = Chunk("", ())
-_MOST_CHARACTERS = 16  # for each token of the context: a text with no more is tokenized at once
+_EMPTY = Chunk("", ())
+_MOST_CHARACTERS = 16  # per token of the context: a longer text has its least number of tokens checked first
 
 
 def prompt_ids(
@@ -41,14 +41,13 @@ def prompt_ids(
     *,
     context: int | None = None,
 ) -> list[int]:
-    """Ids of text with BOS where the model wants one, of messages, or ids as they are, not yet looked at.
+    """Token ids of a prompt: of text, with BOS if the model has one; of messages; or the ids given, unchecked.
 
-    Of messages, those of `answers` have the ids that they were generated as.
-
-    Raises EngineError for anything else, and for text that cannot fit into `context`, before it is tokenized.
+    Answers in messages that `answers` knows become the ids that they were generated as. Raises EngineError for anything
+    that is not a prompt, and for text that cannot fit into `context`, before it is tokenized.
     """
     tokenizer = model.tokenizer
-    check = partial(_must_be_able_to_fit, model, context)
+    check = partial(_check_fits, model, context)
     if isinstance(prompt, str):
         check(prompt)
         ids = tokenizer.tokenize(prompt, control=options.parse_special)
@@ -56,8 +55,8 @@ def prompt_ids(
     if is_chat(prompt):
         check_roles(prompt)
         try:
-            known = answers.recalled(prompt, options.cache_salt) if answers else prompt
-            return chat_ids(known, model.template, tokenizer, check)
+            messages = answers.with_ids(prompt, options.cache_salt) if answers else prompt
+            return chat_ids(messages, model.template, tokenizer, check)
         except ValueError as error:
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
@@ -65,34 +64,35 @@ def prompt_ids(
     return list(cast(Sequence[int], prompt))
 
 
-def _must_be_able_to_fit(model: model_loaders.Model, context: int | None, text: str) -> None:
-    """Raises EngineError for a long text that has more tokens than `context`, however it is cut."""
+def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:
+    """Raises EngineError for a long text that has more tokens than `context` in every tokenization."""
     if context is None or len(text) <= _MOST_CHARACTERS * context:
         return
     least = model.tokenizer.least_tokens(text)
     if least > context:
-        told = f"The prompt, of {least} tokens or more, exceeds the available context size of {context} tokens"
-        raise _too_long(told, least, model, context)
+        problem = f"The prompt, of {least} tokens or more, exceeds the available context size of {context} tokens"
+        raise _too_long(problem, least, model, context)
 
 
-def _too_long(told: str, tokens: int, model: model_loaders.Model, context: int) -> EngineError:
-    whole = context >= model.config.max_context
-    advice = "; the model was not trained on more" if whole else ", or raise ctx_size or kv_memory"
+def _too_long(problem: str, tokens: int, model: model_loaders.Model, context: int) -> EngineError:
+    is_largest = context >= model.config.max_context
+    advice = "; the model was not trained on more" if is_largest else ", or raise ctx_size or kv_memory"
     return EngineError(
-        f"{told}: shorten it{advice}",
+        f"{problem}: shorten it{advice}",
         "context_length_exceeded",
-        () if whole else ("ctx_size", "kv_memory"),
+        () if is_largest else ("ctx_size", "kv_memory"),
         n_prompt_tokens=tokens,
         n_ctx=context,
     )
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Whether a prompt is a list of messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
-    """`ids` as ints. Raises EngineError where there are none, unknown ones, or no `room` behind them in `context`."""
+    """`ids` as ints. Raises EngineError for none, for unknown ones, and for more than `context` less `room` tokens."""
     known = model.vocabulary
     if len(ids) == 0:
         raise EngineError("The prompt is empty: give at least one token")
@@ -100,24 +100,24 @@ def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, ro
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
             raise EngineError(f"The prompt holds {shown(i)}, which is not a token id below {known.stop}")
     if len(ids) > context - room:
-        told = f"The prompt of {len(ids)} tokens exceeds the available context size of {context} tokens"
-        told += f", {room} of them for the answer" if room else ""
-        raise _too_long(told, len(ids), model, context)
+        problem = f"The prompt of {len(ids)} tokens exceeds the available context size of {context} tokens"
+        problem += f", {room} of them for the answer" if room else ""
+        raise _too_long(problem, len(ids), model, context)
     return [int(i) for i in ids]
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes of a token; a control token's are its name."""
+    """The bytes of a token's text; for a control token, those of its name."""
     return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A request in the queue, for whoever put it there."""
+    """The submitter's handle of a queued request."""
 
     prompt_tokens: int
     cancel: Callable[[], None]  # may be called at any time, from any thread, more than once
-    cached_tokens: Callable[[], int] = lambda: 0  # of the prompt, as far as is known: found in the store
+    cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
 
 
 @dataclass
@@ -131,13 +131,13 @@ class Prefill:
 
 @dataclass
 class Clock:
-    """Seconds of computing, by phase."""
+    """Seconds of computing, per phase."""
 
     prefill: float = 0.0
     generation: float = 0.0
 
     def begin(self, prefilling: bool) -> None:
-        """Start with a unit of work."""
+        """Start timing a unit of work."""
         self._prefilling, self._since = prefilling, time.perf_counter()
 
     def lap(self) -> None:
@@ -152,7 +152,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Request:
-    """A sequence and what turns its logits into chunks; `sampling` is `params` with defaults filled in."""
+    """A sequence with its sampling, text and output. `sampling` is `params` with the model's defaults filled in."""
 
     sequence: TokenSequence
     params: SamplingParams
@@ -167,12 +167,12 @@ class Request:
     constraint: Constraint | None = None
     kv: SequenceKV | None = None
     prefill: Prefill | None = None
-    cached: int | None = None  # prompt tokens found in the store; None before anyone has looked
+    cached: int | None = None  # prompt tokens found in the store; None before the prefix is matched
     clock: Clock = field(default_factory=Clock)
-    damaged: bool = False  # whether it ended because its numbers were not finite
+    damaged: bool = False  # whether it failed because its K/V or logits were not finite
 
     @classmethod
-    def of(
+    def create(
         cls,
         prompt: Prompt,
         params: SamplingParams,
@@ -185,7 +185,7 @@ class Request:
         wants_progress: bool,
         constraint: Constraint | None = None,
     ) -> Request:
-        """A request for what follows `prompt`. Raises EngineError where that cannot be served."""
+        """A request for the continuation of `prompt`. Raises EngineError if it cannot be served."""
         sampling = resolve(params, model.generation, model.vocabulary.stop)
         ids = checked_ids(prompt_ids(prompt, model, answers, options, context=context), model, context, room=1)
         keep = None
@@ -211,34 +211,36 @@ class Request:
 
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(None if self.params.seed < 0 else self.params.seed)
-        self._stop = StopFilter(self.params.stop)
-        self._ends = frozenset(self.params.stop_token_ids)
+        self._stop_filter = StopFilter(self.params.stop)
+        self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
-            self._ends |= self.tokenizer.eos_ids
-        bans = {token: -math.inf for token in self._ends if token in self.vocabulary}
-        self._going_on = replace(self.sampling, logit_bias={**self.sampling.logit_bias, **bans})
+            self._end_ids |= self.tokenizer.eos_ids
+        bans = {token: -math.inf for token in self._end_ids if token in self.vocabulary}
+        self._sampling_without_ends = replace(self.sampling, logit_bias={**self.sampling.logit_bias, **bans})
         self._dry: Dry | None = None
         if self.sampling.is_dry:
             self._dry = Dry(self.sampling, partial(_token_text, self.tokenizer), len(self.sequence.prompt))
-            self._dry.read(self.sequence.ids)  # here, where nobody waits for the engine meanwhile
+            self._dry.read(self.sequence.ids)  # here, outside the engine's lock
 
     def record_prefix_hit(self, length: int) -> None:
-        """So many tokens were in the store when the request came to be computed; its first token settles it."""
+        """Record the length of the prefix hit, which is fixed once the first token exists."""
         if self.sequence.generated == 0:
             self.cached = length
 
     def reproduces(self, length: int) -> bool:
-        """Whether the rest is computed as it was, or for the first time, where so many tokens are in the store.
+        """Whether a prefill that starts from a prefix hit of `length` repeats the first one, if there has been one.
 
-        A prompt sees itself exact and what was found as codes: once it has been computed, no more of it may be found.
+        A prompt attends to its own tokens in full precision and to a prefix hit as codes. So a preempted request must
+        not find more of its prompt than it did at first.
         """
         return self.sequence.generated == 0 or not (self.cached or 0) < length < len(self.sequence.prompt)
 
     def span_end(self, start: int, block_size: int) -> int:
-        """Where the tokens end that go into the store together, of those from `start` on.
+        """The end of the next span, which starts at `start`.
 
-        The prompt behind what was found. A request that gave way computes everything again as it was: what had been
-        found, the rest of the prompt, and then blocks of its own tokens, which see what the steps saw.
+        The first prefill has one span: the prompt after its prefix hit. A preempted request recomputes the spans that
+        it had: the prefix hit, the rest of the prompt, then generated tokens block by block, so that they attend to
+        the codes that the steps attended to.
         """
         cached, prompt = self.cached or 0, len(self.sequence.prompt)
         if start < prompt:
@@ -246,27 +248,27 @@ class Request:
         return min((start // block_size + 1) * block_size, self.sequence.computable)
 
     def draw(self) -> Draw:
-        """How the next token is to be drawn. Raises whatever the constraint does."""
+        """How to draw the next token. Raises whatever the constraint raises."""
         recent = self.sequence.ids[max(0, len(self.sequence.ids) - self.params.repeat_last_n) :]
         dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
         may_end = self.sequence.generated >= self.params.min_tokens
-        sampling = self.sampling if may_end else self._going_on
+        sampling = self.sampling if may_end else self._sampling_without_ends
         vocabulary = self.vocabulary.stop
         mask = None if self.constraint is None else self.constraint.allowed()
         allowed = None if mask is None else checked_mask(mask, vocabulary)
         return Draw(sampling, recent, self._rng.random(), vocabulary, self.params.logprobs, dry, allowed)
 
     def take(self, sampled: Sampled) -> None:
-        """Put out what the next token adds to the text, or why there is none."""
+        """Append the sampled token and emit its text, finish the request, or fail it with a sampling error."""
         if isinstance(sampled, EngineError):
             self.fail(sampled)
             return
         sequence = self.sequence
         token, logprobs = (sampled.id, (sampled,)) if isinstance(sampled, TokenLogprob) else (sampled, ())
-        if token in self._ends:
+        if token in self._end_ids:
             self.finish("stop")
             return
-        self.clock.lap()  # the usage counts tokens, and so the time of steps that give one
+        self.clock.lap()  # usage counts the time of a step only if the step gives a token
         sequence.ids.append(token)
         complete = False
         if self.constraint is not None:
@@ -274,29 +276,29 @@ class Request:
                 self.constraint.accept(token)
                 complete = self.constraint.finished
             except Exception as error:
-                self.fail(error)  # alone: the step was right for all others
+                self.fail(error)  # the other requests of the step go on
                 return
-        chunk = Chunk(self._stop.push(self.detokenizer.push([token])), (token,), logprobs=logprobs)
-        if self._stop.stopped or complete:
+        chunk = Chunk(self._stop_filter.push(self.detokenizer.push([token])), (token,), logprobs=logprobs)
+        if self._stop_filter.stopped or complete:
             self.finish("stop", chunk)
         elif sequence.generated == sequence.max_tokens:
             self.finish("length", chunk)
         else:
             self.outbox.append(chunk)
 
-    def finish(self, reason: str, last: Chunk = _NOTHING) -> None:
-        """End the answer: its last chunk carries what was held back, the reason and the usage as well."""
+    def finish(self, reason: str, last: Chunk = _EMPTY) -> None:
+        """Emit the last chunk: `last` with the text that was held back, the finish reason and the usage."""
         text = last.text
-        if not self._stop.stopped:
-            text += self._stop.push(self.detokenizer.finish()) + self._stop.finish()
-        if self.keep is not None and not self._stop.stopped:  # cut off, the text is not that of all ids
-            with suppress(MemoryError):  # no answer is to fail for that
+        if not self._stop_filter.stopped:
+            text += self._stop_filter.push(self.detokenizer.finish()) + self._stop_filter.finish()
+        if self.keep is not None and not self._stop_filter.stopped:  # a stop string cuts text that the ids still have
+            with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
         self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage()))
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error for whoever reads its stream."""
+        """Finish the request with an error, which its reader gets in place of a last chunk."""
         if isinstance(error, MemoryError):
             error = EngineError("There is not enough memory to go on with this request", "out_of_memory")
         self.damaged = isinstance(error, EngineError) and error.code == "model_damaged"
@@ -304,7 +306,7 @@ class Request:
         self.outbox.append(error)
 
     def report_progress(self, layers: int) -> None:
-        """Put out how far the prefill is; nothing where a request that gave way is computed again behind its text."""
+        """Emit the prefill's progress, unless a preempted request recomputes a prompt that it has begun to answer."""
         assert self.prefill is not None
         if self.wants_progress and self.sequence.generated == 0:
             done = (self.cached or 0) + self.prefill.rows // layers

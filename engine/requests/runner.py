@@ -1,4 +1,4 @@
-"""The engine's work, unit by unit: parts of prompts, steps of all that run, and who gives way when blocks run out."""
+"""Runs the scheduler's units: parts of prefills, and steps of all running requests. Preempts when blocks run out."""
 
 from __future__ import annotations
 
@@ -17,32 +17,30 @@ from engine.sampling.sample import Draw
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a sequence left in the store."""
+class StoredSequence:
+    """A released sequence that the prefix cache can find."""
 
     ids: tuple[int, ...] = ()  # of its stored tokens
     bytes: int = 0
-    salt: str = ""  # with which they are found
+    salt: str = ""  # the cache salt that it is found with
 
 
 class Runner:
-    """All requests that wait or are being computed. One thread at a time."""
+    """All queued and running requests, and the unit of work that comes next. The caller holds the engine's lock."""
 
     def __init__(self, model: Transformer, prefixes: PrefixCache, scheduler: Scheduler):
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler = scheduler
         self.requests: dict[TokenSequence, Request] = {}
-        self.newest = Held()
+        self.newest = StoredSequence()
 
     def submit(self, request: Request) -> None:
+        """Queue a request."""
         self.requests[request.sequence] = request
         self._scheduler.submit(request.sequence)
 
-    def step(self) -> None:
-        """One unit: a part of a prompt's prefill, or one more token of all that run.
-
-        An error ends the requests that the unit is about, and no other.
-        """
+    def run_unit(self) -> None:
+        """Run the next unit of work, if there is one. An error fails the requests of the unit and no other."""
         unit = self._scheduler.schedule()
         if unit is None:
             return
@@ -54,30 +52,31 @@ class Runner:
             if unit.is_prefill:
                 self._prefill(requests[0])
                 if self._scheduler.running:
-                    self._model.ops.wait()  # what a device has not done yet would count as the next step's time
+                    self._model.ops.wait()  # otherwise the device's time would be counted to the next step
             else:
                 self._step_all(requests)
         except Exception as error:
             for request in self._affected(requests, unit.is_prefill):
                 request.fail(error)
-        except BaseException:  # Ctrl-C, maybe in a thread that waits for another request and works on this one
+        except BaseException:  # Ctrl-C, maybe in a thread that waits for a request of another unit
             for request in self._affected(requests, unit.is_prefill):
                 request.finish("cancelled")
             raise
         finally:
-            self._scheduler.spent(unit, time.perf_counter() - started)
+            self._scheduler.record_time(unit, time.perf_counter() - started)
             for request in requests:
                 request.clock.lap()
             self.sweep()
 
     @staticmethod
     def _affected(requests: Sequence[Request], is_prefill: bool) -> list[Request]:
-        """Those that an error ends: who has given way before it has nothing to do with it."""
+        """Requests that an error in this unit fails. Finished and preempted ones are unaffected."""
         return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
 
     def status(self) -> Status:
-        blocks = [group.quantized for group in self._store.groups]
-        size, free, kept = (sum(getattr(group, name) for group in blocks) for name in ("size", "free", "kept"))
+        """Counts of requests, blocks and threads."""
+        allocators = [group.quantized for group in self._store.groups]
+        size, free, kept = (sum(getattr(one, name) for one in allocators) for name in ("size", "free", "kept"))
         running = self._scheduler.running
         return Status(
             running=running,
@@ -90,14 +89,14 @@ class Runner:
         )
 
     def sweep(self) -> None:
-        """Take out what is finished or cancelled; what it computed stays for a next turn."""
+        """Remove finished and cancelled requests. The prefix cache can still find their blocks."""
         for request in [request for request in self.requests.values() if request.sequence.finished]:
             self._scheduler.remove(request.sequence)
             del self.requests[request.sequence]
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Let go of the store; what is in there can be found again until its room is needed, unless it is damaged."""
+        """Abort the request's prefill and release its K/V to the prefix cache; discard them if they are damaged."""
         prefill, kv, request.prefill, request.kv = request.prefill, request.kv, None, None
         if prefill is not None:
             self._store.abort(prefill.span)
@@ -109,15 +108,15 @@ class Runner:
             self.release(request.sequence.ids, kv, request.options.cache_salt)
 
     def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
-        """Let go of a sequence whose first tokens are those of `ids`: it is the newest that can be found again."""
+        """Release a sequence, whose tokens are the first of `ids`, to the prefix cache; it becomes the newest."""
         if kv.length:
-            self.newest = Held(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
+            self.newest = StoredSequence(tuple(ids[: kv.length]), self._store.bytes_held(kv), salt)
         self._prefixes.release(kv, ids)
 
-    # -- prompts -----------------------------------------------------------------------------------------------
+    # -- prefill -----------------------------------------------------------------------------------------------
 
     def _prefill(self, request: Request) -> None:
-        """One unit of a prompt, or of what a request that gave way had computed before."""
+        """Run one unit of a prefill, or requeue the request if there is no room for it."""
         try:
             if request.kv is None:
                 request.kv = self._match_prefix(request)
@@ -136,7 +135,7 @@ class Runner:
             self._scheduler.prefilled(request.sequence)
 
     def _match_prefix(self, request: Request) -> SequenceKV:
-        """What the store has of a request's tokens. Raises OutOfBlocks."""
+        """The longest stored prefix of a request's tokens from which it can go on. Raises OutOfBlocks."""
         options = request.options
         ids = request.sequence.ids[:-1] if options.cache_prompt else ()
         kv = self._prefixes.match_prefix(ids, options.cache_salt)
@@ -146,7 +145,7 @@ class Runner:
         return self._prefixes.match_prefix(ids[: request.cached], options.cache_salt)
 
     def _begin(self, request: Request) -> Prefill:
-        """The next tokens of a request on their way. Raises OutOfBlocks."""
+        """Open the request's next span and return its prefill. Raises OutOfBlocks."""
         assert request.kv is not None
         start = request.kv.length
         stop = request.span_end(start, self._store.shape.block_size)
@@ -154,13 +153,13 @@ class Runner:
         return Prefill(span, self._model.forward_units([span], request.sequence.ids[start:stop], outputs=1))
 
     def _advance(self, request: Request, prefill: Prefill) -> None:
-        """One unit of a walk; behind the last one of a prompt comes its first token."""
+        """Run one unit of a prefill. After the last unit, commit its span and take the first token."""
         layers = self._model.config.layers
         try:
             prefill.rows += next(prefill.units)
             request.report_progress(layers)
             if prefill.rows == prefill.span.count * layers:
-                next(prefill.units)  # nothing is left but the result
+                next(prefill.units)  # returns the hidden states, as StopIteration's value
         except StopIteration as end:
             self._store.commit(prefill.span)
             self._prefixes.insert(prefill.span.sequence, request.sequence.ids)
@@ -178,7 +177,7 @@ class Runner:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def _step_all(self, requests: Sequence[Request]) -> None:
-        """One more token of every request, oldest first: the newest token of each is fed."""
+        """Run a step: feed the newest token of each request, oldest request first, and take the next one."""
         spans: dict[Request, Span] = {}
         draws: list[Draw] = []
         for request in requests:
@@ -187,7 +186,7 @@ class Runner:
                 continue
             try:
                 draws.append(request.draw())
-            except Exception as error:  # of its constraint
+            except Exception as error:  # from the request's constraint
                 self._store.abort(span)
                 request.fail(error)
                 continue
@@ -208,7 +207,10 @@ class Runner:
             request.take(damaged.get(number, token))
 
     def _open_step(self, request: Request) -> Span | None:
-        """Room for one more token; None where there is none, or where the request is preempted."""
+        """A span of one token, for which younger requests may be preempted.
+
+        None if the request was preempted itself, or finishes because it runs alone and there is no room.
+        """
         while request.kv is not None:
             try:
                 return self._store.open_step(request.kv)

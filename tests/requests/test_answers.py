@@ -59,11 +59,11 @@ def test_ids_that_come_with_a_message_stand(tiny: Engine, letters: SamplingParam
 def test_an_answer_stands_in_for_no_other(tiny: Engine, letters: SamplingParams) -> None:
     """The same text behind another question, or from somebody else's mouth, is cut as the tokenizer cuts it."""
     answer = tiny.chat([USER], letters)
-    recalled = tiny._answers.recalled
+    with_ids = tiny._answers.with_ids
     for messages in ([AGAIN, said(answer.text)], [USER, {"role": "user", "content": answer.text}]):
-        assert recalled(messages) == messages
-    assert recalled([USER, said(answer.text + ".")])[1] == said(answer.text + ".")
-    assert recalled([USER, said(answer.text)])[1] == said(answer.text, token_ids=answer.token_ids)
+        assert with_ids(messages) == messages
+    assert with_ids([USER, said(answer.text + ".")])[1] == said(answer.text + ".")
+    assert with_ids([USER, said(answer.text)])[1] == said(answer.text, token_ids=answer.token_ids)
 
 
 def test_messages_that_change_afterwards_change_nothing(tiny: Engine, letters: SamplingParams) -> None:
@@ -72,7 +72,7 @@ def test_messages_that_change_afterwards_change_nothing(tiny: Engine, letters: S
     text = next(chunks).text
     messages[0]["content"] = "something else"
     text += "".join(chunk.text for chunk in chunks)
-    assert "token_ids" in tiny._answers.recalled([USER, said(text)])[1]
+    assert "token_ids" in tiny._answers.with_ids([USER, said(text)])[1]
 
 
 def test_what_is_not_the_text_alone_is_not_kept(tiny: Engine, letters: SamplingParams) -> None:
@@ -85,18 +85,18 @@ def test_what_is_not_the_text_alone_is_not_kept(tiny: Engine, letters: SamplingP
     assert ended.token_ids == (EOS[0],) * 4
     for answer in (cut, ended):
         messages = [USER, said(answer.text)]
-        assert tiny._answers.recalled(messages) == messages
+        assert tiny._answers.with_ids(messages) == messages
 
 
 def test_an_engine_that_keeps_nothing_remembers_no_answers(tiny_path, letters: SamplingParams) -> None:
     with Engine.load(tiny_path, device="cpu", cache_type="f16", kept_sequences=0) as engine:
         messages = [USER, said(engine.chat([USER], letters).text)]
-        assert engine._answers.recalled(messages) == messages
+        assert engine._answers.with_ids(messages) == messages
 
 
 @pytest.mark.parametrize("messages", [[USER, 7], [USER, {"role": "user"}], [USER, said("x") | {"content": None}]])
 def test_malformed_messages_are_left_to_who_refuses_them(tiny: Engine, messages) -> None:
-    assert tiny._answers.recalled(messages) is messages
+    assert tiny._answers.with_ids(messages) is messages
 
 
 def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
@@ -105,7 +105,7 @@ def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
     questions = [[{"role": "user", "content": str(i)}] for i in range(3)]
 
     def known() -> list[bool]:
-        return ["token_ids" in answers.recalled([*question, said("a")])[1] for question in questions]
+        return ["token_ids" in answers.with_ids([*question, said("a")])[1] for question in questions]
 
     def answer(question: list[dict]) -> None:
         answers.keep(answers.question(question), tiny.tokenize("a"))
@@ -115,7 +115,7 @@ def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
     assert known() == [True, True, False]
     answer(questions[1])  # once more: it takes no more room
     assert known() == [True, True, False]
-    answers.recalled([*questions[0], said("a")])  # asked for again: it is question 1's turn to go
+    answers.with_ids([*questions[0], said("a")])  # asked for again: it is question 1's turn to go
     answer(questions[2])
     assert known() == [True, False, True]
 
@@ -131,7 +131,7 @@ def test_a_saved_conversation_is_found_by_its_text_after_a_restart(
     count = tiny.save_session(tmp_path / "talk", prompt=messages[:2])
     assert count == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
     with load_tiny(tiny_path, **PLAIN) as restarted:
-        assert "token_ids" not in restarted._answers.recalled(messages)[1]
+        assert "token_ids" not in restarted._answers.with_ids(messages)[1]
         session = restarted.load_session(tmp_path / "talk")
         assert len(session.token_ids) == count
         after = next_turn(restarted, said(answer.text))
@@ -143,4 +143,4 @@ def test_a_session_brings_no_control_tokens_and_no_unknown_ones(tiny: Engine) ->
     _, key = _keys([USER, said("x")])
     for ids in ((EOS[0],), (tiny.model.tokenizer.vocab_size,), (-1,)):
         tiny._answers.restore([(key.hex(), ids)])
-        assert tiny._answers.recalled([USER, said("x")]) == [USER, said("x")]
+        assert tiny._answers.with_ids([USER, said("x")]) == [USER, said("x")]

@@ -39,7 +39,7 @@ def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, floa
         assert unit is not None
         if unit.is_prefill:
             scheduler.admit(prompt)
-        scheduler.spent(unit, seconds[unit.is_prefill])
+        scheduler.record_time(unit, seconds[unit.is_prefill])
         kinds.append(unit.is_prefill)
     return kinds
 
@@ -76,10 +76,10 @@ def test_a_step_that_fills_a_block_does_not_wait_for_a_prompt_as_well() -> None:
         unit = scheduler.schedule()
         assert unit is not None
         if unit.is_prefill:
-            scheduler.spent(unit, 0.25)
+            scheduler.record_time(unit, 0.25)
         else:
             assert unit.fills_a_block == (len(answering.ids) % 16 == 0)
-            scheduler.spent(unit, 10 if unit.fills_a_block else 1)
+            scheduler.record_time(unit, 10 if unit.fills_a_block else 1)
             answering.ids.append(1)
         seen.append(unit)
     filling = [number for number, unit in enumerate(seen) if unit.fills_a_block]
@@ -99,7 +99,7 @@ def test_behind_a_step_that_is_slow_for_once_comes_another_step() -> None:
     while True:
         unit = scheduler.schedule()
         assert unit is not None
-        scheduler.spent(unit, 0.25 if unit.is_prefill else 100)
+        scheduler.record_time(unit, 0.25 if unit.is_prefill else 100)
         if not unit.is_prefill:
             break
     kinds = shared(scheduler, new, {True: 0.25, False: 1}, 200)
@@ -115,7 +115,7 @@ def test_no_time_is_saved_up_while_there_is_nothing_to_share() -> None:
         unit = scheduler.schedule()
         assert unit is not None
         assert not unit.is_prefill
-        scheduler.spent(unit, 1)
+        scheduler.record_time(unit, 1)
     (new,) = sequences(1)
     scheduler.submit(new)
     # A prompt that comes late gets as much as one step has taken, not as much as all of them.
@@ -241,7 +241,7 @@ def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
         elif unit is not None:
             step(unit)
         if unit is not None:
-            scheduler.spent(unit, 1)
+            scheduler.record_time(unit, 1)
         time += 1
         assert time < budget, "somebody starves"
     assert allocator.free == allocator.size
@@ -262,11 +262,11 @@ def test_a_prompt_delays_steps_by_its_share_and_one_unit_at_most(
         assert unit is not None
         if unit.is_prefill:
             scheduler.admit(unit.sequences[0])
-            scheduler.spent(unit, prefill)
+            scheduler.record_time(unit, prefill)
             delay, longest = delay + prefill, max(longest, prefill)
             assert delay <= allowed + longest + 1e-9
         else:
-            scheduler.spent(unit, step)
+            scheduler.record_time(unit, step)
             steps.append(step)
             usual = median(steps[-8:])
             room = 1.5 * usual * share / (1 - share) - max(0.0, step - usual)
