@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine import Engine, SamplingParams
 from engine.chat.console import Console
-from engine.chat.session import Session
+from engine.chat.session import ChatSession
 from engine.requests.request import prompt_ids
 from tests.server.http_server import serving
 from tests.tiny import VOCABULARY, assert_idle, make_model
@@ -92,7 +92,7 @@ def test_engine(engine: Engine, params: SamplingParams) -> None:
 
 
 def test_chat(engine: Engine, params: SamplingParams) -> None:
-    session = Session(engine, params, Console())
+    session = ChatSession(engine, params, Console())
     answer = session.send(QUESTION)
     usage = session.send(AGAIN).usage
     assert usage is not None
