@@ -1,19 +1,35 @@
-"""Encoding well: codes and norms are chosen by what their errors cost, not by distance. Decoding knows nothing of it.
+"""Encode blocks with an error metric: codes and norms are chosen by what their errors cost. Decoding does not change.
 
-A codec with a table (`Codec.rounding`) leaves two choices open: the point that each pair of values takes, and the norm
-of the vector. Plain encoding takes the nearest points and the norm n = rms(x). Here, for a vector x with n·y for x:
+A codec with a table (`Codec.rounding`) leaves two choices to the encoder: the point of each pair of values, and the
+norm of the vector. `Codec.encode` takes the nearest points and the norm n = rms(x). Here x, read back as n·y, gets
 
-* Feedback rounding. The error e = x − n·y costs e·M·eᵀ, and block LDL makes that a sum of squares of e_j + F_j·e_{<j},
-  each in the measure of a block of its own. So pair j takes the point nearest to (x_j + F_j·e_{<j}) / n.
-* Paths (`PathRounding`): the one with the least sum of those squares, each survivor with its own e_{<j}.
-* Feedback along tokens, for values. Tokens t next to each other share attention, and their errors meet in one sum:
-  x_t + Σ_{i<t} B_ti·e_i is encoded in place of x_t, and e_{<j} above are errors against that. Paths are searched for a
-  quarter of the tokens at once, every fourth, which costs a tenth of what this gains.
-* Norms. A value's makes the cost least. A key's is tilted: queries that attend to a key lean towards it, to the mean
-  w = μ + x·(Σ − μᵀμ) / √D, where Σ and μ are second moment and mean of all queries; e·(Σ + wᵀw)·eᵀ is made least.
+* Error feedback. The error e = x − n·y costs e·M·eᵀ. Block LDL of M turns this into a sum over pairs: squares of
+  e_j + F_j·e_{<j}, each in a metric of its own. So pair j takes the point nearest to (x_j + F_j·e_{<j}) / n.
+* A path search (`PathRounding`). It returns the path with the least sum of those squares; each survivor has its own
+  e_{<j}.
+* Error feedback along tokens, for values. Attention weights of neighbouring tokens are correlated, and their errors add
+  up in one sum. So token t encodes the target x_t + Σ_{i<t} B_ti·e_i, and e_{<j} above are errors against that target.
+  A path search rounds every fourth token together, in four rounds; that gives up a tenth of what this feedback gains.
+* A norm. A value's norm minimizes the cost. A key's norm is tilted: queries that attend to a key lean towards it, to
+  the mean w = μ + x·(Σ − μᵀμ) / √D, where Σ and μ are the second moment and the mean of all queries, and the norm
+  minimizes e·(Σ + wᵀw)·eᵀ.
 
-Source of feedback rounding: LDLQ in Chee et al., "QuIP: 2-Bit Quantization of Large Language Models with Guarantees",
-2023, §3; here in pairs, with the queries or the output projection in place of the inputs of a layer.
+Example with two pairs: M = [[I, .9·I], [.9·I, I]] has F_1 = .9·I. The vector x = (.4, 0 | .3, 0) has n = .25, and a
+table with the coordinates 0 and ±4, scaled by n, offers 0 and ±1. Pair 0 takes (0, 0), so e_0 = (.4, 0). Pair 1 aims at
+.3 + .9·.4 = .66 and takes (1, 0), although (0, 0) is nearer to .3. The errors cost .146 instead of .466:
+
+>>> M = np.kron([[1, .9], [.9, 1]], np.eye(2))
+>>> for points in (0, 0, 1, 0), (0, 0, 0, 0):
+...     e = np.array([.4, 0, .3, 0]) - points
+...     print(f"{e @ M @ e:.3f}")
+0.146
+0.466
+
+The norm of least cost is then .66·n, and the error costs .030.
+
+Source of error feedback: LDLQ in Chee et al., "QuIP: 2-Bit Quantization of Large Language Models with Guarantees",
+2023, §3, which equals GPTQ (Frantar et al., 2022); here in pairs, with the queries or the output projection in place of
+the inputs of a layer.
 Letters: K KV heads, B blocks, N tokens in a block, D head dim, P = D / width pairs (or single values).
 """
 
@@ -28,106 +44,108 @@ from engine.codecs import Codec, PathRounding, Rounding
 from engine.codecs._arrays import checked
 from engine.quantization.metric import Metric
 
-TILT_RANGE = 0.8, 1.25  # how far a norm may tilt from that of least squares
+TILT_RANGE = 0.8, 1.25  # of a tilted norm over the norm of least squares
 
-LARGEST = 1e5  # half precision ends sooner; fourth powers, times a metric, still fit float32
+LARGEST = 1e5  # values are clipped to this: beyond half precision, and fourth powers times a metric fit float32
 
-_SLAB = 1 << 19  # values that are rounded together: enough to hide the cost of a step, few enough for the cache
+_SLAB = 1 << 19  # values rounded together: enough to hide the cost of a NumPy call, few enough for the cache
 
 
-def encode_well(codec: Codec, x: np.ndarray, metric: Metric | None) -> dict[str, np.ndarray]:
+def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> dict[str, np.ndarray]:
     """x (K, B, N, D) float32, conditioned and rotated → the codec's fields, (K, B, *shape).
 
-    Plain `codec.encode` without a metric, or where the codec has no table. Raises ValueError on NaN or infinity.
+    This is `codec.encode` if there is no metric or the codec has no table. Raises ValueError on NaN or infinity.
 
-    The same x has the same codes each time. A block alone has the codes that it has among others, except where tokens
-    are fed back or paths searched: there the sums of matrix products may differ in their last bits, and so a code at
-    the edge of a cell.
+    Equal x give equal codes. A block gives the same codes alone as among others, except with feedback along tokens or a
+    path search: there the sums of matrix products may differ in their last bits, and with them a code at the edge of a
+    cell.
     """
     rounding = codec.rounding
     if metric is None or rounding is None or x.size == 0:
         return codec.encode(x)
     x = np.ascontiguousarray(np.clip(checked(x, codec.name), -LARGEST, LARGEST))
-    parts = []
+    encoded = []
     step = max(1, _SLAB // (x.size // x.shape[1]))
     for start in range(0, x.shape[1], step):
-        laid = _lay(x[:, start : start + step], metric.token_feedback)
+        rows = _by_round(x[:, start : start + step], metric.token_feedback)
         if isinstance(rounding, PathRounding):
-            rounded = _search(rounding, laid, metric)
+            rounded = _search(rounding, rows, metric)
         else:
-            rounded = _round(rounding, laid, metric)
-        norms = _fitted(rounded, metric) if metric.tilt_second is None else _tilted(rounded, metric)
+            rounded = _round(rounding, rows, metric)
+        norms = _fitted_norms(rounded, metric) if metric.tilt_second is None else _tilted_norms(rounded, metric)
         both = rounded.codes.swapaxes(3, 4), norms[..., None]
-        parts.append([_unlay(part, metric.token_feedback) for part in both])
-    codes, norms = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
-    return rounding.assemble(codes, np.maximum(norms[..., 0], 0))  # negative where feedback turned a vector around
+        encoded.append([_by_block(rows, metric.token_feedback) for rows in both])
+    codes, norms = (np.concatenate(slabs, axis=1) for slabs in zip(*encoded, strict=True))
+    return rounding.assemble(codes, np.maximum(norms[..., 0], 0))  # negative where feedback reversed a vector
 
 
-def _lay(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
-    """x (K, B, N, D) → (K, G, T, R, D): T turns of tokens that wait for each other, and R tokens that do not.
+def _by_round(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
+    """x (K, B, N, D) → (K, G, T, R, D): T rounds, each of which needs the errors of those before, of R tokens each.
 
-    With feedback along tokens (G, R) is (1, N/T · B). Without it no token waits, (G, T, R) is (B, 1, N), and the matrix
-    products of a block have the same shape whatever B is.
+    With feedback along tokens (G, R) is (1, N/T · B). Without it (G, T, R) is (B, 1, N): the matrix products of a block
+    have the same shape for any B.
     """
     if token_feedback is None:
         return x[:, :, None]
     heads, blocks, _, dim = x.shape
-    _, turns, together, _ = token_feedback.shape
-    by_turn = x.reshape(heads, blocks, together, turns, dim).transpose(0, 3, 2, 1, 4)
-    return by_turn.reshape(heads, 1, turns, together * blocks, dim)
+    _, rounds, together, _ = token_feedback.shape
+    by_round = x.reshape(heads, blocks, together, rounds, dim).transpose(0, 3, 2, 1, 4)
+    return by_round.reshape(heads, 1, rounds, together * blocks, dim)
 
 
-def _unlay(laid: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
-    """The inverse of `_lay`."""
+def _by_block(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:
+    """The inverse of `_by_round`: (K, G, T, R, D) → (K, B, N, D)."""
     if token_feedback is None:
-        return laid[:, :, 0]
-    heads, _, _, rows, dim = laid.shape
-    _, turns, together, _ = token_feedback.shape
-    by_turn = laid.reshape(heads, turns, together, rows // together, dim).transpose(0, 3, 2, 1, 4)
-    return by_turn.reshape(heads, rows // together, turns * together, dim)
+        return x[:, :, 0]
+    heads, _, _, rows, dim = x.shape
+    _, rounds, together, _ = token_feedback.shape
+    by_round = x.reshape(heads, rounds, together, rows // together, dim).transpose(0, 3, 2, 1, 4)
+    return by_round.reshape(heads, rows // together, rounds * together, dim)
 
 
 class _Rounded(NamedTuple):
-    """Vectors and what they were rounded to."""
+    """Vectors, and the codes they were rounded to with the norm rms(x)."""
 
     x: np.ndarray  # (K, G, T, D, R)
-    target: np.ndarray  # (K, G, T, D, R): x and what other tokens fed back
+    target: np.ndarray  # (K, G, T, D, R): x plus the feedback from other tokens
     errors: np.ndarray  # (K, G, T, D, R): x − norm · point
     codes: np.ndarray  # (K, G, T, P, R)
     norms: np.ndarray  # (K, G, T, R)
 
     @property
-    def read(self) -> np.ndarray:
-        """norm · point, (K, G, T, D, R): what would be read back with these norms."""
+    def decoded(self) -> np.ndarray:
+        """norm · point, (K, G, T, D, R)."""
         return self.x - self.errors
 
 
 def _search(rounding: PathRounding, x: np.ndarray, metric: Metric) -> _Rounded:
-    """Round x (K, G, T, R, D), turn by turn, to the best paths."""
-    heads, groups, turns, rows, dim = x.shape
+    """Round x (K, G, T, R, D) to the best paths, one round of tokens after another."""
+    heads, groups, rounds, rows, dim = x.shape
     norms = np.sqrt(np.square(x).mean(axis=-1))
     inverse = _inverse(norms)
     target, errors, codes = x.copy(), np.empty_like(x), []
-    for turn in range(turns):
-        if turn and metric.token_feedback is not None:
-            size = metric.token_feedback.shape[2] * turn
-            before = errors[:, :, :turn].reshape(heads, groups, size, -1)  # (K, 1, tokens, B·D)
-            made_up = metric.token_feedback[:, None, turn, :, :size] @ before
-            target[:, :, turn] += made_up.reshape(heads, groups, rows, dim)
-        unit = target[:, :, turn] * inverse[:, :, turn, :, None]
+    for number in range(rounds):
+        if number and metric.token_feedback is not None:
+            size = metric.token_feedback.shape[2] * number
+            before = errors[:, :, :number].reshape(heads, groups, size, -1)  # (K, 1, tokens, B·D)
+            correction = metric.token_feedback[:, None, number, :, :size] @ before
+            target[:, :, number] += correction.reshape(heads, groups, rows, dim)
+        unit = target[:, :, number] * inverse[:, :, number, :, None]
         unit = unit.reshape(heads, -1, dim)
         code, points = rounding.best_path(unit, metric.feedback, metric.weights, metric.survivors)
         codes.append(code.reshape(heads, groups, rows, -1))
-        errors[:, :, turn] = x[:, :, turn] - points.reshape(heads, groups, rows, dim) * norms[:, :, turn, :, None]
+        decoded = points.reshape(heads, groups, rows, dim) * norms[:, :, number, :, None]
+        errors[:, :, number] = x[:, :, number] - decoded
     by_row = x, target, errors, np.stack(codes, axis=2)
-    return _Rounded._make([*(part.swapaxes(3, 4) for part in by_row), norms])
+    return _Rounded._make([*(array.swapaxes(3, 4) for array in by_row), norms])
 
 
 def _round(rounding: Rounding, x: np.ndarray, metric: Metric) -> _Rounded:
-    """Round x (K, G, T, R, D), a token in a turn, with feedback between pairs and between tokens.
+    """Round x (K, G, T, R, D), one token a round, with error feedback between pairs and between tokens.
 
-    Pair j of token t waits for the pairs before it, and for pair j of the tokens before. All pairs with the same t + j
-    can be rounded together, which makes T + P − 1 steps. Inside, the last token comes first: `_fronts` says why.
+    Pair j of token t needs the errors of the pairs before it, and those of pair j of the tokens before. So all pairs
+    with the same t + j form a wavefront and are rounded together, in T + P − 1 steps. The token axis is reversed
+    inside, so that slices select a wavefront.
     """
     x = np.ascontiguousarray(x[:, :, ::-1].swapaxes(3, 4))  # (K, G, T, D, R)
     heads, groups, tokens, dim, rows = x.shape
@@ -135,37 +153,39 @@ def _round(rounding: Rounding, x: np.ndarray, metric: Metric) -> _Rounded:
     pairs = dim // width
     norms = np.sqrt(np.square(x).mean(axis=-2))
     inverse = _inverse(norms)
-    target, errors, between_tokens = x, np.zeros_like(x), None  # errors of what has not been rounded yet: 0
-    strays = errors  # against the target
+    target, errors, token_feedback = x, np.zeros_like(x), None  # errors of pairs not rounded yet are 0
+    target_errors = errors
     if metric.token_feedback is not None:
-        target, strays = x.copy(), errors.copy()
-        between_tokens = np.ascontiguousarray(metric.token_feedback[:, None, ::-1, 0, ::-1])
+        target, target_errors = x.copy(), errors.copy()
+        token_feedback = np.ascontiguousarray(metric.token_feedback[:, None, ::-1, 0, ::-1])
     codes = np.empty((heads, groups, tokens * pairs, rows), rounding.nearest(np.zeros((1, width), np.float32))[0].dtype)
     cells = heads, groups, tokens * pairs, width, rows
-    x_cells, target_cells, error_cells, stray_cells = (part.reshape(cells) for part in (x, target, errors, strays))
+    x_cells, target_cells, error_cells, target_error_cells = (
+        array.reshape(cells) for array in (x, target, errors, target_errors)
+    )
     errors_by_pair = errors.reshape(heads, groups, tokens, pairs, width * rows).swapaxes(2, 3)
-    rows_of_f = metric.feedback.reshape(heads, 1, pairs, width, dim)
-    for front in _fronts(tokens, pairs):
+    pair_feedback = metric.feedback.reshape(heads, 1, pairs, width, dim)
+    for front in _wavefronts(tokens, pairs):
         earlier = slice(front.tokens.start + 1, tokens)
-        if between_tokens is not None and earlier.start < tokens:
-            made_up = between_tokens[:, :, front.tokens, None, earlier] @ errors_by_pair[:, :, front.pairs, earlier]
-            target_cells[:, :, front.cells] += made_up.reshape(heads, groups, -1, width, rows)
+        if token_feedback is not None and earlier.start < tokens:
+            correction = token_feedback[:, :, front.tokens, None, earlier] @ errors_by_pair[:, :, front.pairs, earlier]
+            target_cells[:, :, front.cells] += correction.reshape(heads, groups, -1, width, rows)
         aim = target_cells[:, :, front.cells]  # (K, G, C, width, R)
         before = (front.pairs.stop - 1) * width
         if before:
-            aim = aim + rows_of_f[:, :, front.pairs, :, :before] @ strays[:, :, front.tokens, :before]
+            aim = aim + pair_feedback[:, :, front.pairs, :, :before] @ target_errors[:, :, front.tokens, :before]
         scaled = (aim * inverse[:, :, front.tokens, None]).swapaxes(3, 4)
         code, points = rounding.nearest(scaled.reshape(-1, width))
         codes[:, :, front.cells] = code.reshape(scaled.shape[:-1])
-        taken = points.reshape(scaled.shape).swapaxes(3, 4) * norms[:, :, front.tokens, None]
-        error_cells[:, :, front.cells] = x_cells[:, :, front.cells] - taken
-        if strays is not errors:
-            stray_cells[:, :, front.cells] = target_cells[:, :, front.cells] - taken
-    parts = x, target, errors, codes.reshape(heads, groups, tokens, pairs, rows), norms
-    return _Rounded._make(part[:, :, ::-1] for part in parts)
+        decoded = points.reshape(scaled.shape).swapaxes(3, 4) * norms[:, :, front.tokens, None]
+        error_cells[:, :, front.cells] = x_cells[:, :, front.cells] - decoded
+        if target_errors is not errors:
+            target_error_cells[:, :, front.cells] = target_cells[:, :, front.cells] - decoded
+    arrays = x, target, errors, codes.reshape(heads, groups, tokens, pairs, rows), norms
+    return _Rounded._make(array[:, :, ::-1] for array in arrays)
 
 
-class _Front(NamedTuple):
+class _Wavefront(NamedTuple):
     """Cells (token, pair) of a diagonal, by ascending pair."""
 
     pairs: slice
@@ -173,11 +193,11 @@ class _Front(NamedTuple):
     cells: slice  # of the flat axis token · P + pair
 
 
-def _fronts(tokens: int, pairs: int) -> Iterator[_Front]:
+def _wavefronts(tokens: int, pairs: int) -> Iterator[_Wavefront]:
     """The diagonals of a (tokens, pairs) array from the lower left to the upper right."""
-    for top in range(tokens - 1, -pairs, -1):  # the token of pair 0, were it in the array
+    for top in range(tokens - 1, -pairs, -1):  # the token of pair 0, which may lie outside the array
         first, stop = max(0, -top), min(pairs, tokens - top)
-        yield _Front(
+        yield _Wavefront(
             slice(first, stop),
             slice(top + first, top + stop),
             slice((top + first) * pairs + first, (top + stop - 1) * pairs + stop, pairs + 1),
@@ -185,38 +205,39 @@ def _fronts(tokens: int, pairs: int) -> Iterator[_Front]:
 
 
 def _inverse(norms: np.ndarray) -> np.ndarray:
+    """1 / norms, and 0 where a norm is 0."""
     return np.divide(1, norms, out=np.zeros_like(norms), where=norms > 0)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a, b (..., D, R) → (..., R)."""
+    """Products of columns: a, b (..., D, R) → (..., R)."""
     return np.einsum("...dr,...dr->...r", a, b)
 
 
-def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """above / below, and 1 for vectors without length."""
-    return np.divide(above, below, out=np.ones_like(above), where=below > 0)
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """numerator / denominator, and 1 where the denominator is 0."""
+    return np.divide(numerator, denominator, out=np.ones_like(numerator), where=denominator > 0)
 
 
-def _fitted(rounded: _Rounded, metric: Metric) -> np.ndarray:
-    """Norms (K, G, T, R) of least cost; what tokens feed back is part of the target."""
-    read = rounded.read
-    weighted = metric.matrix[:, None, None] @ read
-    return _ratio(_dot(rounded.target, weighted), _dot(read, weighted)) * rounded.norms
+def _fitted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
+    """Norms (K, G, T, R) that minimize the cost of errors against the target."""
+    decoded = rounded.decoded
+    weighted = metric.matrix[:, None, None] @ decoded
+    return _ratio(_dot(rounded.target, weighted), _dot(decoded, weighted)) * rounded.norms
 
 
-def _tilted(rounded: _Rounded, metric: Metric) -> np.ndarray:
-    """Norms (K, G, T, R) of least cost to the queries that attend to each key."""
+def _tilted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
+    """Norms (K, G, T, R) that minimize the cost for the queries that attend to each key."""
     assert metric.tilt_second is not None
     assert metric.tilt_mean is not None
-    x, read = rounded.x, rounded.read
+    x, decoded = rounded.x, rounded.decoded
     mean = metric.tilt_mean[:, None, None, :, None]
     second = metric.tilt_second[:, None, None]
     lean = (second - mean * mean.swapaxes(3, 4)) @ x  # (K, G, T, D, R)
     lean /= np.float32(np.sqrt(x.shape[3]))
     lean += mean
-    lean_x, lean_read, weighted = _dot(x, lean), _dot(read, lean), second @ read
-    tilted = _ratio(_dot(x, weighted) + lean_x * lean_read, _dot(read, weighted) + np.square(lean_read))
-    plain = _ratio(_dot(x, read), _dot(read, read))
+    lean_x, lean_decoded, weighted = _dot(x, lean), _dot(decoded, lean), second @ decoded
+    tilted = _ratio(_dot(x, weighted) + lean_x * lean_decoded, _dot(decoded, weighted) + np.square(lean_decoded))
+    plain = _ratio(_dot(x, decoded), _dot(decoded, decoded))
     low, high = TILT_RANGE
     return np.clip(tilted, low * plain, high * plain) * rounded.norms

@@ -1,7 +1,7 @@
-"""What one layer's queries and keys look like, which decides how its cache is smoothed and encoded.
+"""Statistics of one layer's queries and keys, from which its smoothing and its error metrics are computed.
 
-Letters: T tokens, H query heads, K KV heads, G = H / K, D head dim, N block size. Queries and keys are those that
-attention multiplies: after RoPE, before smoothing and rotation, the softmax scale not applied.
+Letters: T tokens, H query heads, K KV heads, G = H / K, D head dim, N block size. Queries and keys are taken after
+RoPE, before smoothing and rotation, without the softmax scale.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Keys take more of the smoothing than queries: by the square roots of both, KL is about 15 % larger.
+# Keys have the larger exponent: with the square roots of both, KL divergence is about 15 % larger.
 _KEY_EXPONENT = 0.75
 _QUERY_EXPONENT = 0.25
 
-# A channel that hardly moves is smoothed as if it had this share of its head's mean variance.
+# The least variance of a channel in smoothing, as a share of its head's mean variance.
 _LEAST_VARIANCE = 1e-8
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """All arrays float32. An attention weight is w_i = Σ_t p_it (1 − p_it) over the keys t behind the first block:
-    how much the attention of query i answers to errors of keys. Query statistics of a KV head are means over the
-    query heads that read it.
+    """All arrays float32. "Weighted by attention" gives query i the weight w_i = Σ_t p_it (1 − p_it) over the keys t
+    after the first block: the sensitivity of its attention to errors of keys. Query statistics of a KV head are means
+    over the query heads that read it.
     """
 
-    key_variance: np.ndarray  # (K, D) of keys around the mean of their block, first block left out
+    key_variance: np.ndarray  # (K, D) of keys around the mean of their block, without the first block
     query_second: np.ndarray  # (K, D, D) E[qᵀq], weighted by attention
-    query_mean: np.ndarray  # (K, D) E[q], weighted alike
-    query_variance: np.ndarray  # (K, D) E[q²], all queries alike
+    query_mean: np.ndarray  # (K, D) E[q], weighted by attention
+    query_variance: np.ndarray  # (K, D) E[q²], unweighted
     token_correlation: np.ndarray  # (N,) E[p_t p_{t+lag}] inside blocks, over its value at lag 0; mean over heads
 
 
 def neutral(kv_heads: int, head_dim: int, block_size: int) -> LayerStatistics:
-    """What is assumed of a layer that nothing is known of: every channel alike, every token on its own."""
+    """Statistics without calibration: all channels have variance 1 and are uncorrelated, and so are tokens."""
     ones = np.ones((kv_heads, head_dim), np.float32)
     return LayerStatistics(
         key_variance=ones,
@@ -47,7 +47,7 @@ def neutral(kv_heads: int, head_dim: int, block_size: int) -> LayerStatistics:
 
 
 class Head(NamedTuple):
-    """What one query head contributes, float64."""
+    """Statistics of one query head, float64."""
 
     second: np.ndarray  # (D, D) Σ w qᵀq / Σ w
     mean: np.ndarray  # (D,) Σ w q / Σ w
@@ -60,20 +60,20 @@ def measure(
     scale: float,
     window: int | None,
     block_size: int,
-    each: Callable[[Callable[[int], Head], int], list[Head]],
+    parallel_map: Callable[[Callable[[int], Head], int], list[Head]],
 ) -> LayerStatistics:
     """Statistics of q (T, H, D) and k (K, T, D) float32 under causal attention, in a sliding window where there is one.
 
-    `each(work, count)` is [work(0), …, work(count − 1)], as of the ops. Probabilities are float32, O(T²) memory for
-    each head in work; sums over tokens are float64. Only whole blocks count where blocks are meant. FLOPs:
-    O(H·T²·(D + N)). Raises ValueError on fewer tokens than two blocks have.
+    `parallel_map(work, count)` returns [work(0), …, work(count − 1)], as `Ops.parallel_map` does. Statistics of blocks
+    skip an incomplete last block. Attention is float32 and takes O(T²) memory for each head in work; sums over tokens
+    are float64. FLOPs: O(H·T²·(D + N)). Raises ValueError if there are fewer tokens than in two blocks.
     """
     kv_heads, count, dim = k.shape
     heads = q.shape[1]
     if count < 2 * block_size:
         raise ValueError(f"{count} tokens are fewer than two blocks of {block_size}.")
     hidden, group = _hidden(count, window), heads // kv_heads
-    measured = each(lambda h: _measure_head(q[:, h], k[h // group], scale, hidden, block_size), heads)
+    measured = parallel_map(lambda h: _measure_head(q[:, h], k[h // group], scale, hidden, block_size), heads)
     by_kv_head = [measured[first : first + group] for first in range(0, heads, group)]
     q_squares = np.square(q, dtype=np.float64).reshape(count, kv_heads, group, dim)
     return LayerStatistics(
@@ -86,7 +86,7 @@ def measure(
 
 
 def smoothing(statistics: LayerStatistics) -> np.ndarray:
-    """s (K, D) float32: keys are stored as k / s and asked with s ∘ q, which changes no product.
+    """s (K, D) float32: keys are stored as k / s and queries multiplied by s, which leaves q·k unchanged.
 
     s = σ_k^¾ / σ_q^¼, equal for the two channels of a RoPE pair (j, j + D/2); geometric mean 1 for each head.
     """
@@ -104,17 +104,17 @@ def _pair_variance(variance: np.ndarray) -> np.ndarray:
 
 
 def _measure_head(q: np.ndarray, k: np.ndarray, scale: float, hidden: np.ndarray, block_size: int) -> Head:
-    """q, k (T, D) float32, hidden (T, T) bool."""
+    """Statistics of one head: q, k (T, D) float32, hidden (T, T) bool."""
     p = (q * np.float32(scale)) @ k.T
     np.copyto(p, -np.inf, where=hidden)
     p -= p.max(axis=1, keepdims=True)
     np.exp(p, out=p)
     p /= p.sum(axis=1, keepdims=True)
-    p[:, :block_size] = 0  # the first block is exact: no error enters through it
+    p[:, :block_size] = 0  # the first block stays in full precision: its keys have no errors
 
     weights = np.einsum("it,it->i", p, 1 - p).astype(np.float64)
     total = weights.sum()
-    if total == 0:  # a head that attends to the first block alone
+    if total == 0:  # a head that attends only to the first block
         weights[:] = 1
         total = len(weights)
     q = q.astype(np.float64)
@@ -128,7 +128,7 @@ def _measure_head(q: np.ndarray, k: np.ndarray, scale: float, hidden: np.ndarray
 
 
 def _hidden(count: int, window: int | None) -> np.ndarray:
-    """(T, T) bool: which keys (columns) a query (row) does not see."""
+    """(T, T) bool: True where a query (row) does not attend to a key (column)."""
     behind = np.arange(count)[:, None] - np.arange(count)
     return behind < 0 if window is None else (behind < 0) | (behind >= window)
 
@@ -144,12 +144,12 @@ def _block_variance(k: np.ndarray, block_size: int) -> np.ndarray:
 def _by_lag(products: np.ndarray) -> np.ndarray:
     """(N, N) → (N,) float32: the mean of each diagonal, from the main one up, over that of the main one.
 
-    Where few tokens have all the attention, such means need not be the correlation of anything: then all lags but 0
-    shrink until the Toeplitz matrix of the result has no negative eigenvalue.
+    If few tokens have most of the attention, the Toeplitz matrix of these means may have negative eigenvalues; then all
+    lags but 0 are scaled down until the least eigenvalue is 0.
     """
     lags = np.arange(len(products))
     means = np.array([np.diagonal(products, lag).mean() for lag in lags])
-    if means[0] == 0:  # nothing behind the first block is attended to
+    if means[0] == 0:  # all attention is on the first block
         means[0] = 1
     means /= means[0]
     least = np.linalg.eigvalsh(means[np.abs(lags[:, None] - lags)])[0]

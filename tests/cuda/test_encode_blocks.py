@@ -16,7 +16,7 @@ from engine.backends.cuda.kernel_source import source
 from engine.codecs._nearest import NearestPoint
 from engine.codecs.ring import RINGS, points_of
 from engine.quantization.conditioning import centre
-from engine.quantization.encode import encode_well
+from engine.quantization.encode import encode_with_metric
 from engine.quantization.metric import Metric, key_metric, value_metric
 from engine.records import Layout
 from engine.records.fragments import Geometry
@@ -60,7 +60,7 @@ class Side:
         mean: dict[str, np.ndarray] = {}
         if self.mean_bits:
             x, mean = centre(x, self.mean_bits)
-        return encode_well(codecs.get(self.name), x, metric), mean
+        return encode_with_metric(codecs.get(self.name), x, metric), mean
 
 
 def shared_bytes(layout: Layout, warps: int, tokens: int) -> int:

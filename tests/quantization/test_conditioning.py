@@ -1,4 +1,4 @@
-"""Conditioning changes what the codec sees, and nothing of attention."""
+"""Conditioning changes the vectors that a codec encodes, and leaves attention unchanged."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ KV_HEADS, HEADS, D, N = 2, 6, 16, 8
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("smoothed", [False, True])
 @pytest.mark.parametrize("rotation", ["none", "hadamard", "dense"])
-def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, smoothed: bool, bits: int) -> None:
-    """Keys k/s·W − μ with queries s∘q·W and q·μ added back, values v/s·W turned back, times s: plain attention."""
+def test_attention_in_full_precision_is_unchanged(
+    rng: np.random.Generator, rotation: str, smoothed: bool, bits: int
+) -> None:
+    """Keys k/s·W − μ, queries s∘q·W, q·μ added back, the output rotated back and multiplied by s: plain attention."""
     q = rng.standard_normal((5, HEADS, D)).astype(np.float32)
-    k = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32) + 5  # a mean worth taking out
+    k = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32) + 5  # a large mean
     v = rng.standard_normal((4 * N, KV_HEADS, D)).astype(np.float32)
     half = rng.uniform(0.2, 5, (KV_HEADS, D // 2)).astype(np.float32)
     w = get(f"polarquant+{rotation}").rotation(D)
@@ -31,10 +33,10 @@ def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, s
 
     scales = stored.scales(HEADS)
     parts = [None] * 3 if scales is None else np.split(scales, [HEADS, HEADS + KV_HEADS])
-    turned, keys, values = (rotate(x, w, part) for x, part in zip((q, k, v), parts, strict=True))
-    residual, fields = centre(keys.reshape(4, N, KV_HEADS, D).swapaxes(1, 2), bits)
-    back = residual + read_mean(fields)[..., None, :]  # the products with q are what counts: (k − μ) + μ
-    mixed = attention(turned, back.swapaxes(1, 2).reshape(k.shape), values, 4 * N - 5, 0.25, None)
+    queries, keys, values = (rotate(x, w, part) for x, part in zip((q, k, v), parts, strict=True))
+    centred, fields = centre(keys.reshape(4, N, KV_HEADS, D).swapaxes(1, 2), bits)
+    back = centred + read_mean(fields)[..., None, :]  # equal in products with q: (k − μ) + μ
+    mixed = attention(queries, back.swapaxes(1, 2).reshape(k.shape), values, 4 * N - 5, 0.25, None)
     mixed = mixed if w is None else mixed @ w.T.astype(np.float64)
     if scales is not None:
         mixed = mixed * stored.scales_back(HEADS)[:, None]
@@ -42,17 +44,17 @@ def test_exact_attention_is_unchanged(rng: np.random.Generator, rotation: str, s
 
 
 @given(hnp.arrays(np.float32, (3, 4, 8), elements=st.floats(-(2.0**100), 2.0**100, width=32)), st.sampled_from([8, 16]))
-def test_the_mean_is_taken_out_as_it_reads_back(keys: np.ndarray, bits: int) -> None:
-    residual, fields = centre(keys, bits)
+def test_the_mean_is_subtracted_as_it_reads_back(keys: np.ndarray, bits: int) -> None:
+    centred, fields = centre(keys, bits)
     expected = mean_fields(bits, 8)
     assert {name: (array.shape[1:], array.dtype) for name, array in fields.items()} == expected
     mean = read_mean(fields)
     assert np.isfinite(mean).all()
-    np.testing.assert_array_equal(residual, keys - mean[:, None])
+    np.testing.assert_array_equal(centred, keys - mean[:, None])
 
 
 @given(hnp.arrays(np.float32, (2, 16, 8), elements=st.floats(-100, 100, width=32)), st.sampled_from([8, 16]))
-def test_little_of_the_mean_is_left(keys: np.ndarray, bits: int) -> None:
+def test_the_mean_of_centred_keys_is_small(keys: np.ndarray, bits: int) -> None:
     """A step of the 8-bit mean is its largest channel over 127; of half precision, 2^−10 of the channel."""
     residual, _ = centre(keys, bits)
     largest = np.abs(keys.mean(axis=1)).max(axis=1, keepdims=True)
@@ -60,7 +62,7 @@ def test_little_of_the_mean_is_left(keys: np.ndarray, bits: int) -> None:
     assert (np.abs(residual.mean(axis=1)) <= 0.51 * step + 2e-3 * largest / 127 + 1e-4).all()
 
 
-def test_queries_and_outputs_take_the_scale_of_the_head_they_read() -> None:
+def test_queries_and_outputs_take_the_scale_of_their_kv_head() -> None:
     s = np.arange(1, KV_HEADS * D + 1, dtype=np.float32).reshape(KV_HEADS, D)
     of_values = np.array([0.5, 4], np.float32)
     stored = Conditioning(scale=Scale(s, of_values))

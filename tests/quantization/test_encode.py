@@ -1,4 +1,4 @@
-"""Encoding by what errors cost: the decompositions, the greedy choice they allow, and the norms."""
+"""Encoding with a metric: block LDL factors, error feedback, and norms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine import codecs
 from engine.codecs._viterbi import PathSearch
 from engine.quantization import encode
-from engine.quantization.encode import encode_well
+from engine.quantization.encode import encode_with_metric
 from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
 
 EPS = float(np.finfo(np.float32).eps)
@@ -21,7 +21,7 @@ EPS = float(np.finfo(np.float32).eps)
 
 @dataclass(frozen=True)
 class Table:
-    """The plainest table codec: brute force, codes and norms as they are. It is its own rounding."""
+    """The simplest codec with a table: a brute-force search, codes and norms unpacked. It is its own rounding."""
 
     points: np.ndarray  # (C, width) float32
     name: str = "table"
@@ -56,7 +56,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Paths:
-    """The plainest codec of paths, and its own rounding."""
+    """The simplest codec with a path search, and its own rounding."""
 
     points: np.ndarray  # (C, 2) float32
     name: str = "paths"
@@ -115,8 +115,8 @@ def gaussian(*shape, seed=0):
 
 def covariance(*shape, seed=0, decay=0.8):
     """Positive definite (..., D, D) with a spectrum that falls by `decay` from one axis to the next."""
-    turn, _ = np.linalg.qr(gaussian(*shape, seed=seed).astype(np.float64))
-    return turn * decay ** np.arange(shape[-1]) @ turn.swapaxes(-1, -2)
+    axes, _ = np.linalg.qr(gaussian(*shape, seed=seed).astype(np.float64))
+    return axes * decay ** np.arange(shape[-1]) @ axes.swapaxes(-1, -2)
 
 
 def orthogonal(dim, seed=9):
@@ -124,7 +124,7 @@ def orthogonal(dim, seed=9):
 
 
 def keys_metric(rounding, heads=2, dim=8):
-    """A metric of keys with everything in it that there can be."""
+    """A metric of keys in which every optional part is set."""
     smoothing = np.exp(0.3 * gaussian(heads, dim, seed=3))
     second = covariance(heads, dim, dim, seed=4).astype(np.float32)
     return key_metric(second, 0.2 * gaussian(heads, dim, seed=5), smoothing, orthogonal(dim), rounding)
@@ -151,7 +151,7 @@ def cost(errors, matrix):
 
 @given(st.integers(1, 6), st.sampled_from([1, 2]), st.integers(0, 2**16))
 @settings(max_examples=40, deadline=None)
-def test_feedback_makes_the_metric_a_sum_of_squares_by_block(blocks, width, seed):
+def test_block_ldl_factors_the_metric(blocks, width, seed):
     dim = blocks * width
     second = covariance(3, dim, dim, seed=seed)
     metric = key_metric(second, np.zeros((3, dim)), np.ones((3, dim)), None, WIDTHS[width])
@@ -160,7 +160,7 @@ def test_feedback_makes_the_metric_a_sum_of_squares_by_block(blocks, width, seed
     squares = np.linalg.solve(lower.swapaxes(1, 2), solved.swapaxes(1, 2))
     block = np.arange(dim) // width
     inside = block[:, None] == block
-    # The condition of M is at most 1 + D / ridge, and |lower⁻¹|² no more: so much a rounding of M and F can grow.
+    # The condition number of M is at most 1 + D / ridge, and so is |lower⁻¹|²: rounding of M and F grows by no more.
     assert np.abs(squares[:, ~inside]).max(initial=0) <= EPS * dim * (1 + dim / 0.05) * np.abs(metric.matrix).max()
     assert (np.linalg.eigvalsh(np.where(inside, squares, 0)) > 0).all()
     costs = squares.diagonal(axis1=1, axis2=2).reshape(3, blocks, width).mean(-1)
@@ -168,7 +168,7 @@ def test_feedback_makes_the_metric_a_sum_of_squares_by_block(blocks, width, seed
     assert not metric.feedback[:, block[:, None] <= block].any()
 
 
-def test_a_key_error_costs_what_it_changes_in_scores():
+def test_cost_of_a_key_error_is_its_change_of_scores():
     heads, dim = 2, 8
     q = gaussian(heads, 500, dim) @ covariance(heads, dim, dim).astype(np.float32) + 0.3
     smoothing, rotation = np.exp(gaussian(heads, dim, seed=1)), orthogonal(dim)
@@ -185,7 +185,7 @@ def test_a_key_error_costs_what_it_changes_in_scores():
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-def test_a_value_error_costs_what_it_changes_in_the_output(rotated):
+def test_cost_of_a_value_error_is_its_change_of_the_output(rotated):
     kv_heads, group, dim = 2, 3, 8
     output = gaussian(20, kv_heads * group * dim)
     rotation = orthogonal(dim) if rotated else None
@@ -199,31 +199,31 @@ def test_a_value_error_costs_what_it_changes_in_the_output(rotated):
     assert metric.tilt_second is metric.tilt_mean is metric.token_feedback is None
 
 
-def test_tokens_that_share_no_attention_feed_nothing_back():
+def test_uncorrelated_attention_gives_no_token_feedback():
     alone = np.zeros(16, np.float32)
     alone[0] = 1
     assert not value_metric(gaussian(8, 16), 2, 8, None, rings(), alone).token_feedback.any()
 
 
-@pytest.mark.parametrize(("rounding", "turns"), [(rings(), 16), (levels(), 16), (paths(), 4)])
-def test_token_feedback_decomposes_the_correlation_of_attention(rounding, turns):
+@pytest.mark.parametrize(("rounding", "rounds"), [(rings(), 16), (levels(), 16), (paths(), 4)])
+def test_token_feedback_factors_the_correlation_of_attention(rounding, rounds):
     correlation = (0.9 ** np.arange(16)).astype(np.float32)
-    fed = value_metric(gaussian(8, 16), 2, 8, None, rounding, correlation).token_feedback
-    assert fed.shape == (1, turns, 16 // turns, 16)
-    order = np.concatenate([np.arange(turn, 16, turns) for turn in range(turns)])
-    lower = np.eye(16) + fed.reshape(16, 16).astype(np.float64)
+    feedback = value_metric(gaussian(8, 16), 2, 8, None, rounding, correlation).token_feedback
+    assert feedback.shape == (1, rounds, 16 // rounds, 16)
+    order = np.concatenate([np.arange(first, 16, rounds) for first in range(rounds)])
+    lower = np.eye(16) + feedback.reshape(16, 16).astype(np.float64)
     lag = np.abs(np.subtract.outer(order, order))
     squares = np.linalg.solve(lower.T, np.linalg.solve(lower.T, correlation[lag] + 0.05 * np.eye(16)).T)
-    turn = order % turns
-    assert squares == pytest.approx(np.where(turn[:, None] == turn, squares, 0), abs=1e-4)
-    assert not fed.reshape(16, 16)[turn[:, None] <= turn].any()
+    number = order % rounds
+    assert squares == pytest.approx(np.where(number[:, None] == number, squares, 0), abs=1e-4)
+    assert not feedback.reshape(16, 16)[number[:, None] <= number].any()
 
 
 # -- encoding against its definition, one vector at a time ---------------------------------------------------------
 
 
 def without(metric, part):
-    """The metric with one part of encoding well left out: "feedback", "tilt" or "tokens"."""
+    """The metric with one part switched off: "feedback", "tilt" or "tokens"."""
     if part == "feedback":
         return without_feedback(metric)
     return replace(
@@ -232,37 +232,37 @@ def without(metric, part):
 
 
 def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
-    """`encode_well` in float64, vector by vector → codes (K, B, N, P), norms (K, B, N); flags leave parts unused."""
+    """`encode_with_metric` in float64, one vector at a time → codes (K, B, N, P), norms (K, B, N)."""
     *lead, dim = x.shape
     size = lead[-1]
     codes, norms = np.zeros((*lead, dim // codec.width), int), np.zeros(lead)
     order, along = np.arange(size), np.zeros((size, size))
     if tokens and metric.token_feedback is not None:
-        turns = metric.token_feedback.shape[1]
-        order = np.array(sorted(order, key=lambda token: token % turns))
+        rounds = metric.token_feedback.shape[1]
+        order = np.array(sorted(order, key=lambda token: token % rounds))
         along[np.ix_(order, order)] = metric.token_feedback.reshape(size, size)
     for head, block in np.ndindex(*lead[:2]):
         rows = x[head, block].astype(np.float64)
-        fed, errors = np.zeros_like(rows), np.zeros_like(rows)
+        target, errors = np.zeros_like(rows), np.zeros_like(rows)
         matrix = metric.matrix[head].astype(np.float64)
         f, weights = (metric.feedback[head], metric.weights[head]) if feedback else (np.zeros_like(matrix), None)
         for t in order:
             u = rows[t]
             n = np.sqrt(np.mean(u**2))
-            fed[t] = u + along[t] @ errors
-            code, y = rounded_by_definition(codec, fed[t] / n, f, weights, metric.survivors)
+            target[t] = u + along[t] @ errors
+            code, y = rounded_by_definition(codec, target[t] / n, f, weights, metric.survivors)
             errors[t] = u - n * y
             codes[head, block, t] = code
             norms[head, block, t] = (
                 tilted_norm(u, y, metric, head)
                 if tilt and metric.tilt_second is not None
-                else (max(0, (fed[t] @ matrix @ y) / (y @ matrix @ y)))
+                else (max(0, (target[t] @ matrix @ y) / (y @ matrix @ y)))
             )
     return codes, norms
 
 
 def rounded_by_definition(codec, unit, feedback, weights, survivors):
-    """unit (D,) → codes (P,), points (D,): greedy for points, what the codec says for paths."""
+    """unit (D,) → codes (P,), points (D,): chosen one after another, or by the codec if it searches paths."""
     if isinstance(codec, Paths):
         weights = None if weights is None else weights[None]
         code, y = codec.best_path(
@@ -289,31 +289,53 @@ def tilted_norm(u, y, metric, head):
 @TABLES
 @pytest.mark.parametrize("kind", [keys_metric, values_metric])
 @pytest.mark.parametrize("off", ["nothing", "feedback", "tilt", "tokens"])
-def test_codes_and_norms_are_those_of_the_definition(codec, kind, off):
+def test_codes_and_norms_match_the_definition(codec, kind, off):
     x = gaussian(2, 3, 16, 8, seed=7) * np.exp(gaussian(2, 3, 16, 1, seed=8))
     metric = kind(codec)
-    encoded = encode_well(codec, x, metric if off == "nothing" else without(metric, off))
+    encoded = encode_with_metric(codec, x, metric if off == "nothing" else without(metric, off))
     codes, norms = by_definition(codec, x, metric, **({} if off == "nothing" else {off: False}))
     assert np.array_equal(encoded["codes"], codes)
-    # Two sums of D² products over each other, their terms some hundred times what is left of them.
+    # A ratio of two sums of D² products, whose terms are about a hundred times larger than the sums.
     assert encoded["norms"] == pytest.approx(norms, rel=100 * 64 * EPS)
 
 
 @TABLES
-def test_an_identity_metric_leaves_the_nearest_points_and_fits_the_norm(codec):
+def test_identity_metric_takes_the_nearest_points_and_fits_the_norm(codec):
     x = gaussian(2, 3, 16, 8)
-    encoded, plain = encode_well(codec, x, identity_metric(2, 8)), codec.encode(x)
+    encoded, plain = encode_with_metric(codec, x, identity_metric(2, 8)), codec.encode(x)
     assert np.array_equal(encoded["codes"], plain["codes"])
     points = codec.decode(plain) / plain["norms"][..., None]
     assert encoded["norms"] == pytest.approx((x * points).sum(-1) / np.square(points).sum(-1), rel=1e-4)
 
 
-# -- what it is good for -------------------------------------------------------------------------------------------
+class Lattice(Table):
+    """A table of pairs whose coordinates are multiples of 4."""
+
+    def nearest(self, x):
+        return np.zeros(len(x), np.uint16), 4 * np.rint(x / 4)
+
+    def assemble(self, codes, norms):
+        return norms
+
+
+def test_worked_example_of_two_pairs():
+    """The example of the module's docstring: the norm of least cost shows which points were taken."""
+    x = np.array([[[[0.4, 0, 0.3, 0]]]], np.float32)
+    matrix = np.kron([[1, 0.9], [0.9, 1]], np.eye(2))[None].astype(np.float32)
+    feedback = np.tril(matrix, -1)
+    metric = Metric(matrix, feedback, np.ones((1, 2), np.float32), None, None, 1, None)
+    lattice = Lattice(np.zeros((1, 2), np.float32))
+    assert encode_with_metric(lattice, x, metric) == pytest.approx(0.66 * 0.25)
+    assert encode_with_metric(lattice, x, without_feedback(metric)) == pytest.approx(0.25)  # all points 0: norm kept
+
+
+# -- errors cost less -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decay", [0.6, 0.9])
-def test_fine_steps_cost_what_the_decomposition_predicts(decay):
-    """Rounding errors of a fine uniform table are alike and independent: they cost tr M, or with feedback Σ D_j."""
+def test_cost_of_a_fine_table_is_what_block_ldl_predicts(decay):
+    """Rounding errors of a fine uniform table are independent and equal in variance: they cost tr M, or with feedback
+    Σ D_j."""
     heads, dim = 2, 16
     codec = levels(step=2**-7, count=2048)
     second = covariance(heads, dim, dim, decay=decay)
@@ -323,10 +345,10 @@ def test_fine_steps_cost_what_the_decomposition_predicts(decay):
     predicted = squares.sum(-1) / metric.matrix.trace(axis1=1, axis2=2)
 
     x = gaussian(heads, 32, 64, dim)
-    norms = np.sqrt(np.square(x).mean(-1))  # those that were rounded with; fitted norms would lower both costs
+    norms = np.sqrt(np.square(x).mean(-1))  # the norms used for rounding; fitted norms would lower both costs
 
     def rounding_cost(metric):
-        codes = encode_well(codec, x, metric)["codes"]
+        codes = encode_with_metric(codec, x, metric)["codes"]
         return cost(x - codec.decode({"codes": codes, "norms": norms}), metric.matrix)
 
     # A mean over 2,048 vectors with a few independent terms each is off by some 1/√2,048, rarely by five times that.
@@ -335,14 +357,14 @@ def test_fine_steps_cost_what_the_decomposition_predicts(decay):
 
 
 @TABLES
-def test_feedback_between_tokens_lowers_the_cost_of_shared_attention(codec):
+def test_token_feedback_lowers_the_cost_of_shared_attention(codec):
     metric = values_metric(codec, dim=16)
     x = gaussian(2, 40, 16, 16)
     lag = np.abs(np.subtract.outer(np.arange(16), np.arange(16)))
     shared = np.linalg.cholesky(0.9**lag)  # Σ_t,t' P_tt' e_t·M·e_t'ᵀ = |Pᐟ² e|², token for token in M
 
     def mixed_cost(metric):
-        errors = x - codec.decode(encode_well(codec, x, metric))
+        errors = x - codec.decode(encode_with_metric(codec, x, metric))
         return cost(np.einsum("ti,kbtd->kbid", shared, errors), metric.matrix).sum()
 
     alone = without(metric, "tokens")
@@ -351,87 +373,87 @@ def test_feedback_between_tokens_lowers_the_cost_of_shared_attention(codec):
 
 
 @TABLES
-def test_a_tilted_norm_costs_leaning_queries_less(codec):
+def test_tilted_norm_lowers_the_cost_of_leaning_queries(codec):
     metric = keys_metric(codec, dim=16)
     x = 3 * gaussian(2, 40, 16, 16)
     second, mean = metric.tilt_second, metric.tilt_mean
     lean = mean[:, None, None] + x @ (second - mean[:, :, None] * mean[:, None])[:, None] / 4
 
     def leaning_cost(metric):
-        errors = x - codec.decode(encode_well(codec, x, metric))
+        errors = x - codec.decode(encode_with_metric(codec, x, metric))
         return cost(errors, second).sum() + np.square((errors * lean).sum(-1, dtype=np.float64)).sum()
 
     assert leaning_cost(metric) < leaning_cost(without(metric, "tilt"))
 
 
 @TABLES
-def test_a_norm_tilts_no_further_than_a_fifth_down_and_a_quarter_up(codec):
+def test_tilt_of_a_norm_is_bounded(codec):
     x = 3 * gaussian(2, 40, 16, 16)
     second = covariance(2, 16, 16, decay=0.1)  # nearly all queries along one axis: only errors along it count
     metric = key_metric(second, np.zeros((2, 16)), np.ones((2, 16)), None, codec)
-    encoded = encode_well(codec, x, metric)
+    encoded = encode_with_metric(codec, x, metric)
     points = codec.decode(encoded) / encoded["norms"][..., None]
     tilt = encoded["norms"] * np.square(points).sum(-1) / (x * points).sum(-1)
     assert tilt.min() == pytest.approx(0.8, rel=1e-4)
     assert tilt.max() == pytest.approx(1.25, rel=1e-4)
 
 
-# -- what it promises ----------------------------------------------------------------------------------------------
+# -- repeatability and edge cases ----------------------------------------------------------------------------------
 
 
 @TABLES
 @pytest.mark.parametrize("kind", [keys_metric, values_metric])
-def test_the_same_vectors_have_the_same_codes(codec, kind):
+def test_equal_vectors_get_equal_codes(codec, kind):
     x, metric = gaussian(2, 5, 16, 8), kind(codec)
-    first, strided = encode_well(codec, x, metric), encode_well(codec, np.asfortranarray(x), metric)
+    first, strided = encode_with_metric(codec, x, metric), encode_with_metric(codec, np.asfortranarray(x), metric)
     assert all(np.array_equal(first[key], strided[key]) for key in first)
 
 
 @POINT_BY_POINT
-def test_a_block_of_keys_is_coded_alone_as_among_others(codec, monkeypatch):
+def test_a_block_of_keys_gets_the_same_codes_alone_as_among_others(codec, monkeypatch):
     x, metric = gaussian(2, 5, 16, 8), keys_metric(codec)
-    together = encode_well(codec, x, metric)
+    together = encode_with_metric(codec, x, metric)
     for block in range(5):
-        alone = encode_well(codec, x[:, block : block + 1], metric)
+        alone = encode_with_metric(codec, x[:, block : block + 1], metric)
         assert all(np.array_equal(alone[key][:, 0], together[key][:, block]) for key in together)
     monkeypatch.setattr(encode, "_SLAB", 2 * 2 * 16 * 8)
-    in_slabs = encode_well(codec, x, metric)
+    in_slabs = encode_with_metric(codec, x, metric)
     assert all(np.array_equal(in_slabs[key], together[key]) for key in together)
 
 
 @TABLES
 @pytest.mark.parametrize("kind", [keys_metric, values_metric])
-def test_a_block_is_coded_alone_as_among_others_but_for_edges(codec, kind, monkeypatch):
+def test_a_block_gets_the_same_codes_alone_as_among_others_except_at_edges(codec, kind, monkeypatch):
     x, metric = gaussian(2, 25, 16, 8), kind(codec)
     monkeypatch.setattr(encode, "_SLAB", 7 * 2 * 16 * 8)
-    together = encode_well(codec, x, metric)
-    alone = [encode_well(codec, x[:, block : block + 1], metric) for block in range(25)]
+    together = encode_with_metric(codec, x, metric)
+    alone = [encode_with_metric(codec, x[:, block : block + 1], metric) for block in range(25)]
     codes = np.concatenate([one["codes"] for one in alone], axis=1)
-    # A target within a few EPS of an edge may fall either way and change its block from there on: one in 10⁵ does.
+    # A target within a few EPS of an edge may fall on either side and change the rest of its block: one in 10⁵ does.
     assert (codes == together["codes"]).all((2, 3)).mean() > 0.9
 
 
-def test_without_a_metric_or_a_table_encoding_is_plain():
+def test_without_a_metric_or_a_table_the_codec_encodes():
     x = gaussian(2, 3, 16, 16)
     for codec, metric in [(rings(), None), (codecs.get("polarquant"), keys_metric(rings(), dim=16))]:
-        encoded, plain = encode_well(codec, x, metric), codec.encode(x)
+        encoded, plain = encode_with_metric(codec, x, metric), codec.encode(x)
         assert all(np.array_equal(encoded[key], plain[key]) for key in plain)
 
 
-def test_a_vector_that_feedback_turns_around_has_norm_zero():
+def test_a_vector_that_feedback_reverses_has_norm_zero():
     x = gaussian(2, 200, 16, 16)
-    x[..., 0] *= 10  # one bit per value cannot follow, and what is fed back outweighs the other channels
-    norms = encode_well(levels(step=2, count=2), x, values_metric(levels(), dim=16))["norms"]
+    x[..., 0] *= 10  # one bit per value cannot follow, and the feedback outweighs the other channels
+    norms = encode_with_metric(levels(step=2, count=2), x, values_metric(levels(), dim=16))["norms"]
     assert norms.min() == 0
     assert (norms > 0).mean() > 0.9
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_refuses_what_is_not_finite(bad):
+def test_refuses_nan_and_infinity(bad):
     x = gaussian(2, 3, 16, 8)
     x[1, 2, 3, 4] = bad
     with pytest.raises(ValueError, match="not finite"):
-        encode_well(rings(), x, keys_metric(rings()))
+        encode_with_metric(rings(), x, keys_metric(rings()))
 
 
 # -- every codec that has a table ------------------------------------------------------------------------------------
@@ -444,23 +466,23 @@ def codec_and_metrics(name, heads=2, dim=32, tokens=16):
 
 @pytest.mark.parametrize("name", WITH_ROUNDING)
 @pytest.mark.parametrize("blocks", [0, 1, 3])
-def test_fields_are_those_of_the_codec(name, blocks):
+def test_fields_match_the_codec(name, blocks):
     codec, metrics = codec_and_metrics(name)
     for metric in metrics:
-        encoded = encode_well(codec, gaussian(2, blocks, 16, 32), metric)
+        encoded = encode_with_metric(codec, gaussian(2, blocks, 16, 32), metric)
         for key, field in codec.fields(16, 32).items():
             assert encoded[key].shape == (2, blocks, *field.shape)
             assert encoded[key].dtype == field.dtype
 
 
 @pytest.mark.parametrize("name", WITH_ROUNDING)
-def test_errors_cost_less_than_plainly_rounded(name):
+def test_errors_cost_less_than_those_of_plain_encoding(name):
     codec, metrics = codec_and_metrics(name)
     x = gaussian(2, 12, 16, 32)
     for metric in metrics:
         plain_norms = without(without(metric, "tilt"), "tokens")
-        well = cost(x - codec.decode(encode_well(codec, x, plain_norms)), metric.matrix)
-        assert (well < 0.9 * cost(x - codec.decode(codec.encode(x)), metric.matrix)).all()
+        with_metric = cost(x - codec.decode(encode_with_metric(codec, x, plain_norms)), metric.matrix)
+        assert (with_metric < 0.9 * cost(x - codec.decode(codec.encode(x)), metric.matrix)).all()
 
 
 @pytest.mark.parametrize("name", WITH_ROUNDING)
@@ -470,7 +492,7 @@ def test_zeros_stay_zero_beside_other_vectors(name):
     x[:, 1] = 0
     x[:, :, 5] = 0
     for metric in metrics:
-        y = codec.decode(encode_well(codec, x, metric))
+        y = codec.decode(encode_with_metric(codec, x, metric))
         assert not y[:, 1].any()
         assert not y[:, :, 5].any()
         assert np.square(y - x).mean() < 0.5
@@ -483,6 +505,6 @@ def test_huge_and_tiny_vectors_stay_finite(name, scale):
     x = gaussian(2, 3, 16, 32)
     x[:, 1] *= np.float32(scale)
     for metric in metrics:
-        y = codec.decode(encode_well(codec, x, metric))
+        y = codec.decode(encode_with_metric(codec, x, metric))
         assert np.isfinite(y).all()
-        assert np.square(y[:, ::2] - x[:, ::2]).mean() < 0.5  # the blocks beside it are as they were
+        assert np.square(y[:, ::2] - x[:, ::2]).mean() < 0.5  # the other blocks are not affected

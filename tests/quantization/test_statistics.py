@@ -1,4 +1,4 @@
-"""Statistics of queries and keys, against their definitions written out; and the smoothing they give."""
+"""Statistics of queries and keys against their definitions, and the smoothing computed from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def probabilities(q: np.ndarray, k: np.ndarray, scale: float, window: int | None
 
 
 def reference(q: np.ndarray, k: np.ndarray, scale: float, window: int | None) -> LayerStatistics:
-    """The definitions, in float64 and one token after the other."""
+    """The definitions in float64, one token after another."""
     q, k = q.astype(np.float64), k.astype(np.float64)
     kv_heads, tokens, dim = k.shape
     group = q.shape[1] // kv_heads
@@ -71,12 +71,12 @@ def assert_close(measured: LayerStatistics, expected: LayerStatistics, rtol: flo
 
 @pytest.mark.parametrize("window", [None, 5, 21])
 @pytest.mark.parametrize("shape", [(40, 2, 2, 8), (37, 6, 2, 4), (24, 3, 1, 6)])
-def test_statistics_are_their_definitions(shape: Shape, window: int | None, rng: np.random.Generator) -> None:
+def test_statistics_match_their_definitions(shape: Shape, window: int | None, rng: np.random.Generator) -> None:
     q, k = drawn(rng, shape)
     assert_close(measure(q, k, 0.4, window, N, serial), reference(q, k, 0.4, window))
 
 
-def test_a_window_and_the_scale_matter(rng: np.random.Generator) -> None:
+def test_window_and_scale_change_the_statistics(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (40, 2, 2, 8))
     plain = measure(q, k, 0.4, None, N, serial)
     for other in (measure(q, k, 0.4, 5, N, serial), measure(q, k, 0.1, None, N, serial)):
@@ -94,7 +94,7 @@ def test_query_heads_are_grouped_by_the_kv_head_they_read(rng: np.random.Generat
     np.testing.assert_allclose(statistics.query_second, [np.full((2, 2), s) for s in squares], rtol=1e-6)
 
 
-def test_a_constant_in_the_keys_is_no_variance(rng: np.random.Generator) -> None:
+def test_a_constant_in_the_keys_adds_no_variance(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (32, 2, 2, 4))
     biased = measure(q, k + np.float32(100), 0.4, None, N, serial)
     np.testing.assert_allclose(
@@ -102,7 +102,7 @@ def test_a_constant_in_the_keys_is_no_variance(rng: np.random.Generator) -> None
     )  # 100 in float32 leaves keys an error of 1e-5
 
 
-def test_a_head_that_sees_the_first_block_alone_weighs_all_queries_alike(rng: np.random.Generator) -> None:
+def test_a_head_that_attends_only_to_the_first_block_weighs_all_queries_equally(rng: np.random.Generator) -> None:
     q = np.ones((24, 1, 4), np.float32) * rng.uniform(1, 2, (24, 1, 1)).astype(np.float32)
     k = np.zeros((1, 24, 4), np.float32)
     k[:, 0] = 1000
@@ -111,8 +111,8 @@ def test_a_head_that_sees_the_first_block_alone_weighs_all_queries_alike(rng: np
     np.testing.assert_array_equal(statistics.token_correlation, np.eye(N)[0])
 
 
-def test_the_token_correlation_is_one_that_can_be() -> None:
-    # All attention goes to the first and the last token of one block, which stand as far apart as can be.
+def test_token_correlation_is_positive_semidefinite() -> None:
+    # All attention goes to the first and the last token of one block, as far apart as possible.
     q, k = np.ones((20 * N, 1, 2), np.float32), np.zeros((1, 20 * N, 2), np.float32)
     k[:, [N, 2 * N - 1]] = 30
     r = measure(q, k, 1.0, None, N, serial).token_correlation.astype(np.float64)
@@ -123,7 +123,7 @@ def test_the_token_correlation_is_one_that_can_be() -> None:
     np.testing.assert_allclose(r[1:-1], 0, atol=1e-6)
 
 
-def test_less_than_two_blocks_are_refused(rng: np.random.Generator) -> None:
+def test_refuses_fewer_tokens_than_two_blocks(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (2 * N - 1, 2, 2, 4))
     with pytest.raises(ValueError, match=f"fewer than two blocks of {N}"):
         measure(q, k, 1.0, None, N, serial)
@@ -141,7 +141,7 @@ VARIANCES = arrays(np.float32, (2, 8), elements=st.floats(2**-10, 2**10, width=3
 
 
 @given(keys=VARIANCES, queries=VARIANCES)
-def test_smoothing_is_its_formula_over_rope_pairs(keys: np.ndarray, queries: np.ndarray) -> None:
+def test_smoothing_matches_its_formula_over_rope_pairs(keys: np.ndarray, queries: np.ndarray) -> None:
     s = smoothing(with_variances(keys, queries)).astype(np.float64)
     assert (s[:, :4] == s[:, 4:]).all()
     np.testing.assert_allclose(np.log(s).mean(axis=1), 0, atol=1e-6)
@@ -154,7 +154,7 @@ def test_smoothing_is_its_formula_over_rope_pairs(keys: np.ndarray, queries: np.
 def test_smoothing_evens_out_the_keys(pairs: np.ndarray) -> None:
     keys = np.tile(pairs, 2)
     smoothed = keys / smoothing(with_variances(keys, np.ones_like(keys))).astype(np.float64) ** 2
-    # With queries alike, what a channel has above the others is left as its fourth root.
+    # With equal variances of queries, ratios of variances of keys shrink to their fourth roots.
     np.testing.assert_allclose(np.ptp(np.log(smoothed), axis=1), np.ptp(np.log(keys), axis=1) / 4, atol=1e-5)
 
 
@@ -166,7 +166,7 @@ def test_smoothing_does_not_depend_on_the_size_of_keys_and_queries(
     np.testing.assert_allclose(scaled, smoothing(with_variances(keys, queries)), rtol=1e-5)
 
 
-def test_channels_that_never_move_are_smoothed_by_something_finite() -> None:
+def test_smoothing_of_constant_channels_is_finite() -> None:
     keys, queries = np.ones((3, 8), np.float32), np.ones((3, 8), np.float32)
     keys[0, [1, 5]] = 0
     queries[1, [2, 6]] = 0
@@ -179,14 +179,14 @@ def test_channels_that_never_move_are_smoothed_by_something_finite() -> None:
     np.testing.assert_array_equal(s[2], 1)
 
 
-def test_nothing_is_smoothed_where_nothing_is_known() -> None:
+def test_neutral_statistics_smooth_nothing() -> None:
     statistics = neutral(2, 6, N)
     np.testing.assert_array_equal(smoothing(statistics), np.ones((2, 6)))
     np.testing.assert_array_equal(statistics.query_second, np.stack([np.eye(6)] * 2))
     np.testing.assert_array_equal(statistics.token_correlation, np.eye(N)[0])
 
 
-def test_smoothing_changes_no_attention(rng: np.random.Generator) -> None:
+def test_smoothing_leaves_attention_unchanged(rng: np.random.Generator) -> None:
     q, k = drawn(rng, (40, 4, 2, 8))
     s = smoothing(measure(q, k, 0.35, None, N, serial))
     assert s.max() / s.min() > 1.5  # it does something

@@ -15,8 +15,8 @@ from engine.backends.numpy.attention import Buffer, Fields, LayerCache
 from engine.backends.ops import CacheFormat, Place
 from engine.codecs import Codec
 from engine.quantization.conditioning import centre, read_mean
-from engine.quantization.encode import encode_well
-from engine.quantization.metric import Metric, together
+from engine.quantization.encode import encode_with_metric
+from engine.quantization.metric import Metric, join_layers
 
 _VALUES = 1 << 19  # of all layers that are encoded together
 
@@ -41,8 +41,8 @@ def encode_side(layers: Sequence[LayerCache], sources: Sequence[Place], side: in
     format = layers[0].format
     x = np.concatenate([layer.complete(sources)[side] for layer in layers])
     if side == 0:
-        return encode(format.codec_k, x, together([layer.format.metric_k for layer in layers]), format.mean_bits)
-    return encode(format.codec_v, x, together([layer.format.metric_v for layer in layers]))
+        return encode(format.codec_k, x, join_layers([layer.format.metric_k for layer in layers]), format.mean_bits)
+    return encode(format.codec_v, x, join_layers([layer.format.metric_v for layer in layers]))
 
 
 def encode(codec: Codec, x: np.ndarray, metric: Metric | None, mean_bits: int = 0) -> tuple[Fields, Fields]:
@@ -50,7 +50,7 @@ def encode(codec: Codec, x: np.ndarray, metric: Metric | None, mean_bits: int = 
     mean: Fields = {}
     if mean_bits:
         x, mean = centre(x, mean_bits)
-    return encode_well(codec, x, metric), mean
+    return encode_with_metric(codec, x, metric), mean
 
 
 def as_codes(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> Buffer:
