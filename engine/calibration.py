@@ -44,12 +44,10 @@ def load_or_calibrate(
     tokenizer: Tokenizer,
     block_size: int,
     say: Callable[[str], None],
-    progress: Callable[[int], None] | None = None,
 ) -> list[LayerStatistics]:
     """Statistics of every layer: those kept in the user's cache folder, else measured now and kept if that can be.
 
-    `progress` is told the layers that have been measured since its last call. A model whose context holds less than
-    two blocks of the text has neutral statistics, and `say` a sentence about it.
+    A model whose context holds less than two blocks of the text has neutral statistics, and `say` a sentence about it.
     """
     ids = text_ids(tokenizer, min(TOKENS, config.max_context))
     if len(ids) < 2 * block_size:
@@ -63,7 +61,7 @@ def load_or_calibrate(
     statistics = _read(file, key) if file else None
     if statistics is None:
         say(f"Fitting the KV cache to this model on {len(ids)} tokens of text, once")
-        statistics = calibrate(ops, config, weights, ids, block_size, progress)
+        statistics = calibrate(ops, config, weights, ids, block_size)
         if file:
             _write(file, key, statistics)
     return statistics
@@ -90,11 +88,10 @@ def calibrate(
     weights: ModelWeights,
     ids: Sequence[int],
     block_size: int,
-    progress: Callable[[int], None] | None = None,
 ) -> list[LayerStatistics]:
     """Run the model over `ids` in full precision and measure every layer's queries and keys, on the host.
 
-    `progress` is told the layers done since its last call. Raises ValueError on fewer ids than two blocks have,
+    Raises ValueError on fewer ids than two blocks have,
     EngineError ("model_damaged") where queries or keys are not finite.
     """
     model = _exact_model(ops, config, weights, len(ids), block_size)
@@ -111,8 +108,6 @@ def calibrate(
             window = config.window(len(statistics))
             layer = measure(seen.queries, keys, model.attention_scale, window, block_size, ops.parallel_map)
             statistics.append(layer)
-            if progress is not None:
-                progress(1)
     return statistics
 
 

@@ -41,13 +41,6 @@ class ChatTemplate:
         self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         self._process = TemplateProcess(source)
 
-    def render(self, messages: Sequence[Mapping[str, str]], **variables: object) -> str:
-        """`render_each` of one conversation. Raises the error of the template as well."""
-        (text,) = self.render_each([messages], **variables)
-        if isinstance(text, LoadError):
-            raise text
-        return text
-
     def render_each(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], **variables: object
     ) -> list[str | LoadError]:

@@ -29,7 +29,6 @@ class Asked:
     stream: bool
     n: int  # answers
     include_usage: bool  # stream_options
-    model: str | None
 
 
 def read(
@@ -55,6 +54,8 @@ def read(
     if not isinstance(options, dict):
         raise wrong("stream_options", "an object", options)
     usage = options.get("include_usage")
+    if "model" in body:
+        text("model", body["model"])  # any name will do
     answers = "n" if "n" in body else "n_cmpl"
     return Asked(
         prompt=read_prompt(body, takes),
@@ -63,5 +64,4 @@ def read(
         stream=flag("stream", body.get("stream", False)),
         n=count(answers, body.get(answers, 1), 1, MAX_ANSWERS),
         include_usage=False if usage is None else flag("stream_options.include_usage", usage),
-        model=text("model", body["model"]) if "model" in body else None,
     )

@@ -14,6 +14,7 @@ from engine import Engine, SamplingParams
 from engine.chat.console import Console
 from engine.chat.session import ChatSession
 from engine.requests.request import prompt_ids
+from tests.rendering import rendered
 from tests.server.http_server import serving
 from tests.tiny import VOCABULARY, assert_idle, make_model
 
@@ -63,7 +64,7 @@ def user(text: str) -> dict[str, str]:
 
 def ids_of(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
     """What the template makes of the messages, as tokens of its text."""
-    return engine.model.tokenizer.tokenize(engine.model.template.render(messages), control=True)
+    return engine.model.tokenizer.tokenize(rendered(engine.model.template, messages), control=True)
 
 
 def next_prompt(engine: Engine, answer: str) -> tuple[int, int]:

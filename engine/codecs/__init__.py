@@ -46,9 +46,6 @@ class Table(Protocol):
     def width(self) -> int:
         """Values of one code: 2 (pairs of channels 2j, 2j+1) or 1."""
 
-    def stored_norms(self, norms: np.ndarray) -> np.ndarray:
-        """(...) float32 ≥ 0 → what the store gives back for them, float32."""
-
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         """codes (..., N, D / width), norms (..., N) float32 → the codec's fields."""
 

@@ -49,10 +49,6 @@ class PairStore:
     def packing(self) -> PairPacking:
         return PairPacking(self.bits)
 
-    def stored_norms(self, norms: np.ndarray) -> np.ndarray:
-        """norms (...) float32 ≥ 0 → as they read back, float32."""
-        return self.norms.unpack(self.norms.pack(norms))
-
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         """codes (..., N, D/2), norms (..., N) float32 → the fields."""
         return {"norm": self.norms.pack(norms), **self.packing.pack(codes)}

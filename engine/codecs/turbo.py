@@ -102,10 +102,6 @@ class Slots:
             codes += x[:, 0] > threshold
         return codes, levels_of(self.bits)[codes][:, None]
 
-    def stored_norms(self, norms: np.ndarray) -> np.ndarray:
-        """norms (...) float32 ≥ 0 → as they read back, float32."""
-        return self.norms.unpack(self.norms.pack(norms))
-
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         """codes (..., N, D) uint8, norms (..., N) float32 → the fields."""
         count = _CODES_PER_WORD[self.bits]

@@ -38,11 +38,6 @@ class BlockAllocator:
         """Blocks that can be allocated now."""
         return len(self._free)
 
-    @property
-    def kept(self) -> int:
-        """Of the blocks that can be allocated now, those whose contents somebody may look for."""
-        return sum(block in self._free for block in self._kept)
-
     def references(self, block: int) -> int:
         return self._references[block]
 

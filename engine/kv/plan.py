@@ -146,9 +146,8 @@ def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: i
     """The smallest store in which one sequence of `tokens` fits beside the full slots of `sequences` sequences, which
     may all have `step_rows` rows in a step.
     """
-    touched = (
-        1 + (shape.block_size + step_rows - 2) // shape.block_size
-    )  # blocks that rows may go to, the current block's too
+    # Blocks that the rows of a step may go to, the current block among them.
+    touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
     slots = (1 + touched) * sequences + _SPARE_SLOTS
     return StorePlan(shape, tokens, shape.quantized_blocks(tokens), slots)
 
@@ -159,17 +158,16 @@ def plan_for_memory(
     max_tokens: int,
     sequences: int,
     beside: Callable[[int], int] = lambda tokens: 0,
-    step_rows: int = 1,
 ) -> StorePlan:
     """The store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
 
     beside: bytes of `memory` that other things take if a sequence may have so many tokens, growing with them. Exact
     slots are large; where they would take more than a quarter of the memory, fewer sequences are kept.
-    step_rows: as for `plan_for_tokens`. Raises EngineError where not even two blocks fit.
+    Raises EngineError where not even two blocks fit.
     """
 
     def plan(tokens: int) -> StorePlan:
-        return plan_for_tokens(shape, tokens, sequences, step_rows)
+        return plan_for_tokens(shape, tokens, sequences)
 
     while sequences > 1 and plan(0).bytes > memory // 4:
         sequences -= 1

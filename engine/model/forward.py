@@ -69,13 +69,13 @@ class ModelWeights:
 class Transformer:
     """Token ids in, logits out; K/V go to the store on the way."""
 
-    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, store: KVStore, taps: Taps | None = None):
-        """taps: see all prompts, of one sequence each, but no steps: these may be recorded. May be set at any time."""
+    def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, store: KVStore):
         self.ops = ops
         self.config = config
         self.weights = weights
         self.store = store
-        self.taps = taps
+        # Sees prompts, of one sequence each, but no steps: these may be recorded. May be set at any time.
+        self.taps: Taps | None = None
         self._ropes = RopeTables(config)
         self.attention_scale = config.attention_scale or config.head_dim**-0.5
         transforms = [

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.codecs import Codec
+
 
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
     """Standard normal values, `shape`, float32."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def stored_norms(codec: Codec, norms: np.ndarray) -> np.ndarray:
+    """norms (...) float32 ≥ 0 → as they read back from a codec with one norm for each vector, float32."""
+    codes = np.zeros((*norms.shape, 64 // codec.rounding.width), np.uint8)
+    return codec.rounding.norms.unpack(codec.rounding.assemble(codes, norms)["norm"])

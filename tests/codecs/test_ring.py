@@ -8,7 +8,7 @@ import pytest
 from engine import codecs
 from engine.codecs.ring import RINGS, points_of
 from scripts.design_rings import Plane
-from tests.codecs.data import gaussian
+from tests.codecs.data import gaussian, stored_norms
 
 NAMES = {"ring3": 6, "ring3.5": 7, "ring4": 8, "ring5": 10}
 every_ring = pytest.mark.parametrize(("name", "bits"), NAMES.items())
@@ -78,7 +78,7 @@ def test_decode_is_the_stored_norm_times_the_nearest_points(name, bits, option):
     encoded = codec.encode(x)
     assert list(encoded) == list(fields)
     assert all(np.array_equal(encoded[key], fields[key]) for key in fields)
-    stored = codec.rounding.stored_norms(norms)
+    stored = stored_norms(codec, norms)
     assert np.array_equal(codec.decode(fields), points.reshape(x.shape) * stored[..., None])
     assert np.array_equal(codec.decode(fields), points_of(bits)[codes].reshape(x.shape) * stored[..., None])
 
@@ -96,7 +96,7 @@ def test_a_pair_is_two_neighbouring_channels(name, bits):
 def test_sixteen_bits_keep_a_norm_that_eight_round(name, bits):
     x = gaussian(64, 64, seed=1)
     norms = np.sqrt(np.square(x).mean(-1))
-    rough, fine = (codecs.get(name + option).rounding.stored_norms(norms) for option in ("", "+norm16"))
+    rough, fine = (stored_norms(codecs.get(name + option), norms) for option in ("", "+norm16"))
     assert fine == pytest.approx(norms, rel=2**-11)
     assert rough == pytest.approx(norms, rel=2 ** (1 / 64) - 1 + 1e-6)
 

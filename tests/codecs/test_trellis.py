@@ -14,7 +14,7 @@ from engine.codecs import _viterbi
 from engine.codecs._cosets import STATES
 from engine.codecs._viterbi import PathSearch, turn
 from engine.codecs.trellis import points_of
-from tests.codecs.data import gaussian
+from tests.codecs.data import gaussian, stored_norms
 
 NAMES = {"trellis3": 6, "trellis3.5": 7, "trellis4": 8}
 every_trellis = pytest.mark.parametrize(("name", "bits"), NAMES.items())
@@ -194,7 +194,7 @@ def test_decode_reads_every_code_through_its_window(name, bits, option):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 8, 12), np.uint8)
     norms = np.logspace(-2, 2, 24, dtype=np.float32).reshape(3, 8)
     fields = codec.rounding.assemble(codes, norms)
-    expected = by_window(bits, codes.reshape(24, 12)).reshape(3, 8, 24) * codec.rounding.stored_norms(norms)[..., None]
+    expected = by_window(bits, codes.reshape(24, 12)).reshape(3, 8, 24) * stored_norms(codec, norms)[..., None]
     assert np.array_equal(codec.decode(fields), expected)
 
 
@@ -206,7 +206,7 @@ def test_encode_takes_the_best_path_and_the_root_mean_square(name, bits):
     codes, points = (part[0] for part in codec.rounding.best_path((x / norms[:, None])[None]))
     encoded, fields = codec.encode(x), codec.rounding.assemble(codes, norms)
     assert all(np.array_equal(encoded[key], fields[key]) for key in fields)
-    assert np.array_equal(codec.decode(encoded), points * codec.rounding.stored_norms(norms)[:, None])
+    assert np.array_equal(codec.decode(encoded), points * stored_norms(codec, norms)[:, None])
 
 
 @every_trellis

@@ -10,6 +10,7 @@ from engine.backends.cuda.kernel_source import with_readers
 from engine.codecs._norms import ByteNorm
 from engine.quantization.conditioning import centre, read_mean
 from engine.records import Layout
+from tests.codecs.data import stored_norms
 from tests.cuda.nvrtc import SHARED_LIMIT, compile_text, compiler
 from tests.cuda.programs import Program
 from tests.cuda.readers import ENCODE, PACK, READ, read, text
@@ -51,7 +52,7 @@ def test_tiles_are_the_points_and_norms_the_stored_ones(
     codes, norms = random_codes(layout, rng)
     fields = codec.rounding.assemble(codes.astype(np.uint16 if name == "ring5" else np.uint8), norms)
     decoded = codec.decode(fields)
-    stored = codec.rounding.stored_norms(norms)
+    stored = stored_norms(codec, norms)
     for seed in SEEDS:
         got, factors, _ = read(layout, layout.pack(fields), seed)
         np.testing.assert_array_equal(factors, stored)

@@ -15,6 +15,7 @@ from model_loaders.prompt import chat_ids
 from model_loaders.templates import ChatTemplate, for_folder, for_gguf
 from model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests.model_loaders import vocabularies as vocab
+from tests.rendering import rendered
 from tests.shared_data import shared
 
 # As Llama 2's: past answers stand between spaces that the model was not asked with.
@@ -220,7 +221,7 @@ def test_a_template_that_frames_mislead_has_its_own_text() -> None:
     tokenizer, template = tiny(COUNTING)
     messages = [user("hi"), with_ids(tokenizer, "then he"), user("and?")]
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    text = template.render(plain)
+    text = rendered(template, plain)
     assert "then he (7)" in text
     assert chat_ids(messages, template, tokenizer) == tokenizer.tokenize(text, control=True)
 
@@ -235,7 +236,7 @@ class TestReasoningStaysBehind:
             messages += [with_ids(tokenizer, f"{opened}the reason\n</think>\n\n{said}"), user("and?")]
             ids = chat_ids(messages, template, tokenizer)
             plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-            text = template.render(plain)
+            text = rendered(template, plain)
             assert "reason" not in text
             assert f"{said}<" in text
             assert ids == tokenizer.tokenize(text, control=True)

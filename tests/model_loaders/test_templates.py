@@ -15,6 +15,7 @@ from model_loaders import template_process, template_worker
 from model_loaders.errors import LoadError
 from model_loaders.templates import ChatTemplate, for_folder, for_gguf
 from tests.model_loaders import vocabularies as vocab
+from tests.rendering import rendered
 from tests.shared_data import shared
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -25,7 +26,7 @@ def template(source: str, **tokens: str) -> ChatTemplate:
 
 
 def render(source: str, **variables: object) -> str:
-    return template(source).render(HELLO, **variables)
+    return rendered(template(source), HELLO, **variables)
 
 
 def gguf(**metadata: object) -> SimpleNamespace:
@@ -36,7 +37,7 @@ class TestWhereItComesFrom:
     def test_tokenizer_config(self, tmp_path: Path) -> None:
         found = for_folder(tmp_path, {"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": "<s>",
                                       "eos_token": {"content": "</s>"}})  # fmt: skip
-        assert (found.render(HELLO), found.is_default) == ("<s></s>", False)
+        assert (rendered(found, HELLO), found.is_default) == ("<s></s>", False)
 
     @pytest.mark.parametrize(("names", "used"), [(["tool_use", "default"], "default"), (["rag", "tool_use"], "rag")])
     def test_one_of_several_named_ones(self, tmp_path: Path, names: list[str], used: str) -> None:
@@ -45,12 +46,12 @@ class TestWhereItComesFrom:
 
     def test_a_file_of_its_own_comes_first(self, tmp_path: Path) -> None:
         (tmp_path / "chat_template.jinja").write_text("Grüß {{ messages[0].content }}", encoding="utf-8")
-        assert for_folder(tmp_path, {"chat_template": "other"}).render(HELLO) == "Grüß Hello"
+        assert rendered(for_folder(tmp_path, {"chat_template": "other"}), HELLO) == "Grüß Hello"
 
     def test_gguf(self) -> None:
         metadata = {"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}", "tokenizer.ggml.bos_token_id": 256}
         found = for_gguf(gguf(**metadata))
-        assert (found.render(HELLO), found.is_default) == ("he|", False)
+        assert (rendered(found, HELLO), found.is_default) == ("he|", False)
 
     def test_chatml_where_the_vocabulary_has_it(self, tmp_path: Path) -> None:
         chatml = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -58,12 +59,12 @@ class TestWhereItComesFrom:
         beside = for_folder(tmp_path, {"additional_special_tokens": ["<|im_start|>"]})
         (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "<|im_start|>"}]}))
         for found in (inside, beside, for_folder(tmp_path, {})):
-            assert (found.render(HELLO), found.is_default) == (chatml, True)
+            assert (rendered(found, HELLO), found.is_default) == (chatml, True)
 
     def test_plain_words_where_it_has_not(self, tmp_path: Path) -> None:
         for found in (for_gguf(gguf()), for_folder(tmp_path, {})):
-            assert (found.render(HELLO), found.is_default) == ("User: Hello\nAssistant:", True)
-            assert found.render(HELLO, add_generation_prompt=False) == "User: Hello\n"
+            assert (rendered(found, HELLO), found.is_default) == ("User: Hello\nAssistant:", True)
+            assert rendered(found, HELLO, add_generation_prompt=False) == "User: Hello\n"
 
     @pytest.mark.parametrize("value", [7, {"default": "x"}, [{"name": "default", "template": 7}]])
     def test_a_chat_template_that_is_not_text_is_refused(self, tmp_path: Path, value: object) -> None:
@@ -101,16 +102,16 @@ class TestWhatItCanDo:
 
     @pytest.mark.parametrize("text", ["\ud83d", "﷐\x00", "{{ 1 }}", "\r\n", "🦙"])
     def test_any_text_passes_through(self, text: str) -> None:
-        assert template("{{ messages[0].content }}").render([{"role": "user", "content": text}]) == text
+        assert rendered(template("{{ messages[0].content }}"), [{"role": "user", "content": text}]) == text
 
     def test_real_templates_write_what_their_models_were_trained_on(self) -> None:
         config = json.loads(shared("tokenizers", "qwen2_5", "tokenizer_config.json").read_text())
         brief = [{"role": "system", "content": "Be brief."}, *HELLO]
-        assert for_folder(shared("tokenizers", "qwen2_5"), config).render(brief) == (
+        assert rendered(for_folder(shared("tokenizers", "qwen2_5"), config), brief) == (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
         )
         config = json.loads(shared("tokenizers", "llama3", "tokenizer_config.json").read_text())
-        assert for_folder(shared("tokenizers", "llama3"), config).render(HELLO) == (
+        assert rendered(for_folder(shared("tokenizers", "llama3"), config), HELLO) == (
             "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n"
         )
@@ -166,8 +167,8 @@ class TestWhatItCanNotDo:
         source = "{% if n is defined %}{{ raise_exception(n) }}{% endif %}fine"
         usable = template(source)
         with pytest.raises(LoadError, match="word"):
-            usable.render(HELLO, n="word")
-        assert usable.render(HELLO) == "fine"
+            rendered(usable, HELLO, n="word")
+        assert rendered(usable, HELLO) == "fine"
 
     @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals that say why a process ended")
     @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ class TestWhatItCanNotDo:
         assert worker is not None
         monkeypatch.setattr(worker.stdin, "flush", lambda: worker.send_signal(getattr(signal, name)))
         with pytest.raises(LoadError, match=rf"failed: {reason}\.$"):
-            slow.render(HELLO)
+            rendered(slow, HELLO)
 
     def test_the_error_names_too_little_memory_for_an_answer(self) -> None:
         program = """
@@ -199,22 +200,22 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
     def test_a_worker_that_was_killed_while_idle_is_replaced(self) -> None:
         usable = template("fine")
-        usable.render(HELLO)
+        rendered(usable, HELLO)
         worker = usable._process._worker
         assert worker is not None
         worker.kill()
         worker.wait(60)
-        assert usable.render(HELLO) == "fine"
+        assert rendered(usable, HELLO) == "fine"
 
     def test_an_ended_worker_is_replaced(self) -> None:
         usable = template("{% if n is defined %}{{ [[n] * 10**7] * 10**6 }}{% endif %}fine")
         with pytest.raises(LoadError, match=r"too much (time|memory)|more text"):
-            usable.render(HELLO, n="word")
-        assert usable.render(HELLO) == "fine"
+            rendered(usable, HELLO, n="word")
+        assert rendered(usable, HELLO) == "fine"
 
     def test_its_process_ends_with_it(self) -> None:
         used = template("fine")
-        used.render(HELLO)
+        rendered(used, HELLO)
         worker = used._process._worker
         assert worker is not None
         assert worker.poll() is None

@@ -38,9 +38,6 @@ class Table:
         codes = np.square(x[:, None] - self.points).sum(-1).argmin(1).astype(np.uint16)
         return codes, self.points[codes]
 
-    def stored_norms(self, norms):
-        return norms
-
     def assemble(self, codes, norms):
         return {"codes": codes, "norms": norms}
 
@@ -68,9 +65,6 @@ class Paths:
 
     def best_path(self, unit, feedback=None, weights=None, survivors=1):
         return path_search(self.points.tobytes())(unit, feedback, weights, survivors)
-
-    def stored_norms(self, norms):
-        return norms
 
     def assemble(self, codes, norms):
         return {"codes": codes, "norms": norms}
