@@ -39,10 +39,10 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
     attention, calls = model.ops.attention, []
 
     def attend_and_capture(q, cache, spans, scale, window, *back):
-        calls.append((q.copy(), cache.full(spans[0].now)[0][:, : len(ids)].copy(), scale, window))
+        calls.append((q.copy(), cache.full(spans[0].current)[0][:, : len(ids)].copy(), scale, window))
         return attention(q, cache, spans, scale, window, *back)
 
-    model.ops.attention, model.ops.parts = attend_and_capture, lambda rows: [rows]
+    model.ops.attention, model.ops.split_rows = attend_and_capture, lambda rows: [rows]
     feed(model, model.store.new_sequence(), ids)
     return calls
 
@@ -69,7 +69,7 @@ def test_chunks_and_parts_change_nothing(fixture, monkeypatch: pytest.MonkeyPatc
     whole = calibrate(NumpyOps(), config, weights, ids, N)
     monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)
     ops = NumpyOps()
-    monkeypatch.setattr(ops, "parts", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
+    monkeypatch.setattr(ops, "split_rows", lambda r: [slice(r.start, r.start + 3), slice(r.start + 3, r.stop)])
     for one, expected in zip(calibrate(ops, config, weights, ids, N), whole, strict=True):
         assert_close(one, expected, rtol=1e-3)
 
