@@ -11,7 +11,7 @@ from model_loaders.fields import Fields
 from model_loaders.tensor_table import TensorTable, tensor_table
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
-GGUF = GgufLayout("olmo2")
+GGUF = GgufLayout("olmo2", keys={"sliding_window": "attention.sliding_window"})  # of OLMo 3, which has their name too
 _NAMES = {
     "attention_post_norm": (("post_attention_layernorm", "post_attention_norm"),),
     "ffn_post_norm": (("post_feedforward_layernorm", "post_ffw_norm"),),
@@ -21,6 +21,8 @@ _NAMES = {
 
 
 def configure(fields: Fields) -> ModelConfig:
+    if fields.number("sliding_window", 0.0):
+        raise fields.refuse("sliding_window", "which makes it an OLMo 3, which is not supported: use an OLMo 2")
     bias = fields.flag("attention_bias", False)
     config = decoder(fields, "olmo2", qkv_bias=bias, out_bias=bias, qk_norm=True)
     return replace(config, pre_norms=False, post_norms=True, wide_qk_norm=True)

@@ -379,6 +379,14 @@ def test_the_head_of_a_gguf_file_is_read_where_it_has_one(name: str, tmp_path: P
     np.testing.assert_array_equal(read(copy, "lm_head.weight"), head)
 
 
+def test_a_gguf_file_of_olmo3_is_refused(tmp_path: Path) -> None:
+    """It says olmo2 of itself, and has windows in three layers of four."""
+    config, weights, _ = load_weights(MODELS / "olmo2_post_norms")
+    path = as_gguf(tmp_path / "model.gguf", "olmo2", config, read_all(weights), attention__sliding_window=16)
+    with pytest.raises(LoadError, match=r"olmo2\.attention\.sliding_window is 16, which makes it an OLMo 3"):
+        load_weights(path)
+
+
 def longrope(rope: RopeConfig, tensors: dict[str, np.ndarray]) -> dict[str, object]:
     """Further metadata; the factors become tensors."""
     tensors["rope_factors_long.weight"] = np.array(rope.divisors, np.float32)
