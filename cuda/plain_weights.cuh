@@ -1,15 +1,15 @@
-// Weight formats, each a struct in `cuda/weights/` that is called like its twin in `engine/weight_formats/`; WEIGHT is
-// the one that a kernel reads. What such a struct has:
+// Weight formats: each is a struct in `cuda/weights/`, the twin of a file in `engine/weight_formats/`. WEIGHT is the
+// struct of the format that a kernel reads. Its members:
 //
-//   Product                     __half, or __nv_bfloat16 for a plain format: tensor cores multiply its values as that
-//   PLAIN                       whether a matrix is Product after Product
-//   Eight                       what a load of 8 neighbours is, until their values are wanted
-//   load8(matrix, row, in, k)   → Eight: the values k to k + 7 of a row of `in`, k % 8 == 0; memory that is read once
-//   floats(out, eight)          the 8 values
+//   Product                     the type in which tensor cores multiply weights: __half or __nv_bfloat16
+//   PLAIN                       whether a matrix is an array of Product, so that no conversion is needed
+//   Eight                       8 neighbouring weights as they were loaded
+//   load8(matrix, row, in, k)   loads an Eight: weights k … k + 7 of a row of `in`, k % 8 == 0, evicted first
+//   floats(out, eight)          converts an Eight to 8 floats
 //
 // A matrix (out, in) is `const unsigned char *`, aligned to 16 bytes.
 
-// Numbers of type T, one after the other.
+// A format that is an array of T; P is its Product.
 template <class T, class P>
 struct PlainWeights {
     using Product = P;
@@ -20,7 +20,8 @@ struct PlainWeights {
     };
 
     static __device__ __forceinline__ Eight load8(const unsigned char *matrix, int row, int in, int k) {
-        const uint4 *const from = reinterpret_cast<const uint4 *>(reinterpret_cast<const T *>(matrix) + row * (long long)in + k);
+        const T *const weights = reinterpret_cast<const T *>(matrix) + row * (long long)in + k;
+        const uint4 *const from = reinterpret_cast<const uint4 *>(weights);
         Eight eight;
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) eight.words[i] = __ldcs(from + i);

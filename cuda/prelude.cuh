@@ -95,7 +95,9 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { re
 template <class T>
 __device__ __forceinline__ float within(float x) { return x; }
 template <>
-__device__ __forceinline__ float within<__half>(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
+__device__ __forceinline__ float within<__half>(float x) {
+    return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
+}
 
 // Where the K/V of a sequence's new rows go, and what they see: a row of the int32 array `spans`. SpanHeader in
 // engine/backends/cuda/cache.py has the same members.

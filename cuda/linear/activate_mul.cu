@@ -1,7 +1,7 @@
-// y = ACTIVATION(gate) · up.
+// The op `activate_mul`: y = ACTIVATION(gate) · up.
 //
 // gate_up (T, 2F) = [gate | up], y (T, F).
-// Grid (ceil(F / (8 · block)), T). DEFINES: ACT, ACTIVATION (of activation.cuh).
+// Grid (ceil(F / (8 · block)), T). DEFINES: ACT, ACTIVATION (a function of activation.cuh).
 // JOINS: activation.cuh.
 // PRECOND: F % 8 == 0; gate_up and y aligned to 16 bytes.
 extern "C" __global__ void __launch_bounds__(1024) activate_mul_kernel(ACT *y, const ACT *gate_up, int F) {

@@ -1,4 +1,4 @@
-// Activations by their names: ACTIVATION is one of these functions, or not defined, and GATED then false.
+// Activations. The define ACTIVATION names one of these functions; without it GATED is false.
 
 #ifdef ACTIVATION
 constexpr bool GATED = true;
@@ -7,7 +7,7 @@ constexpr bool GATED = false;
 #define ACTIVATION
 #endif
 
-// e^-x overflows to infinity below −88, where silu is 0 = x / infinity.
+// Below −88, e^-x is infinite and silu is −0.
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
 // x/2 · (1 + tanh u) = x / (1 + e^-2u), u = √(2/π) · (x + 0.044715 x³).

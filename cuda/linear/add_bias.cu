@@ -1,6 +1,6 @@
 // y += bias, row by row.
 //
-// y: rows of n numbers, `pitch` apart; bias (n) float.
+// y: rows of n numbers, `pitch` numbers apart; bias (n) float.
 // Grid (ceil(n / block), rows). DEFINES: ACT.
 // PRECOND: none.
 extern "C" __global__ void __launch_bounds__(1024) add_bias_kernel(ACT *y, const float *bias, int n, long long pitch) {

@@ -1,7 +1,7 @@
-// x = rows `ids` of a table, times scale.
+// The op `embed`: x = rows `ids` of the embedding table, times scale.
 //
 // table (V, E), ids (T), x (T, E).
-// Grid (T), block any. DEFINES: ACT, WEIGHT (a format).
+// Grid (T), block any. DEFINES: ACT, WEIGHT (a weight format).
 // PRECOND: E % 8 == 0; table and x aligned to 16 bytes; 0 <= ids < V.
 extern "C" __global__ void __launch_bounds__(1024)
 embed_kernel(ACT *x, const unsigned char *table, const int *ids, int E, float scale) {

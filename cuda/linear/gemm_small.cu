@@ -1,30 +1,33 @@
-// y = x @ weightᵀ + bias for up to 64 rows on tensor cores: the op `linear`, with `rms_norm` before it, a sum behind.
+// The op `linear` for up to 64 rows on tensor cores, with RMS norm before it and the residual sum after it:
+// y = x @ weightᵀ + bias.
 //
-// y: rows of `out` floats, `pitch` apart; x (rows, in), weight (out, in), bias (out) float or null. x and weights that
-// are not plain are rounded to the format's Product (what is too large for half precision becomes its largest number),
-// sums are float. With NORMED, x is x / rms(x) · norm, norm (in) float: x · norm is rounded, and 1 / rms(x), one number
-// per row, multiplies the sums. With ADD, y += instead of =.
-// With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+// y: rows of `out` floats, `pitch` floats apart; x (rows, in), weight (out, in), bias (out) float or null. x, and
+// weights of a format that is not plain, are rounded to the format's Product (halves are clipped to ±65504); sums are
+// float.
+// With NORMED, x is replaced by x / rms(x) · norm, norm (in) float: x · norm is rounded, and 1 / rms(x), one number per
+// row, multiplies the sums. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up],
+// 2 · out rows, and y is ACTIVATION(gate) · up.
 //
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
-// the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 rows of up that belong to
-// them. The sum over `in` may run in any order, so a lane takes 8 neighbouring inputs as its part of two products: 16
-// bytes of a weight's row, copied to shared memory and read back by the same lane, and 16 bytes of x for 8 rows each.
-// WARPS_OUT warps of the 8 stand side by side in `out`, the others take other inputs of a stage; shared memory joins
-// their sums.
-// Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1 each row of blocks
-// takes a part of `in` and writes its sums to y (parts, rows, rows of weights): gemm_small_sum_kernel does the rest.
-// DEFINES: ACT (of x: float or the format's Product), WEIGHT (a format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8),
-// NORMED, ADD (0 or 1), ACTIVATION (of activation.cuh).
+// the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching rows of up. The
+// sum over `in` may run in any order, so a lane takes 8 neighbouring inputs as its share of two products: 16 bytes of
+// a row of weights, copied to shared memory and read back by the same lane, and 16 bytes of x for each group of 8 rows.
+// Of the 8 warps, WARPS_OUT take different rows of weights and the others different inputs of a stage; their sums are
+// added in shared memory.
+// Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal
+// blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights); gemm_small_sum_kernel adds
+// the parts.
+// DEFINES: ACT (of x: float or the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4,
+// 8), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined).
 // JOINS: activation.cuh.
 // Dynamic shared memory: max(STAGES · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
 // WARPS_K = 8 / WARPS_OUT, STAGES = 5: at most 96 KB.
-// Cost: bytes of the weights, 64 KB a block on their way at any time; each block reads its inputs of all rows from L2,
-// in all rows · sizeof(ACT) / (2 · TILE) times the bytes of the weights.
+// Cost: bytes of the weights, of which 64 KB per block are in flight at any time; each block reads its inputs of all
+// rows from L2, which over all blocks is rows · sizeof(ACT) / (2 · TILE) times the bytes of the weights.
 // PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight, norm aligned to 16 bytes;
 // one part if NORMED.
 constexpr int WARPS = 8, WARPS_K = WARPS / WARPS_OUT, TILE = 32 * WARPS_OUT, INPUTS = 32 * WARPS_K, STAGES = 5;
-constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // of y, of a block
+constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // COLUMNS: of y, of a block
 constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
 constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = TILE + 4;
 static_assert(ROWS % 8 == 0 && ROWS * WARPS_K <= 128 && WARPS % WARPS_OUT == 0, "shared memory is laid out for these");
@@ -38,9 +41,9 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], 
     mma_m16n8k16_bf16(d, a, b);
 }
 
-// The TILE rows of weights of a block, by their number c in it.
+// The TILE rows of weights that a block multiplies; c is a row's number among these.
 struct Tile {
-    int first, out;  // columns of y
+    int first, out;  // first column of y; columns of y in all
 
     __device__ __forceinline__ int column_of(int c) const { return first + (GATED ? c / 32 * 16 + c % 16 : c); }
     __device__ __forceinline__ int row_of(int c) const {
@@ -48,18 +51,18 @@ struct Tile {
     }
 };
 
-// The weights of one warp: 16-byte pieces at four rows of its lane, 8 apart, copied stage by stage.
+// A lane's weights: 16 bytes of each of four rows, 8 rows apart, copied to shared memory stage by stage.
 struct Weights {
-    const Product *plain[4];  // where the format is
+    const Product *plain[4];  // the four rows; read only where the format is plain
     const unsigned char *matrix;
     int rows[4];
-    uint4 *stages;  // [STAGES][WARPS][4][32], at the warp and lane
+    uint4 *stages;  // this warp's and lane's in [STAGES][WARPS][4][32]
     int input, in;  // the lane's first input of stage 0
 
     __device__ __forceinline__ uint4 *piece(int stage, int i) const {
         return stages + (stage % STAGES * WARPS * 4 + i) * 32;
     }
-    // One group of copies: empty from stage `last` on.
+    // Commits one group of copies; from stage `last` on it is empty.
     __device__ __forceinline__ void copy(int stage, int last) const {
         const int k = stage * INPUTS + input;
 #pragma unroll
@@ -69,7 +72,7 @@ struct Weights {
         }
         cp_async_commit();
     }
-    // 8 inputs of the lane's row i, as tensor cores take them.
+    // Copies inputs k … k + 7 of the lane's row i, as Product.
     __device__ __forceinline__ void fetch(uint4 *to, int i, int k) const {
         if constexpr (WEIGHT::PLAIN) {
             cp_async<16>(to, plain[i] + k);
@@ -83,7 +86,8 @@ struct Weights {
     }
 };
 
-// A thread's share of x, a stage ahead: loaded, and once the stage before it is done, rounded and stored as fragments.
+// A thread's share of x, one stage ahead: loaded while the previous stage is multiplied, then rounded and stored as
+// fragments.
 struct Inputs {
     float values[OWN][8];
     float squares[OWN];
@@ -121,7 +125,7 @@ struct Inputs {
     }
 };
 
-// The products of one stage: 32 columns × all rows × the warp's 32 inputs.
+// Adds the products of one stage: 32 rows of weights × all rows of x × the warp's 32 inputs.
 __device__ __forceinline__ void add_stage(float (&sums)[2][TILES_N][4], const Weights &weights, int stage,
                                           const uint4 *fragments) {
     uint4 w[4];
@@ -140,12 +144,13 @@ __device__ __forceinline__ void add_stage(float (&sums)[2][TILES_N][4], const We
     }
 }
 
-// 1 / rms(x) of every row into `factors` (ROWS), which other threads see after the next barrier.
-__device__ __forceinline__ void row_factors(float *factors, float (*partial)[8], const Inputs &own, int in, float eps) {
+// Writes 1 / rms(x) of every row to `factors` (ROWS), which other threads may read after the next barrier.
+__device__ __forceinline__ void row_factors(float *factors, float (*partial)[8], const Inputs &inputs, int in,
+                                            float eps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int c = 0; c < OWN; ++c) {
-        float sum = own.squares[c] + __shfl_xor_sync(0xffffffffu, own.squares[c], 1);
+        float sum = inputs.squares[c] + __shfl_xor_sync(0xffffffffu, inputs.squares[c], 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         if (lane % 4 == 0 && warp + WARPS * c < FRAGMENTS) partial[warp + WARPS * c][lane / 4] = sum;
     }
@@ -156,7 +161,7 @@ __device__ __forceinline__ void row_factors(float *factors, float (*partial)[8],
     factors[threadIdx.x] = rsqrtf(sum / in + eps);
 }
 
-// A warp's sums (32 columns × all rows) to rows of PITCH floats, a column of y beside the other.
+// Stores a warp's sums (32 rows of weights × all rows of x) as one row of PITCH floats for each row of x.
 __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2][TILES_N][4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -168,7 +173,7 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
                 joined[(n * 8 + lane % 4 * 2 + i % 2) * PITCH + m * 16 + i / 2 * 8 + lane / 4] = sums[m][n][i];
 }
 
-// The sums of a block, in `joined` [WARPS_K][ROWS][PITCH], to y.
+// Adds the sums of a block's warps, `joined` [WARPS_K][ROWS][PITCH], and writes them to y.
 __device__ __forceinline__ void store_tile(float *y, const float *joined, const float *factors, const Tile &tile,
                                            const float *bias, int rows, long long pitch) {
     const auto sum_of = [&](int row, int c) {
@@ -240,8 +245,8 @@ gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const flo
     store_tile(y, joined, factors, tile, bias, rows, pitch);
 }
 
-// y (+)= the sum over the parts (count, rows, rows of weights), in their order, + bias; if GATED, ACTIVATION(gate) · up
-// of these. Grid (ceil(rows · out / block)), block any.
+// Adds parts (count, rows, rows of weights) in their order, then bias, into y, as gemm_small_kernel does with one part.
+// Grid (ceil(rows · out / block)), block any.
 extern "C" __global__ void __launch_bounds__(1024)
 gemm_small_sum_kernel(float *y, const float *parts, const float *bias, int count, int rows, int out, long long pitch) {
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;

@@ -1,18 +1,19 @@
-// y = x @ weightᵀ + bias for few rows: the op `linear`, with `rms_norm` before it and a sum behind.
+// The op `linear` for up to 4 rows, with RMS norm before it and the residual sum after it: y = x @ weightᵀ + bias.
 //
-// x (rows, in), weight (out, in), bias (out) float or null; y: rows of `out` numbers, `pitch` apart. With NORMED, x is
-// x / rms(x) · norm, norm (in) float: the factor 1 / rms(x) is one number per row, so a warp sums the squares on its
-// way and multiplies the results. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are
-// [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
-// SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each its part of `in`: a warp reads each of its
-// weights once, 16 bytes per lane at a time, and has the next DEPTH · OUTPUTS loads on their way while it multiplies.
-// The rows are neighbours; with GATED, half of them are rows of gate, the others the rows of up that belong to them.
+// x (rows, in), weight (out, in), bias (out) float or null; y: rows of `out` numbers, `pitch` numbers apart. With
+// NORMED, x is replaced by x / rms(x) · norm, norm (in) float: the factor 1 / rms(x) is one number per row, so a warp
+// also sums the squares and multiplies its results by the factor at the end. With ADD, y += instead of y =. With an
+// ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+//
+// SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each warp over its own part of `in`. A warp reads each
+// of its weights once, 16 bytes per lane at a time, and keeps the next DEPTH · OUTPUTS loads in flight while it
+// multiplies. The rows are neighbours; with GATED, half of them are rows of gate, the others the matching rows of up.
 // Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256.
-// DEFINES: ACT, WEIGHT (a format), ROWS (most rows), OUTPUTS, NORMED, ADD (0 or 1), ACTIVATION (of activation.cuh),
-// SPLIT (1, 2, 4, 8); without the last three, ADD 0, GATED false and SPLIT 1.
+// DEFINES: ACT, WEIGHT (a weight format), ROWS (most rows), OUTPUTS, NORMED (0 or 1), ADD (0 or 1, default 0),
+// SPLIT (1, 2, 4, 8, default 1), ACTIVATION (a function of activation.cuh, or not defined).
 // JOINS: activation.cuh.
-// Cost: bytes of the weights, 2 KB · DEPTH a warp on their way at any time (OUTPUTS 4); 1 FMA per weight and row, and x
-// comes from the L1 cache 1 / OUTPUTS times as often.
+// Cost: bytes of the weights, of which 2 KB · DEPTH per warp are in flight at any time (OUTPUTS 4); 1 FMA per weight
+// and row. x is read from L1, one load for OUTPUTS weights.
 // PRECOND: 1 <= rows <= ROWS <= 4; in % 8 == 0; x, weight, norm aligned to 16 bytes; OUTPUTS % 2 == 0 if GATED.
 #ifndef ADD
 #define ADD 0
@@ -20,15 +21,15 @@
 #ifndef SPLIT
 #define SPLIT 1
 #endif
-constexpr int DEPTH = sizeof(WEIGHT::Eight) > 16 ? 1 : ROWS == 1 ? 4 : 2;  // what registers have room for
+constexpr int DEPTH = sizeof(WEIGHT::Eight) > 16 ? 1 : ROWS == 1 ? 4 : 2;  // as registers allow
 constexpr int WARPS = 8, STEP = 32 * 8 * SPLIT;
-constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y
+constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // of y, of a warp
 
 struct Sums {
-    float of[OUTPUTS][ROWS], squares[ROWS];
+    float products[OUTPUTS][ROWS], squares[ROWS];
 };
 
-// The products of 8 inputs, from x + i on, with their weights.
+// Adds the products of inputs i … i + 7 of every row with their weights.
 __device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUTS][8], const ACT *x, const float *norm,
                                              int rows, int in, int i) {
 #if NORMED
@@ -43,19 +44,19 @@ __device__ __forceinline__ void add_products(Sums &sums, const float (&w)[OUTPUT
 #if NORMED
 #pragma unroll
         for (int half = 0; half < 8; half += 4) {
-            float now[4];  // of one row: all of norm at once would take registers from the weights on their way
-            if (ROWS == 1) load_floats(now, norm + i + half);
+            float four[4];  // with one row, 4 norm weights at a time: 8 would take registers from loads in flight
+            if (ROWS == 1) load_floats(four, norm + i + half);
 #pragma unroll
             for (int j = half; j < half + 4; ++j) {
                 sums.squares[r] += v[j] * v[j];
-                v[j] *= ROWS == 1 ? now[j - half] : g[j];
+                v[j] *= ROWS == 1 ? four[j - half] : g[j];
             }
         }
 #endif
 #pragma unroll
         for (int o = 0; o < OUTPUTS; ++o)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) sums.of[o][r] += w[o][j] * v[j];
+            for (int j = 0; j < 8; ++j) sums.products[o][r] += w[o][j] * v[j];
     }
 }
 
@@ -96,11 +97,11 @@ gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias
         if (r >= rows) break;
         if (NORMED) sums.squares[r] = warp_sum(sums.squares[r]);
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; ++o) sums.of[o][r] = warp_sum(sums.of[o][r]);
+        for (int o = 0; o < OUTPUTS; ++o) sums.products[o][r] = warp_sum(sums.products[o][r]);
         if (lane > 0) continue;
         squares[warp][r] = sums.squares[r];
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; ++o) joined[warp][r][o] = sums.of[o][r];
+        for (int o = 0; o < OUTPUTS; ++o) joined[warp][r][o] = sums.products[o][r];
     }
     __syncthreads();
     for (int i = lane; warp % SPLIT == 0 && i < rows * COLUMNS; i += 32) {

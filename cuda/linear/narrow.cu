@@ -1,7 +1,7 @@
-// y = x in a type of 16 bits, optionally normalised before: x / rms(x) · norm.
+// Converts x to a 16-bit type; with NORMED, y = x / rms(x) · norm.
 //
-// x, y (rows, n), norm (n) float. What is too large for half precision becomes its largest number; NaN stays.
-// Grid (rows), block any. DEFINES: ACT, TO (of y: __half or __nv_bfloat16), NORMED (0 or 1).
+// x, y (rows, n), norm (n) float. Halves are clipped to ±65504; NaN stays.
+// Grid (rows), block any. DEFINES: ACT, TO (type of y: __half or __nv_bfloat16), NORMED (0 or 1).
 // PRECOND: n % 8 == 0; x, y, norm aligned to 16 bytes.
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -1,6 +1,6 @@
-// y = x / rms(x) · norm for every row; with ADD, y += that.
+// The op `rms_norm`: y = x / rms(x) · norm for every row; with ADD, y += x / rms(x) · norm.
 //
-// x, y: rows of n numbers, x_stride and y_stride apart; y may be x. norm (n) float.
+// x, y: rows of n numbers, x_stride and y_stride numbers apart; y may be x. norm (n) float.
 // Grid (rows), block any. DEFINES: ACT, ADD (0 or 1).
 // Cost: reads x twice, the second time from the cache.
 // PRECOND: n % 8 == 0, strides % 8 == 0; x, y, norm aligned to 16 bytes.
@@ -17,7 +17,7 @@ rms_norm_kernel(ACT *y, const ACT *x, const float *norm, int n, long long y_stri
 #pragma unroll
         for (int j = 0; j < 8; ++j) squares += v[j] * v[j];
     }
-    // Nobody writes before everybody has read: y may be x.
+    // The barrier in block_sum lets y be x: no thread writes before all have read for the sum.
     const float factor = rsqrtf(block_sum(squares, partial) / n + eps);
     for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
         float v[8], w[8], sum[8];

@@ -1,8 +1,11 @@
-// What a row is drawn with, and what is done to single logits before: biases, penalties, DRY. A part of sample.cu.
+// The table of draws, and the changes of single logits before a draw: biases, penalties, DRY. Part of sample.cu.
 //
-// The table of draws is int32: a `Params` for each row, then the lists of those rows that have any, each at the word
-// `lists`, a multiple of 4: double amounts of DRY (dry), int ids (dry); int ids (biases), float biases (biases); int
-// ids of the last tokens (recent), the same one several times; the mask, ceil(V / 32) words, if `masked`.
+// The table is int32, made by engine/backends/cuda/draws.py: a `Params` for each row, then the lists of the rows that
+// have any. A row's lists begin at word `lists`, a multiple of 4:
+//   DRY         double amounts (dry), int ids (dry)
+//   biases      int ids (biases), float amounts (biases)
+//   penalties   int ids of the last tokens (recent); an id may be there several times
+//   mask        if `masked`: ceil(V / 32) words; bit i % 32 of word i / 32 allows token i.
 struct __align__(16) Params {
     float temperature, top_k, top_p, min_p, uniform, repeat;
     int lists, biases, recent, dry, masked, unused;
@@ -30,8 +33,8 @@ __device__ __forceinline__ Lists lists_of(const int *table, const Params &p) {
             p.masked ? reinterpret_cast<const unsigned *>(mask) : nullptr};
 }
 
-// change(x, i) in the place of each x = logits[ids[i]], which goes to saved[i]. No id comes twice.
-// Whether one of this thread's was larger than -infinity.
+// Saves each x = logits[ids[i]] to saved[i] and replaces it by change(x, i). PRECOND: ids are distinct.
+// Returns whether one of this thread's logits was larger than -infinity.
 template <class Change>
 __device__ __forceinline__ bool change_logits(float *logits, const int *ids, int count, float *saved, Change change) {
     if (count == 0) return false;
@@ -52,13 +55,13 @@ __device__ __forceinline__ void restore_logits(float *logits, const int *ids, in
     __syncthreads();
 }
 
-// A recent token and its logit before the penalties; -1 where the thread has none.
+// A recent token and its logit before the penalties; token −1 where the thread has none.
 struct Penalised {
     int token;
     float before;
 };
 
-// A thread for each of the recent tokens: the first one with a token penalises it.
+// Penalises the recent tokens, one thread for each; of equal ones only the first is penalised, for all occurrences.
 __device__ __forceinline__ Penalised penalise(float *logits, const int *recent, const Params &p) {
     if (p.recent == 0) return {-1, NEGATIVE_INFINITY};
     int token = threadIdx.x < p.recent ? recent[threadIdx.x] : -1, occurrences = 0;

@@ -1,2 +1,2 @@
-// Float32. Tensor cores multiply it in half precision: what is too large for that becomes its largest number.
+// Float32. Tensor cores multiply it in half precision; values beyond ±65504 are clipped to that.
 struct f32 : PlainWeights<float, __half> {};
