@@ -38,7 +38,7 @@ struct HeadTransform {
     }
 
     // v: the vector of a query or key head, in place; x: the same vector in memory. norm: weights of its RMS norm.
-    __device__ __forceinline__ void query_or_key(float (&v)[OWN], const float *x, const WEIGHT *norm, int row, int head,
+    __device__ __forceinline__ void query_or_key(float (&v)[OWN], const float *x, const float *norm, int row, int head,
                                                  float eps) const {
         const int lane = threadIdx.x % 32;
 #if HEAD_NORMS
@@ -55,8 +55,8 @@ struct HeadTransform {
             const int angle = is_low ? channel : channel - HALF, other = is_low ? channel + HALF : angle;
             float own = v[i], partner = x[other];
 #if HEAD_NORMS
-            own *= factor * to_float(norm[channel]);
-            partner *= factor * to_float(norm[other]);
+            own *= factor * norm[channel];
+            partner *= factor * norm[other];
 #endif
             const float c = cos[row * HALF + angle], s = sin[row * HALF + angle];
             v[i] = own * c + (is_low ? -partner : partner) * s;
@@ -68,7 +68,7 @@ struct HeadTransform {
 
 // v = the vector at x, transformed; zero from channel D on.
 __device__ __forceinline__ void load_transformed(float (&v)[OWN], const HeadTransform &transform, const float *x,
-                                                 const WEIGHT *q_norm, const WEIGHT *k_norm, int row, int head,
+                                                 const float *q_norm, const float *k_norm, int row, int head,
                                                  int heads, int kv_heads, float eps) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

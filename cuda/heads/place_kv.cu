@@ -5,8 +5,8 @@
 // q (T, H, D). current_k, current_v: pools (records, K, bytes) of full-precision records. Keys and values are stored
 // there as halves, clipped to ±65504; NaN stays. spans int32 (spans_count, span_stride): a Span for each sequence.
 // vectors: T · (H + 2K).
-// Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, WEIGHT (of the norms), HEAD_NORMS (0 or
-// 1), KEY_ORDER, VALUE_ORDER, STEP_ROWS.
+// Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, HEAD_NORMS (0 or 1), KEY_ORDER, VALUE_ORDER,
+// STEP_ROWS.
 // Cost: one token fills 2 or 4 bytes of every 32-byte sector that it writes. That is little beside a layer's weights;
 // a prompt fills whole sectors, with append_kv.cu.
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
@@ -36,7 +36,7 @@ __device__ __forceinline__ int sequence_of(int row, const int *spans, int span_s
 
 extern "C" __global__ void __launch_bounds__(256)
 place_kv_kernel(float *q, unsigned char *current_k, unsigned char *current_v, const float *qkv, const float *cos,
-                const float *sin, const WEIGHT *q_norm, const WEIGHT *k_norm, const float *scale,
+                const float *sin, const float *q_norm, const float *k_norm, const float *scale,
                 const float *key_before, const float *key_behind, const float *value_before, const float *value_behind,
                 const int *spans, int span_stride, int spans_count, int vectors, int heads, int kv_heads, float eps) {
     using L = FullKeyLayout;

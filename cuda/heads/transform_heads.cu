@@ -1,14 +1,13 @@
 // The op `transform_heads`: queries, keys and values of new tokens, transformed for the KV store (see heads.cuh).
 //
 // q (T, H, D), k (T, K, D), v (T, K, D) or null, which skips the values. vectors: T · (H + K); with v, T · (H + 2K).
-// Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, WEIGHT (of the norms), HEAD_NORMS (0 or
-// 1), KEY_ORDER, VALUE_ORDER.
+// Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, HEAD_NORMS (0 or 1), KEY_ORDER, VALUE_ORDER.
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
 // JOINS: heads.cuh.
 
 extern "C" __global__ void __launch_bounds__(256)
 transform_heads_kernel(float *q, float *k, float *v, const float *qkv, const float *cos, const float *sin,
-                       const WEIGHT *q_norm, const WEIGHT *k_norm, const float *scale, const float *key_before,
+                       const float *q_norm, const float *k_norm, const float *scale, const float *key_before,
                        const float *key_behind, const float *value_before, const float *value_behind, int vectors,
                        int heads, int kv_heads, float eps) {
     const int vector = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;

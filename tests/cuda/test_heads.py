@@ -1,7 +1,6 @@
 """Queries, keys and values between their product and attention, run by the emulator with every check on.
 
-`transform_heads` against NumPy in float64; `place_kv` against what `transform_heads` and `append_kv` do one after the
-other.
+`transform_heads` is compared with NumPy in float64, `place_kv` with `transform_heads` followed by `append_kv`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from engine.backends.cuda.kernel_source import source
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import signed_hadamard, twice_signed_hadamard
-from tests.cuda.formats import assert_as_exact_as_numpy, poisoned, read, store
+from tests.cuda.formats import assert_as_exact_as_numpy, poisoned
 from tests.cuda.programs import Program
 from tests.cuda.test_append_kv import append, layout, packed, padded, spans_of
 from tests.cuda.test_kernels_basic import hadamard_signs
@@ -35,27 +34,26 @@ def program(kernel: str, block_size: int = 0, **defines: Any) -> Program:
 
 @dataclass(frozen=True)
 class Case:
-    """Heads qkv (T, H + 2K, D) and what becomes of them; weights are the bits of `kind`."""
+    """Heads qkv (T, H + 2K, D), the norms' weights, RoPE and the transform of their layer."""
 
     qkv: np.ndarray
     rope: tuple[np.ndarray, np.ndarray]
     transform: HeadTransform
     norms: tuple[np.ndarray, np.ndarray] | None
-    kind: str
 
     @classmethod
     def random(
-        cls, rng: np.random.Generator, rows: int, dim: int, kind: str = "", *, smoothed: bool, turned: str
+        cls, rng: np.random.Generator, rows: int, dim: int, normed: bool = False, *, smoothed: bool, rotated: str
     ) -> Case:
-        """kind: of the norms' weights, if there are any. turned: of "keys" and "values", those that are rotated."""
+        """rotated: of "keys" and "values", those that are rotated."""
         qkv = 3 * rng.standard_normal((rows, QUERIES + 2 * KV_HEADS, dim), np.float32)
         angles = rng.uniform(0, 100, (rows, dim // 2))
         scale = rng.uniform(0.5, 2, (QUERIES + 2 * KV_HEADS, dim)).astype(np.float32) if smoothed else None
-        keys = twice_signed_hadamard(dim) if "keys" in turned else None
-        values = signed_hadamard(dim) if "values" in turned else None
-        norms = (store(rng.standard_normal(dim), kind), store(rng.standard_normal(dim), kind)) if kind else None
+        keys = twice_signed_hadamard(dim) if "keys" in rotated else None
+        values = signed_hadamard(dim) if "values" in rotated else None
+        norms = (rng.standard_normal(dim, np.float32), rng.standard_normal(dim, np.float32)) if normed else None
         rope = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        return cls(qkv, rope, HeadTransform(KV_HEADS, scale, keys, values), norms, kind)
+        return cls(qkv, rope, HeadTransform(KV_HEADS, scale, keys, values), norms)
 
     @property
     def defines(self) -> dict[str, Any]:
@@ -64,7 +62,7 @@ class Case:
             for rotation in (self.transform.key_rotation, self.transform.value_rotation)
         ]
         names = {"KEY_ORDER": orders[0], "VALUE_ORDER": orders[1], "HEAD_NORMS": int(self.norms is not None)}
-        return {"HEAD_DIM": self.qkv.shape[2], "WEIGHT": self.kind or "float", **names}
+        return {"HEAD_DIM": self.qkv.shape[2], **names}
 
     @property
     def inputs(self) -> list[Any]:
@@ -73,15 +71,15 @@ class Case:
             signs += (None, None) if rotation is None else hadamard_signs(rotation)[1:]
         return [self.qkv, *self.rope, *(self.norms or (None, None)), self.transform.scale, *signs]
 
-    def conditioned(self, dtype: Any) -> list[np.ndarray]:
-        """q, k, v by NumPy in floats of a type."""
+    def by_numpy(self, dtype: Any) -> list[np.ndarray]:
+        """q, k, v of NumPy in floats of a type."""
 
         def cast(x: np.ndarray | None) -> Any:
             return None if x is None else x.astype(dtype)
 
-        of = self.transform
-        transform = HeadTransform(KV_HEADS, cast(of.scale), cast(of.key_rotation), cast(of.value_rotation))
-        norms = None if self.norms is None else (*(cast(read(norm, self.kind)) for norm in self.norms), EPS)
+        scale, keys, values = self.transform.scale, self.transform.key_rotation, self.transform.value_rotation
+        transform = HeadTransform(KV_HEADS, cast(scale), cast(keys), cast(values))
+        norms = None if self.norms is None else (*map(cast, self.norms), EPS)
         return list(NumpyOps().transform_heads(cast(self.qkv), tuple(map(cast, self.rope)), transform, norms))
 
 
@@ -106,27 +104,29 @@ def transform_heads(case: Case, values: bool, seed: int = 0) -> list[np.ndarray]
 
 
 CASES = [
-    # D, type of norms, smoothed, rotated
-    (64, "", True, "keys and values"),
-    (128, "__half", False, "keys and values"),
-    (80, "__nv_bfloat16", True, "keys"),
-    (24, "__half", True, "values"),
-    (8, "", False, ""),
-    (96, "", True, "keys and values"),
+    # D, normed, smoothed, rotated
+    (64, False, True, "keys and values"),
+    (128, True, False, "keys and values"),
+    (80, True, True, "keys"),
+    (24, True, True, "values"),
+    (8, False, False, ""),
+    (96, False, True, "keys and values"),
 ]
 
 
-@pytest.mark.parametrize(("dim", "kind", "smoothed", "turned"), CASES)
-def test_condition(rng: np.random.Generator, dim: int, kind: str, smoothed: bool, turned: str) -> None:
-    case = Case.random(rng, 3, dim, kind, smoothed=smoothed, turned=turned)
-    exact, plain = case.conditioned(np.float64), case.conditioned(np.float32)
+@pytest.mark.parametrize(("dim", "normed", "smoothed", "rotated"), CASES)
+def test_transform_heads_is_that_of_numpy(
+    rng: np.random.Generator, dim: int, normed: bool, smoothed: bool, rotated: str
+) -> None:
+    case = Case.random(rng, 3, dim, normed, smoothed=smoothed, rotated=rotated)
+    exact, plain = case.by_numpy(np.float64), case.by_numpy(np.float32)
     for seed in SEEDS:
         for side, result in enumerate(transform_heads(case, True, seed)):
             assert_as_exact_as_numpy(result, exact[side], plain[side], "float")
 
 
-def test_values_may_stay_where_they_are(rng: np.random.Generator) -> None:
-    case = Case.random(rng, 3, 24, smoothed=False, turned="keys")
+def test_without_an_output_for_values_queries_and_keys_are_the_same(rng: np.random.Generator) -> None:
+    case = Case.random(rng, 3, 24, smoothed=False, rotated="keys")
     with_values, without = transform_heads(case, True), transform_heads(case, False)
     assert np.isnan(without[2]).all()
     for side in (0, 1):
@@ -134,14 +134,14 @@ def test_values_may_stay_where_they_are(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-@pytest.mark.parametrize(("dim", "kind", "smoothed", "turned"), [*CASES, (136, "", False, "values")])
-def test_place_kv_is_condition_and_append(
-    rng: np.random.Generator, block_size: int, dim: int, kind: str, smoothed: bool, turned: str
+@pytest.mark.parametrize(("dim", "normed", "smoothed", "rotated"), [*CASES, (136, False, False, "values")])
+def test_place_kv_is_transform_heads_and_append_kv(
+    rng: np.random.Generator, block_size: int, dim: int, normed: bool, smoothed: bool, rotated: str
 ) -> None:
-    """To the bit, into records of NaN, of which all other tokens stay as they are."""
-    case = Case.random(rng, 3, dim, kind, smoothed=smoothed, turned=turned)
-    # Tokens in the first and the last tile of a block, on either side of a half of a tile, even and odd; and one
-    # that is two blocks behind the begin of its buffer.
+    """Bit for bit, into records of NaN whose other tokens stay unchanged."""
+    case = Case.random(rng, 3, dim, normed, smoothed=smoothed, rotated=rotated)
+    # Tokens in the first and the last tile of a block, in both halves of a tile, even and odd; and one two blocks
+    # after the start of its buffer.
     places = [[0, 1, 2 * block_size, 4, 2], [1, 1, block_size - 1, 1, 0], [2, 1, 5 * block_size + 10, 0, 3]]
     spans, records = spans_of(places), 5
     q, k, v = transform_heads(case, True)
@@ -160,12 +160,12 @@ def test_place_kv_is_condition_and_append(
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize(("dim", "kind", "smoothed", "turned"), CASES[:2])
-def test_place_kv_of_several_rows_is_condition_and_append(
-    rng: np.random.Generator, block_size: int, dim: int, kind: str, smoothed: bool, turned: str
+@pytest.mark.parametrize(("dim", "normed", "smoothed", "rotated"), CASES[:2])
+def test_place_kv_of_several_rows_is_transform_heads_and_append_kv(
+    rng: np.random.Generator, block_size: int, dim: int, normed: bool, smoothed: bool, rotated: str
 ) -> None:
-    """Of each sequence, over ends of blocks."""
-    case = Case.random(rng, 12, dim, kind, smoothed=smoothed, turned=turned)
+    """Several rows of each sequence, across block boundaries."""
+    case = Case.random(rng, 12, dim, normed, smoothed=smoothed, rotated=rotated)
     places = [
         [0, 1, 2 * block_size, 4, 2],
         [1, 6, 2 * block_size - 2, 1, 1],
@@ -187,9 +187,9 @@ def test_place_kv_of_several_rows_is_condition_and_append(
         np.testing.assert_array_equal(current_v, wanted[1])
 
 
-def test_what_half_precision_cannot_hold(rng: np.random.Generator) -> None:
-    """Infinities and large numbers become the largest one there is; NaN stays, so that somebody notices."""
-    case = Case.random(rng, 1, 8, smoothed=False, turned="")
+def test_values_beyond_half_precision_saturate_and_nan_stays(rng: np.random.Generator) -> None:
+    """Infinities and large numbers become ±65504; NaN stays NaN, so that damage shows."""
+    case = Case.random(rng, 1, 8, smoothed=False, rotated="")
     case.qkv[0, QUERIES + KV_HEADS :] = [1e9, -np.inf, np.nan, 65520, -1e6, 0, 1, np.inf]
     shape = (1, KV_HEADS, 16, 16)
     current_k, current_v = (packed(np.zeros(shape, np.float16), values) for values in (False, True))

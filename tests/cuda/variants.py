@@ -74,9 +74,9 @@ def _rotate() -> list[Variant]:
 def _heads(kernel: str) -> list[Variant]:
     """Of what joins `heads.cuh`: each head dim with and without norms, rotated or not."""
     variants = []
-    for d, weight, (normed, keys, values) in itertools.product(_HEAD_DIMS, _SHORT, ((0, 1, 1), (1, 1, 0), (0, 0, 1))):
+    for d, (normed, keys, values) in itertools.product(_HEAD_DIMS, ((0, 1, 1), (1, 1, 0), (0, 0, 1))):
         orders = {"KEY_ORDER": d & -d if keys else 1, "VALUE_ORDER": d & -d if values else 1}
-        constants = {"HEAD_DIM": d, "WEIGHT": weight if normed else "float", "HEAD_NORMS": normed, **orders}
+        constants = {"HEAD_DIM": d, "HEAD_NORMS": normed, **orders}
         if kernel == "place_kv":
             for rows in (1, STEP_ROWS):
                 variants.append(Variant(kernel, {**constants, "STEP_ROWS": rows}, Cache("f16", "f16", d, mean_bits=0)))

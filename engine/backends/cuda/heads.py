@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.backends.cuda.cache import Layouts
 from engine.backends.cuda.device import Array, Device
-from engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for, type_of
+from engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
 from engine.backends.cuda.rotation import NO_TURN, DeviceTransform, OnDevice, prepare
 from engine.backends.ops import HeadTransform
 
@@ -66,7 +66,6 @@ class HeadOps:
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
         defines: dict[str, int | str] = {
             "HEAD_DIM": qkv.shape[2],
-            "WEIGHT": "float" if norms is None else type_of(q_norm),
             "HEAD_NORMS": int(norms is not None),
             "KEY_ORDER": max(1, keys.order),
             "VALUE_ORDER": max(1, values.order),
