@@ -194,7 +194,7 @@ def assert_as_near_as_atan2f(
     codec: PolarPair, fields: dict[str, np.ndarray], expected: dict[str, np.ndarray], x: np.ndarray
 ) -> None:
     """Radii are those of the codec; angles those of some angles that are at most ANGLE_ULPS beside the exact ones."""
-    pairs, wanted = codec._pair_codes(fields), codec._pair_codes(expected)
+    pairs, wanted = codec.pair_codes(fields), codec.pair_codes(expected)
     np.testing.assert_array_equal(pairs >> 4, wanted >> 4)
     for name in ("radius_step", "radius_low"):
         np.testing.assert_array_equal(fields[name], expected[name])
@@ -224,18 +224,18 @@ def test_what_is_allowed_of_angles(name: str) -> None:
     for ulps in (-3, 0, 3):
         angles = angles_of(codec, x)
         codes = cells(angles + ulps * np.spacing(angles), expected["angle_step"], expected["angle_low"])
-        pairs = codec._pair_codes(expected)
-        given = {**expected, "codes": codec._code_field(pairs & 0xF0 | codes)}
+        pairs = codec.pair_codes(expected)
+        given = {**expected, "codes": codec.code_field(pairs & 0xF0 | codes)}
         assert_as_near_as_atan2f(codec, given, expected, x)
         moved += int((codes != pairs & 15).sum())
     assert moved > 10
-    middle = np.argmax(np.abs(codec._pair_codes(expected)[:, 8:] & 15) % 15 > 0)  # neither the first cell nor the last
+    middle = np.argmax(np.abs(codec.pair_codes(expected)[:, 8:] & 15) % 15 > 0)  # neither the first cell nor the last
     row, pair = divmod(int(middle), 8)
     for change in (1, -1, 16):  # an angle's cell, and a radius
-        pairs = codec._pair_codes(expected).copy()
+        pairs = codec.pair_codes(expected).copy()
         pairs[row, 8 + pair] = int(pairs[row, 8 + pair]) + change & 0xFF
         with pytest.raises(AssertionError):
-            assert_as_near_as_atan2f(codec, {**expected, "codes": codec._code_field(pairs)}, expected, x)
+            assert_as_near_as_atan2f(codec, {**expected, "codes": codec.code_field(pairs)}, expected, x)
     low = np.nextafter(expected["angle_low"], np.float16(9))
     with pytest.raises(AssertionError, match="angle_low"):
         assert_as_near_as_atan2f(codec, {**expected, "angle_low": low}, expected, x)

@@ -20,16 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # Steps take their time, and one raises as soon as there is a file named in TROUBLE.
 TROUBLED = """
 import os, sys, time
-from engine.model.forward import Model
+from engine.model.forward import Transformer
 from server.__main__ import main
-step = Model.step
+step = Transformer.step
 def troubled(*arguments):
     time.sleep(float(os.environ.get("STEP_SECONDS", "0.02")))
     if os.path.exists(os.environ["TROUBLE"]):
         os.unlink(os.environ["TROUBLE"])
         raise ArithmeticError("secret detail")
     return step(*arguments)
-Model.step = troubled
+Transformer.step = troubled
 sys.exit(main())
 """
 SMALL_BLOCKS = """
