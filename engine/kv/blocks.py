@@ -38,6 +38,11 @@ class BlockAllocator:
         """Blocks that can be allocated now."""
         return len(self._free)
 
+    @property
+    def kept(self) -> int:
+        """Free blocks whose contents the prefix cache can still find."""
+        return sum(block in self._free for block in self._kept)
+
     def references(self, block: int) -> int:
         return self._references[block]
 

@@ -76,7 +76,8 @@ class Runner:
     def status(self) -> Status:
         """Counts of requests, blocks and threads."""
         allocators = [group.quantized for group in self._store.groups]
-        size, free, kept = (sum(getattr(one, name) for one in allocators) for name in ("size", "free", "kept"))
+        size = sum(blocks.size for blocks in allocators)
+        free, kept = sum(blocks.free for blocks in allocators), sum(blocks.kept for blocks in allocators)
         running = self._scheduler.running
         return Status(
             running=running,

@@ -71,7 +71,7 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert self.blocks.free == SIZE - len(self.held)
-        assert self.blocks._kept.keys() == self.kept
+        assert self.blocks.kept == len(self.kept - self.held.keys())
         assert all(self.blocks.references(block) == self.held.get(block, 0) for block in range(SIZE))
 
 
