@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import io
 import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -28,6 +30,15 @@ Check = Callable[[Any], "str | None"]
 def that(holds: Callable[[Any], bool], sentence: str) -> Check:
     """A check whose complaint is `sentence`, for values that `holds` is false of."""
     return lambda value: None if holds(value) else sentence
+
+
+def use_utf8() -> None:
+    """Input must be UTF-8; output never fails for a character that its encoding lacks."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 class FlagError(Exception):

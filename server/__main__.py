@@ -17,8 +17,7 @@ from types import FrameType
 from typing import Any
 
 from engine import Engine, EngineError
-from engine.chat.console import use_utf8
-from engine.flags import FlagError, in_flags
+from engine.flags import FlagError, in_flags, use_utf8
 from engine.kv.plan import parse_size
 from server import journal
 from server.config import KEY_VARIABLE, ServerConfig, read_command_line

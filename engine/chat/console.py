@@ -193,15 +193,6 @@ def _own_terminal() -> int | None:
         return None
 
 
-def use_utf8() -> None:
-    """Input must be UTF-8; output never fails for a character that its encoding lacks."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 def discard_output() -> None:
     """Redirects both outputs to the null device, so that the interpreter's last flush meets no closed pipe."""
     nothing = os.open(os.devnull, os.O_WRONLY)

@@ -15,12 +15,12 @@ from contextlib import suppress
 
 from engine.backends.select import NO_DRIVER, driver_version
 from engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
-from engine.chat.console import Console, discard_output, use_utf8
+from engine.chat.console import Console, discard_output
 from engine.chat.session import ChatSession, Turn, cpu, numbers, why_it_ended, why_larger
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.flags import FlagError, close_to, in_flags
+from engine.flags import FlagError, close_to, in_flags, use_utf8
 
 _BAD_REQUEST, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 

@@ -42,6 +42,7 @@ import numpy as np
 
 from engine.codecs import Codec, PathRounding, Rounding
 from engine.codecs._arrays import checked
+from engine.quantization.conditioning import centre, read_mean
 from engine.quantization.metric import Metric
 
 TILT_RANGE = 0.8, 1.25  # of a tilted norm over the norm of least squares
@@ -77,6 +78,27 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
         encoded.append([_by_block(rows, metric.token_feedback) for rows in both])
     codes, norms = (np.concatenate(slabs, axis=1) for slabs in zip(*encoded, strict=True))
     return rounding.assemble(codes, np.maximum(norms[..., 0], 0))  # negative where feedback reversed a vector
+
+
+def encode_centred(
+    codec: Codec, x: np.ndarray, metric: Metric | None, mean_bits: int = 0
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """x (K, B, N, D) → the codec's fields, and those of the means of blocks, none where `mean_bits` is 0."""
+    mean: dict[str, np.ndarray] = {}
+    if mean_bits:
+        x, mean = centre(x, mean_bits)
+    return encode_with_metric(codec, x, metric), mean
+
+
+def read_back(codec: Codec, x: np.ndarray, metric: Metric | None, block_size: int, mean_bits: int = 0) -> np.ndarray:
+    """x (K, S, D), S ≤ block_size → as it reads back from one encoded block, which is filled up with the mean of x."""
+    heads, tokens, head_dim = x.shape
+    filling = np.broadcast_to(x.mean(axis=1, keepdims=True), (heads, block_size - tokens, head_dim))
+    fields, mean = encode_centred(codec, np.concatenate([x, filling], axis=1)[:, None], metric, mean_bits)
+    decoded = codec.decode(fields)[:, 0]
+    if mean:
+        decoded = decoded + read_mean(mean)
+    return decoded[:, :tokens]
 
 
 def _by_round(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:

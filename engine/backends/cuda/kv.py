@@ -16,10 +16,10 @@ from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.heads import HeadOps, Norms, Rope
 from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
 from engine.backends.cuda.rotation import DeviceTransform
-from engine.backends.numpy.encoding import as_codes
 from engine.backends.ops import CacheFormat, Place, SpanView
 from engine.codecs import Codec
 from engine.errors import EngineError
+from engine.quantization.encode import read_back
 from engine.quantization.metric import Metric
 from engine.records import Layout
 
@@ -153,7 +153,9 @@ class CacheOps:
             fields, _ = layout.unpack(self._device.to_host(pool[place.block]))
             full.append(fields["values"][:, :tokens].astype(np.float32))
         halves = np.zeros((2, format.kv_heads, format.block_size, format.head_dim), np.float16)
-        halves[:, :, :tokens] = as_codes(format, *full)
+        k, v = full
+        halves[0, :, :tokens] = read_back(format.codec_k, k, format.metric_k, format.block_size, format.mean_bits)
+        halves[1, :, :tokens] = read_back(format.codec_v, v, format.metric_v, format.block_size)
         quantized = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
         self.copy_full(cache, place, Place(Buffer(*quantized), 0), tokens)
 

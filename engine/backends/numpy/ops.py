@@ -18,12 +18,13 @@ from engine.backends.numpy import host_memory
 from engine.backends.numpy.activations import ACTIVATIONS
 from engine.backends.numpy.attention import Buffer, LayerCache, attend_alone
 from engine.backends.numpy.cores import cores
-from engine.backends.numpy.encoding import alike, as_codes, encode_side
+from engine.backends.numpy.encoding import alike, encode_side
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.numpy.thread_choice import StepThreads
 from engine.backends.ops import CacheFormat, HeadTransform, Load, Place, Result, SpanView
 from engine.errors import EngineError
 from engine.outputs import Threads
+from engine.quantization.encode import read_back
 from engine.sampling.sample import Draw, Sampled, sample_all
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
@@ -277,7 +278,9 @@ class NumpyOps:
 
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
         k, v = (full[:, :tokens] for full in cache.full(place))
-        k[...], v[...] = as_codes(cache.format, k, v)
+        format = cache.format
+        k[...] = read_back(format.codec_k, k, format.metric_k, format.block_size, format.mean_bits)
+        v[...] = read_back(format.codec_v, v, format.metric_v, format.block_size)
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         ids = np.asarray(blocks, np.intp)
