@@ -155,10 +155,14 @@ class PrefixCache:
             current, common = self._tail(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
             for rest in dict.fromkeys((common, 0)):
                 if self._is_seen(there[count], count, count * n + rest):
-                    kv = self._share(known[:count], hashes[:count], count * n + rest, root)
-                    if rest == 0 or self._take(kv, current, rest):
-                        return kv
-                    self._store.release(kv)
+                    kv, found = self._share(known[:count], hashes[:count], count * n + rest, root), False
+                    try:
+                        found = rest == 0 or self._take(kv, current, rest)
+                        if found:
+                            return kv
+                    finally:
+                        if not found:
+                            self._store.release(kv)
         raise AssertionError("nothing can always be shared")
 
     def _known(self, ids: Sequence[int], root: bytes) -> tuple[list[bytes], list[Blocks]]:
@@ -215,16 +219,31 @@ class PrefixCache:
             self._drop(current)
             _set_tails(kv, slots)
             return True
-        copies = _allocate_each(full)
+        try:
+            copies = self._copies(slots, count)
+        finally:
+            for allocator, slot in zip(full, slots, strict=True):
+                allocator.release(slot)
         if copies is not None:
+            _set_tails(kv, copies)
+        return copies is not None
+
+    def _copies(self, slots: Sequence[int], count: int) -> list[int] | None:
+        """Slots of each group that hold the first `count` tokens of those in `slots`; None where there is no room."""
+        full = [group.full for group in self._store.groups]
+        copies = _allocate_each(full)
+        if copies is None:
+            return None
+        try:
             for layer in range(len(self._store.shape.layers)):
                 index = self._store.group_of(layer)
                 places = Place(None, copies[index]), Place(None, slots[index])
                 self._store.ops.copy_full(self._store.cache(layer), *places, count)
-            _set_tails(kv, copies)
-        for allocator, slot in zip(full, slots, strict=True):
-            allocator.release(slot)
-        return copies is not None
+        except BaseException:
+            for allocator, slot in zip(full, copies, strict=True):
+                allocator.release(slot)
+            raise
+        return copies
 
 
 def _set_tails(kv: SequenceKV, slots: Sequence[int]) -> None:

@@ -127,7 +127,12 @@ class KVStore:
         """
         growth = self._reserve(sequence, lambda group, table: group.grow(table, sequence.length, count))
         rows = sequence.length % self.shape.block_size + count
-        buffer = self.ops.buffer(self.shape.format(0), rows)
+        try:
+            buffer = self.ops.buffer(self.shape.format(0), rows)
+        except BaseException:  # there is no memory for it
+            for group, grown in zip(self.groups, growth, strict=True):
+                group.abort(grown)
+            raise
         return Span(sequence, sequence.length, count, growth, buffer, round_trip)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:

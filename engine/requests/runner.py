@@ -181,21 +181,20 @@ class Runner:
         """Run a step: feed the newest token of each request, oldest request first, and take the next one."""
         spans: dict[Request, Span] = {}
         draws: list[Draw] = []
-        for request in requests:
-            span = self._open_step(request)
-            if span is None:
-                continue
-            try:
-                draws.append(request.draw())
-            except Exception as error:  # from the request's constraint
-                self._store.abort(span)
-                request.fail(error)
-                continue
-            spans[request] = span
-        if not spans:
-            return
-        ids = [request.sequence.ids[-1] for request in spans]
         try:
+            for request in requests:
+                span = self._open_step(request)
+                if span is None:
+                    continue
+                spans[request] = span
+                try:
+                    draws.append(request.draw())
+                except Exception as error:  # from the request's constraint
+                    self._store.abort(spans.pop(request))
+                    request.fail(error)
+            if not spans:
+                return
+            ids = [request.sequence.ids[-1] for request in spans]
             tokens = self._model.step(list(spans.values()), ids, draws)
             damaged = self._store.commit_steps(list(spans.values()))
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -130,6 +131,18 @@ def test_a_part_is_found_where_there_is_no_room_for_a_copy() -> None:
     taken = house.store.groups[0].full.allocate(1)  # the one slot that is neither sink nor tail
     assert house.found(STEM[:42]) == 40
     house.store.groups[0].full.release(taken[0])
+
+
+def test_a_copy_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a device fails, or Ctrl-C comes between two layers."""
+    house, ids = House(windows=(None, 12)), words(1, 2 * N + 5)
+    house.prefixes.release(house.tell(ids).kv, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(house.store.ops, "copy_full", Mock(side_effect=[None, KeyboardInterrupt()]))
+        with pytest.raises(KeyboardInterrupt):
+            house.prefixes.match_prefix(ids[: 2 * N + 3])
+    assert_held_by(house.store, [])
+    assert house.found(ids) == len(ids)
 
 
 def test_other_tokens_before_a_block_make_another_block() -> None:

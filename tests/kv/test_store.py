@@ -139,6 +139,18 @@ def test_running_out_of_blocks_changes_nothing() -> None:
     sequence.feed(10)
 
 
+def test_a_prompt_without_memory_for_its_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = Fed(make_store(windows=(None, 30)))
+    sequence.feed(2 * N + 3)
+    before = held(sequence.store)
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence.store.ops, "buffer", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            sequence.store.open(sequence.kv, 3 * N)
+    assert held(sequence.store) == before
+    sequence.feed(3 * N)
+
+
 def test_a_step_without_slots_changes_nothing() -> None:
     store = make_store(sequences=1, windows=(None, 30))
     sequence = Fed(store)

@@ -17,6 +17,7 @@ from engine import Engine, EngineError, SamplingParams
 from engine.backends.numpy.cores import cores
 from engine.backends.numpy.ops import NumpyOps
 from model_loaders.templates import ChatTemplate
+from tests.rendering import rendered
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 PATIENCE = 60  # seconds until a child that hangs is ended and the test fails
@@ -57,7 +58,7 @@ def template() -> ChatTemplate:
 
 
 def answers(of: ChatTemplate, who: str, count: int = 100) -> set[str]:
-    return {of.render([{"role": "user", "content": who}]) for _ in range(count)}
+    return {rendered(of, [{"role": "user", "content": who}]) for _ in range(count)}
 
 
 def test_templates_answer_the_process_that_asks() -> None:

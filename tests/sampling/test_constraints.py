@@ -189,3 +189,21 @@ def test_a_request_that_is_preempted_accepts_each_token_once(tiny_path: Path, mo
             answer = fold(tray)
             assert answer.token_ids == expected.token_ids == tuple(constraint.accepted)
         assert_idle(engine)
+
+
+def test_ctrl_c_inside_a_constraint_loses_no_block(engine: Engine) -> None:
+    """Between the spans that a step has opened and the step itself; the engine goes on."""
+
+    class Interrupted(InTurn):
+        def allowed(self) -> np.ndarray | None:
+            if len(self.accepted) == 6:  # of a step that begins a block
+                raise KeyboardInterrupt
+            return super().allowed()
+
+    other = engine.stream(PROMPT, PARAMS)
+    next(other)
+    with pytest.raises(KeyboardInterrupt):
+        constrained(engine, Interrupted([None], VOCABULARY))
+    assert fold(other).finish_reason == "cancelled"
+    assert_idle(engine)
+    assert len(engine.generate(PROMPT, PARAMS).token_ids) == 12
