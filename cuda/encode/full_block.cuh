@@ -1,9 +1,10 @@
-// A block on its way from a full-precision record to a record of codes: reading it into shared memory, and taking its
-// mean out. Part of encode_blocks.cu, which says what the letters and DEFINES are.
+// Loads a full-precision block into shared memory, computes the mean of its tokens and stores it. Part of
+// encode_blocks.cu, which explains letters and DEFINES.
 
 constexpr int THREADS = WARPS * 32;
 
-// One block of one KV head of a launch. Where it goes to is read anew each time: that is cheaper than to remember it.
+// The block and KV head of this CTA. Addresses are computed again at each call, which is cheaper than keeping them in
+// registers.
 template <class L, class Full>
 struct Move {
     unsigned char *pool;
@@ -11,12 +12,12 @@ struct Move {
     const int *moves;
     int kv_heads;
 
-    __device__ __forceinline__ long long of(int slot) const { return slot * (long long)kv_heads + blockIdx.y; }
+    __device__ __forceinline__ long long index(int slot) const { return slot * (long long)kv_heads + blockIdx.y; }
     __device__ __forceinline__ const unsigned char *full() const {
-        return full_pool + of(moves[2 * blockIdx.x]) * Full::NBYTES;
+        return full_pool + index(moves[2 * blockIdx.x]) * Full::NBYTES;
     }
     __device__ __forceinline__ unsigned char *record() const {
-        return pool + of(moves[2 * blockIdx.x + 1]) * L::NBYTES;
+        return pool + index(moves[2 * blockIdx.x + 1]) * L::NBYTES;
     }
 };
 
@@ -30,8 +31,8 @@ __device__ __forceinline__ void load_cell(float (&v)[W], const float *p) {
     }
 }
 
-// Tokens first … first + count − 1 of a full-precision record to x: channel c of the t-th of them at t · ALONG + c ·
-// ACROSS.
+// Loads tokens first … first + count − 1 of a full-precision record into x: channel c of token first + t goes to
+// x[t · ALONG + c · ACROSS].
 template <class L, int ALONG, int ACROSS>
 __device__ void load_tokens(float *x, const unsigned char *full, int first, int count) {
 #pragma unroll 1
@@ -53,7 +54,7 @@ __device__ void load_tokens(float *x, const unsigned char *full, int first, int 
     }
 }
 
-// One value of a full-precision record of values.
+// One value of a full-precision record of the value side.
 template <class L>
 __device__ __forceinline__ float full_value(const unsigned char *full, int token, int channel) {
     const int row = token % L::PART / 16, t = token % 16, c = channel % 16;
@@ -62,7 +63,7 @@ __device__ __forceinline__ float full_value(const unsigned char *full, int token
     return to_float(reinterpret_cast<const __half *>(full)[(tile * 32 + lane) * 8 + t / 8 * 4 + c % 2 * 2 + t % 2]);
 }
 
-// sums (D) += the tokens of x, one after another; x as in `load_tokens`.
+// Adds the tokens of x to sums (D), one after the other; `first` clears the sums before. x as in `load_tokens`.
 template <int D, int ALONG, int ACROSS>
 __device__ void add_tokens(float *sums, const float *x, int count, bool first) {
 #pragma unroll 1
@@ -74,8 +75,8 @@ __device__ void add_tokens(float *sums, const float *x, int count, bool first) {
     }
 }
 
-// Sums (D) over the block become the mean as it reads back from the record, where it is written to. By all threads,
-// between two barriers.
+// mean (D): in, the sums over the block; out, the mean as it is read back from the record, to which it is written.
+// Called by all threads, between two barriers.
 template <class L>
 __device__ void store_mean(unsigned char *record, float *mean) {
     const auto mean_of = [&](int c) { return fminf(fmaxf(__fdiv_rn(mean[c], float(L::N)), -65504.0f), 65504.0f); };
@@ -88,14 +89,14 @@ __device__ void store_mean(unsigned char *record, float *mean) {
     __syncthreads();
     for (int c = threadIdx.x; c < L::DP; c += THREADS) {
         const int at = (c % 8 / 2 * L::STEPS + c / 16) * 4 + c % 16 / 8 * 2 + c % 2;
-        const float full = c < L::D ? mean_of(c) : 0.0f;
+        const float unrounded = c < L::D ? mean_of(c) : 0.0f;
         float stored;
         if constexpr (L::MEAN_BITS == 16) {
-            const __half half = __float2half_rn(full);
+            const __half half = __float2half_rn(unrounded);
             reinterpret_cast<__half *>(record + L::MEAN)[at] = half;
             stored = to_float(half);
         } else {
-            const int code = __float2int_rn(fminf(fmaxf(rintf(__fdiv_rn(full, step)), -127.0f), 127.0f));
+            const int code = __float2int_rn(fminf(fmaxf(rintf(__fdiv_rn(unrounded, step)), -127.0f), 127.0f));
             reinterpret_cast<signed char *>(record + L::MEAN)[at] = static_cast<signed char>(code);
             stored = __fmul_rn(float(code), to_float(scale));
         }

@@ -1,18 +1,19 @@
-// The nearest of a codec's points for a value or a pair of unit variance. Part of encode_blocks.cu.
+// Finds the point of a codec that is nearest to a value, or a pair of values, of unit variance. Part of
+// encode_blocks.cu.
 
-// Finds the nearest of a codec's points, or of its levels. points: in shared memory.
+// points (POINTS, WIDTH): in shared memory. candidates: from engine/backends/cuda/candidates.py, unread for WIDTH 1.
 template <class Codec>
 struct Nearest {
-    static constexpr int CELLS = 64, PER_UNIT = 8;                // of `near`: the square [−4, 4)²
-    static constexpr int NEAR = Codec::POINTS <= 256 ? 4 : 12;    // points that can win in a cell, ascending
-    static constexpr unsigned short ALL = 0xffff;                 // the first of them: there are more
+    static constexpr int CELLS = 64, PER_UNIT = 8;                // cells along a side of the square [−4, 4)²
+    static constexpr int MOST = Codec::POINTS <= 256 ? 4 : 12;    // candidates of a cell, ascending
+    static constexpr unsigned short ALL = 0xffff;                 // in place of the first one: there are more
 
     const float *points;
-    const unsigned short *near;
+    const unsigned short *candidates;
 
     __device__ __forceinline__ unsigned operator()(const float (&u)[Codec::WIDTH]) const {
         if constexpr (Codec::WIDTH == 1) {
-            unsigned code = 0;  // a value on the border of two cells goes down
+            unsigned code = 0;  // a value in the middle between two levels takes the lower one
 #pragma unroll
             for (int i = 1; i < Codec::POINTS; ++i) code += u[0] > __fmul_rn(__fadd_rn(points[i], points[i - 1]), 0.5f);
             return code;
@@ -20,12 +21,12 @@ struct Nearest {
             const float x = u[0] * PER_UNIT + CELLS / 2, y = u[1] * PER_UNIT + CELLS / 2;
             const bool inside = x >= 0.0f && x < CELLS && y >= 0.0f && y < CELLS;
             const int cell = inside ? int(x) * CELLS + int(y) : 0;
-            const ushort4 *row = reinterpret_cast<const ushort4 *>(near + cell * NEAR);
+            const ushort4 *row = reinterpret_cast<const ushort4 *>(candidates + cell * MOST);
             float best = 3e38f;
             unsigned code = 0;
             if (inside && __ldg(row).x != ALL) {
 #pragma unroll
-                for (int i = 0; i < NEAR / 4; ++i) {
+                for (int i = 0; i < MOST / 4; ++i) {
                     const ushort4 four = __ldg(row + i);
                     compare(u, four.x, best, code), compare(u, four.y, best, code);
                     compare(u, four.z, best, code), compare(u, four.w, best, code);
@@ -39,7 +40,7 @@ struct Nearest {
     }
 
 private:
-    // |p|²/2 − u·p; of equally near points the first stays.
+    // Compares |p|²/2 − u·p with the best so far; of equally near points the first one stays.
     __device__ __forceinline__ void compare(const float (&u)[Codec::WIDTH], unsigned other, float &best,
                                             unsigned &code) const {
         const float2 p = reinterpret_cast<const float2 *>(points)[other];

@@ -1,28 +1,29 @@
-// Choosing codes and norms of a block as `engine.quantization.encode` does: with feedback between pairs and between
-// tokens, norms fitted or tilted; or the nearest points. Part of encode_blocks.cu, which says what each thread does.
+// Chooses codes and norms of a block as `engine.quantization.encode` does: with a metric, by error feedback between
+// pairs and between tokens and with fitted or tilted norms; without, the nearest points. Part of encode_blocks.cu.
 template <class L, class Codec>
 struct Rounder {
-    using R = Room<L, Codec>;
+    using R = RounderMemory<L, Codec>;
     static constexpr int D = L::D, W = Codec::WIDTH, PAIRS = R::PAIRS, STRIDE = R::STRIDE;
-    static constexpr int AHEAD_IN_PAIRS = TOKENS < L::N ? 2 : 4, AHEAD_IN_SHARES = TOKENS < L::N ? 2 : 5;  // registers
+    static constexpr int AHEAD_IN_PAIRS = TOKENS < L::N ? 2 : 4, AHEAD_IN_SHARES = TOKENS < L::N ? 2 : 5;  // unrolling
     static constexpr int GROUPS = R::GROUPS, SHARES = R::SHARES, FEEDERS = R::FEEDERS, SUMS = R::SUMS;
 
-    float *x;               // (D, STRIDE): columns are tokens
-    float *partial;         // (2, FEEDERS, W, TOKENS): what feeds a front, and the next; (SHARES, SUMS, TOKENS)
-    float *errors;          // (2, W, TOKENS): of a front, and the one before, against the values themselves
-    float *points, *mean;   // (POINTS, W), (D)
-    float *sizes, *norms;   // (N): rms, and what is stored
-    unsigned short *codes;   // (N, PAIRS)
-    unsigned short *turned;  // (PAIRS, CODE_STRIDE): those of the tokens in x
+    float *x;                   // (D, STRIDE): targets, then errors; columns are tokens
+    float *partial;             // (2, FEEDERS, W, TOKENS): feedback to this front and the next; (SHARES, SUMS, TOKENS)
+    float *errors;              // (2, W, TOKENS): value minus rounded value, of this front and the previous one
+    float *points, *mean;       // (POINTS, W), (D)
+    float *sizes, *norms;       // (N): rms of the tokens; norms to be stored
+    unsigned short *codes;      // (N, PAIRS)
+    unsigned short *new_codes;  // (PAIRS, CODE_STRIDE): codes of the tokens in x
     const unsigned char *full;
     Cost cost;
     Nearest<Codec> nearest;
 
-    __device__ Rounder(unsigned char *shared, const unsigned short *near, const Cost &cost)
+    __device__ Rounder(unsigned char *shared, const unsigned short *candidates, const Cost &cost)
         : x(area<float>(shared, 0)), partial(area<float>(shared, R::PARTIAL)), errors(area<float>(shared, R::ERRORS)),
-          points(area<float>(shared, R::POINTS)), mean(area<float>(shared, R::MEAN)), sizes(area<float>(shared, R::SIZES)),
-          norms(area<float>(shared, R::NORMS)), codes(area<unsigned short>(shared, R::CODES)),
-          turned(area<unsigned short>(shared, R::TURNED)), cost(cost), nearest{points, near} {}
+          points(area<float>(shared, R::POINTS)), mean(area<float>(shared, R::MEAN)),
+          sizes(area<float>(shared, R::SIZES)), norms(area<float>(shared, R::NORMS)),
+          codes(area<unsigned short>(shared, R::CODES)), new_codes(area<unsigned short>(shared, R::NEW_CODES)),
+          cost(cost), nearest{points, candidates} {}
 
     template <class Full>
     __device__ __forceinline__ void encode(const Move<L, Full> &move) {
@@ -44,20 +45,18 @@ struct Rounder {
             measure(first);
             __syncthreads();
             full = move.full();
-            if (cost.feedback)
-                round_well(first);
-            else
-                round_plainly(first);
+            if (cost.feedback) round_with_feedback(first);
+            else round_to_nearest(first);
             __syncthreads();
 #pragma unroll 1
             for (int i = threadIdx.x; i < TOKENS * PAIRS; i += THREADS)
-                codes[first * PAIRS + i] = turned[i % PAIRS * R::CODE_STRIDE + i / PAIRS];
+                codes[first * PAIRS + i] = new_codes[i % PAIRS * R::CODE_STRIDE + i / PAIRS];
             __syncthreads();
         }
         Codec::pack(move.record(), codes, norms, move.tables, threadIdx.x, THREADS);
     }
 
-    // x without the mean; the rms of tokens. Eight lanes have a token, and add as NumPy does.
+    // Subtracts the mean from x and writes the rms of its tokens. Eight lanes share a token and add in NumPy's order.
     __device__ void measure(int first) {
         constexpr int head = D <= 128 ? D : D / 2 / 8 * 8;
         for (int four = threadIdx.x / 32; four < TOKENS / 4; four += WARPS) {
@@ -82,8 +81,8 @@ struct Rounder {
         return sum;
     }
 
-    // As Codec.encode.
-    __device__ __forceinline__ void round_plainly(int first) {
+    // As Codec.encode: the nearest points, and the rms as the norm.
+    __device__ __forceinline__ void round_to_nearest(int first) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < TOKENS * PAIRS; i += THREADS) {
             const int t = i % TOKENS, pair = i / TOKENS;
@@ -91,30 +90,30 @@ struct Rounder {
             if (W == 2) size = fminf(size, __int_as_float(L::LARGEST_NORM));
 #pragma unroll
             for (int w = 0; w < W; ++w) unit[w] = __fdiv_rn(x[(pair * W + w) * STRIDE + t], size > 0.0f ? size : 1.0f);
-            turned[pair * R::CODE_STRIDE + t] = static_cast<unsigned short>(nearest(unit));
+            new_codes[pair * R::CODE_STRIDE + t] = static_cast<unsigned short>(nearest(unit));
             if (pair == 0) norms[first + t] = sizes[first + t];
         }
     }
 
-    // The first warps round a front while the others sum what feeds the next. What the latest front itself feeds to the
-    // same token, and to the next one, is added where it is needed.
-    __device__ __forceinline__ void round_well(int first) {
-        if (L::VALUES && cost.tokens && first > 0) catch_up(first);
+    // The first GROUPS warps round a front while the others add up the feedback to the next one. The feedback of a
+    // token's previous pair and of the previous token comes too late for that: round_pair adds it.
+    __device__ __forceinline__ void round_with_feedback(int first) {
+        if (L::VALUES && cost.token_feedback && first > 0) catch_up(first);
         const int warp = threadIdx.x / 32, feeder = warp / GROUPS - 1, token = warp % GROUPS * 32 + threadIdx.x % 32;
-        const int fronts = PAIRS + (cost.tokens ? TOKENS - 1 : 0);
+        const int fronts = PAIRS + (cost.token_feedback ? TOKENS - 1 : 0);
         Own own = {};
         if (feeder >= 0)
             feed_pairs(0, feeder, token);
         else if (token < TOKENS)
-            own.remember(sizes[first + token], L::VALUES && cost.tokens && token > 0
-                                                   ? cost.tokens[(first + token - 1) * L::N + first + token]
+            own.remember(sizes[first + token], L::VALUES && cost.token_feedback && token > 0
+                                                   ? cost.token_feedback[(first + token - 1) * L::N + first + token]
                                                    : 0.0f);
         __syncthreads();
         for (int front = 0; front < fronts; ++front) {
             if (feeder < 0) {
                 if (token < TOKENS) round_pair(first, front, token, own);
             } else {
-                if (L::VALUES && cost.tokens && front > 0) feed_tokens(first, front - 1, feeder, token);
+                if (L::VALUES && cost.token_feedback && front > 0) feed_tokens(first, front - 1, feeder, token);
                 feed_pairs(front + 1, feeder, token);
             }
             __syncthreads();
@@ -124,38 +123,39 @@ struct Rounder {
         if (threadIdx.x < TOKENS) norms[first + threadIdx.x] = norm_of(threadIdx.x, sizes[first + threadIdx.x]);
     }
 
-    // What a token rounds on a front; there may be no such pair.
-    __device__ __forceinline__ int pair_of(int t, int front) const { return cost.tokens ? front - t : front; }
+    // The pair that a token rounds on a front; it may be outside 0 … PAIRS − 1.
+    __device__ __forceinline__ int pair_of(int t, int front) const { return cost.token_feedback ? front - t : front; }
 
-    // What the errors of tokens before `first` add to targets.
+    // Adds the feedback of tokens before `first` to the targets.
     __device__ void catch_up(int first) {
         for (int i = threadIdx.x; i < TOKENS * D; i += THREADS) {
             const int t = i % TOKENS, channel = i / TOKENS;
             float sum = 0.0f;
 #pragma unroll 2
             for (int before = 0; before < first; ++before) {
-                const float taken = points[codes[before * PAIRS + channel / W] * W + channel % W] * sizes[before];
-                sum += cost.tokens[before * L::N + first + t] * (full_value<L>(full, before, channel) - taken);
+                const float rounded = points[codes[before * PAIRS + channel / W] * W + channel % W] * sizes[before];
+                sum += cost.token_feedback[before * L::N + first + t] *
+                       (full_value<L>(full, before, channel) - rounded);
             }
             x[channel * STRIDE + t] += sum;
         }
         __syncthreads();
     }
 
-    // What the errors of a front add to the targets of later tokens but the next: this warp's share.
+    // Adds the feedback of a front's errors to later tokens except the next one: this warp's share.
     __device__ __forceinline__ void feed_tokens(int first, int front, int feeder, int token) {
         const int oldest = max(0, front - PAIRS + 1), newest = min(front, TOKENS - 1);
         const float *latest = errors + front % 2 * W * TOKENS;
         for (int from = oldest + feeder; from <= newest; from += FEEDERS) {
             if (token <= from + 1 || token >= TOKENS) continue;
-            const float fed = cost.tokens[(first + from) * L::N + first + token];
+            const float weight = cost.token_feedback[(first + from) * L::N + first + token];
             float *target = x + (front - from) * W * STRIDE + token;
 #pragma unroll
-            for (int w = 0; w < W; ++w) target[w * STRIDE] += fed * latest[w * TOKENS + from];
+            for (int w = 0; w < W; ++w) target[w * STRIDE] += weight * latest[w * TOKENS + from];
         }
     }
 
-    // What the errors of the pairs before the last add to the targets of a front: this warp's share.
+    // Feedback to a front from pairs before the previous one, into `partial`: this warp's share.
     __device__ __forceinline__ void feed_pairs(int front, int feeder, int token) {
         if (token >= TOKENS) return;
         const int pair = pair_of(token, front), most = min(pair_of(token / 32 * 32, front), PAIRS - 1) - 1;
@@ -168,37 +168,37 @@ struct Rounder {
 #pragma unroll
             for (int w = 0; w < W; ++w) {
                 const float error = own[(before * W + w) * STRIDE];
-                float fed[W];
-                load_cell(fed, f + (before * W + w) * D);
+                float weight[W];
+                load_cell(weight, f + (before * W + w) * D);
 #pragma unroll
-                for (int r = 0; r < W; ++r) sum[r] += fed[r] * error;
+                for (int r = 0; r < W; ++r) sum[r] += weight[r] * error;
             }
         }
 #pragma unroll
         for (int w = 0; w < W; ++w) partial[((front % 2 * FEEDERS + feeder) * W + w) * TOKENS + token] = sum[w];
     }
 
-    // What the thread of a token remembers of it: how the last token feeds it, and the error of its last pair.
+    // A token in registers: rms, 1 / rms, the feedback weight of the previous token, the error of the previous pair.
     struct Own {
-        float size, inverse, fed, error[W];
+        float size, inverse, weight, error[W];
 
-        __device__ __forceinline__ void remember(float rms, float fed_by_last) {
-            size = rms, inverse = rms > 0.0f ? __frcp_rn(rms) : 0.0f, fed = fed_by_last;
+        __device__ __forceinline__ void remember(float rms, float previous_weight) {
+            size = rms, inverse = rms > 0.0f ? __frcp_rn(rms) : 0.0f, weight = previous_weight;
         }
     };
 
     __device__ __forceinline__ void round_pair(int first, int front, int t, Own &own) {
         const int pair = pair_of(t, front);
         if (pair < 0 || pair >= PAIRS) return;
-        float *place = x + pair * W * STRIDE + t, *now = errors + front % 2 * W * TOKENS + t;
+        float *place = x + pair * W * STRIDE + t, *own_error = errors + front % 2 * W * TOKENS + t;
         const float *before = errors + (front + 1) % 2 * W * TOKENS + t - 1;
-        float target[W], aim[W], taken[W], value[W] = {};
+        float target[W], aim[W], rounded[W], value[W] = {};
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             if constexpr (L::VALUES)
-                if (cost.tokens) value[w] = full_value<L>(full, first + t, pair * W + w);
+                if (cost.token_feedback) value[w] = full_value<L>(full, first + t, pair * W + w);
             target[w] = place[w * STRIDE];
-            if (own.fed != 0.0f) target[w] += own.fed * before[w * TOKENS];
+            if (own.weight != 0.0f) target[w] += own.weight * before[w * TOKENS];
             aim[w] = target[w];
 #pragma unroll AHEAD_IN_SHARES
             for (int c = 0; c < FEEDERS; ++c) aim[w] += partial[((front % 2 * FEEDERS + c) * W + w) * TOKENS + t];
@@ -206,40 +206,40 @@ struct Rounder {
         if (pair > 0) {
 #pragma unroll
             for (int w = 0; w < W; ++w) {
-                float fed[W];
-                load_cell(fed, cost.feedback + (pair * W - W + w) * D + pair * W);
+                float weight[W];
+                load_cell(weight, cost.feedback + (pair * W - W + w) * D + pair * W);
 #pragma unroll
-                for (int r = 0; r < W; ++r) aim[r] += fed[r] * own.error[w];
+                for (int r = 0; r < W; ++r) aim[r] += weight[r] * own.error[w];
             }
         }
 #pragma unroll
         for (int w = 0; w < W; ++w) aim[w] *= own.inverse;
         const unsigned code = nearest(aim);
-        turned[pair * R::CODE_STRIDE + t] = static_cast<unsigned short>(code);
-        load_cell(taken, points + code * W);
+        new_codes[pair * R::CODE_STRIDE + t] = static_cast<unsigned short>(code);
+        load_cell(rounded, points + code * W);
 #pragma unroll
         for (int w = 0; w < W; ++w) {
-            taken[w] = __fmul_rn(taken[w], own.size);
-            place[w * STRIDE] = own.error[w] = target[w] - taken[w];
-            now[w * TOKENS] = value[w] - taken[w];
+            rounded[w] = __fmul_rn(rounded[w], own.size);
+            place[w * STRIDE] = own.error[w] = target[w] - rounded[w];
+            own_error[w * TOKENS] = value[w] - rounded[w];
         }
     }
 
-    // What a token's codes say, in units of its size, and the target.
+    // y: the point of a token's code; a: the target, which is error + y · size.
     __device__ __forceinline__ void read_back(float (&y)[W], float (&a)[W], int pair, int token, float size) const {
-        load_cell(y, points + turned[pair * R::CODE_STRIDE + token] * W);
+        load_cell(y, points + new_codes[pair * R::CODE_STRIDE + token] * W);
 #pragma unroll
         for (int w = 0; w < W; ++w) a[w] = x[(pair * W + w) * STRIDE + token] + y[w] * size;
     }
 
-    // This warp's share of a·My, yMy, aMa and, if norms are tilted, a·mean, y·mean, a·y, y·y. M is symmetric: these are
-    // sums over what is below its diagonal, and half the diagonal, once for either side.
+    // This warp's share of a·My, y·My, a·Ma and, if norms are tilted, a·mean, y·mean, a·y, y·y. M is symmetric: these
+    // are sums over the entries below its diagonal and half of the diagonal, counted for both sides.
     __device__ __forceinline__ void sum_costs(int first, int share, int token) {
         constexpr int rows = 8;
         const float size = sizes[first + token];
         float sums[SUMS] = {};
-        for (int turn = 0; turn * SHARES * rows < D; ++turn) {  // back and forth, for later rows are longer
-            const int top = (turn * SHARES + (turn % 2 ? SHARES - 1 - share : share)) * rows;
+        for (int round = 0; round * SHARES * rows < D; ++round) {  // in alternating order: later rows are longer
+            const int top = (round * SHARES + (round % 2 ? SHARES - 1 - share : share)) * rows;
             if (top >= D) continue;
             float y_m[rows] = {}, a_m[rows] = {};
 #pragma unroll 1
@@ -276,7 +276,7 @@ struct Rounder {
         for (int i = 0; i < SUMS; ++i) partial[(share * SUMS + i) * TOKENS + token] = sums[i];
     }
 
-    // The norm of least cost, from those sums: to the metric, or to the queries that attend.
+    // The norm of least cost, from those sums: by the metric, or for the queries where norms are tilted.
     __device__ __forceinline__ float norm_of(int t, float size) const {
         const auto quotient = [](float above, float below) { return below > 0.0f ? above / below : 1.0f; };
         float s[SUMS] = {};
@@ -284,7 +284,7 @@ struct Rounder {
         for (int c = 0; c < SHARES; ++c)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) s[i] += partial[(c * SUMS + i) * TOKENS + t];
-        // What reads back is size · y.
+        // The code with the rms as its norm reads back as size · y.
         const float cross = s[0] * size, square = s[1] * size * size;
         float ratio = quotient(cross, square);
         if (cost.mean) {

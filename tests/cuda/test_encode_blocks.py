@@ -64,7 +64,7 @@ class Side:
 
 
 def shared_bytes(layout: Layout, warps: int, tokens: int) -> int:
-    """Room::BYTES of `cuda/encode/encode_blocks.cu`, or what a codec takes that has no table."""
+    """RounderMemory::BYTES of `cuda/encode/encode_blocks.cu`, or what a codec takes that has no table."""
     size, dim = layout.record.geometry.block_size, layout.record.geometry.head_dim
     mean = 4 * dim * (layout.mean_bits > 0)
     if not isinstance(layout.record, PairRecord):

@@ -118,7 +118,7 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 
 
 def _encode_bytes(side: Layout, tokens: int) -> int:
-    """Room::BYTES of `cuda/encode/encode_blocks.cu`, with so many tokens at once."""
+    """RounderMemory::BYTES of `cuda/encode/encode_blocks.cu`, with so many tokens at once."""
     size, dim = side.record.geometry.block_size, side.record.geometry.head_dim
     constants, mean = side.record.constants, 4 * dim * (side.mean_bits > 0)
     if "POINTS" not in constants:

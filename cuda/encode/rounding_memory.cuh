@@ -1,17 +1,17 @@
-// What `Rounder` works with: what errors cost, and its arrays in shared memory. Part of encode_blocks.cu.
+// The inputs of `Rounder`, and its arrays in shared memory. Part of encode_blocks.cu.
 
-// What errors of one KV head cost; mean: that of the queries for which norms are tilted.
+// The metric of one KV head. With a tilt, `matrix` is tilt_second and `mean` is tilt_mean; else `mean` is null.
 struct Cost {
-    const float *feedback, *matrix, *mean, *tokens;
+    const float *feedback, *matrix, *mean, *token_feedback;
 };
 
-// Where things are in shared memory while codes are chosen.
+// Offsets of the arrays that `Rounder` lists, in bytes of shared memory.
 template <class L, class Codec>
-struct Room {
+struct RounderMemory {
     static constexpr int PAIRS = L::D / Codec::WIDTH;
-    // A row for each channel, or pair: its tokens are in different banks, and so are cells of a diagonal.
+    // Strides of a row of tokens: neither tokens of a row nor cells of a diagonal share a bank.
     static constexpr int STRIDE = TOKENS + 4, CODE_STRIDE = TOKENS + 2;
-    // Warps that have a token in every lane; all warps, and those that only feed, in so many shares.
+    // GROUPS warps have one token per lane. SHARES warps share the sums of a token, FEEDERS of them its feedback.
     static constexpr int GROUPS = (TOKENS + 31) / 32, SHARES = WARPS / GROUPS, FEEDERS = SHARES - 1, SUMS = 7;
     static_assert(WARPS % GROUPS == 0 && FEEDERS > 0 && L::N % TOKENS == 0, "");
 
@@ -19,8 +19,8 @@ struct Room {
     static constexpr int POINTS = ERRORS + 2 * Codec::WIDTH * TOKENS * 4;
     static constexpr int MEAN = POINTS + Codec::POINTS * Codec::WIDTH * 4;
     static constexpr int SIZES = MEAN + (L::MEAN_BITS ? L::D * 4 : 0), NORMS = SIZES + L::N * 4;
-    static constexpr int CODES = NORMS + L::N * 4, TURNED = CODES + L::N * PAIRS * 2;
-    static constexpr int BYTES = TURNED + PAIRS * CODE_STRIDE * 2;
+    static constexpr int CODES = NORMS + L::N * 4, NEW_CODES = CODES + L::N * PAIRS * 2;
+    static constexpr int BYTES = NEW_CODES + PAIRS * CODE_STRIDE * 2;
 };
 
 template <class T>
