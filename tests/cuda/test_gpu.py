@@ -20,7 +20,7 @@ from bench.gpu.attention import layer_form
 from bench.gpu.cache import ALLOWED_ERROR, Content, Laid, attention_error, fill, read_tokens
 from bench.gpu.setup import CupyClock, Sizes
 from engine import Engine, EngineError, SamplingParams, codecs
-from engine.backends.cuda.cache import Told
+from engine.backends.cuda.cache import HostTable
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import Place, SpanView
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
@@ -55,7 +55,7 @@ class Unrecorded(CudaOps):
 
     def run_graph(self, key: Any, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         def there(host: Any) -> Any:
-            if isinstance(host, Told):
+            if isinstance(host, HostTable):
                 return replace(host, device=self._device.from_host(host.table))
             return self._device.from_host(np.ascontiguousarray(host))
 

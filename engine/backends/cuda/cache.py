@@ -1,4 +1,4 @@
-"""The KV store on a GPU: pools of records, and what kernels are told of sequences in them.
+"""The KV store on a GPU: pools of records, and the table of spans that kernels read.
 
 Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `engine.records`.
 """
@@ -21,10 +21,10 @@ Layouts = tuple[Layout, Layout]  # of keys and of values
 
 
 class SpanHeader(NamedTuple):
-    """What stands before the ids of a sequence's quantized blocks: the members of Span in `cuda/prelude.cuh`, in order.
+    """The words before the block ids in a row of a `SpanTable`: the members of Span in `cuda/prelude.cuh`, in order.
 
-    current: record of block `current_block`, with which `current` begins; next: of the one behind, and further ones
-    follow that.
+    current: index of the record of block `current_block`, the first one of `SpanView.current`. next: index of the
+    record of the block after it; further blocks follow that one.
     """
 
     first_row: int
@@ -50,15 +50,16 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """Keys or values of one layer; None where the codec, or the metric, has no such thing.
+    """Keys or values of one layer. None where the codec or the metric has no such array.
 
-    near: `candidates` of the codec's points. The rest is of a `Metric`, feedback transposed.
+    quantized: the pool of quantized blocks. tables: those of the layout. candidates: of the codec's points. The other
+    arrays are those of a `Metric`, feedback transposed.
     """
 
     layout: Layout
     quantized: Array
     tables: Array | None
-    near: Array | None
+    candidates: Array | None
     feedback: Array | None = None
     matrix: Array | None = None
     tilt_second: Array | None = None
@@ -68,7 +69,7 @@ class Side:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The stored K/V of one layer. exact: full precision, sinks and tails."""
+    """The stored K/V of one layer. full: the full-precision slots, for sinks and current blocks."""
 
     format: CacheFormat
     keys: Side
@@ -82,16 +83,17 @@ class LayerCache:
 
     @property
     def padded(self) -> int:
-        """D rounded up to what the kernels take at once."""
+        """DP: D rounded up to a multiple of 16."""
         return self.keys.layout.record.geometry.padded
 
     def pools(self, buffer: Buffer | None) -> Buffer:
+        """`buffer`, or the full-precision slots where there is none."""
         return self.full if buffer is None else buffer
 
 
 @dataclass
-class Told:
-    """Words that the host tells the device. device: the table there, once it has been brought."""
+class HostTable:
+    """An int32 table that is uploaded on first use. device: the uploaded copy."""
 
     table: np.ndarray
     device: Array | None = field(default=None, kw_only=True)
@@ -103,15 +105,15 @@ class Told:
 
 
 @dataclass
-class Spans(Told):
-    """Descriptors of sequences.
+class SpanTable(HostTable):
+    """The spans of B sequences.
 
-    table: int32 (B, HEADER + W) on the host: a `SpanHeader`, then the ids of the quantized blocks.
-    buffer: where the new tokens go; None in a step, whose tokens go to the full-precision slots.
+    table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks.
+    buffer: receives the new tokens of a prompt; None in a step, whose tokens go to full-precision slots.
     """
 
-    rows: int  # of all sequences, and the most of one
-    most: int
+    rows: int  # of all sequences
+    most_rows: int  # of one sequence
     buffer: Buffer | None
 
     def header(self, index: int) -> SpanHeader:
@@ -119,17 +121,17 @@ class Spans(Told):
 
 
 def table_width(blocks: int) -> int:
-    """Room for the ids of so many blocks: few different widths, since every one is recorded for itself."""
+    """W for `blocks` block ids: a power of two, since every width needs a recording of its own."""
     return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
 
 
-def describe(spans: Sequence[SpanView], block_size: int) -> Spans:
-    """What the kernels need to know of `spans`, of one prompt or of a step, whose rows touch two blocks at most."""
+def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
+    """The table of `spans`: one of a prompt, or those of a step, where the rows of each touch at most two blocks."""
     assert all(len(span.following) <= 1 for span in spans)
     width = table_width(max(len(span.table) for span in spans))
     table = np.zeros((len(spans), HEADER + width), np.int32)
     for row, span in zip(table, spans, strict=True):
-        # Blocks of a step lie in slots anywhere, those of a buffer one behind the other.
+        # The blocks of a buffer are consecutive; in a step the next block is any slot.
         following = span.following[0] if span.following else span.current.block + 1
         row[:HEADER] = SpanHeader(
             first_row=span.rows.start,
@@ -144,4 +146,4 @@ def describe(spans: Sequence[SpanView], block_size: int) -> Spans:
         )
         row[HEADER : HEADER + len(span.table)] = span.table
     counts = table[:, SpanHeader._fields.index("rows")]
-    return Spans(table, int(counts.sum()), int(counts.max()), spans[0].current.buffer)
+    return SpanTable(table, int(counts.sum()), int(counts.max()), spans[0].current.buffer)

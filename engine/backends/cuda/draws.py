@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.cuda.cache import Told
+from engine.backends.cuda.cache import HostTable
 from engine.sampling.constraints import mask_words
 from engine.sampling.sample import Draw
 
@@ -16,7 +16,7 @@ _LEAST_LISTS = 256  # words
 
 
 @dataclass
-class Draws(Told):
+class Draws(HostTable):
     """How the tokens of B rows are drawn.
 
     table: int32 on the host, (B, 16) where no row has a list, else (16·B + room for lists,): a row's parameters in 16

@@ -1,4 +1,4 @@
-"""The KV store on a GPU: launches of the kernels in `cuda/kv/`, `cuda/encode/` and of those that place K/V."""
+"""The KV store on a GPU: launches of the kernels in `cuda/kv/` and `cuda/encode/`, and of `place_kv`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from engine import codecs, records
 from engine.backends import transfer
 from engine.backends.cuda import launch_configs
-from engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, Spans, describe
+from engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, SpanTable, pack_spans
 from engine.backends.cuda.candidates import candidates
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.heads import HeadOps, Norms, Rope
@@ -23,12 +23,11 @@ from engine.quantization.encode import read_back
 from engine.quantization.metric import Metric
 from engine.records import Layout
 
-# Threads of a block.
-_COPY_THREADS = 256
+_COPY_THREADS = 256  # of a block
 
 
 class CacheOps:
-    """The ops that make room for K/V, bring them there and encode them."""
+    """The ops that allocate, write, encode, copy, save and restore K/V."""
 
     def __init__(self, device: Device, launch: Launcher, heads: HeadOps):
         self._device, self._launch, self._heads = device, launch, heads
@@ -67,25 +66,26 @@ class CacheOps:
         return self._pools(format, -(-rows // format.block_size))
 
     def _pools(self, format: CacheFormat, count: int) -> Buffer:
-        """Of full-precision records."""
+        """Uninitialised pools of `count` full-precision records."""
         keys, values = self._full_layouts(format)
-        return Buffer(*(self._device.empty((count, format.kv_heads, of.nbytes), np.uint8) for of in (keys, values)))
+        shapes = [(count, format.kv_heads, layout.nbytes) for layout in (keys, values)]
+        return Buffer(*(self._device.empty(shape, np.uint8) for shape in shapes))
 
     def _side(
         self, layout: Layout, format: CacheFormat, metric: Metric | None, quantized: int, like: Side | None
     ) -> Side:
-        """like: a side of the same layout, which shares its tables."""
+        """A pool of `quantized` records; the codec's tables are those of `like` (same layout) if given."""
         if like is None:
-            tables, near = self._upload(layout.tables if layout.tables.size else None), self._near(layout)
+            tables, nearest = self._upload(layout.tables if layout.tables.size else None), self._candidates(layout)
         else:
-            tables, near = like.tables, like.near
-        # Kernels write the fields of a record alone: what is between and behind them stays zero, and goes into files.
+            tables, nearest = like.tables, like.candidates
+        # Kernels write only the fields of a record; the padding stays zero, also in session files.
         pool = self._device.zeros((quantized, format.kv_heads, layout.nbytes), np.uint8)
-        side = Side(layout, pool, tables, near)
+        side = Side(layout, pool, tables, nearest)
         if metric is None:
             return side
 
-        tokens = metric.token_feedback  # (1, N, 1, N): codecs with kernels round every token in a turn of its own
+        tokens = metric.token_feedback  # (1, N, 1, N): codecs with kernels round one token at a time
         return replace(
             side,
             feedback=self._upload(metric.feedback.swapaxes(1, 2)),
@@ -95,18 +95,18 @@ class CacheOps:
             token_feedback=self._upload(None if tokens is None else tokens[0, :, 0].T),
         )
 
-    def _near(self, layout: Layout) -> Array | None:
+    def _candidates(self, layout: Layout) -> Array | None:
         points = layout.record.points
         return None if points is None or points.shape[1] == 1 else self._upload(candidates(points))
 
     def _upload(self, x: np.ndarray | None) -> Array | None:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
 
-    def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
-        return describe(spans, block_size)
+    def spans(self, spans: Sequence[SpanView], block_size: int) -> SpanTable:
+        return pack_spans(spans, block_size)
 
-    def append_kv(self, cache: LayerCache, spans: Spans, k: Array, v: Array) -> None:
-        (count, width), groups = spans.table.shape, -(-(spans.most + 15) // 16)
+    def append_kv(self, cache: LayerCache, spans: SpanTable, k: Array, v: Array) -> None:
+        (count, width), groups = spans.table.shape, -(-(spans.most_rows + 15) // 16)
         args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, groups, cache.format.kv_heads)
         self._launch(
             "append_kv",
@@ -122,21 +122,21 @@ class CacheOps:
         rope: Rope,
         transform: DeviceTransform,
         cache: LayerCache,
-        spans: Spans,
+        spans: SpanTable,
         norms: Norms = None,
     ) -> Array:
         (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
         is_prompt = spans.buffer is not None and rows > 1
         dense = any(rotation.matrix is not None for rotation in (transform.keys, transform.values))
-        if is_prompt or dense:  # the kernel for few rows would write those of a block in small pieces
+        if is_prompt or dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
             q, k, v = self._heads.transform_heads(qkv, rope, transform, norms)
             self.append_kv(cache, spans, k, v)
             return q
         q = self._device.empty((rows, heads - 2 * transform.kv_heads, dim), np.float32)
-        outputs, of_spans = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
+        outputs, span_args = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
         inputs = qkv, rope, transform, norms, rows * heads
-        at_most = launch_configs.step_rows(spans.most)
-        self._heads.launch("place_kv", outputs, *inputs, *of_spans, layouts=cache.full_layouts, rows=at_most)
+        at_most = launch_configs.step_rows(spans.most_rows)
+        self._heads.launch("place_kv", outputs, *inputs, *span_args, layouts=cache.full_layouts, rows=at_most)
         return q
 
     def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
@@ -146,7 +146,7 @@ class CacheOps:
         self._launch("copy_full", grid, LaunchConfig({}, _COPY_THREADS), *pools, *sizes, layouts=cache.full_layouts)
 
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
-        """See `Ops.round_trip`; done on the host, since only measurements ask for it."""
+        """Encoded and decoded on the host: only `Engine.score` with every token coded uses it."""
         format, layouts = cache.format, cache.full_layouts
         pools, full = cache.pools(place.buffer), []
         for pool, layout in zip(pools, layouts, strict=True):
@@ -167,13 +167,13 @@ class CacheOps:
 
     def _encode(self, cache: LayerCache, moves: Array, full: Buffer) -> None:
         keys, values, heads = cache.keys, cache.values, cache.format.kv_heads
-        shape, grid = launch_configs.encode_blocks(*cache.layouts), (len(moves), heads)
+        config, grid = launch_configs.encode_blocks(*cache.layouts), (len(moves), heads)
         costs_k = (keys.feedback, keys.tilt_second, keys.tilt_mean, keys.matrix)
         costs_v = (values.feedback, values.matrix, values.token_feedback)
         sides = (("encode_keys", keys, full.k, costs_k), ("encode_values", values, full.v, costs_v))
         for kernel, side, pool, costs in sides:
-            args = (side.quantized, pool, moves, side.tables, side.near, *costs, heads)
-            self._launch(kernel, grid, shape, *args, file="encode_blocks", layouts=cache.layouts)
+            args = (side.quantized, pool, moves, side.tables, side.candidates, *costs, heads)
+            self._launch(kernel, grid, config, *args, file="encode_blocks", layouts=cache.layouts)
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         arrays = {}
@@ -204,11 +204,11 @@ class CacheOps:
             record = layout.pack(codecs.get(codecs.FULL).encode(block))
             self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
 
-    def _copy_records(self, to: Array, of: Array, origins: np.ndarray, targets: np.ndarray) -> None:
-        """Records `origins` of one pool become records `targets` of another."""
-        moves = self._upload(np.stack([origins, targets], axis=1).astype(np.int32))
+    def _copy_records(self, to: Array, pool: Array, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy records `sources` of `pool` to records `targets` of the pool `to`."""
+        moves = self._upload(np.stack([sources, targets], axis=1).astype(np.int32))
         bytes_each = to.shape[1] * to.shape[2]
-        self._launch("copy_records", (len(origins),), LaunchConfig({}, _COPY_THREADS), to, of, moves, bytes_each)
+        self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
 
 
 def _layout(format: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:

@@ -1,4 +1,4 @@
-"""Launches of the kernels in `cuda/`: their texts, put together once, and the shapes of grids and blocks."""
+"""Launches of the kernels in `cuda/`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine.records import Layout
 WARP = 32
 MOST_THREADS = 1024
 
-# The CUDA type of each array's numbers: NumPy knows no bfloat16, its bits travel as uint16.
+# dtype of an array → CUDA type of its elements. NumPy has no bfloat16: its bits are held as uint16.
 CUDA_TYPES = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
 
 
 class LaunchConfig(NamedTuple):
-    """Constants that a kernel is compiled with, threads of a block, bytes of dynamic shared memory."""
+    """The constants (DEFINES) that a kernel is compiled with, threads of a block, bytes of dynamic shared memory."""
 
     defines: Mapping[str, int | float | str]
     threads: int
@@ -28,7 +28,7 @@ class LaunchConfig(NamedTuple):
 
 
 class Launcher:
-    """Runs kernels of `cuda/` on a device."""
+    """Launches kernels of `cuda/` on a device."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -37,19 +37,19 @@ class Launcher:
         self,
         kernel: str,
         grid: tuple[int, ...],
-        shape: LaunchConfig,
+        config: LaunchConfig,
         *args: Any,
         file: str = "",
         layouts: tuple[Layout | None, Layout | None] = (None, None),
     ) -> None:
-        """Run `<kernel>_kernel` of `cuda/<kernel>.cu`, or of another `file`.
+        """Launch `<kernel>_kernel` of the file `<kernel>.cu`, or of `<file>.cu`.
 
-        args: as `Device.launch` wants them, but Python's int and float stand for int32 and float32. layouts: of keys
-        and values, for a kernel that reads or writes records.
+        args: those of `Device.launch`; Python's int and float are passed as int32 and float32. layouts: of keys and
+        values, for a kernel that reads or writes records.
         """
-        text = _source(file or kernel, *layouts, **shape.defines)
+        text = _source(file or kernel, *layouts, **config.defines)
         numbers = [_number(arg) for arg in args]
-        self._device.launch(f"{kernel}_kernel", text, grid, (shape.threads,), numbers, shape.shared)
+        self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), numbers, config.shared)
 
 
 _source = lru_cache(maxsize=None, typed=True)(source)
@@ -62,20 +62,20 @@ def _number(arg: Any) -> Any:
 
 
 def type_of(x: Any) -> str:
-    """The CUDA type of an array's numbers."""
+    """The CUDA type of an array's elements."""
     return CUDA_TYPES[x.dtype.name]
 
 
 def threads_for(work: int, most: int = 256) -> int:
-    """Whole warps with a thread for each piece of work, at most `most`."""
+    """`work` rounded up to whole warps, at most `most`."""
     return min(most, -(-work // WARP) * WARP)
 
 
 def row_stride(x: Any) -> np.int64:
-    """Elements from one row of x (T, …) to the next; what is inside a row is contiguous."""
+    """Elements from one row of x (T, …) to the next. Each row must be contiguous."""
     inner = x.itemsize
     for axis in range(x.ndim - 1, 0, -1):
         assert x.shape[axis] == 1 or x.strides[axis] == inner, "the inner axes of a strided array are contiguous"
         inner *= x.shape[axis]
-    # With a single row any stride will do, and NumPy and CuPy differ in the one they give.
+    # The stride of a single row is arbitrary, and NumPy and CuPy report different ones.
     return np.int64(inner // x.itemsize if x.shape[0] == 1 else x.strides[0] // x.itemsize)

@@ -1,8 +1,8 @@
 """Matrices on a GPU, and products with them: launches of the kernels in `cuda/linear/`.
 
-Activations, weights of norms and biases are float32. Matrices are as the file has them, or half precision; products
-with them take x in their type and add in float32. Few rows go through our own kernels, bound by the bytes of the
-weights; many through the device's matrix product.
+Activations, norm weights and biases are float32. Matrices keep the format of the file, but float32 becomes half
+precision. Products convert x to the matrix's type and accumulate in float32. Products of few rows are memory-bound on
+the weights and take our own kernels; those of many rows take cuBLAS.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from engine.errors import EngineError
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 
 _UPLOAD_BYTES = 64 << 20  # of a file at a time
-# Formats that the device's matrix product takes as they lie. Products with others take half precision.
+# Formats that `Device.gemm` multiplies, and their dtype. Products with other formats take x in half precision.
 _PLAIN: dict[str, type[np.generic]] = {"f16": np.float16, "bf16": np.uint16}
 
 
 class _Product(NamedTuple):
-    """The arguments of `linear` beside x. add: to what is there."""
+    """The arguments of `linear` beside x, for one matrix. add: to y instead of overwriting it."""
 
     weight: Matrix
     bias: Array | None
@@ -34,17 +34,17 @@ class _Product(NamedTuple):
     add: bool
     activation: str | None
 
-    def typed(self, x: Array, shape: LaunchConfig) -> LaunchConfig:
-        """For one of our own kernels, with x like this one."""
+    def with_types(self, x: Array, config: LaunchConfig) -> LaunchConfig:
+        """`config` of one of our own kernels with the DEFINES of this product with x."""
         flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add)}
         if self.activation is not None:
             flags["ACTIVATION"] = self.activation
         types = {"ACT": type_of(x), "WEIGHT": self.weight.format.name}
-        return shape._replace(defines={**types, **flags, **shape.defines})
+        return config._replace(defines={**types, **flags, **config.defines})
 
 
 class LinearOps:
-    """The ops with matrices: loading them, rows of them, products with them."""
+    """The ops with matrices: loading, reading rows, products; and RMS norm."""
 
     def __init__(self, device: Device, launch: Launcher):
         self._device, self._launch = device, launch
@@ -60,7 +60,7 @@ class LinearOps:
         return tuple(self._joined(format, list(parts)) for format, parts in together)
 
     def _joined(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
-        """Matrices under each other. Of their bytes a few rows at a time are there twice."""
+        """`matrices` stacked. Only the rows of one upload exist twice."""
         rows, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         _check_width(width)
         data, end = self._device.empty((rows, format.size(width)), np.uint8), 0
@@ -89,16 +89,16 @@ class LinearOps:
     def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
         width = table.shape[1]
         x = self._device.empty((len(ids), width), np.float32)
-        shape = LaunchConfig({"ACT": "float", "WEIGHT": table.format.name}, threads_for(width // 8))
-        self._launch("embed", (len(ids),), shape, x, table.data, ids, width, float(scale))
+        config = LaunchConfig({"ACT": "float", "WEIGHT": table.format.name}, threads_for(width // 8))
+        self._launch("embed", (len(ids),), config, x, table.data, ids, width, float(scale))
         return x
 
     def rms_norm(self, x: Array, norm: tuple[Array, float], residual: Array | None = None) -> None:
-        (rows, n), (gain, eps), y = x.shape, norm, x if residual is None else residual
+        (rows, n), (weight, eps), y = x.shape, norm, x if residual is None else residual
         _check_width(n)
         most = MOST_THREADS if rows <= SMALL_ROWS else 256  # as in `_narrow`
-        shape = LaunchConfig({"ACT": "float", "ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
-        self._launch("rms_norm", (rows,), shape, y, x, gain, n, row_stride(y), row_stride(x), float(eps))
+        config = LaunchConfig({"ACT": "float", "ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
+        self._launch("rms_norm", (rows,), config, y, x, weight, n, row_stride(y), row_stride(x), float(eps))
 
     def linear(
         self,
@@ -115,7 +115,7 @@ class LinearOps:
         if len(w.parts) == 1:
             self._multiply(y, x, _Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
             return y
-        # Parts of several formats: a launch for each, and what needs gate and up together comes behind them.
+        # Parts of several formats: a product for each; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
         end = 0
         for matrix in w.parts:
@@ -127,87 +127,90 @@ class LinearOps:
             self._activate(y, whole, activation)
         return y
 
-    def _multiply(self, y: Array, x: Array, of: _Product, recorded: bool) -> None:
-        """`linear` with one matrix into y, whose rows may be parts of wider ones."""
+    def _multiply(self, y: Array, x: Array, product: _Product, recorded: bool) -> None:
+        """`linear` with one matrix into y, which may be columns of a wider array."""
         rows = len(x)
-        if rows > SMALL_ROWS and not recorded and of.weight.format.name in _PLAIN:
-            self._large(y, x, of)
+        if rows > SMALL_ROWS and not recorded and product.weight.format.name in _PLAIN:
+            self._large(y, x, product)
             return
         for first in range(0, rows, SMALL_ROWS):
             part = slice(first, first + SMALL_ROWS)
-            self._small(y[part], x[part], of)
+            self._small(y[part], x[part], product)
 
-    def _small(self, y: Array, x: Array, of: _Product) -> None:
+    def _small(self, y: Array, x: Array, product: _Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y."""
-        (rows, width), processors, weight = x.shape, self._device.processors, of.weight
+        (rows, width), processors, weight = x.shape, self._device.processors, product.weight
         if rows > GEMV_ROWS:
             if rows > UNROUNDED_ROWS:
-                x, of = self._narrowed(x, of), of._replace(norm=None)
-            self._tensor_cores(y, x, of)
+                x, product = self._narrowed(x, product), product._replace(norm=None)
+            self._tensor_cores(y, x, product)
             return
-        gain, eps = of.norm or (None, 0.0)
-        shape, blocks = launch_configs.gemv(rows, weight.shape[0], width, processors)
+        norm_weight, eps = product.norm or (None, 0.0)
+        config, blocks = launch_configs.gemv(rows, weight.shape[0], width, processors)
         sizes = rows, width, y.shape[1], row_stride(y)
-        self._launch("gemv", (blocks,), of.typed(x, shape), y, x, weight.data, of.bias, gain, *sizes, float(eps))
+        config = product.with_types(x, config)
+        self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
-    def _tensor_cores(self, y: Array, x: Array, of: _Product) -> None:
-        """`linear` of at most SMALL_ROWS rows into y, x float32 or of the type of products with these weights."""
-        (rows, width), out, device, weight = x.shape, y.shape[1], self._device, of.weight
-        gain, eps = of.norm or (None, 0.0)
+    def _tensor_cores(self, y: Array, x: Array, product: _Product) -> None:
+        """`linear` of at most SMALL_ROWS rows into y. x is float32, or of the type in which this product takes x."""
+        (rows, width), out, device, weight = x.shape, y.shape[1], self._device, product.weight
+        norm_weight, eps = product.norm or (None, 0.0)
         machine = device.processors, device.shared_memory
-        plain, blocks, parts = launch_configs.gemm_small(rows, weight.shape[0], width, *machine)
-        shape, sizes = of.typed(x, plain), (rows, width, out, row_stride(y))
-        if parts == 1 or of.norm is not None:
-            self._launch("gemm_small", (blocks, 1), shape, y, x, weight.data, of.bias, gain, *sizes, float(eps))
+        config, blocks, parts = launch_configs.gemm_small(rows, weight.shape[0], width, *machine)
+        config, sizes = product.with_types(x, config), (rows, width, out, row_stride(y))
+        if parts == 1 or product.norm is not None:
+            operands = y, x, weight.data, product.bias, norm_weight
+            self._launch("gemm_small", (blocks, 1), config, *operands, *sizes, float(eps))
             return
         sums = device.empty((parts, rows, weight.shape[0]), np.float32)
-        self._launch("gemm_small", (blocks, parts), shape, sums, x, weight.data, None, None, *sizes, 0.0)
-        grid = (-(-rows * out // shape.threads),)
-        args = (y, sums, of.bias, parts, rows, out, row_stride(y))
-        self._launch("gemm_small_sum", grid, shape._replace(shared=0), *args, file="gemm_small")
+        self._launch("gemm_small", (blocks, parts), config, sums, x, weight.data, None, None, *sizes, 0.0)
+        grid = (-(-rows * out // config.threads),)
+        args = (y, sums, product.bias, parts, rows, out, row_stride(y))
+        self._launch("gemm_small_sum", grid, config._replace(shared=0), *args, file="gemm_small")
 
-    def _large(self, y: Array, x: Array, of: _Product) -> None:
-        """`linear` of any number of rows into y."""
-        rows, out = len(x), of.weight.shape[0]
-        product = y if of.activation is None else self._device.empty((rows, out), np.float32)
-        x = self._narrowed(x, of)
-        self._device.gemm(product, x, of.weight.data.view(x.dtype), add=of.add)
-        if of.bias is not None:
-            shape = LaunchConfig({"ACT": "float"}, threads_for(out))
-            grid = -(-out // shape.threads), rows
-            self._launch("add_bias", grid, shape, product, of.bias, out, row_stride(product))
-        if of.activation is not None:
-            self._activate(y, product, of.activation)
+    def _large(self, y: Array, x: Array, product: _Product) -> None:
+        """`linear` of any number of rows into y, by cuBLAS."""
+        rows, out = len(x), product.weight.shape[0]
+        whole = y if product.activation is None else self._device.empty((rows, out), np.float32)
+        x = self._narrowed(x, product)
+        self._device.gemm(whole, x, product.weight.data.view(x.dtype), add=product.add)
+        if product.bias is not None:
+            config = LaunchConfig({"ACT": "float"}, threads_for(out))
+            grid = -(-out // config.threads), rows
+            self._launch("add_bias", grid, config, whole, product.bias, out, row_stride(whole))
+        if product.activation is not None:
+            self._activate(y, whole, product.activation)
 
     def _activate(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""
         (rows, half), threads = y.shape, threads_for(-(-y.shape[1] // 8))
-        shape = LaunchConfig({"ACT": "float", "ACTIVATION": activation}, threads)
-        self._launch("activate_mul", (-(-half // (8 * threads)), rows), shape, y, gate_up, half)
+        config = LaunchConfig({"ACT": "float", "ACTIVATION": activation}, threads)
+        self._launch("activate_mul", (-(-half // (8 * threads)), rows), config, y, gate_up, half)
 
-    def _narrowed(self, x: Array, of: _Product) -> Array:
-        """x (T, in) in the type of products with these weights, normalised before where there is a norm."""
-        narrow = self._device.empty(x.shape, _PLAIN.get(of.weight.format.name, np.float16))
-        self._narrow(narrow, x, of.norm)
+    def _narrowed(self, x: Array, product: _Product) -> Array:
+        """x (T, in), normalised if the product has a norm, in the type in which it takes x."""
+        narrow = self._device.empty(x.shape, _PLAIN.get(product.weight.format.name, np.float16))
+        self._narrow(narrow, x, product.norm)
         return narrow
 
     def _narrow(self, y: Array, x: Array, norm: tuple[Array, float] | None = None) -> None:
-        """y = x (T, n) in y's own type, normalised before where there is a norm."""
-        gain, eps = norm or (None, 0.0)
+        """y = x (T, n) in y's type; with a norm, x normalised."""
+        norm_weight, eps = norm or (None, 0.0)
         rows, n = x.shape
-        # Few rows leave most of the machine idle: as many threads to each as there may be.
+        # Few rows leave most of the machine idle: each gets as many threads as a block may have.
         most = MOST_THREADS if rows <= SMALL_ROWS else 256
         defines: dict[str, int | float | str] = {"ACT": "float", "TO": type_of(y), "NORMED": int(norm is not None)}
-        self._launch("narrow", (rows,), LaunchConfig(defines, threads_for(-(-n // 8), most)), y, x, gain, n, float(eps))
+        config = LaunchConfig(defines, threads_for(-(-n // 8), most))
+        self._launch("narrow", (rows,), config, y, x, norm_weight, n, float(eps))
 
 
 def _on_device(format: WeightFormat) -> WeightFormat:
-    """What matrices become that a file has in a format: float32 is rounded to half precision."""
+    """The format on the device of a matrix that the file stores in `format`: f16 for f32, else the same."""
     return get("f16") if format.name == "f32" else format
 
 
 def _check_width(width: int) -> None:
-    """Raises EngineError for rows that kernels cannot read 16 bytes at a time."""
+    """Raise EngineError for rows that kernels cannot read in whole groups of 8 values."""
     if width % 8:
         raise EngineError(
             f"This model has matrices with rows of {width} numbers, and the GPU takes multiples of 8: "

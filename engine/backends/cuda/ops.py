@@ -12,7 +12,7 @@ import numpy as np
 from engine.backends import transfer
 from engine.backends.cuda import sampling
 from engine.backends.cuda.attention import AttentionOps
-from engine.backends.cuda.cache import Told
+from engine.backends.cuda.cache import HostTable
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.draws import pack_draws
 from engine.backends.cuda.heads import HeadOps
@@ -23,13 +23,13 @@ from engine.backends.cuda.memory import prompt_bytes, step_bytes
 from engine.backends.ops import Load, Result
 from engine.errors import EngineError
 
-# Left free for what nobody counts: compiled kernels, graphs, the libraries' own, pieces too small to be of use. That it
-# is enough has not been seen on a GPU.
-_UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # of the free memory at most
+# Left free for memory that `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation. Not yet
+# checked on a GPU.
+_UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # the share is of the free memory; the smaller one counts
 
 
 class CudaOps:
-    """The ops on one GPU: what each part of this folder does."""
+    """The ops on one GPU, composed of the classes of this folder."""
 
     forkable = False
     stored_as = transfer.RECORDS
@@ -82,12 +82,12 @@ class CudaOps:
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         def on_device(*arrays: Array) -> Result:
             given = [
-                replace(host, device=array) if isinstance(host, Told) else array
+                replace(host, device=array) if isinstance(host, HostTable) else array
                 for host, array in zip(inputs, arrays, strict=True)
             ]
             return work(*given)
 
-        tables = [host.table if isinstance(host, Told) else np.ascontiguousarray(host) for host in inputs]
+        tables = [host.table if isinstance(host, HostTable) else np.ascontiguousarray(host) for host in inputs]
         return self._device.run_graph((key, work), on_device, tables)
 
     def wait(self) -> None:

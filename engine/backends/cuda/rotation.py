@@ -1,4 +1,4 @@
-"""What a layer does to its heads, on the device. Rotations are signs around Hadamard's matrix where they are that."""
+"""`HeadTransform` on the device. A rotation that is a signed Hadamard matrix is stored as its signs."""
 
 from __future__ import annotations
 
@@ -12,84 +12,84 @@ from engine.backends.ops import HeadTransform
 
 
 class Signs(NamedTuple):
-    """diag(before) · H/√order · diag(behind), H of that order D/order times on the diagonal; signs (D,) float32."""
+    """diag(before) · H/√order · diag(after), with D/order Hadamard matrices H on the diagonal; signs (D,) float32."""
 
     order: int
     before: np.ndarray
-    behind: np.ndarray
+    after: np.ndarray
 
 
 def hadamard_signs(rotation: np.ndarray) -> Signs | None:
-    """What is around Hadamard's matrix in `rotation` (D, D); None where it is another matrix."""
+    """The signs of `rotation` (D, D) if it is a signed Hadamard matrix, else None."""
     dim = len(rotation)
     order = dim & -dim
     firsts = np.arange(dim) // order * order
     # The first row and the first column of a Hadamard matrix are 1.
     before = np.sign(rotation[np.arange(dim), firsts])
-    behind = np.sign(rotation[firsts, np.arange(dim)]) * before[firsts]
-    plain = before[:, None] * rotation * behind * np.sqrt(order)
+    after = np.sign(rotation[firsts, np.arange(dim)]) * before[firsts]
+    plain = before[:, None] * rotation * after * np.sqrt(order)
     hadamard: np.ndarray = np.ones((1, 1))
     while len(hadamard) < order:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     if not np.allclose(plain, np.kron(np.eye(dim // order), hadamard), atol=1e-4):
         return None
-    return Signs(order, before.astype(np.float32), behind.astype(np.float32))
+    return Signs(order, before.astype(np.float32), after.astype(np.float32))
 
 
-class OnDevice(NamedTuple):
-    """A rotation for the kernels: order 0 is the matrix (D, D) float32, else the signs around Hadamard's."""
+class DeviceRotation(NamedTuple):
+    """A rotation on the device: `matrix` (D, D) float32 and order 0, or the signs of a Hadamard matrix."""
 
     order: int
     matrix: Array | None
     before: Array | None
-    behind: Array | None
+    after: Array | None
 
 
-NO_TURN = OnDevice(1, None, None, None)  # a Hadamard matrix of order 1, without signs
+NO_ROTATION = DeviceRotation(1, None, None, None)  # a Hadamard matrix of order 1, without signs
 
 
 class DeviceTransform(NamedTuple):
-    """A `HeadTransform`. back: the inverse of `values`."""
+    """A `HeadTransform` on the device. back: the inverse of `values`."""
 
     kv_heads: int
     scale: Array | None
-    keys: OnDevice
-    values: OnDevice
-    back: OnDevice
+    keys: DeviceRotation
+    values: DeviceRotation
+    back: DeviceRotation
     scale_back: Array | None
 
 
 def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceTransform]:
-    """`transforms` on the device; a rotation that is the same array in several is there once."""
-    rope: dict[tuple[int, bool], OnDevice] = {}
+    """`transforms` on the device. A rotation array that several share is uploaded once."""
+    uploaded: dict[tuple[int, bool], DeviceRotation] = {}
 
-    def turn(rotation: np.ndarray | None, inverse: bool = False) -> OnDevice:
-        if rotation is None:
-            return NO_TURN
-        key = id(rotation), inverse
-        if key not in rope:
-            rope[key] = _upload(device, rotation.T if inverse else rotation)
-        return rope[key]
+    def rotation(matrix: np.ndarray | None, inverse: bool = False) -> DeviceRotation:
+        if matrix is None:
+            return NO_ROTATION
+        key = id(matrix), inverse
+        if key not in uploaded:
+            uploaded[key] = _upload(device, matrix.T if inverse else matrix)
+        return uploaded[key]
 
     def scale(x: np.ndarray | None) -> Array | None:
         return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))
 
     return [
         DeviceTransform(
-            of.kv_heads,
-            scale(of.scale),
-            turn(of.key_rotation),
-            turn(of.value_rotation),
-            turn(of.value_rotation, inverse=True),
-            scale(of.scale_back),
+            transform.kv_heads,
+            scale(transform.scale),
+            rotation(transform.key_rotation),
+            rotation(transform.value_rotation),
+            rotation(transform.value_rotation, inverse=True),
+            scale(transform.scale_back),
         )
-        for of in transforms
+        for transform in transforms
     ]
 
 
-def _upload(device: Device, rotation: np.ndarray) -> OnDevice:
-    """`rotation` (D, D) float32, as one of the kernels takes it."""
+def _upload(device: Device, rotation: np.ndarray) -> DeviceRotation:
+    """`rotation` (D, D) float32 on the device, as signs where it is a signed Hadamard matrix."""
     signs = hadamard_signs(rotation)
     if signs is None:
-        return OnDevice(0, device.from_host(np.ascontiguousarray(rotation, np.float32)), None, None)
-    return OnDevice(signs.order, None, device.from_host(signs.before), device.from_host(signs.behind))
+        return DeviceRotation(0, device.from_host(np.ascontiguousarray(rotation, np.float32)), None, None)
+    return DeviceRotation(signs.order, None, device.from_host(signs.before), device.from_host(signs.after))
