@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 
 from engine import codecs
 from engine.backends.cuda.kernel_source import source
@@ -142,6 +141,15 @@ def errors(out: np.ndarray, setting: Setting, stored: Stored) -> Iterator[tuple[
 
 
 def main() -> int:
+    try:
+        import pytest
+    except ModuleNotFoundError:
+        print(
+            "error: the emulator belongs to the tests and needs their packages: run `make lint` once, "
+            "or pip install '.[dev]'",
+            file=sys.stderr,
+        )
+        return 1
     setting = random_setting(seed=0, lengths=[1, 16, 40, 333])
     stored = store(setting)
     try:

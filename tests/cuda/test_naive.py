@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +51,12 @@ def test_the_command_says_that_it_is_right(capsys: pytest.CaptureFixture[str]) -
     assert lines[0] == "1 launch"
     assert len(lines) == 7
     assert lines[-1] == "The kernel computes attention over the codes."
+
+
+def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    assert run_naive.main() == 1
+    assert "run `make lint` once" in capsys.readouterr().err
 
 
 def test_the_command_says_that_it_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
