@@ -1,1 +1,1 @@
-"""The block-allocated KV store: `blocks.py` counts, `store.py` holds the arrays."""
+"""The block-allocated KV store: `blocks.py` and `tables.py` hold integers, `store.py` the arrays."""

@@ -1,4 +1,4 @@
-"""Block ids and who holds them. Integers only: what a block contains is the store's business."""
+"""Block ids and their reference counts. Integers only: the contents of blocks are the store's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class OutOfBlocks(Exception):
 
 
 class BlockAllocator:
-    """Hands out the ids 0 … size-1, each with a reference count, so that sequences can share blocks.
+    """Allocates the ids 0 … size-1, each with a reference count, so that sequences can share blocks.
 
-    A block that nobody holds keeps its contents until it is handed out again. Those whose contents somebody may look
-    for (`keep`) go last, the one that has been free the longest first.
+    A free block keeps its contents until it is allocated again. Blocks that the prefix cache can find (`keep`) are
+    allocated last, in the order in which they became free. `allocate` is O(count), `kept` O(kept), all else O(1).
 
     >>> blocks = BlockAllocator(2)
     >>> a, b = blocks.allocate(2)
@@ -26,28 +26,30 @@ class BlockAllocator:
 
     def __init__(self, size: int) -> None:
         self._references = [0] * size
-        self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be handed out
+        self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be allocated
         self._kept: dict[int, Callable[[], None]] = {}
 
     @property
     def size(self) -> int:
+        """The number of blocks."""
         return len(self._references)
 
     @property
     def free(self) -> int:
-        """Blocks that can be allocated now."""
+        """The number of blocks that can be allocated now."""
         return len(self._free)
 
     @property
     def kept(self) -> int:
-        """Free blocks whose contents the prefix cache can still find."""
+        """The number of free blocks that the prefix cache can find."""
         return sum(block in self._free for block in self._kept)
 
     def references(self, block: int) -> int:
+        """The reference count of a block; 0 if it is free."""
         return self._references[block]
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Ids of `count` blocks, each held once. All or none: raises OutOfBlocks and takes nothing."""
+        """Ids of `count` blocks with one reference each. Raises OutOfBlocks and allocates none."""
         if count > len(self._free):
             raise OutOfBlocks(f"{count} blocks wanted, {len(self._free)} of {self.size} free")
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -58,19 +60,19 @@ class BlockAllocator:
         return taken
 
     def keep(self, block: int, forget: Callable[[], None]) -> None:
-        """The contents of a held block are worth finding; `forget` is called when the block is handed out again."""
+        """Mark the contents of a held block as worth keeping; `forget` is called when the block is allocated again."""
         if self._references[block] == 0:
             raise ValueError(f"block {block} is free and cannot be kept")
         self._kept[block] = forget
 
     def drop(self, block: int) -> None:
-        """The contents of a block are not worth finding any more; `forget` is not called."""
+        """Undo `keep`, without calling its `forget`."""
         del self._kept[block]
         if self._references[block] == 0:
             self._free.move_to_end(block, last=False)
 
     def retain(self, block: int) -> None:
-        """One more holder of a block that is already held, or whose contents are kept."""
+        """Add a reference to a block that is held, or that is free and kept."""
         if self._references[block] == 0:
             if block not in self._kept:
                 raise ValueError(f"block {block} is free and cannot be retained")
@@ -78,7 +80,7 @@ class BlockAllocator:
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder less; the block is free again when the last one lets go."""
+        """Drop a reference; at zero the block is free."""
         if self._references[block] == 0:
             raise ValueError(f"block {block} is free already")
         self._references[block] -= 1

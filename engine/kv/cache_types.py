@@ -1,4 +1,4 @@
-"""Names of cache types, as people write them → which codec each layer has for keys and for values."""
+"""Parses cache types: from the names in the settings to the codecs of each layer's keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine import codecs
 from engine.config import EngineConfig
 from engine.errors import EngineError
 
-# Types for keys and values, chosen by measurement: see docs/quality.md and `bench.quality`.
+# (type of keys, type of values), chosen by measurement: see docs/quality.md and `bench.quality`.
 PRESETS = {
     "quality": ("ring5", "ring4"),
     "balanced": ("ring4", "ring3.5"),
@@ -19,7 +19,7 @@ _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 
 def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(setting, types) for keys and for values: cache_type_k and cache_type_v, else what cache_type says.
+    """(setting, types) for keys and for values: from cache_type_k and cache_type_v if given, else from cache_type.
 
     Raises EngineError for a cache_type that is neither one type nor two.
     """
@@ -39,7 +39,7 @@ def _both(types: str) -> tuple[str, str]:
 
 
 def layer_codecs(config: EngineConfig, layers: int, head_dim: int) -> list[tuple[codecs.Codec, codecs.Codec]]:
-    """The codecs of keys and of values for every layer. Raises EngineError, naming the setting."""
+    """(codec of keys, codec of values) of every layer. Raises EngineError that names the setting."""
     sides = []
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
         names = _names(setting, types, layers)
@@ -48,14 +48,14 @@ def layer_codecs(config: EngineConfig, layers: int, head_dim: int) -> list[tuple
 
 
 def check_names(config: EngineConfig) -> None:
-    """What can be told without a model. Raises EngineError, naming the setting."""
+    """Check everything that needs no model. Raises EngineError that names the setting."""
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
 
 
 def _names(setting: str, types: str, layers: int) -> list[str]:
-    """ "ring4@0-1,ring3.5" → one name a layer: parts with numbers for those layers, the one without for the rest."""
+    """ "ring4@0-1,ring3.5" → one name per layer. A part without "@" is for the layers that no other part names."""
     names: list[str | None] = [None] * layers
     rest = None
     for part in types.split(","):
@@ -82,7 +82,7 @@ def _parse(setting: str, types: str, part: str) -> dict[str, str]:
 
 
 def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size: int) -> codecs.Codec:
-    """The codec called `name`; checked against a head dim where there is one already."""
+    """The codec called `name`, checked for the head dim unless that is None. Raises EngineError."""
     if name.split("+")[0] not in codecs.available():
         raise _unknown(setting, name)
     try:
@@ -97,7 +97,7 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
 
 
 def _unknown(setting: str, name: str) -> EngineError:
-    """For a name that is no type, or a preset where none can stand."""
+    """The error for an unknown type, or for a preset in place of a type."""
     types = ", ".join(codecs.available())
     if name in PRESETS:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
@@ -113,7 +113,7 @@ def _unknown(setting: str, name: str) -> EngineError:
 
 
 def _one_sided(setting: str, name: str, stored: str) -> str:
-    """For a type that stores keys or values (`stored`) only, and was given for the others."""
+    """The problem of a type that stores keys only, or values only (`stored`), and was given for the other."""
     if setting != "cache_type":
         return f"it stores {stored} only; choose another type here"
     pair = f"{name}/f16" if stored == "keys" else f"f16/{name}"

@@ -1,4 +1,4 @@
-"""How much memory the KV store takes and what fits into it. Arithmetic only; nothing is allocated here."""
+"""Sizes of the KV store: bytes of blocks, sequences and plans, and the largest plan that fits. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -20,39 +20,46 @@ class LayerShape:
 
     codec_k: Codec
     codec_v: Codec
-    mean_bits: int = 0  # of the block means of keys, per channel: 8 or 16; 0 does not centre them
+    mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one block of K/V is."""
+    """How all layers store a block of K/V."""
 
     block_size: int  # N
     kv_heads: int  # K
     head_dim: int  # D
     layers: tuple[LayerShape, ...]
-    # Bytes of a quantized block and of a full-precision slot of each layer as the backend stores them, all KV heads.
-    # None: without padding, and float32.
+    # Per layer, the bytes of a quantized block and of a full-precision slot on the backend, all KV heads.
+    # None: no padding, and float32 slots.
     stored: tuple[tuple[int, int], ...] | None = None
 
     def format(self, layer: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
-        """One layer, for the ops."""
-        of = self.layers[layer]
+        """The format of one layer, for the ops."""
+        shape = self.layers[layer]
         return CacheFormat(
-            of.codec_k, of.codec_v, metric_k, metric_v, of.mean_bits, self.block_size, self.kv_heads, self.head_dim
+            codec_k=shape.codec_k,
+            codec_v=shape.codec_v,
+            metric_k=metric_k,
+            metric_v=metric_v,
+            mean_bits=shape.mean_bits,
+            block_size=self.block_size,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
         )
 
     @cached_property
     def groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """(window, layers that have it): layers of a group share block tables."""
+        """(window, its layers) of each group, whose layers share block tables."""
         members: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
             members.setdefault(layer.window, []).append(index)
         return tuple((window, tuple(layers)) for window, layers in members.items())
 
     def quantized_bytes(self, layers: Iterable[int]) -> int:
-        """One quantized block of these layers: both codecs' fields and the key means."""
+        """Bytes of a quantized block of these layers: both codecs' fields and the means of keys."""
         if self.stored is not None:
             return sum(self.stored[layer][0] for layer in layers)
         return sum(self._quantized_bytes[layer] for layer in layers)
@@ -70,31 +77,30 @@ class CacheShape:
 
     @property
     def full_bytes(self) -> int:
-        """One full-precision slot of one layer."""
+        """Bytes of a full-precision slot of one layer."""
         if self.stored is not None:
             return self.stored[0][1]
         return 2 * self.kv_heads * self.block_size * self.head_dim * 4
 
     @property
     def f16_bytes_per_token(self) -> int:
-        """What a plain half-precision cache takes for one token, all layers."""
+        """Bytes per token of a cache in half precision, all layers."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * 2
 
     @property
     def bytes_per_token(self) -> float:
-        """What a token takes in complete encoded blocks, all layers, as the backend stores them."""
+        """Bytes per token of quantized blocks, all layers, as the backend stores them."""
         return self.quantized_bytes(range(len(self.layers))) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """What a sequence of `tokens` takes: its quantized blocks, and the whole full-precision slots of its sink and
-        its current block.
+        """Bytes of a sequence of `tokens`: its quantized blocks, and the slots of its sink and current block.
 
-        Blocks that have left a layer's window are no longer held.
+        Blocks outside a layer's window are not counted.
         """
         complete, rest = divmod(tokens, self.block_size)
         total = 0
         for window, layers in self.groups:
-            first = 0 if window is None else max(0, tokens - window + 1) // self.block_size  # block that is still seen
+            first = 0 if window is None else max(0, tokens - window + 1) // self.block_size  # first visible block
             full = (rest > 0) + (complete > 0 and first == 0)
             quantized = max(0, complete - max(1, first))
             total += quantized * self.quantized_bytes(layers) + len(layers) * full * self.full_bytes
@@ -102,14 +108,14 @@ class CacheShape:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of a complete encoded block for each of its K/V values, over all layers; what a backend pads apart."""
+        """Bits of a quantized block per K/V value, over all layers, without a backend's padding."""
         values = 2 * len(self.layers) * self.kv_heads * self.block_size * self.head_dim
         return 8 * sum(self._quantized_bytes) / values
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
-        """Coded blocks that one sequence of `tokens` needs, per group. Block 0 is never coded.
+        """Quantized blocks that a sequence of `tokens` needs, per group. Block 0 is never quantized.
 
-        A window needs its blocks twice: a prompt's first tokens still see the old ones while its last are encoded.
+        A window needs its blocks twice: a prompt's first tokens see the old ones while its last ones are encoded.
         """
         complete = max(0, tokens // self.block_size - 1)
         return tuple(
@@ -118,6 +124,7 @@ class CacheShape:
         )
 
     def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int) -> int:
+        """Bytes of a store with so many quantized blocks per group and full-precision slots in all groups."""
         return sum(
             quantized * self.quantized_bytes(layers) + len(layers) * full_slots * self.full_bytes
             for (_, layers), quantized in zip(self.groups, quantized_blocks, strict=True)
@@ -126,7 +133,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """A store that holds one sequence of `tokens`, or several shorter ones."""
+    """The size of a store that holds one sequence of `tokens`, or several shorter ones."""
 
     shape: CacheShape
     tokens: int
@@ -138,13 +145,12 @@ class StorePlan:
         return self.shape.bytes(self.quantized_blocks, self.full_slots)
 
 
-# The slot of the current block that a prompt has just completed, for a moment.
-_SPARE_SLOTS = 1
+_SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it completes until commit
 
 
 def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:
-    """The smallest store in which one sequence of `tokens` fits beside the full slots of `sequences` sequences, which
-    may all have `step_rows` rows in a step.
+    """The smallest store with quantized blocks for a sequence of `tokens`, and with full-precision slots for
+    `sequences` sequences that have `step_rows` rows each in a step.
     """
     # Blocks that the rows of a step may go to, the current block among them.
     touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
@@ -191,7 +197,7 @@ def plan_for_memory(
 
 
 def f16_tokens(plan: StorePlan, max_tokens: int) -> int:
-    """How many tokens an f16 cache would hold in the memory of `plan`."""
+    """Tokens, up to `max_tokens`, that an f16 cache would hold in the memory of `plan`."""
     half = get(FULL)
     layers = tuple(LayerShape(half, half, window=layer.window) for layer in plan.shape.layers)
     f16 = replace(plan.shape, layers=layers, stored=None)
@@ -225,7 +231,7 @@ def parse_size(text: str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """A size for people, in binary units.
+    """A size as text, in binary units.
 
     >>> format_bytes(1536), format_bytes(3 << 30)
     ('1.5 KiB', '3.0 GiB')

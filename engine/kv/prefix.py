@@ -1,15 +1,14 @@
-"""What the store still knows: complete blocks by the hash of every token up to their end, found again by any prompt.
+"""Prefix cache: chained hash of token ids → the blocks that hold their K/V.
 
-The hash of a block is chained: of the hash before it and of its own token ids, from a root that stands for whatever
-else decides what is stored (model, codecs, conditioning, calibration, block size), and for a salt, which keeps apart
-what is the same otherwise. A block is found as long as its contents last: while a sequence holds it, and from then on
-until the allocator hands it out for something else, the one that has been free the longest first. Full blocks (the
-first of a sequence, and its current block) can be used in part: of them, as many tokens are copied as a prompt has in
-common with them.
+The hash of a block covers the hash of the block before it and its own token ids. The chain starts from a root: a hash
+of everything else that determines the stored K/V (model, codecs, conditioning, calibration, block size) and of the
+cache salt, which separates equal prompts. A block can be found while a sequence holds it, and afterwards until the
+allocator reuses it, the block that has been free the longest first. Full-precision blocks (the first of a sequence and
+its current block) match in part as well: the tokens in common with a prompt are copied.
 
-    kv = prefixes.match_prefix(ids, salt)   the longest beginning of `ids` that is there
-    prefixes.insert(kv, ids)         after every commit: complete blocks can be found from now on
-    prefixes.release(kv, ids)         the sequence ends: its current block can be found, too
+    kv = prefixes.match_prefix(ids, salt)   the longest stored prefix of `ids`
+    prefixes.insert(kv, ids)                after every commit: makes complete blocks findable
+    prefixes.release(kv, ids)               at the end: makes the current block findable, too, and releases the blocks
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from engine.backends.ops import Place
 from engine.kv.blocks import BlockAllocator, OutOfBlocks
 from engine.kv.store import KVStore, SequenceKV
 
-Blocks = list[int | None]  # one per group of layers; None: not there any more, or never was
+Blocks = list[int | None]  # one per group of layers; None if the cache has none
 
 
 @dataclass(eq=False)
 class _Full:
-    """A full-precision block behind the tokens of `before`: its ids (1 to N of them) and its slots."""
+    """A full-precision block: the hash before it, its token ids (1 to N) and its slots."""
 
     before: bytes
     ids: tuple[int, ...]
@@ -38,31 +37,31 @@ class _Full:
 
 
 class PrefixCache:
-    """Finds stored tokens of earlier and of present sequences. Without `enabled` it finds nothing."""
+    """Finds the blocks of earlier and of running sequences. Unless `enabled`, it finds none."""
 
     def __init__(self, store: KVStore, identity: bytes = b"", *, enabled: bool = True):
-        """identity: of all that decides what is stored for given token ids."""
+        """identity: describes everything but token ids that determines the stored K/V."""
         self._store = store
         self._root = hashlib.blake2b(identity, digest_size=16).digest()
         self._enabled = enabled
         self._quantized: dict[bytes, Blocks] = {}  # by the hash at the block's end
-        self._exact: dict[bytes, list[_Full]] = {}  # by the hash before them
+        self._full: dict[bytes, list[_Full]] = {}  # by the hash before the block
 
     def salted(self, kv: SequenceKV, salt: str) -> SequenceKV:
-        """A sequence that nobody can find yet, to be found with `salt`."""
+        """`kv`, none of whose blocks is in the cache yet, with the root for `salt`."""
         kv.root = self._salted_root(salt)
         return kv
 
     def _salted_root(self, salt: str) -> bytes:
-        """What the hashes of a sequence begin with; empty for no salt, which stands for the usual beginning."""
+        """The root for `salt`; empty for no salt, which stands for the cache's own root."""
         if not salt:
             return b""
         return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._root, digest_size=16).digest()
 
-    # -- what can be found -------------------------------------------------------------------------------------
+    # -- adding and removing -----------------------------------------------------------------------------------
 
     def insert(self, kv: SequenceKV, ids: Sequence[int]) -> None:
-        """Let the complete blocks of a sequence, whose first kv.length tokens are those of `ids`, be found."""
+        """Add the complete blocks of a sequence, whose tokens are ids[:kv.length]."""
         n = self._store.shape.block_size
         while self._enabled and len(kv.hashes) < kv.length // n:
             number, before = len(kv.hashes), self._before(kv.root, kv.hashes)
@@ -74,7 +73,7 @@ class PrefixCache:
                 self._add_quantized(kv.hashes[-1], [table.block(number) for table in kv.tables])
 
     def release(self, kv: SequenceKV, ids: Sequence[int]) -> None:
-        """`insert`, the current block as well, and give up the sequence."""
+        """Add the complete blocks and the current block of a sequence, and release it."""
         self.insert(kv, ids)
         start = kv.length - kv.length % self._store.shape.block_size
         if self._enabled and start < kv.length:
@@ -83,9 +82,9 @@ class PrefixCache:
         self._store.release(kv)
 
     def discard(self, kv: SequenceKV) -> None:
-        """Give up a sequence whose numbers are damaged: nothing that it may have shared is found again."""
+        """Release a sequence whose K/V are damaged, and remove every block from the cache that it may have shared."""
         for before in (self._before(kv.root, ()), *kv.hashes):
-            for entry in list(self._exact.get(before, ())):
+            for entry in list(self._full.get(before, ())):
                 self._drop(entry)
         for key in kv.hashes:
             for group, block in zip(self._store.groups, self._quantized.pop(key, ()), strict=False):
@@ -94,25 +93,25 @@ class PrefixCache:
         self._store.release(kv)
 
     def _before(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
-        """The hash behind which the next block stands."""
+        """The hash before the next block."""
         return hashes[-1] if hashes else root or self._root
 
     def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
         allocators = [group.quantized for group in self._store.groups]
         known = self._quantized.setdefault(key, [None] * len(blocks))
-        _fill(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
+        _add(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
         if known == [None] * len(blocks):
             del self._quantized[key]
 
     def _add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> None:
-        entries, ids = self._exact.setdefault(before, []), tuple(ids)
+        entries, ids = self._full.setdefault(before, []), tuple(ids)
         known = next((entry for entry in entries if entry.ids == ids), None)
         if known is None:
             known = _Full(before, ids, [None] * len(slots))
             entries.append(known)
         allocators = [group.full for group in self._store.groups]
-        _fill(known.slots, slots, allocators, lambda index: partial(self._forget_full, known, index))
-        self._discard_if_empty(known)
+        _add(known.slots, slots, allocators, lambda index: partial(self._forget_full, known, index))
+        self._remove_if_empty(known)
 
     def _forget_quantized(self, key: bytes, index: int) -> None:
         blocks = self._quantized[key]
@@ -122,102 +121,101 @@ class PrefixCache:
 
     def _forget_full(self, entry: _Full, index: int) -> None:
         entry.slots[index] = None
-        self._discard_if_empty(entry)
+        self._remove_if_empty(entry)
 
     def _drop(self, entry: _Full) -> None:
-        """A full-precision block cannot be found any more, whoever holds it."""
+        """Remove a full-precision block from the cache, whether or not a sequence holds it."""
         for index, (group, slot) in enumerate(zip(self._store.groups, entry.slots, strict=True)):
             if slot is not None:
                 group.full.drop(slot)
                 entry.slots[index] = None
-        self._discard_if_empty(entry)
+        self._remove_if_empty(entry)
 
-    def _discard_if_empty(self, entry: _Full) -> None:
+    def _remove_if_empty(self, entry: _Full) -> None:
         if entry.slots == [None] * len(entry.slots):
-            entries = self._exact[entry.before]
+            entries = self._full[entry.before]
             entries.remove(entry)
             if not entries:
-                del self._exact[entry.before]
+                del self._full[entry.before]
 
     # -- finding -----------------------------------------------------------------------------------------------
 
     def match_prefix(self, ids: Sequence[int], salt: str = "") -> SequenceKV:
-        """A sequence of as many of the first tokens of `ids` as are stored: complete blocks are shared, a part copied.
+        """A sequence of the longest stored prefix of `ids`: complete blocks are shared, part of a block is copied.
 
-        salt: what was stored under another one is not found.
-
-        Costs a hash of `ids` and the copy of a block at most.
+        salt: only K/V that were stored under the same salt are found. Costs the hashes of `ids`, and at most a copy of
+        one block.
         """
         n, root = self._store.shape.block_size, self._salted_root(salt)
         hashes, known = self._known(ids, root)
-        there = self._there(known)
+        runs = self._runs(known)
         for count in range(len(known), -1, -1):
-            current, common = self._tail(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
+            partly, common = self._best_match(self._before(root, hashes[:count]), ids[count * n : (count + 1) * n])
             for rest in dict.fromkeys((common, 0)):
-                if self._is_seen(there[count], count, count * n + rest):
+                if self._is_complete(runs[count], count, count * n + rest):
                     kv, found = self._share(known[:count], hashes[:count], count * n + rest, root), False
                     try:
-                        found = rest == 0 or self._take(kv, current, rest)
+                        found = rest == 0 or self._set_current(kv, partly, rest)
                         if found:
                             return kv
                     finally:
                         if not found:
                             self._store.release(kv)
-        raise AssertionError("nothing can always be shared")
+        raise AssertionError("the empty prefix always matches")
 
     def _known(self, ids: Sequence[int], root: bytes) -> tuple[list[bytes], list[Blocks]]:
-        """Hash and blocks of every complete block of `ids`, found or not."""
+        """(hash, blocks) of every complete block of `ids`; without blocks if it is not stored."""
         n = self._store.shape.block_size
-        nothing: Blocks = [None] * len(self._store.groups)
+        missing: Blocks = [None] * len(self._store.groups)
         hashes: list[bytes] = []
         known: list[Blocks] = []
         for start in range(0, len(ids) - n + 1 if self._enabled else 0, n):
             before, own = self._before(root, hashes), ids[start : start + n]
             hashes.append(_hash(before, own))
             if start:
-                known.append(self._quantized.get(hashes[-1], nothing))
+                known.append(self._quantized.get(hashes[-1], missing))
             else:
-                first = (entry.slots for entry in self._exact.get(before, ()) if entry.ids == tuple(own))
-                known.append(next(first, nothing))
+                first = (entry.slots for entry in self._full.get(before, ()) if entry.ids == tuple(own))
+                known.append(next(first, missing))
         return hashes, known
 
-    def _there(self, known: Sequence[Blocks]) -> list[list[int]]:
-        """[i][group]: how many of the first i blocks lie side by side up to the last of them."""
-        there = [[0] * len(self._store.groups)]
+    def _runs(self, known: Sequence[Blocks]) -> list[list[int]]:
+        """[i][group]: the length of the run of stored blocks that ends with block i − 1."""
+        runs = [[0] * len(self._store.groups)]
         for blocks in known:
-            there.append([0 if block is None else run + 1 for run, block in zip(there[-1], blocks, strict=True)])
-        return there
+            runs.append([0 if block is None else run + 1 for run, block in zip(runs[-1], blocks, strict=True)])
+        return runs
 
-    def _is_seen(self, there: Sequence[int], count: int, length: int) -> bool:
-        """Whether every group has, of `count` complete blocks, all that the token behind `length` tokens can see."""
+    def _is_complete(self, runs: Sequence[int], count: int, length: int) -> bool:
+        """Whether every group has all of the `count` blocks that the token after `length` tokens can see."""
         groups = self._store.groups
-        return all(run >= count - group.first_visible(length) for run, group in zip(there, groups, strict=True))
+        return all(run >= count - group.first_visible(length) for run, group in zip(runs, groups, strict=True))
 
     def _share(self, known: Sequence[Blocks], hashes: list[bytes], length: int, root: bytes) -> SequenceKV:
         groups = enumerate(self._store.groups)
         tables = [group.share([blocks[index] for blocks in known], length) for index, group in groups]
         return SequenceKV(length, tables, hashes, root)
 
-    def _tail(self, before: bytes, ids: Sequence[int]) -> tuple[_Full | None, int]:
-        """The full-precision block behind `before` that has most of its tokens in common with `ids`, and how many."""
-        entries = self._exact.get(before, ()) if self._enabled else ()
-        whole = [entry for entry in entries if None not in entry.slots]
-        best = max(whole, key=lambda entry: _common(entry.ids, ids), default=None)
-        # Whole blocks are shared, or out of sight.
+    def _best_match(self, before: bytes, ids: Sequence[int]) -> tuple[_Full | None, int]:
+        """The full-precision block after `before` with the longest common prefix with `ids`, and that length, < N."""
+        entries = self._full.get(before, ()) if self._enabled else ()
+        usable = [entry for entry in entries if None not in entry.slots]
+        best = max(usable, key=lambda entry: _common(entry.ids, ids), default=None)
+        # N tokens would be a complete block, which is shared or outside the window.
         return best, 0 if best is None else min(_common(best.ids, ids), self._store.shape.block_size - 1)
 
-    def _take(self, kv: SequenceKV, current: _Full | None, count: int) -> bool:
-        """Give a sequence its current block: the first `count` tokens of a full-precision block. False where there is
-        no room for it."""
-        assert current is not None
+    def _set_current(self, kv: SequenceKV, entry: _Full | None, count: int) -> bool:
+        """Make the first `count` tokens of a full-precision block the current block of `kv`; False if no slot is
+        free for a copy."""
+        assert entry is not None
         full = [group.full for group in self._store.groups]
-        slots = [slot for slot in current.slots if slot is not None]
+        slots = [slot for slot in entry.slots if slot is not None]
         is_free = not any(allocator.references(slot) for allocator, slot in zip(full, slots, strict=True))
         for allocator, slot in zip(full, slots, strict=True):
             allocator.retain(slot)
-        if is_free and count == len(current.ids):  # nobody else is about to add to it
-            self._drop(current)
-            _set_tails(kv, slots)
+        if is_free and count == len(entry.ids):  # no other sequence can append to it, so no copy is needed
+            self._drop(entry)
+            _set_current_slots(kv, slots)
             return True
         try:
             copies = self._copies(slots, count)
@@ -225,11 +223,11 @@ class PrefixCache:
             for allocator, slot in zip(full, slots, strict=True):
                 allocator.release(slot)
         if copies is not None:
-            _set_tails(kv, copies)
+            _set_current_slots(kv, copies)
         return copies is not None
 
     def _copies(self, slots: Sequence[int], count: int) -> list[int] | None:
-        """Slots of each group that hold the first `count` tokens of those in `slots`; None where there is no room."""
+        """New slots, one per group, with the first `count` tokens of `slots`; None if no slot is free."""
         full = [group.full for group in self._store.groups]
         copies = _allocate_each(full)
         if copies is None:
@@ -246,15 +244,15 @@ class PrefixCache:
         return copies
 
 
-def _set_tails(kv: SequenceKV, slots: Sequence[int]) -> None:
+def _set_current_slots(kv: SequenceKV, slots: Sequence[int]) -> None:
     for table, slot in zip(kv.tables, slots, strict=True):
         table.current = slot
 
 
-def _fill(
+def _add(
     known: Blocks, blocks: Blocks, allocators: Sequence[BlockAllocator], forget: Callable[[int], Callable[[], None]]
 ) -> None:
-    """Let `blocks` be found where nothing is known, or something that nobody holds any more and that is older."""
+    """Put `blocks` into `known` in place of None and of blocks that no sequence holds."""
     for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
         old = known[index]
         if block is None or (old is not None and allocator.references(old)):
@@ -266,7 +264,7 @@ def _fill(
 
 
 def _allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:
-    """A block of each, or of none."""
+    """A block of each allocator; None, and nothing allocated, if one has no free block."""
     taken: list[int] = []
     try:
         for allocator in allocators:

@@ -1,5 +1,4 @@
-"""A sequence on its way out of the store, or back in: the codes of its blocks, and its full-precision slots, on the
-host."""
+"""Snapshots: copies on the host of everything that the store holds of a sequence, and their way back."""
 
 from __future__ import annotations
 
@@ -15,12 +14,13 @@ from engine.kv.tables import BlockTable, TableGroup
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a store held of a sequence.
+    """The K/V of a sequence.
 
-    length: tokens. dropped: for each group, quantized blocks at the front that had left its window.
-    stored_as: what quantized blocks are stored as, see `Ops.stored_as`.
-    arrays: "<layer>.<place>.<name>" → array; places are "coded", with the names of `engine.backends.transfer`, "sink"
-    and "tail", with "k" and "v" (K, tokens, D). A sequence that lacks a place, or has it empty, has no arrays for it.
+    length: tokens. dropped: for each group, how many quantized blocks have left its window. stored_as: how quantized
+    blocks are represented, see `Ops.stored_as`.
+    arrays: "<layer>.<place>.<name>" → array. The places are "coded" (the quantized blocks), with the names of
+    `engine.backends.transfer`; "sink" and "tail" (the current block), with "k" and "v" (K, tokens, D). A place without
+    tokens has no arrays.
     """
 
     length: int
@@ -30,7 +30,7 @@ class Snapshot:
 
 
 def export(store: KVStore, sequence: SequenceKV) -> Snapshot:
-    """A copy of all that the store holds of a sequence."""
+    """A copy of everything that the store holds of a sequence."""
     n, arrays = store.shape.block_size, {}
     for (_, layers), table in zip(store.shape.groups, sequence.tables, strict=True):
         slots = (("sink", table.sink, n), ("tail", table.current, sequence.length % n))
@@ -48,9 +48,9 @@ def export(store: KVStore, sequence: SequenceKV) -> Snapshot:
 
 
 def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
-    """A sequence that goes on as the exported one would.
+    """A sequence with the K/V of a snapshot.
 
-    Raises OutOfBlocks, or ValueError for a snapshot that is none of this store, and changes nothing then.
+    Raises OutOfBlocks, or ValueError for a snapshot that does not fit this store, and changes nothing.
     """
     sequence = SequenceKV(saved.length, [])
     try:
@@ -68,15 +68,13 @@ def restore(store: KVStore, saved: Snapshot) -> SequenceKV:
 
 
 def _reserve(group: TableGroup, length: int, dropped: int, with_sink: bool) -> BlockTable:
-    """A block table whose blocks are to be filled. Raises OutOfBlocks and ValueError and changes nothing then."""
+    """A block table with empty blocks for `length` tokens. Raises OutOfBlocks or ValueError and changes nothing."""
     n, oldest = group.block_size, group.oldest_visible(length)
     complete, rest = divmod(length, n)
     quantized = max(0, complete - 1) - dropped
     lacks_sink = complete > 0 and oldest < n and not with_sink
     if quantized < 0 or not 0 <= dropped <= max(0, oldest // n - 1) or lacks_sink or (with_sink and not complete):
-        raise ValueError(
-            f"{length} tokens do not go on from {quantized} quantized blocks, {dropped} having left the window"
-        )
+        raise ValueError(f"{length} tokens cannot have {quantized} quantized blocks and {dropped} outside the window")
     table = BlockTable(quantized=group.quantized.allocate(quantized), dropped=dropped)
     try:
         slots = group.full.allocate(with_sink + (rest > 0))
@@ -89,11 +87,11 @@ def _reserve(group: TableGroup, length: int, dropped: int, with_sink: bool) -> B
 
 
 def _fill(store: KVStore, layer: int, table: BlockTable, saved: Snapshot) -> None:
-    """One layer of a table gets its arrays. Raises ValueError where they are missing or no such blocks."""
+    """Write one layer's arrays to the blocks of `table`. Raises ValueError if some are missing or do not fit."""
     n, cache = store.shape.block_size, store.cache(layer)
     if table.quantized:
         prefix = f"{layer}.coded."
-        arrays = {name.removeprefix(prefix): of for name, of in saved.arrays.items() if name.startswith(prefix)}
+        arrays = {name.removeprefix(prefix): array for name, array in saved.arrays.items() if name.startswith(prefix)}
         store.ops.write_blocks(cache, table.quantized, arrays)
     for place, slot, tokens in (("sink", table.sink, n), ("tail", table.current, saved.length % n)):
         if slot is None:

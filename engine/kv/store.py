@@ -1,22 +1,22 @@
-"""The KV store: where every sequence's K/V lies, and what becomes codes when.
+"""The KV store: the K/V of all sequences, in blocks, and when these are encoded.
 
-A sequence is cut into blocks of N tokens. Its first block (the sink) and the block it is filling (the current block)
-stay in full precision, in *full-precision slots*; every complete block between them is encoded. New tokens pass
-through a `Span`. Those of a prompt keep one layer's new K/V in a buffer of their own until that layer is sealed:
+A sequence is cut into blocks of N tokens. Its first block (the sink) and the block that is being filled (the current
+block) stay in full precision, in *full-precision slots*; every complete block between them is encoded. New tokens enter
+the store through a `Span`. The span of a prompt has a buffer for the new K/V of one layer, until that layer is sealed:
 
-    span = store.open(sequence, count)      blocks are reserved, or OutOfBlocks and nothing has changed
-    for every layer:                        begin_layer, append and attend (any number of chunks); once all is appended
-        store.seal(layer, span)             complete blocks become codes, the rest goes to the current block
-    store.commit(span)                      the sequence is longer now       (or store.abort(span))
+    span = store.open(sequence, count)      reserves blocks, or raises OutOfBlocks and changes nothing
+    for every layer:                        begin_layer, append and attend in any number of chunks; after the last one
+        store.seal(layer, span)             encodes complete blocks and copies the rest to the current block
+    store.commit(span)                      the sequence is `count` tokens longer       (or store.abort(span))
 
-Those of a step go straight to the slots of their blocks and stay in full precision until it is known how many of them
-are kept:
+The rows of a step are appended to the slots of their blocks. They stay in full precision until it is known how many of
+them are kept:
 
     span = store.open_step(sequence, count)
     for every layer:                        append and attend
-    store.commit(span, kept)                the first `kept` rows are the sequence's, and complete blocks are encoded
+    store.commit(span, kept)                keeps the first `kept` rows and encodes complete blocks
 
-Layers that see the same window share block tables, and blocks that no later token of a group can see are given back.
+Layers with the same window share block tables. Blocks that no later token of a group can see are released.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import Metric
 from engine.sampling.sample import NOT_FINITE
 
-# What an error of a layer's keys and of its values costs; None where the nearest code is taken.
+# The error metrics of a layer's keys and of its values; None rounds to the nearest code.
 Metrics = tuple[Metric | None, Metric | None]
 
 
 @dataclass
 class SequenceKV:
-    """A sequence in the store: how many tokens it holds, one block table per group, and what its blocks are known by.
+    """A sequence in the store: its number of tokens, and one block table per group.
 
-    hashes: of the complete blocks that others may find, and root, where these begin if it is not the usual
-    place; see `engine.kv.prefix`.
+    hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
+    for a sequence with a cache salt; see `engine.kv.prefix`.
     """
 
     length: int
@@ -56,10 +56,11 @@ class SequenceKV:
 
 @dataclass
 class Span:
-    """`count` new tokens of a sequence, from position `start`, on their way into the store.
+    """`count` new tokens of a sequence, from position `start`.
 
-    growth: what is reserved, for each group; empty once it is committed or aborted. buffer: where the K/V of a prompt's
-    layer in work go, from the start of the current block; None: a step, whose rows go to the slots of their blocks.
+    growth: the reserved blocks, for each group; empty after commit or abort. buffer: the K/V of a prompt's layer, from
+    the start of the current block on; None for a step, whose rows go to the slots of their blocks. round_trip: whether
+    attention reads the span's K/V as `KVStore.round_trip` leaves them.
     """
 
     sequence: SequenceKV
@@ -71,7 +72,7 @@ class Span:
 
 
 class _Step(NamedTuple):
-    """A span of a step, by its number among others, and the tokens that its sequence will have."""
+    """A span of a step, its number among those of the step, and the tokens that its sequence will have."""
 
     number: int
     span: Span
@@ -79,12 +80,12 @@ class _Step(NamedTuple):
 
 
 class KVStore:
-    """All block storage of a model. Not thread-safe; the engine lets one thread in at a time."""
+    """The blocks of all layers, and the block tables of all sequences. Not thread-safe: the engine's lock guards it."""
 
     def __init__(
         self, ops: Ops, plan: StorePlan, conditioning: Sequence[Conditioning], metrics: Sequence[Metrics] | None = None
     ):
-        """conditioning, metrics: one of each layer; without metrics every codec takes the nearest code."""
+        """conditioning, metrics: one for each layer; without metrics every codec rounds to the nearest code."""
         self.ops = ops
         self.plan = plan
         self.shape = plan.shape
@@ -100,20 +101,21 @@ class KVStore:
             self.groups.append(TableGroup(plan.shape.block_size, window, quantized, plan.full_slots))
 
     def cache(self, layer: int) -> Cache:
-        """What the ops have made of one layer."""
+        """The cache of one layer, for the ops."""
         return self._caches[layer]
 
     def group_of(self, layer: int) -> int:
-        """The number of the group of layers that share block tables with this one."""
+        """The number of a layer's group, whose layers share block tables."""
         return self._group_of[layer]
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceKV:
+        """An empty sequence."""
         return SequenceKV(0, [BlockTable() for _ in self.groups])
 
     def release(self, sequence: SequenceKV) -> None:
-        """Give back everything the sequence holds; it is empty afterwards."""
+        """Release all blocks of a sequence; it is empty afterwards."""
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, [BlockTable() for _ in self.groups], []
@@ -121,9 +123,9 @@ class KVStore:
     # -- growing a sequence ------------------------------------------------------------------------------------
 
     def open(self, sequence: SequenceKV, count: int, *, round_trip: bool = False) -> Span:
-        """Reserve room for `count` more tokens of a prompt. Raises OutOfBlocks and changes nothing.
+        """A span for `count` more tokens of a prompt. Raises OutOfBlocks and changes nothing.
 
-        round_trip: the new tokens, which must not go beyond the current block, will be seen through `round_trip`.
+        round_trip: see `Span`; the new tokens must not reach beyond the current block then.
         """
         growth = self._reserve(sequence, lambda group, table: group.grow(table, sequence.length, count))
         rows = sequence.length % self.shape.block_size + count
@@ -136,7 +138,7 @@ class KVStore:
         return Span(sequence, sequence.length, count, growth, buffer, round_trip)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
-        """Reserve room for `count` ≤ STEP_ROWS rows of a step. Raises OutOfBlocks and changes nothing."""
+        """A span for `count` ≤ STEP_ROWS rows of a step. Raises OutOfBlocks and changes nothing."""
         assert 1 <= count <= STEP_ROWS
         growth = self._reserve(sequence, lambda group, table: group.grow_in_place(table, sequence.length, count))
         return Span(sequence, sequence.length, count, growth, None)
@@ -153,7 +155,7 @@ class KVStore:
         return growth
 
     def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
-        """What the ops need to know of `span` for the rows that start at `position`, in a layer and all its group."""
+        """`rows` of `span`, which start at `position`, as a layer and all others of its group see them."""
         index, n = self._group_of[layer], self.shape.block_size
         table, first = span.sequence.tables[index], span.start // n
         if span.buffer is None:
@@ -173,7 +175,7 @@ class KVStore:
         )
 
     def begin_layer(self, layer: int, span: Span) -> None:
-        """Bring the current block's earlier tokens into the span's buffer, if it has one."""
+        """Copy the current block's earlier tokens to the span's buffer, if it has one."""
         filled = span.start % self.shape.block_size
         if span.buffer is None or filled == 0:
             return
@@ -182,15 +184,15 @@ class KVStore:
         self.ops.copy_full(self.cache(layer), Place(span.buffer, 0), Place(None, current), filled)
 
     def seal(self, layer: int, span: Span) -> None:
-        """All K/V of the span are appended: encode a prompt's complete blocks, and keep the rest in full precision.
+        """Encode the complete blocks in a prompt's buffer and copy the rest to slots. All of its K/V must be appended.
 
-        Raises EngineError ("model_damaged") where a complete block holds NaN or infinity and the device looks for it.
+        Raises EngineError ("model_damaged") if a complete block holds NaN or infinity and the device detects it.
         """
         if span.buffer is None:
             return
         n = self.shape.block_size
         cache, grown = self.cache(layer), span.growth[self._group_of[layer]]
-        base = span.start // n  # number of the block that the buffer begins with
+        base = span.start // n  # number of the buffer's first block
         if grown.quantized:
             sources = [Place(span.buffer, number - base) for number in grown.quantized]
             with _damage_as_error():
@@ -200,9 +202,9 @@ class KVStore:
             self.ops.copy_full(cache, Place(None, slot), Place(span.buffer, number - base), tokens)
 
     def round_trip(self, layer: int, span: Span) -> None:
-        """Replace the K/V in the buffer of a sealed span by what its block reads back as once it is encoded.
+        """Replace the K/V in a sealed span's buffer by what they are after encoding and decoding.
 
-        The first block of a sequence is never encoded, and stays as it is. Raises EngineError as `seal` does.
+        The first block of a sequence is never encoded and stays as it is. Raises EngineError as `seal` does.
         """
         n = self.shape.block_size
         if span.start >= n:
@@ -211,20 +213,18 @@ class KVStore:
                 self.ops.round_trip(self.cache(layer), Place(span.buffer, 0), tokens)
 
     def commit(self, span: Span, kept: int | None = None) -> None:
-        """The sequence has grown by the first `kept` tokens of `span`, all of them for None; it is as if the others had
-        never been there. Of a prompt all are kept.
+        """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and forget the others.
 
-        Encodes the blocks that a step has filled. Raises EngineError ("model_damaged") where one of them holds NaN or
-        infinity and the device looks for it; the sequence has grown all the same.
+        Encodes the blocks that a step has filled. Raises EngineError ("model_damaged") if one of them holds NaN or
+        infinity and the device detects it; the tokens are kept all the same.
         """
         for error in self.commit_steps([span], [kept]).values():
             raise error
 
     def commit_steps(self, spans: Sequence[Span], kept: Sequence[int | None] | None = None) -> dict[int, EngineError]:
-        """`commit` of many spans, whose blocks are encoded together → the errors of those with a damaged block, by
-        their numbers.
+        """`commit` for many spans, whose blocks are encoded together → errors of damaged blocks, by the span's number.
 
-        Codes are written before any table changes: after an exception all spans can be aborted.
+        Codes are written before any table changes, so that all spans can be aborted after an exception.
         """
         lengths = []
         for span, count in zip(spans, kept or [None] * len(spans), strict=True):
@@ -241,10 +241,10 @@ class KVStore:
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
-        """Encode the blocks that steps have filled, all layers and sequences of a group at once → as `commit_steps`."""
+        """Encode the blocks that steps have filled, those of a group at once → errors as for `commit_steps`."""
         try:
             for index, (group, (_, layers)) in enumerate(zip(self.groups, self.shape.groups, strict=True)):
-                filled = [of for step in steps for of in group.filled(step.span.growth[index], step.length)]
+                filled = [pair for step in steps for pair in group.filled(step.span.growth[index], step.length)]
                 if filled:
                     blocks, sources = [block for block, _ in filled], [Place(None, slot) for _, slot in filled]
                     with _damage_as_error():
@@ -256,12 +256,12 @@ class KVStore:
         return {}
 
     def abort(self, span: Span) -> None:
-        """Forget a span before its commit; the sequence is as it was. Of a committed one there is nothing to forget."""
+        """Forget an open span; its sequence is as it was. Does nothing after `commit`."""
         growth, span.growth = span.growth, []
         for group, grown in zip(self.groups, growth, strict=False):
             group.abort(grown)
 
-    # -- what it takes -----------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------------------
 
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Bytes of the blocks and slots that a sequence holds, shared ones included."""
@@ -274,7 +274,7 @@ class KVStore:
 
 @contextmanager
 def _damage_as_error() -> Iterator[None]:
-    """EngineError ("model_damaged") for K/V that no codec can encode: the weights that they come from are damaged."""
+    """Raise EngineError ("model_damaged") for K/V that are not finite: they come from damaged weights."""
     try:
         yield
     except NotFinite:

@@ -1,7 +1,7 @@
-"""Block tables: which block of a sequence lies where. Integers only; the arrays are the store's.
+"""Block tables: from the number of a block in its sequence to its id. Integers only; the arrays are the store's.
 
-Blocks are numbered from the start of a sequence. Block 0 becomes the *sink* and the block being filled is the *tail*;
-both lie in full-precision slots. Complete blocks between them are coded. A sequence grows by `grow`, or
+Blocks are numbered from the start of a sequence. Block 0 becomes the *sink*, and the block being filled is the *current
+block*; both are in full-precision slots. Complete blocks between them are quantized. A sequence grows by `grow`, or
 `grow_in_place` for a step (reserve), then `commit` or `abort`.
 """
 
@@ -15,7 +15,7 @@ from engine.kv.blocks import BlockAllocator, OutOfBlocks
 
 @dataclass
 class BlockTable:
-    """Where the blocks of one sequence lie, for the layers of one group. Block i ≥ 1 is coded[i − 1 − dropped]."""
+    """The blocks of one sequence, for the layers of one group. Block i ≥ 1 is quantized[i − 1 − dropped]."""
 
     sink: int | None = None  # full-precision slot
     quantized: list[int] = field(default_factory=list)
@@ -23,22 +23,22 @@ class BlockTable:
     current: int | None = None  # full-precision slot, held while the current block has tokens
 
     def block(self, number: int) -> int | None:
-        """Where the complete block `number` ≥ 1 lies; None if it left the window."""
+        """The id of the complete block `number` ≥ 1; None if it left the window."""
         index = number - 1 - self.dropped
         return self.quantized[index] if index >= 0 else None
 
 
 @dataclass
 class Growth:
-    """What new tokens may add to one block table: where blocks will lie, by their numbers."""
+    """The blocks and slots reserved for new tokens of one block table: number of a block → id."""
 
-    slots: dict[int, int]  # full-precision slots; of the current block, this is the table's own once that has tokens
-    quantized: dict[int, int]  # quantized blocks that become complete and that a later token sees
-    new_slots: list[int]  # of the slots, those taken from the allocator
+    slots: dict[int, int]  # full-precision slots; for a current block that has tokens, the slot that the table holds
+    quantized: dict[int, int]  # quantized blocks for those that become complete and that a later token sees
+    new_slots: list[int]  # the slots that were allocated for this growth
 
 
 class TableGroup:
-    """The block tables of all layers that see the same window, and the blocks that they share out."""
+    """Grows the block tables of all layers with the same window, and allocates their blocks."""
 
     def __init__(self, block_size: int, window: int | None, quantized: int, full: int):
         self.block_size = block_size
@@ -47,12 +47,13 @@ class TableGroup:
         self.full = BlockAllocator(full)
 
     def oldest_visible(self, length: int) -> int:
-        """The first position that the token behind `length` tokens, and any later one, can still see."""
+        """The first position that the token after `length` tokens, or a later one, can see."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def grow(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve room for a prompt's `count` tokens from position `start`, which reach the store when they are all
-        there. Raises OutOfBlocks and changes nothing.
+        """Reserve blocks for a prompt's `count` tokens from position `start`, all of which will be kept.
+
+        Raises OutOfBlocks and changes nothing.
         """
         n = self.block_size
         end = start + count
@@ -60,15 +61,16 @@ class TableGroup:
         oldest = self.oldest_visible(end)
         kept = [0] if first == 0 and complete > 0 and oldest < n else []
         kept += [complete] if rest else []
-        # The tail's slot goes on with the block it holds. More tokens that complete this block leave the slot as it is
-        # until commit, so that aborting has destroyed nothing.
+        # The current block's slot stays with its block. Tokens that complete this block leave the slot unchanged until
+        # commit, so that an abort loses nothing.
         own = table.current if first in kept else None
         return self._reserve(range(max(1, first, oldest // n), complete), kept, own)
 
     def grow_in_place(self, table: BlockTable, start: int, count: int) -> Growth:
-        """Reserve room for the `count` rows of a step from position `start`, any number of which may be kept: slots for
-        all blocks that they touch, and quantized blocks for those that they may fill. Raises OutOfBlocks and changes
-        nothing.
+        """Reserve blocks for the `count` rows of a step from position `start`, any number of which may be kept.
+
+        These are slots for all blocks that the rows touch, and quantized blocks for those that they may fill. Raises
+        OutOfBlocks and changes nothing.
         """
         n = self.block_size
         first, complete, last = start // n, (start + count) // n, (start + count - 1) // n
@@ -76,7 +78,8 @@ class TableGroup:
         return self._reserve(quantized, range(first, last + 1), table.current)
 
     def _reserve(self, quantized: Sequence[int], kept: Sequence[int], own: int | None) -> Growth:
-        """Blocks with the numbers `quantized`, and slots for those `kept`: for the first of them `own`, unless None."""
+        """Allocate blocks for the numbers `quantized` and slots for the numbers `kept`; the first of these gets the
+        slot `own` unless that is None."""
         blocks = self.quantized.allocate(len(quantized))
         try:
             new_slots = self.full.allocate(len(kept) - (own is not None))
@@ -87,17 +90,16 @@ class TableGroup:
         return Growth(dict(zip(kept, slots, strict=True)), dict(zip(quantized, blocks, strict=True)), new_slots)
 
     def abort(self, growth: Growth) -> None:
+        """Release what `growth` reserved."""
         self._release(growth.quantized.values(), growth.new_slots)
 
     def filled(self, growth: Growth, length: int) -> list[tuple[int, int]]:
-        """Of a step: the quantized blocks that are to be encoded where the sequence has `length` tokens, and the slots
-        that they are encoded from.
-        """
+        """The blocks that a step has filled if the sequence has `length` tokens: (quantized block, slot to encode)."""
         visible = range(self.first_visible(length), length // self.block_size)
         return [(block, growth.slots[number]) for number, block in growth.quantized.items() if number in visible]
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        """The sequence has `length` tokens now. What they do not need, or have left behind, is given back."""
+        """Add `growth` to a table whose sequence has `length` tokens now, and release what these do not need."""
         complete, rest = divmod(length, self.block_size)
         held = {slot for slot in (table.current, *growth.slots.values()) if slot is not None}
         table.current = growth.slots[complete] if rest else None
@@ -110,7 +112,7 @@ class TableGroup:
         self.leave_window(table, length)
 
     def leave_window(self, table: BlockTable, length: int) -> None:
-        """Give back the blocks that nobody behind `length` tokens can see."""
+        """Release the blocks that no token after `length` tokens can see."""
         first = self.first_visible(length)
         if table.sink is not None and first > 0:
             self.full.release(table.sink)
@@ -121,13 +123,13 @@ class TableGroup:
         table.dropped += gone
 
     def first_visible(self, length: int) -> int:
-        """The number of the oldest block that the token behind `length` tokens, and any later one, can still see."""
+        """The number of the first block that the token after `length` tokens, or a later one, can see."""
         return self.oldest_visible(length) // self.block_size
 
     def share(self, blocks: Sequence[int | None], length: int) -> BlockTable:
-        """A table whose complete blocks, of `length` tokens or more, are `blocks`; each gets one more holder.
+        """A table of `length` tokens whose complete blocks are `blocks`, with one more reference to each.
 
-        None stands for a block that those tokens have left behind.
+        None stands for a block outside the window of those tokens.
         """
         first = self.first_visible(length)
         table = BlockTable(dropped=max(0, min(first, len(blocks)) - 1))
@@ -143,7 +145,7 @@ class TableGroup:
         return table
 
     def release(self, table: BlockTable) -> None:
-        """Give back everything the table holds, the last blocks first: they are of no use without the others."""
+        """Release everything the table holds, the last blocks first: they are of no use without those before them."""
         self._release(table.quantized[::-1], [slot for slot in (table.current, table.sink) if slot is not None])
 
     def _release(self, quantized: Iterable[int], full: Iterable[int]) -> None:

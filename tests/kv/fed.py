@@ -1,4 +1,4 @@
-"""A store to test with, and sequences in it that check what every token sees."""
+"""A store for tests, and sequences in it that check what attention reads."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def make_store(
     k, v = codecs.get(codec_k), codecs.get(codec_v)
     layers = tuple(LayerShape(k, v, mean_bits, window) for window in windows)
     plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), tokens, sequences, step_rows)
-    # Rotations are not the store's business: vectors come rotated.
+    # Without rotations: the ops apply them, not the store.
     return KVStore(NumpyOps(), plan, [Conditioning()] * len(windows))
 
 
 def held(store: KVStore) -> list[tuple[int, int]]:
-    """Blocks and slots in use, per group."""
+    """(quantized blocks, full-precision slots) in use, per group."""
     return [(g.quantized.size - g.quantized.free, g.full.size - g.full.free) for g in store.groups]
 
 
 def overwrite(store: KVStore) -> None:
-    """Hand out every free block and slot once: of what no sequence holds, nothing can be found any more."""
+    """Allocate and release every free block and slot, so that the prefix cache finds no more of them."""
     for group in store.groups:
         for allocator in (group.quantized, group.full):
             for block in allocator.allocate(allocator.free):
@@ -57,9 +57,9 @@ class Fed:
     def feed(
         self, count: int, chunk: int | None = None, *, step: bool = False, kept: int | None = None, commit: bool = True
     ) -> np.ndarray:
-        """`count` tokens through one span, `chunk` rows at a time, in every layer; checks what they see.
+        """Feed `count` tokens in one span to all layers, `chunk` rows at a time; checks and returns attention's output.
 
-        kept: of the rows of a step.
+        kept: how many rows of a step to keep; None: all.
         """
         start = self.kv.length
         new_k, new_v = self.new(count)
@@ -86,15 +86,15 @@ class Fed:
         return out
 
     def check(self, out, q, k, v, start, position, layer) -> None:
-        of = self.store.shape.layers[layer]
-        seen_k, seen_v = as_read(k, v, start, N, of.codec_k.name, of.codec_v.name, of.mean_bits)
-        expected = attention(q, seen_k, seen_v, position, 0.3, of.window)
+        shape = self.store.shape.layers[layer]
+        seen_k, seen_v = as_read(k, v, start, N, shape.codec_k.name, shape.codec_v.name, shape.mean_bits)
+        expected = attention(q, seen_k, seen_v, position, 0.3, shape.window)
         # float32 sums of |v| ≲ 5 over at most a few hundred keys
         np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
 def assert_held_by(store: KVStore, sequences: Sequence[SequenceKV]) -> None:
-    """Every block has as many references as tables of `sequences` name it."""
+    """Assert that every block has one reference for each table of `sequences` that holds it."""
     for index, group in enumerate(store.groups):
         tables = [kv.tables[index] for kv in sequences]
         quantized = [block for table in tables for block in table.quantized]

@@ -1,4 +1,4 @@
-"""What a stored sequence must look like to a reader, computed the slow and plain way in float64."""
+"""Reference for attention over a stored sequence: plain loops in float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from engine.quantization.conditioning import centre, read_mean
 
 
 def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, codec_v: str, mean_bits: int):
-    """k, v (T, K, D) float32, as a token behind the first `length` reads them: (T, K, D) float64.
+    """k, v (T, K, D) float32, as tokens after the first `length` read them: (T, K, D) float64.
 
-    The first block and everything behind the last complete block are exact, the blocks between are codes.
+    The first block and everything after the last complete block are in full precision, the blocks between are codes.
     """
     read_k, read_v = k.astype(np.float64), v.astype(np.float64)
     for start in range(n, length // n * n, n):
@@ -30,7 +30,7 @@ def as_read(k: np.ndarray, v: np.ndarray, length: int, n: int, codec_k: str, cod
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, scale: float, window: int | None):
-    """q (T, H, D) whose first row stands at `position`, over k, v (S, K, D) → (T, H, D) float64, causal."""
+    """q (T, H, D) whose first row is at `position`, over k, v (S, K, D) → (T, H, D) float64, causal."""
     out = np.empty(q.shape)
     group = q.shape[1] // k.shape[1]
     for t in range(len(q)):

@@ -1,4 +1,4 @@
-"""The allocator: no block leaks, none is given out twice, whatever the order of calls."""
+"""The allocator: whatever the order of calls, no block leaks, and none is allocated twice."""
 
 import pytest
 from hypothesis import given
@@ -79,7 +79,7 @@ TestSchedules = Schedules.TestCase
 
 
 @given(st.lists(st.integers(0, 3), max_size=12))
-def test_everything_comes_back(counts: list[int]) -> None:
+def test_released_blocks_are_free_again(counts: list[int]) -> None:
     blocks = BlockAllocator(64)
     taken = [block for count in counts for block in blocks.allocate(count)]
     for block in taken:
@@ -88,7 +88,7 @@ def test_everything_comes_back(counts: list[int]) -> None:
     assert sorted(blocks.allocate(64)) == list(range(64))
 
 
-def test_contents_last_as_long_as_there_are_other_blocks() -> None:
+def test_kept_blocks_are_allocated_last() -> None:
     blocks, forgotten = BlockAllocator(4), []
     first, second, third = blocks.allocate(3)
     for block in (first, second):

@@ -1,4 +1,4 @@
-"""Names of cache types, for keys and values, for all layers or some of them."""
+"""Parsing of cache types: for keys and values, for all layers or for some."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_presets_name_types_that_exist(preset: str) -> None:
     assert names(cache_type=preset) == [PRESETS[preset]] * LAYERS
 
 
-def test_keys_and_values_go_before_the_common_type() -> None:
+def test_cache_type_k_and_cache_type_v_override_cache_type() -> None:
     assert names(cache_type="f16", cache_type_k="polarquant") == [("polarquant", "f16")] * LAYERS
     assert names(cache_type="f16", cache_type_v="polarquant") == [("f16", "polarquant")] * LAYERS
     assert chosen(EngineConfig(cache_type="f16", cache_type_v="turbo3")) == (
@@ -44,7 +44,7 @@ def test_keys_and_values_go_before_the_common_type() -> None:
     )
 
 
-def test_a_pair_is_keys_and_values() -> None:
+def test_a_pair_names_the_types_of_keys_and_of_values() -> None:
     assert names(cache_type="ring5/ring4") == [("ring5", "ring4")] * LAYERS
     assert names(cache_type="polarpair-m4n4/f16") == [("polarpair-m4n4", "f16")] * LAYERS
     assert names(cache_type="ring4@0-1,ring3.5/f16")[1:3] == [("ring4", "f16"), ("ring3.5", "f16")]
@@ -56,7 +56,7 @@ def test_half_a_pair_is_refused(types: str) -> None:
     assert "KEYS/VALUES as in ring5/ring4" in refusal(cache_type=types)
 
 
-def test_a_type_that_there_is_not_is_answered_with_what_there_is() -> None:
+def test_an_unknown_type_is_refused_with_the_available_ones() -> None:
     sentence = refusal(cache_type="rign4")
     assert sentence.startswith("cache_type=rign4: there is no such type")
     assert all(word in sentence for word in (*PRESETS, *codecs.available(), "KEYS/VALUES", "cache_type_k"))
@@ -66,7 +66,7 @@ def test_a_type_that_there_is_not_is_answered_with_what_there_is() -> None:
 @pytest.mark.parametrize(
     "settings", [{"cache_type_k": "balanced"}, {"cache_type": "f16/balanced"}, {"cache_type": "balanced@0,f16"}]
 )
-def test_a_preset_stands_alone(settings: dict[str, str]) -> None:
+def test_a_preset_cannot_be_part_of_a_type(settings: dict[str, str]) -> None:
     assert "a preset stands alone, as cache_type=balanced; choose one of f16" in refusal(**settings)
 
 
@@ -76,7 +76,7 @@ def test_layers_may_differ() -> None:
     assert [v for _, v in names(cache_type_v="ring3@0-5")] == ["ring3"] * LAYERS
 
 
-def test_every_layer_has_codecs_of_its_own_where_they_learn() -> None:
+def test_every_layer_has_its_own_codec_if_codecs_learn() -> None:
     online = [k for k, _ in layer_codecs(EngineConfig(cache_type_k="polarquant-online"), LAYERS, HEAD_DIM)]
     assert len({id(codec) for codec in online}) == LAYERS
 
@@ -93,7 +93,7 @@ def test_every_layer_has_codecs_of_its_own_where_they_learn() -> None:
         ("", ["ring4@0-1"]),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_setting(types: str, words: list[str]) -> None:
+def test_malformed_types_are_refused_with_the_setting(types: str, words: list[str]) -> None:
     sentence = refusal(cache_type_k=types)
     assert sentence.startswith("cache_type_k=")
     assert all(word in sentence for word in words), sentence

@@ -1,4 +1,4 @@
-"""How much fits: the plan is the largest that fits, and its bytes are those of the arrays."""
+"""The plan is the largest that fits, and its bytes are those of the arrays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shapes(draw, windows=windows) -> CacheShape:
 
 
 def sequences_of(plan: StorePlan) -> int:
-    """For how many sequences a plan has full-precision slots."""
+    """The number of sequences that a plan has full-precision slots for."""
     return next(n for n in range(1, 100) if plan_for_tokens(plan.shape, 0, n).full_slots == plan.full_slots)
 
 
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
 
 @given(shapes(), st.integers(1, 3000), st.integers(1, 5))
 def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> None:
-    """A prompt of any length, then steps to the end; integers only, nothing is computed."""
+    """A prompt of any length, then steps to the end, on block tables only."""
     few_heads = replace(shape, kv_heads=1, head_dim=8)
     plan = plan_for_tokens(few_heads, tokens, sequences)
     store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))
@@ -95,7 +95,7 @@ def test_a_plan_holds_the_sequence_it_is_made_for(shape, tokens, sequences) -> N
 
 @given(shapes(), st.integers(2, 4), st.integers(1, STEP_ROWS))
 def test_a_plan_holds_steps_of_all_its_sequences(shape, count, step_rows) -> None:
-    """All of which go over the end of a block, or of as many as there can be."""
+    """Each step crosses as many ends of blocks as its rows can."""
     few_heads = replace(shape, kv_heads=1, head_dim=8)
     length = 2 * shape.block_size - 1
     plan = plan_for_tokens(few_heads, 2 * count * (length + step_rows), count, step_rows)
@@ -120,7 +120,7 @@ def test_the_comparison_with_f16_is_honest(shape, tokens, sequences) -> None:
 
 
 @given(shapes(st.integers(1, 64)), st.integers(1, 5))
-def test_where_every_layer_has_a_window_no_length_is_too_long(shape, sequences) -> None:
+def test_any_length_fits_if_every_layer_has_a_window(shape, sequences) -> None:
     enough = plan_for_tokens(shape, 10_000, sequences).bytes * 4
     assert plan_for_memory(shape, enough, 10**7, sequences).tokens == 10**7
 
@@ -134,19 +134,19 @@ def test_sizes_are_read_in_binary_units(number: float, unit: str, end: str) -> N
 
 
 @pytest.mark.parametrize("text", ["", "M", "b", "0", "-1G", "nan", "inf", "infG", "1e400", "5X", "1,5G", "2GG", "0x10"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_malformed_sizes_are_refused(text: str) -> None:
     with pytest.raises(EngineError, match=r"kv_memory=.*is not a size"):
         parse_size(text)
 
 
 @given(st.integers(1, 1 << 50))
-def test_sizes_for_people_can_be_read_back(size: int) -> None:
+def test_parse_size_reads_what_format_bytes_writes(size: int) -> None:
     written = format_bytes(size)
     unit = 1024 ** ["B", "KiB", "MiB", "GiB"].index(written.split()[1])
     assert abs(parse_size(written) - size) <= 0.05 * unit + 1
 
 
-def test_the_line_at_the_start_has_the_numbers_of_the_plan(tiny: Engine) -> None:
+def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
     line, plan = tiny.fit_line(), tiny._parts.plan
     assert line == fit_line(tiny._parts)
     words = re.search(
@@ -166,6 +166,6 @@ def test_the_line_at_the_start_has_the_numbers_of_the_plan(tiny: Engine) -> None
     assert int(plain) == f16_tokens(plan, plan.tokens) < int(tokens)
 
 
-def test_the_line_of_an_f16_store_does_not_compare_it_with_itself(tiny_path: Path) -> None:
+def test_the_fit_line_of_an_f16_store_has_no_comparison_with_f16(tiny_path: Path) -> None:
     with Engine.load(tiny_path, device="cpu", cache_type="f16") as engine:
         assert engine.fit_line().endswith("tokens fit")

@@ -1,4 +1,4 @@
-"""Sequences out of a store and into another one: everything they hold, or nothing at all."""
+"""Export of a sequence from one store and its restoration in another: all of it, or an error and no change."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_snapshot_is_a_copy() -> None:
     assert all(np.array_equal(saved.arrays[name], before[name]) for name in before)
 
 
-def test_only_what_a_sequence_holds_is_taken_along() -> None:
-    """Layer 0 sees everything; layer 1 has lost its sink and all but what a window of 12 reaches."""
+def test_a_snapshot_has_only_what_the_sequence_holds() -> None:
+    """Layer 0 has all blocks; layer 1 has released its sink and all blocks outside a window of 12."""
     saved = export((sequence := fed(44)).store, sequence.kv)
     assert saved.length == 44
     assert saved.dropped == (0, 3)
@@ -55,7 +55,7 @@ def test_only_what_a_sequence_holds_is_taken_along() -> None:
     assert "1.sink.k" not in saved.arrays
 
 
-def test_an_empty_sequence_is_nothing_but_empty() -> None:
+def test_an_empty_sequence_has_an_empty_snapshot() -> None:
     store = make_store()
     saved = export(store, store.new_sequence())
     assert (saved.length, saved.arrays) == (0, {})
@@ -63,7 +63,7 @@ def test_an_empty_sequence_is_nothing_but_empty() -> None:
 
 
 @pytest.mark.parametrize(("group", "quantized", "full"), [(0, 3, 9), (0, 9, 1), (0, 0, 0), (1, 3, 9), (1, 9, 0)])
-def test_without_room_nothing_changes(group: int, quantized: int, full: int) -> None:
+def test_restore_without_room_changes_nothing(group: int, quantized: int, full: int) -> None:
     """Four quantized blocks, sink and current block; for the window of 30 no sink."""
     store = make_store("polarquant", "polarquant", windows=(None, None, 30))
     sequence = Fed(make_store("polarquant", "polarquant", windows=(None, None, 30)))
@@ -105,7 +105,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_what_is_no_such_sequence_is_refused_and_nothing_changes(change: str) -> None:
+def test_a_snapshot_that_does_not_fit_is_refused_and_changes_nothing(change: str) -> None:
     sequence = fed(44)
     store = make_store("polarquant", "polarquant", windows=WINDOWS)
     with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""The store: whatever the spans, every token sees what it must, and no block is lost."""
+"""The store: whatever the spans, attention reads what it must, and no block leaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kv.fed import Fed, N, assert_held_by, held, make_store
 @pytest.mark.parametrize("codec", ["f16", "polarquant"])
 @pytest.mark.parametrize("mean_bits", [0, 8, 16])
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 20])
-def test_every_token_sees_sink_codes_and_tail(codec: str, mean_bits: int, window: int | None) -> None:
+def test_attention_reads_sink_codes_and_current_block(codec: str, mean_bits: int, window: int | None) -> None:
     sequence = Fed(make_store(codec, codec, mean_bits, (window,)))
     for count, chunk in [(3, None), (1, None), (40, 7), (1, None), (1, None), (1, None), (6, 1), (30, None), (1, None)]:
         sequence.feed(count, chunk)
@@ -31,8 +31,8 @@ def test_every_token_sees_sink_codes_and_tail(codec: str, mean_bits: int, window
 
 @pytest.mark.parametrize("first", [0, 3, N - 1, N, 2 * N - 1, 3 * N + 5])
 @pytest.mark.parametrize("window", [None, 1, 5, 20])
-def test_rows_of_a_step_see_each_other_and_leave_no_trace_unless_kept(first: int, window: int | None) -> None:
-    """Over ends of blocks, of the first one as well, whatever part of them is kept."""
+def test_rows_of_a_step_attend_to_each_other_and_are_forgotten_unless_kept(first: int, window: int | None) -> None:
+    """Across ends of blocks, the first one too, however many rows are kept."""
     sequence = Fed(make_store("ring4", "ring3.5", 8, (window, None), step_rows=STEP_ROWS))
     if first:
         sequence.feed(first)
@@ -45,7 +45,7 @@ def test_rows_of_a_step_see_each_other_and_leave_no_trace_unless_kept(first: int
 
 @given(st.lists(st.tuples(st.integers(1, STEP_ROWS), st.integers(0, STEP_ROWS)), min_size=1, max_size=12))
 @settings(max_examples=25)
-def test_rows_that_are_kept_are_stored_as_if_they_had_come_alone(steps: list[tuple[int, int]]) -> None:
+def test_kept_rows_are_stored_as_in_steps_of_one_row(steps: list[tuple[int, int]]) -> None:
     windows = (None, 12)
     alone, together = (Fed(make_store("ring4", "ring3.5", windows=windows, step_rows=STEP_ROWS)) for _ in range(2))
     for count, kept in steps:
@@ -111,7 +111,7 @@ def test_an_aborted_span_changes_nothing(first: int, count: int, step: bool) -> 
     sequence.feed(1, step=True)
 
 
-def test_blocks_outside_the_window_are_given_back() -> None:
+def test_blocks_outside_the_window_are_released() -> None:
     sequence = Fed(make_store("polarquant", "polarquant", windows=(20,)))
     for count in (50, 1, 30, *[1] * 40):
         sequence.feed(count)
@@ -165,8 +165,8 @@ def test_a_step_without_slots_changes_nothing() -> None:
     sequence.feed(N, step=True, kept=1)
 
 
-def test_a_damaged_row_ends_its_own_sequence_if_it_is_kept() -> None:
-    """In a block that is encoded; a row that was rejected is nobody's."""
+def test_a_damaged_row_is_an_error_of_its_own_sequence_if_it_is_kept() -> None:
+    """In a block that is encoded; a row that is not kept is no error."""
     store = make_store("ring4", "ring3.5", step_rows=STEP_ROWS)
     sequences = [Fed(store, seed) for seed in range(3)]
     for sequence in sequences:
@@ -195,8 +195,8 @@ def test_a_damaged_row_ends_its_own_sequence_if_it_is_kept() -> None:
     assert [sequence.kv.length for sequence in sequences] == [3 * N, 3 * N, 3 * N - 1]
 
 
-def test_after_an_encoder_that_was_interrupted_steps_can_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two, the first is committed already when the second is interrupted: it stays so."""
+def test_steps_can_be_aborted_after_an_interrupted_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two is committed when the second is interrupted, and stays committed."""
     store = make_store("ring4", "ring3.5")
     done, sequence = Fed(store, 1), Fed(store, 2)
     for fed in (done, sequence):
@@ -231,7 +231,7 @@ def test_bytes_held_are_those_of_the_arrays() -> None:
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8))
 @settings(max_examples=25)
-def test_what_a_sequence_takes_is_known_from_its_length(counts: list[int]) -> None:
+def test_sequence_bytes_are_those_that_a_sequence_holds(counts: list[int]) -> None:
     sequence = Fed(make_store("polarquant", "polarquant", windows=(None, 1, 8, 20)))
     for count in counts:
         sequence.feed(count)
@@ -239,7 +239,7 @@ def test_what_a_sequence_takes_is_known_from_its_length(counts: list[int]) -> No
 
 
 class Schedules(RuleBasedStateMachine):
-    """Sequences that grow, fail and end in any order: the allocators always agree with the block tables."""
+    """Sequences grow, fail and end in any order; the allocators always agree with the block tables."""
 
     @initialize()
     def start(self) -> None:
@@ -300,7 +300,7 @@ TestSchedules = Schedules.TestCase
 
 
 @pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant", "turbo3"), ("f16", "f16")])
-def test_blocks_that_a_step_fills_are_encoded_together_as_they_are_alone(types: tuple[str, str]) -> None:
+def test_blocks_of_several_sequences_have_the_same_codes_when_encoded_together(types: tuple[str, str]) -> None:
     stores = [make_store(*types), make_store(*types)]
     alone, together = ([Fed(store, seed) for seed in range(3)] for store in stores)
     for number in range(3):  # the last one fills no block

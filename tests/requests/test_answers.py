@@ -1,4 +1,4 @@
-"""An answer that comes back as text is found in the store as the tokens it was generated as."""
+"""An answer that a client sends back as text becomes the ids that it was generated as."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def next_turn(engine: Engine, answer: dict) -> Completion:
     return engine.chat([USER, answer, AGAIN], SamplingParams(temperature=0, max_tokens=8))
 
 
-def test_an_answer_handed_back_as_text_is_not_prefilled_again(tiny: Engine, letters: SamplingParams) -> None:
+def test_an_answer_sent_back_as_text_hits_the_prefix_cache(tiny: Engine, letters: SamplingParams) -> None:
     answer = tiny.chat([USER], letters)
     assert tiny.tokenize(answer.text) != list(answer.token_ids)
     second = next_turn(tiny, said(answer.text))
-    stored = answer.usage.prompt_tokens + answer.usage.completion_tokens - 1  # nobody computed what follows the last
+    stored = answer.usage.prompt_tokens + answer.usage.completion_tokens - 1  # the last token was never fed
     assert second.usage.cached_tokens == stored
     assert (
         second.usage.prompt_tokens == next_turn(tiny, said(answer.text, token_ids=answer.token_ids)).usage.prompt_tokens
     )
 
 
-def test_a_whole_conversation_is_found_turn_by_turn(tiny: Engine, letters: SamplingParams) -> None:
+def test_each_turn_of_a_conversation_hits_all_stored_tokens(tiny: Engine, letters: SamplingParams) -> None:
     messages, stored = [], 0
     for turn in range(3):
         messages.append({"role": "user", "content": f"turn {turn}"})
@@ -50,14 +50,14 @@ def test_a_whole_conversation_is_found_turn_by_turn(tiny: Engine, letters: Sampl
         stored = answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
 
 
-def test_ids_that_come_with_a_message_stand(tiny: Engine, letters: SamplingParams) -> None:
+def test_token_ids_in_a_message_are_not_replaced(tiny: Engine, letters: SamplingParams) -> None:
     answer = tiny.chat([USER], letters)
     ids = tiny.tokenize(answer.text)
     assert next_turn(tiny, said(answer.text, token_ids=ids)).usage.cached_tokens < len(ids)
 
 
-def test_an_answer_stands_in_for_no_other(tiny: Engine, letters: SamplingParams) -> None:
-    """The same text behind another question, or from somebody else's mouth, is cut as the tokenizer cuts it."""
+def test_ids_are_used_only_in_their_own_conversation(tiny: Engine, letters: SamplingParams) -> None:
+    """The same text after another question, or in another role, is tokenized."""
     answer = tiny.chat([USER], letters)
     with_ids = tiny._answers.with_ids
     for messages in ([AGAIN, said(answer.text)], [USER, {"role": "user", "content": answer.text}]):
@@ -66,7 +66,7 @@ def test_an_answer_stands_in_for_no_other(tiny: Engine, letters: SamplingParams)
     assert with_ids([USER, said(answer.text)])[1] == said(answer.text, token_ids=answer.token_ids)
 
 
-def test_messages_that_change_afterwards_change_nothing(tiny: Engine, letters: SamplingParams) -> None:
+def test_changing_messages_after_the_request_has_no_effect(tiny: Engine, letters: SamplingParams) -> None:
     messages = [dict(USER)]
     chunks = tiny.stream(messages, letters)
     text = next(chunks).text
@@ -75,8 +75,8 @@ def test_messages_that_change_afterwards_change_nothing(tiny: Engine, letters: S
     assert "token_ids" in tiny._answers.with_ids([USER, said(text)])[1]
 
 
-def test_what_is_not_the_text_alone_is_not_kept(tiny: Engine, letters: SamplingParams) -> None:
-    """Cut off at a stop string, or with control tokens, which have no text: the ids say more than the text."""
+def test_answers_whose_ids_say_more_than_their_text_are_not_kept(tiny: Engine, letters: SamplingParams) -> None:
+    """Those cut at a stop string, and those with control tokens, which have no text."""
     stop = SamplingParams(**{**vars(letters), "stop": ("th",)})
     cut = tiny.chat([USER], stop)
     assert cut.finish_reason == "stop"
@@ -88,18 +88,18 @@ def test_what_is_not_the_text_alone_is_not_kept(tiny: Engine, letters: SamplingP
         assert tiny._answers.with_ids(messages) == messages
 
 
-def test_an_engine_that_keeps_nothing_remembers_no_answers(tiny_path, letters: SamplingParams) -> None:
+def test_an_engine_without_kept_sequences_keeps_no_answers(tiny_path, letters: SamplingParams) -> None:
     with Engine.load(tiny_path, device="cpu", cache_type="f16", kept_sequences=0) as engine:
         messages = [USER, said(engine.chat([USER], letters).text)]
         assert engine._answers.with_ids(messages) == messages
 
 
 @pytest.mark.parametrize("messages", [[USER, 7], [USER, {"role": "user"}], [USER, said("x") | {"content": None}]])
-def test_malformed_messages_are_left_to_who_refuses_them(tiny: Engine, messages) -> None:
+def test_malformed_messages_are_returned_unchanged(tiny: Engine, messages) -> None:
     assert tiny._answers.with_ids(messages) is messages
 
 
-def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
+def test_the_least_recently_used_answer_is_dropped_first(tiny: Engine, monkeypatch) -> None:
     monkeypatch.setattr("engine.requests.answers._CAPACITY", 2 * (_ENTRY + 1))
     answers = Answers(tiny.model, enabled=True)
     questions = [[{"role": "user", "content": str(i)}] for i in range(3)]
@@ -113,9 +113,9 @@ def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
     answer(questions[0])
     answer(questions[1])
     assert known() == [True, True, False]
-    answer(questions[1])  # once more: it takes no more room
+    answer(questions[1])  # again: it replaces its entry
     assert known() == [True, True, False]
-    answers.with_ids([*questions[0], said("a")])  # asked for again: it is question 1's turn to go
+    answers.with_ids([*questions[0], said("a")])  # used again: question 1 is the oldest now
     answer(questions[2])
     assert known() == [True, False, True]
 
@@ -123,7 +123,7 @@ def test_the_oldest_go_first(tiny: Engine, monkeypatch) -> None:
 # -- sessions --------------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_conversation_is_found_by_its_text_after_a_restart(
+def test_a_loaded_session_restores_the_ids_of_its_answers(
     tiny: Engine, tiny_path: Path, letters: SamplingParams, tmp_path: Path
 ) -> None:
     answer = tiny.chat([USER], letters)
@@ -139,7 +139,7 @@ def test_a_saved_conversation_is_found_by_its_text_after_a_restart(
     assert after.token_ids == next_turn(tiny, said(answer.text)).token_ids
 
 
-def test_a_session_brings_no_control_tokens_and_no_unknown_ones(tiny: Engine) -> None:
+def test_restore_drops_answers_with_control_tokens_or_unknown_ids(tiny: Engine) -> None:
     _, key = _keys([USER, said("x")])
     for ids in ((EOS[0],), (tiny.model.tokenizer.vocab_size,), (-1,)):
         tiny._answers.restore([(key.hex(), ids)])

@@ -1,4 +1,4 @@
-"""Many requests at once: steps are shared, nobody waits for a long answer or prompt, and giving way loses nothing."""
+"""Many requests at once: shared steps, fair shares of time, and preemption without any effect on answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUESTS = 7
 
 @pytest.fixture
 def engine(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """Full precision, so that what is computed again is what it was to the last bits but one."""
+    """An engine in full precision, so that recomputed K/V differ in rounding only."""
     settings = {"device": "cpu", "block_size": BLOCK, "kept_sequences": 1, "cache_type": "f16", "parallel": 4}
     with Engine.load(tiny_path, **settings) as engine:
         by_count(engine, monkeypatch)
@@ -35,7 +35,7 @@ def job(number: int, tokens: int = 40) -> tuple[list[int], SamplingParams]:
 
 
 def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on, how many sequences each step has."""
+    """A list that gets the number of sequences of every later step."""
     seen: list[int] = []
     step = engine._model.step
 
@@ -48,13 +48,13 @@ def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def all_at_once(engine: Engine, count: int = REQUESTS) -> list[Completion]:
-    """Every stream is opened before any is read to its end."""
+    """The answers of streams that are all opened before any is read to its end."""
     streams = [engine.stream(*job(number)) for number in range(count)]
     begun: list[list[Chunk]] = [[next(stream)] for stream in streams]
     return [fold([*chunks, *stream]) for chunks, stream in zip(begun, streams, strict=True)]
 
 
-def test_steps_are_shared_and_everyone_gets_what_it_gets_alone(engine: Engine, monkeypatch) -> None:
+def test_batched_requests_get_the_answers_that_they_get_alone(engine: Engine, monkeypatch) -> None:
     alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
     seen = batches(engine, monkeypatch)
     for answer, expected in zip(all_at_once(engine), alone, strict=True):
@@ -69,8 +69,9 @@ def test_steps_are_shared_and_everyone_gets_what_it_gets_alone(engine: Engine, m
 
 @pytest.mark.parametrize("spare", [0, 3, 8])
 @pytest.mark.parametrize("type", ["f16", "polarquant", "ring4"])
-def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, type: str, spare: int) -> None:
-    """With codes, too: of its prompt no more is found again than was at first, for it has been read exact."""
+def test_preemption_does_not_change_answers(tiny_path: Path, monkeypatch, type: str, spare: int) -> None:
+    """With codes as well: a preempted request reuses no more of its prompt than at first, as it read the rest in full
+    precision."""
     settings = {"device": "cpu", "block_size": BLOCK, "cache_type": type, "calibration": False, "parallel": 4}
     with Engine.load(tiny_path, **settings) as engine:
         alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
@@ -78,7 +79,7 @@ def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, ty
         forget(engine)
         longest = (len(job(REQUESTS - 1)[0]) + 40) // BLOCK
         preempted = preemptions(engine, monkeypatch)
-        with blocks_left(engine, longest + spare):  # little more than the longest needs for itself
+        with blocks_left(engine, longest + spare):  # little more than the longest request needs
             answers = all_at_once(engine)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
         assert any(preempted)
@@ -96,8 +97,8 @@ def test_who_gives_way_goes_on_as_it_would_have(tiny_path: Path, monkeypatch, ty
     ],
     ids=["DRY", "DRY of the answer", "ends", "penalties"],
 )
-def test_who_gives_way_is_drawn_with_what_came_before(tiny_path: Path, monkeypatch, more: dict[str, Any]) -> None:
-    """What a draw looks at goes on where it was, though blocks are computed again."""
+def test_preemption_does_not_reset_sampling(tiny_path: Path, monkeypatch, more: dict[str, Any]) -> None:
+    """Penalties, DRY and min_tokens count all tokens of the answer, though blocks are computed again."""
 
     def asked(number: int) -> tuple[list[int], SamplingParams]:
         prompt, params = job(number)
@@ -122,8 +123,8 @@ def test_who_gives_way_is_drawn_with_what_came_before(tiny_path: Path, monkeypat
         assert_idle(engine)
 
 
-def test_who_gives_way_does_not_report_its_prompt_again(engine: Engine) -> None:
-    """It has been read: what comes behind the first token is text, and would be taken for a bar in the middle of it."""
+def test_a_preempted_request_does_not_report_progress_again(engine: Engine) -> None:
+    """A client would draw a progress bar in the middle of the answer."""
     params, anew = SamplingParams(max_tokens=20, ignore_eos=True), PromptOptions(cache_prompt=False)
     chunks = engine.stream([*range(5, 45)], params, anew, progress=True)
     told = [next(chunk for chunk in chunks if chunk.token_ids)]
@@ -133,8 +134,8 @@ def test_who_gives_way_does_not_report_its_prompt_again(engine: Engine) -> None:
     assert [chunk.prefilled for chunk in told] == [0] * 20
 
 
-def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engine: Engine) -> None:
-    """Its first token comes when the whole prompt has been computed, whatever was found at an earlier try."""
+def test_a_prefix_hit_may_be_overwritten_while_a_request_waits_for_room(engine: Engine) -> None:
+    """The first token comes after the whole prompt is computed, whatever the first match found."""
     late, greedy = [5, *range(6, 90)], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     alone = engine.generate(late, greedy)
     forget(engine)
@@ -156,7 +157,7 @@ def test_what_was_found_for_a_prompt_may_be_gone_when_there_is_room_for_it(engin
     assert small.answer.usage.cached_tokens == 0
 
 
-def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch) -> None:
+def test_a_long_prompt_does_not_stall_running_requests(engine: Engine, monkeypatch) -> None:
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
     seen = batches(engine, monkeypatch)
     short = engine.stream(*job(0, tokens=30))
@@ -168,8 +169,8 @@ def test_a_long_prompt_does_not_keep_others_waiting(engine: Engine, monkeypatch)
     fold(short)
 
 
-def test_a_short_prompt_does_not_wait_for_a_step_behind_each_layer(engine: Engine, monkeypatch) -> None:
-    """Otherwise, where layers are many and answers short, requests end faster than new ones can join them."""
+def test_a_short_prompt_does_not_wait_for_a_step_after_each_layer(engine: Engine, monkeypatch) -> None:
+    """Otherwise, with many layers and short answers, requests would finish faster than new ones could join."""
     running = engine.stream(*job(0))
     next(running)
     seen = batches(engine, monkeypatch)
@@ -179,7 +180,7 @@ def test_a_short_prompt_does_not_wait_for_a_step_behind_each_layer(engine: Engin
     fold(running)
 
 
-def test_an_error_in_a_step_ends_who_took_part(engine: Engine, monkeypatch) -> None:
+def test_an_error_in_a_step_fails_the_requests_of_the_step(engine: Engine, monkeypatch) -> None:
     streams = [engine.stream(*job(number)) for number in range(3)]
     for stream in streams:
         next(stream)
@@ -195,8 +196,8 @@ def test_an_error_in_a_step_ends_who_took_part(engine: Engine, monkeypatch) -> N
     assert len(engine.generate(*job(5)).token_ids) == 40
 
 
-def test_an_error_that_a_device_tells_late_ends_the_prompt_that_it_is_about(engine: Engine, monkeypatch) -> None:
-    """What a device was given to do fails when it is waited for, and who calls `work` hears nothing of it."""
+def test_an_asynchronous_device_error_fails_the_request_that_prefills(engine: Engine, monkeypatch) -> None:
+    """The device raises when it is waited for; `work` does not raise."""
     running, broken = engine.stream(*job(1)), Tray()
     next(running)
 
@@ -212,7 +213,7 @@ def test_an_error_that_a_device_tells_late_ends_the_prompt_that_it_is_about(engi
     assert fold(running).finish_reason == "length"
 
 
-def test_a_request_that_can_choose_no_token_ends_alone(engine: Engine) -> None:
+def test_a_request_that_bans_every_token_fails_alone(engine: Engine) -> None:
     good = engine.stream(*job(1))
     next(good)
     banned = dict.fromkeys(range(96), float("-inf"))
@@ -221,7 +222,7 @@ def test_a_request_that_can_choose_no_token_ends_alone(engine: Engine) -> None:
     assert fold(good).finish_reason == "length"
 
 
-def test_a_cancelled_request_leaves_its_room_to_others(engine: Engine) -> None:
+def test_a_cancelled_request_frees_its_place_for_others(engine: Engine) -> None:
     streams = [engine.stream(*job(number)) for number in range(6)]
     for stream in streams[:4]:
         next(stream)
@@ -231,14 +232,14 @@ def test_a_cancelled_request_leaves_its_room_to_others(engine: Engine) -> None:
 
 
 class Tray(list):
-    """Where chunks of a submitted request go."""
+    """The outbox of a submitted request."""
 
     @property
     def answer(self) -> Completion:
         return fold(self)
 
 
-def test_a_submitted_request_is_worked_on_by_whoever_calls_work(engine: Engine) -> None:
+def test_submitted_requests_are_computed_by_calls_of_work(engine: Engine) -> None:
     alone = [engine.generate(*job(number)) for number in range(3)]
     trays = [Tray() for _ in alone]
     tickets = [engine.submit(*job(number), into=tray) for number, tray in enumerate(trays)]
@@ -250,7 +251,7 @@ def test_a_submitted_request_is_worked_on_by_whoever_calls_work(engine: Engine) 
     assert [tray.answer.text for tray in trays] == [answer.text for answer in alone]
 
 
-def test_a_ticket_cancels_its_request_alone(engine: Engine) -> None:
+def test_a_ticket_cancels_only_its_own_request(engine: Engine) -> None:
     trays = [Tray(), Tray()]
     first, _ = [engine.submit(*job(number), into=tray) for number, tray in enumerate(trays)]
     for _ in range(10):
@@ -266,7 +267,7 @@ def test_a_ticket_cancels_its_request_alone(engine: Engine) -> None:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
 def test_a_long_prompt_gets_its_share_of_the_time(tiny_path: Path, monkeypatch, share: float) -> None:
-    """Where a step takes ten times as long as a unit of the prompt, by a clock of its own."""
+    """By a simulated clock, on which a step takes ten times as long as a unit of the prefill."""
     now, spent = [0.0], {True: 0.0, False: 0.0}
     monkeypatch.setattr("engine.requests.runner.time.perf_counter", lambda: now[0])
     with Engine.load(tiny_path, device="cpu", block_size=BLOCK, cache_type="f16", prefill_share=share) as engine:

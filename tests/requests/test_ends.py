@@ -18,7 +18,7 @@ def greedy(**more: Any) -> SamplingParams:
 
 
 def eager(**more: Any) -> SamplingParams:
-    """Ends at once where it may."""
+    """Parameters with which an answer ends as soon as it may."""
     return greedy(ignore_eos=False, logit_bias={EOS[0]: 1e5}, **more)
 
 
@@ -30,27 +30,27 @@ def test_an_answer_ends_before_a_stop_token(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("least", [0, 1, 5])
-def test_no_end_comes_before_so_many_tokens(tiny: Engine, least: int) -> None:
+def test_no_answer_ends_before_min_tokens(tiny: Engine, least: int) -> None:
     assert tiny.generate(PROMPT, eager()).token_ids == ()
     answer = tiny.generate(PROMPT, eager(min_tokens=least, max_tokens=9))
     assert (len(answer.token_ids), answer.finish_reason) == (least, "stop")
     assert set(EOS).isdisjoint(answer.token_ids)
 
 
-def test_nor_does_a_stop_token(tiny: Engine) -> None:
+def test_no_stop_token_comes_before_min_tokens(tiny: Engine) -> None:
     bias = {50: 1e5, **dict.fromkeys(EOS, -math.inf)}
     answer = tiny.generate(PROMPT, greedy(logit_bias=bias, stop_token_ids=(50,), min_tokens=3))
     assert (len(answer.token_ids), answer.finish_reason) == (3, "stop")
     assert 50 not in answer.token_ids
 
 
-def test_tokens_that_end_nothing_may_come_early(tiny: Engine) -> None:
-    """With ignore_eos the model's own ends are tokens as others are."""
+def test_eos_may_come_before_min_tokens_with_ignore_eos(tiny: Engine) -> None:
+    """With ignore_eos the model's EOS tokens are tokens like others."""
     answer = tiny.generate(PROMPT, greedy(logit_bias={EOS[0]: 1e5}, min_tokens=3, max_tokens=4))
     assert answer.token_ids == (EOS[0],) * 4
 
 
-def test_the_most_tokens_come_before_the_least(tiny: Engine) -> None:
+def test_max_tokens_overrides_min_tokens(tiny: Engine) -> None:
     answer = tiny.generate(PROMPT, eager(min_tokens=9, max_tokens=4))
     assert (len(answer.token_ids), answer.finish_reason) == (4, "length")
 
@@ -67,12 +67,12 @@ def test_the_most_tokens_come_before_the_least(tiny: Engine) -> None:
         ("min_tokens", None),
     ],
 )
-def test_a_wrong_end_is_named(tiny: Engine, name: str, value: Any) -> None:
+def test_an_invalid_setting_is_named(tiny: Engine, name: str, value: Any) -> None:
     with pytest.raises(EngineError, match=name):
         tiny.generate(PROMPT, SamplingParams(**{name: value}))
 
 
-def test_a_long_value_is_not_repeated_as_a_whole(tiny: Engine) -> None:
+def test_a_long_invalid_value_is_abbreviated_in_the_error(tiny: Engine) -> None:
     with pytest.raises(EngineError) as raised:
         tiny.generate(PROMPT, SamplingParams(logit_bias=dict.fromkeys(range(1000), "x")))
     assert "logit_bias" in str(raised.value)

@@ -1,4 +1,4 @@
-"""A process and the child that it forks: both go on, and neither sees what the other asks."""
+"""Forked children: parent and child both go on, each with its own requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_child(work: Callable[[], Any]) -> Any:
 
 
 def begun_in_child(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Fork now; the result comes when it is asked for."""
+    """Fork now; returns a function that waits for the result of `work`."""
     context = multiprocessing.get_context("fork")
     mine, its = context.Pipe()
 
@@ -57,11 +57,11 @@ def template() -> ChatTemplate:
     return ChatTemplate("{{ messages[0].content }}", origin="model")
 
 
-def answers(of: ChatTemplate, who: str, count: int = 100) -> set[str]:
-    return {rendered(of, [{"role": "user", "content": who}]) for _ in range(count)}
+def answers(template: ChatTemplate, who: str, count: int = 100) -> set[str]:
+    return {rendered(template, [{"role": "user", "content": who}]) for _ in range(count)}
 
 
-def test_templates_answer_the_process_that_asks() -> None:
+def test_templates_render_in_parent_and_child() -> None:
     shared = template()
     answers(shared, "before", 1)
     child = begun_in_child(lambda: answers(shared, "child"))
@@ -70,7 +70,7 @@ def test_templates_answer_the_process_that_asks() -> None:
     assert answers(shared, "parent") == {"parent"}
 
 
-def test_a_template_that_a_thread_is_rendering_is_free_in_the_child() -> None:
+def test_a_child_can_render_a_template_that_a_thread_of_the_parent_renders() -> None:
     shared = template()
     rendering = threading.Event()
     ask = shared._process._ask
@@ -132,7 +132,7 @@ def test_a_chat_goes_on_in_parent_and_child(tiny_path: Path, two_cores: None) ->
         assert child() == [alone["child"]] * 3
 
 
-def test_a_stream_goes_on_in_the_child_of_who_reads_it(tiny_path: Path, two_cores: None) -> None:
+def test_a_stream_goes_on_in_a_child_forked_by_its_reader(tiny_path: Path, two_cores: None) -> None:
     with load(tiny_path) as engine:
         alone = list(engine.generate(PROMPT, GREEDY).token_ids)
         stream = engine.stream(PROMPT, GREEDY)
@@ -141,7 +141,7 @@ def test_a_stream_goes_on_in_the_child_of_who_reads_it(tiny_path: Path, two_core
         assert begun + [i for chunk in stream for i in chunk.token_ids] == alone
 
 
-def test_an_engine_in_the_middle_of_a_unit_of_work_says_so_in_the_child(
+def test_a_child_forked_during_a_unit_of_work_refuses_the_engine(
     tiny_path: Path, two_cores: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     working, forked = threading.Event(), threading.Event()
@@ -176,7 +176,7 @@ def test_an_engine_in_the_middle_of_a_unit_of_work_says_so_in_the_child(
         assert answers == [engine.generate(PROMPT, GREEDY).token_ids]
 
 
-def test_an_engine_on_a_gpu_says_that_a_child_needs_its_own(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_refuses_an_engine_on_a_gpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def complaint() -> str:
         with pytest.raises(EngineError) as raised:
             engine.generate(PROMPT, GREEDY)
@@ -206,7 +206,7 @@ def test_an_engine_on_a_gpu_says_that_a_child_needs_its_own(tiny_path: Path, mon
 # -- the number of BLAS threads ------------------------------------------------------------------------------------
 
 
-def test_a_child_forked_by_who_has_one_core_each_goes_on_with_all_of_them(two_cores: None) -> None:
+def test_a_child_forked_by_a_thread_that_splits_the_cores_has_all_of_them(two_cores: None) -> None:
     cores().use(2)
     reading, writing = os.pipe()
     inside = cores().one_each()
@@ -226,7 +226,7 @@ def test_a_child_forked_by_who_has_one_core_each_goes_on_with_all_of_them(two_co
     assert (cores().number, cores()._now) == (2, 2)
 
 
-def test_a_child_forked_while_another_thread_has_one_core_each_has_all_of_them(two_cores: None) -> None:
+def test_a_child_forked_while_another_thread_splits_the_cores_has_all_of_them(two_cores: None) -> None:
     cores().use(2)
     inside, forked = threading.Event(), threading.Event()
 

@@ -18,7 +18,7 @@ def sequences(count: int) -> list[TokenSequence]:
 
 
 def running(scheduler: Scheduler, count: int) -> list[TokenSequence]:
-    """So many sequences that are past their prompts."""
+    """`count` sequences that are running."""
     new = sequences(count)
     for sequence in new:
         scheduler.submit(sequence)
@@ -27,12 +27,12 @@ def running(scheduler: Scheduler, count: int) -> list[TokenSequence]:
     return new
 
 
-def test_nothing_to_do() -> None:
+def test_an_empty_queue_has_no_unit() -> None:
     assert Scheduler(1).schedule() is None
 
 
 def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, float], units: int) -> list[bool]:
-    """Whether each of so many units is one of the prompt; seconds: what a unit of a prompt and a step take."""
+    """Whether each of the next `count` units is prefill; seconds: of a unit of prefill (True) and of a step (False)."""
     kinds = []
     for _ in range(units):
         unit = scheduler.schedule()
@@ -45,8 +45,8 @@ def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, floa
 
 
 @given(st.floats(0.05, 0.95), st.floats(0.001, 1), st.floats(0.001, 1))
-def test_prompts_and_steps_share_the_time(share: float, prefill: float, step: float) -> None:
-    """Whatever a unit takes: off by no more than what stands between two changes, one unit and one step."""
+def test_prefill_and_steps_share_the_time(share: float, prefill: float, step: float) -> None:
+    """Whatever a unit takes, prefill's time is off by one unit and one step at most."""
     scheduler = Scheduler(8, share)
     running(scheduler, 2)
     (new,) = sequences(1)
@@ -57,7 +57,7 @@ def test_prompts_and_steps_share_the_time(share: float, prefill: float, step: fl
     assert abs(of_prompts - share * total) <= prefill + step
 
 
-def test_a_slow_step_does_not_wait_for_units_that_are_quick() -> None:
+def test_many_quick_units_of_prefill_fit_between_slow_steps() -> None:
     scheduler = Scheduler(8, 0.5)
     running(scheduler, 2)
     (new,) = sequences(1)
@@ -65,8 +65,8 @@ def test_a_slow_step_does_not_wait_for_units_that_are_quick() -> None:
     assert shared(scheduler, new, {True: 1, False: 4}, 11) == [False, *[True] * 5, False, *[True] * 4]
 
 
-def test_a_step_that_fills_a_block_does_not_wait_for_a_prompt_as_well() -> None:
-    """Such a step takes ten times as long here: between it and the step before it the prompt takes nothing."""
+def test_no_prefill_runs_before_a_slow_step_that_fills_a_block() -> None:
+    """Such a step takes ten times as long here: between it and the step before it no prefill runs."""
     scheduler = Scheduler(8, 0.5, block_size=16)
     (answering,) = running(scheduler, 1)
     (new,) = sequences(1)
@@ -84,13 +84,13 @@ def test_a_step_that_fills_a_block_does_not_wait_for_a_prompt_as_well() -> None:
         seen.append(unit)
     filling = [number for number, unit in enumerate(seen) if unit.fills_a_block]
     assert len(filling) > 5
-    assert not any(seen[number - 1].is_prefill for number in filling[1:])  # the first one is how it is found out
+    assert not any(seen[number - 1].is_prefill for number in filling[1:])  # the first one is not expected yet
     seconds = [0.25 if unit.is_prefill else 10 if unit.fills_a_block else 1 for unit in seen]
     of_prompts = sum(s for s, unit in zip(seconds, seen, strict=True) if unit.is_prefill)
     assert 0.4 < of_prompts / sum(seconds) < 0.6
 
 
-def test_behind_a_step_that_is_slow_for_once_comes_another_step() -> None:
+def test_no_prefill_runs_after_a_step_that_was_unusually_slow() -> None:
     scheduler = Scheduler(8, 0.5)
     running(scheduler, 2)
     (new,) = sequences(1)
@@ -103,12 +103,12 @@ def test_behind_a_step_that_is_slow_for_once_comes_another_step() -> None:
         if not unit.is_prefill:
             break
     kinds = shared(scheduler, new, {True: 0.25, False: 1}, 200)
-    assert kinds[:8] == [False, *[True] * 6, False]  # and then 1.5 times what a step usually takes
-    # What prefill has missed comes bit by bit.
+    assert kinds[:8] == [False, *[True] * 6, False]  # then 1.5 times the median step
+    # Prefill makes up for it gradually.
     assert sum(kinds) / (sum(kinds) + 4 * (200 - sum(kinds))) == pytest.approx(0.6, abs=0.02)
 
 
-def test_no_time_is_saved_up_while_there_is_nothing_to_share() -> None:
+def test_prefill_earns_no_credit_while_there_is_no_prompt() -> None:
     scheduler = Scheduler(8, 0.5)
     running(scheduler, 1)
     for _ in range(100):
@@ -118,18 +118,18 @@ def test_no_time_is_saved_up_while_there_is_nothing_to_share() -> None:
         scheduler.record_time(unit, 1)
     (new,) = sequences(1)
     scheduler.submit(new)
-    # A prompt that comes late gets as much as one step has taken, not as much as all of them.
+    # A late prompt gets as much time as one step has taken, not as much as all of them.
     assert shared(scheduler, new, {True: 0.5, False: 1}, 6) == [True, True, True, False, True, True]
 
 
-def test_no_more_than_the_most_compute() -> None:
+def test_no_more_than_parallel_sequences_run() -> None:
     scheduler = Scheduler(2)
     running(scheduler, 2)
     scheduler.submit(TokenSequence((1,), -1))
     assert not any(unit.is_prefill for unit in [scheduler.schedule() for _ in range(4)] if unit)
 
 
-def test_the_youngest_gives_way_and_comes_back_in_its_old_place() -> None:
+def test_the_youngest_is_preempted_and_keeps_its_place_in_the_queue() -> None:
     scheduler = Scheduler(8)
     old, young = running(scheduler, 2)
     (new,) = sequences(1)
@@ -141,7 +141,7 @@ def test_the_youngest_gives_way_and_comes_back_in_its_old_place() -> None:
     assert scheduler.schedule() == Unit(True, (young,))
 
 
-def test_who_finds_no_room_waits_for_somebody_to_leave() -> None:
+def test_a_requeued_sequence_waits_until_another_is_removed() -> None:
     scheduler = Scheduler(8)
     (old,) = running(scheduler, 1)
     first, second = sequences(2)
@@ -151,7 +151,7 @@ def test_who_finds_no_room_waits_for_somebody_to_leave() -> None:
     assert [scheduler.schedule() for _ in range(3)] == [Unit(False, (old,))] * 3
     scheduler.remove(old)
     assert scheduler.schedule() == Unit(True, (first,))
-    assert not scheduler.requeue(first)  # nobody is left who could leave room
+    assert not scheduler.requeue(first)  # no running sequence could free blocks
 
 
 @dataclass
@@ -182,8 +182,8 @@ PACE = 3  # tokens in a block
 
 @given(JOBS, st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
-def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
-    """Random arrivals, lengths and cancellations: all end, no block is lost, the oldest is never set back."""
+def test_every_request_finishes(jobs: list[Job], most: int) -> None:
+    """Random arrivals, lengths and cancellations: all finish, no block leaks, the oldest is never preempted."""
     allocator = BlockAllocator(max(job.prompt + job.tokens // PACE + 1 for job in jobs))
     scheduler, alive = Scheduler(most), dict[TokenSequence, Job]()
     time, pending = 0, sorted(jobs, key=lambda job: job.arrives)
@@ -203,7 +203,7 @@ def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
             job.held += allocator.allocate(1)
         except OutOfBlocks:
             give_back(job)
-            assert scheduler.requeue(sequence), "alone, everyone fits"
+            assert scheduler.requeue(sequence), "a request fits alone"
             return
         scheduler.admit(sequence)
         if len(job.held) >= job.prompt + job.done // PACE:
@@ -218,7 +218,7 @@ def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
                     job.held += allocator.allocate(1)
                 except OutOfBlocks:
                     youngest = scheduler.preempt()
-                    assert youngest is not None, "alone, everyone fits"
+                    assert youngest is not None, "a request fits alone"
                     assert youngest is not oldest
                     give_back(alive[youngest])
             if job.held:
@@ -235,7 +235,7 @@ def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
         for sequence in [one for one, job in alive.items() if job.cancelled is not None and job.cancelled <= time]:
             end(sequence)
         unit = scheduler.schedule()
-        assert unit is not None or not alive, "somebody waits and nobody works"
+        assert unit is not None or not alive, "a request waits and there is no unit"
         if unit is not None and unit.is_prefill:
             prefill(unit.sequences[0])
         elif unit is not None:
@@ -243,12 +243,12 @@ def test_everyone_gets_there(jobs: list[Job], most: int) -> None:
         if unit is not None:
             scheduler.record_time(unit, 1)
         time += 1
-        assert time < budget, "somebody starves"
+        assert time < budget, "a request starves"
     assert allocator.free == allocator.size
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=50, max_size=50), st.floats(0.1, 0.9))
-def test_a_prompt_delays_steps_by_its_share_and_one_unit_at_most(
+def test_prefill_delays_a_step_by_its_share_and_one_unit_at_most(
     times: list[tuple[float, float]], share: float
 ) -> None:
     scheduler = Scheduler(7, share)

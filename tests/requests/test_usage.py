@@ -1,4 +1,4 @@
-"""The time that an answer's usage tells: of its prompt, and of the steps that gave it tokens, the last one too."""
+"""Seconds in an answer's usage: those of its prefill, and of the steps that gave it tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS = 8  # of 16 tokens, in two layers
 
 @pytest.fixture
 def timed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """By a clock of its own, a unit of a prompt takes 2 s, a step 1 s, and nothing else takes any time."""
+    """An engine with a simulated clock: a unit of a prefill takes 2 s, a step 1 s, all else no time."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
@@ -30,7 +30,7 @@ def timed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5])
-def test_the_last_unit_counts(timed: Engine, tokens: int) -> None:
+def test_usage_counts_the_last_unit(timed: Engine, tokens: int) -> None:
     usage = timed.generate(PROMPT, SamplingParams(max_tokens=tokens, ignore_eos=True)).usage
     steps = max(0, tokens - 1)
     assert usage == Usage(len(PROMPT), 0, tokens, 2.0 * UNITS, 1.0 * steps)
@@ -39,7 +39,7 @@ def test_the_last_unit_counts(timed: Engine, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(0, 0), (1, 0), (2, 1), (4, 3)])
-def test_the_step_that_gives_an_end_and_no_token_does_not(timed: Engine, tokens: int, steps: int) -> None:
+def test_usage_does_not_count_a_step_that_gives_only_the_end(timed: Engine, tokens: int, steps: int) -> None:
     params = SamplingParams(temperature=0, min_tokens=tokens, logit_bias={EOS[0]: 1e5})
     usage = timed.generate(PROMPT, params).usage
     assert usage == Usage(len(PROMPT), 0, tokens, 2.0 * UNITS, 1.0 * steps)
