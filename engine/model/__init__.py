@@ -1,1 +1,1 @@
-"""The forward pass and the weights that it takes."""
+"""The forward pass, its weights, and scoring."""

@@ -20,17 +20,17 @@ from engine.weight_formats import Linear, Matrix
 from model_loaders.config import ModelConfig
 
 Taps = Callable[[str, int, int, Array], None]
-"""taps(name, layer, position, x) sees values of a prompt's forward pass; x has rows from `position` of the sequence on.
+"""taps(name, layer, position, x) is called with values of a prompt's forward pass, for the rows from `position` on.
 
-name: "input" (T, E), what the layer gets, which may be changed in place; "queries" (T, H, D) and "keys" (T, K, D), as
-the store scales and rotates them; "attention" (T, H·D), what the output projection gets. x is good until the call
-returns. Parts of a prompt may come in any order, from several threads.
+name: "input" (T, E), the input of the layer, which may be changed in place; "queries" (T, H, D) and "keys" (T, K, D),
+scaled and rotated as they are stored; "attention" (T, H·D), the input of the output projection. x is valid until the
+call returns. Parts of a prompt may come in any order, and from several threads.
 """
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Matrices are (out, in); None where the family has no such term."""
+    """The weights of a decoder layer. Matrices are (out, in); None for what the family does not have."""
 
     attention_norm: Array | None  # (E,)
     qkv: Linear  # ((H + 2K)·D, E): q heads, k heads, v heads
@@ -40,24 +40,24 @@ class LayerWeights:
     ffn_norm: Array | None  # (E,)
     gate_up: Linear  # (2F, E)
     down: Linear  # (E, F)
-    attention_post_norm: Array | None = None  # (E,): of what is added to the residual stream
+    attention_post_norm: Array | None = None  # (E,): of the result, before it is added to the residual
     ffn_post_norm: Array | None = None
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a prompt that go through a layer together, and where their K/V go."""
+    """Rows of a prompt that go through a layer together, and the spans that their K/V go to."""
 
     rows: slice
-    position: int  # of the first, in its sequence
+    position: int  # of the first row, in its sequence
     spans: Sequence[Spans]  # for each group of layers
-    skipped: int  # rows of the last layer that only leave their K/V: nobody reads their outputs
-    last: Spans  # for the last layer, without the rows skipped
+    skipped: int  # first rows whose output is not needed: in the last layer, only their K/V are computed
+    last: Spans  # for the last layer, without the skipped rows
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All weights on the device."""
+    """The weights of a model, on the device."""
 
     embedding: Matrix  # (V, E)
     layers: Sequence[LayerWeights]
@@ -67,14 +67,14 @@ class ModelWeights:
 
 
 class Transformer:
-    """Token ids in, logits out; K/V go to the store on the way."""
+    """The forward pass: token ids to logits; keys and values are appended to the store."""
 
     def __init__(self, ops: Ops, config: ModelConfig, weights: ModelWeights, store: KVStore):
         self.ops = ops
         self.config = config
         self.weights = weights
         self.store = store
-        # Sees prompts, of one sequence each, but no steps: these may be recorded. May be set at any time.
+        # Called in prefill with one span, never in steps, which may be recorded. May be set at any time.
         self.taps: Taps | None = None
         self._ropes = RopeTables(config)
         self.attention_scale = config.attention_scale or config.head_dim**-0.5
@@ -95,16 +95,16 @@ class Transformer:
     def forward_units(
         self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, *, by_layer: bool = False
     ) -> Generator[int, None, Array]:
-        """Take the new tokens `ids` of `spans`, in order, through all layers, and their K/V into the store.
+        """Compute the new tokens `ids` of `spans`, in order, unit by unit, and append their K/V to the store.
 
-        A generator, so that other work can stand between its units: it yields the rows done after each unit and returns
-        the hidden states of the last `outputs` rows (all for None), (outputs, E). A unit is `prefill_rows` rows of a
-        layer, or fewer rows of as many layers as are no more work; with `by_layer`, never of two layers. All layers
-        are sealed then; commit is the caller's. Several spans must be those of a step.
-        Cost per token: 2 FLOPs per weight, and attention that grows with the tokens before it; memory: T·E for the
-        prompt, and one layer's K/V.
+        A generator, so that other work can run between units: it yields the number of rows after each unit and returns
+        the hidden states of the last `outputs` rows (None: of all), (outputs, E). A unit is `prefill_rows` rows of one
+        layer, or as many layers of fewer rows; with `by_layer`, never more than one layer. It seals all layers; the
+        caller commits. Several spans must be spans of a step.
+        Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
+        and one layer's K/V.
         """
-        # A block that is seen through its codes is encoded as a whole before any of its tokens attends.
+        # With a round trip, a block is encoded as a whole before any of its tokens attends.
         count, whole = len(ids), any(span.round_trip for span in spans)
         step = count if whole else self.ops.prefill_rows
         first_output = 0 if outputs is None else count - outputs
@@ -116,8 +116,9 @@ class Transformer:
         for layer in range(self.config.layers):
             for span in spans:
                 self.store.begin_layer(layer, span)
-            for unit, of in zip(units, parts, strict=True):
-                self._layer(layer, x, ropes[self._ropes.of_layer[layer]], of, spans if unit is units[-1] else ())
+            rope = ropes[self._ropes.kind[layer]]
+            for unit, unit_parts in zip(units, parts, strict=True):
+                self._layer(layer, x, rope, unit_parts, spans if unit is units[-1] else ())
                 rows = unit.stop - unit.start
                 done += rows
                 if by_layer or done + rows > step or (layer, unit) == last:
@@ -126,7 +127,7 @@ class Transformer:
         return x[first_output:]
 
     def forward(self, spans: Sequence[Span], ids: Sequence[int]) -> Array:
-        """`forward_units` without stops: hidden states (T, E)."""
+        """All of `forward_units` at once: hidden states (T, E)."""
         units = self.forward_units(spans, ids)
         while True:
             try:
@@ -135,24 +136,24 @@ class Transformer:
                 return end.value
 
     def logits(self, hidden: Array) -> np.ndarray:
-        """Hidden states (T, E) → logits (T, V) float32 on the host. Raises EngineError where they are not finite."""
+        """Hidden states (T, E) → logits (T, V) float32 on the host. Raises EngineError if they are not finite."""
         logits = self.ops.to_host(self._head(hidden))
-        if not np.isfinite(logits.max(axis=1)).all():  # NaN is the maximum of whatever holds it
+        if not np.isfinite(logits.max(axis=1)).all():  # the maximum of a row with NaN is NaN
             raise EngineError(NOT_FINITE, "model_damaged")
         return logits
 
     def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[Sampled]:
-        """The token that follows each of hidden (B, E), or why none can be chosen."""
+        """Hidden states (B, E) → the token that follows each, or the error for which none can be chosen."""
         logits = self._head(hidden)
         return self.ops.fetch_tokens(self.ops.sample(logits, self.ops.pack_draws(draws)), logits, draws)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, spans: Sequence[Span], ids: Sequence[int], draws: Sequence[Draw]) -> list[Sampled]:
-        """New rows of sequences through all layers → the token that follows each row, or why there is none.
+        """Compute the rows of a step → the token that follows each row, or the error for which there is none.
 
-        ids, draws: of the rows (T,) of all `spans`, which `KVStore.open_step` gave, in order; the rows of a sequence
-        see each other causally. To commit the spans is the caller's. Cost: the weights are read once for all rows.
+        ids, draws: of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller commits them.
+        Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
         seen = [self._spans(layers[0], spans, slice(0, len(ids))) for _, layers in self.store.shape.groups]
         ropes = [table for rope in self._rope(spans) for table in rope]
@@ -168,7 +169,7 @@ class Transformer:
         """
         x, first_spans = self._embed(ids), 2 * len(self._ropes)
         for layer in range(self.config.layers):
-            kind, seen = self._ropes.of_layer[layer], tables[first_spans + self.store.group_of(layer)]
+            kind, seen = self._ropes.kind[layer], tables[first_spans + self.store.group_of(layer)]
             cos, sin = tables[2 * kind : 2 * kind + 2]
             self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
         logits = self._head(x, recorded=True)
@@ -177,7 +178,7 @@ class Transformer:
     # -- one layer ----------------------------------------------------------------------------------------------
 
     def _rope(self, spans: Sequence[Span]) -> list[Rope]:
-        """cos and sin of the spans' positions, per kind of RoPE."""
+        """cos and sin of the spans' positions, for each kind of RoPE."""
         return self._ropes.tables(np.concatenate([np.arange(s.start, s.start + s.count) for s in spans]))
 
     def _embed(self, ids: Array) -> Array:
@@ -189,15 +190,15 @@ class Transformer:
         skipped = min(max(0, first_output - rows.start), count)
         seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
         last, position = self.config.layers - 1, spans[0].start + rows.start
-        if skipped in (0, count):  # of a part that is skipped as a whole nothing attends
+        if skipped in (0, count):  # if all rows are skipped, none attends in the last layer
             return _Part(rows, position, seen, skipped, seen[self.store.group_of(last)])
         return _Part(rows, position, seen, skipped, self._spans(last, spans, slice(rows.start + skipped, rows.stop)))
 
     def _spans(self, layer: int, spans: Sequence[Span], rows: slice) -> Spans:
-        """Each span's part in `rows`, counted from the first of them."""
+        """The parts of `spans` that lie in `rows`, for the group of a layer."""
         views, end = [], 0
         for span in spans:
-            begin, end = end, end + span.count  # of its rows
+            begin, end = end, end + span.count  # the span's rows
             first, last = max(begin, rows.start), min(end, rows.stop)
             if first < last:
                 own = slice(first - rows.start, last - rows.start)
@@ -207,7 +208,7 @@ class Transformer:
     def _layer(
         self, layer: int, x: Array, rope: tuple[Array, Array], parts: Sequence[_Part], complete: Sequence[Span]
     ) -> None:
-        """Take the rows of `parts` of x (T, E) through one decoder layer, in place, and seal the spans `complete`."""
+        """Compute one decoder layer for the rows of `parts` of x (T, E), in place, and seal the spans `complete`."""
         cos, sin = rope
         group, is_last = self.store.group_of(layer), layer == self.config.layers - 1
 
@@ -223,7 +224,7 @@ class Transformer:
                 spans = part.last if is_last else part.spans[group]
                 self._mix(layer, x[part.rows][skipped:], queries[i][skipped:], spans, part.position + skipped)
 
-        # A row attends to all K/V before it: every part is projected before the first one attends.
+        # A row attends to all K/V before it, so every part is projected before the first one attends.
         queries = self.ops.parallel_map(project, len(parts))
         for span in complete:
             self.store.seal(layer, span)
@@ -234,9 +235,9 @@ class Transformer:
     def _project(
         self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans, position: int | None = None
     ) -> Array:
-        """Append the K/V of x (T, E) to the spans and return its queries (T, H, D), as the store rotates them.
+        """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are.
 
-        position: of the first row, for the taps; None in a step, which has none and may be recorded.
+        position: of the first row, for the taps; None in a step, which has no taps and may be recorded.
         """
         ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
         qkv = ops.linear(x, w.qkv, norm=self._norm(w.attention_norm), recorded=recorded)
@@ -257,7 +258,7 @@ class Transformer:
         return q
 
     def _mix(self, layer: int, x: Array, q: Array, spans: Spans, position: int | None = None) -> None:
-        """Attention and feed-forward: x (T, E) with queries q (T, H, D) → x, in place.
+        """Add attention, for queries q (T, H, D), and then the feed-forward network to x (T, E), in place.
 
         position: as for `_project`.
         """
@@ -273,7 +274,7 @@ class Transformer:
         self._add(x, activated, w.down, w.ffn_post_norm, recorded)
 
     def _add(self, x: Array, y: Array, w: Linear, post_norm: Array | None, recorded: bool) -> None:
-        """x (T, E) += the projection of y (T, in), normalised before where there is a norm behind it."""
+        """x (T, E) += the projection w of y (T, in), after `post_norm` if that is not None."""
         norm = self._norm(post_norm)
         if norm is None:
             self.ops.linear(y, w, residual=x, recorded=recorded)
@@ -281,7 +282,7 @@ class Transformer:
             self.ops.rms_norm(self.ops.linear(y, w, recorded=recorded), norm, residual=x)
 
     def _norm(self, weight: Array | None) -> tuple[Array, float] | None:
-        """A norm as the ops take it."""
+        """(weight, epsilon) of a norm, as the ops take it."""
         return None if weight is None else (weight, self.config.norm_eps)
 
     def _head(self, hidden: Array, *, recorded: bool = False) -> Array:

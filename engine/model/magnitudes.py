@@ -1,15 +1,15 @@
-"""How large a layer's keys and values are, as its weights tell, and what they are divided by before they are stored.
+"""Estimates the magnitude of keys and values from the weights, and the scale that they are divided by when stored.
 
-A code holds a norm in a byte, which has a range, and its finest steps near 1 (`engine.codecs._norms`); full precision
-on a GPU has the range of half precision. A model may have keys and values of any size: that of values can be moved into
-the output projection, that of keys into queries. So what is stored is taken near 1 first, by a power of two, which
-rounds nothing.
+A code holds a norm in a byte, whose range is limited and whose finest steps are near 1 (`engine.codecs._norms`), and
+full precision on a GPU has the range of half precision. Keys and values of a model may have any magnitude. So stored
+keys and values are divided by a power of two, which rounds nothing, to bring them near 1; queries and attention's
+results are multiplied by it.
 
-No run is needed for that. Inputs x of the projections have a mean square of 1, times a gain g (in families without
-a norm there, they are sums of an embedding and of what norms gave, whose mean squares add up). If their channels have
-nothing to do with each other, a row w of a projection makes a number of variance Σ (w·g)² of them. Of the values of
-SmolLM2-135M and stories15M, the root of that is 0.8 to 2.5 times the rms of a head, most often 1.7 times; of keys
-around the mean of their block, 0.6 to 1.7 times.
+The estimate needs no forward pass. The input of a projection has a mean square of 1 per channel, times the norm's
+squared weight g² (in families without a norm there, it is a sum of an embedding and of normed results, whose mean
+squares add up). If channels are uncorrelated, the output of a row w of the projection has the variance Σ (w·g)². For
+the values of SmolLM2-135M and stories15M, its root is 0.8 to 2.5 times the rms of a head, most often 1.7 times; for
+keys around the mean of their block, 0.6 to 1.7 times.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from engine.model.rope import pair_frequencies
 from engine.quantization.conditioning import Scale
 from model_loaders.config import ModelConfig
 
-_MOST_OCTAVES = 64  # a scale, its inverse, and their products with numbers of any size that counts are float32
+_MOST_OCTAVES = 64  # so that a scale, its inverse, and their products with plausible keys and values fit float32
 
 
 class Variances(NamedTuple):
-    """Expected squares, (K, D) float64."""
+    """Expected squares of a layer's keys and values, (K, D) float64."""
 
     keys: np.ndarray
     values: np.ndarray
@@ -38,9 +38,9 @@ class Variances(NamedTuple):
 def variances(
     ops: Ops, config: ModelConfig, weights: ModelWeights, block_sizes: Sequence[int | None] | None = None
 ) -> list[Variances]:
-    """Variances of every layer's keys and values; with a layer's block size, of keys around the mean of their block.
+    """Variances of every layer's keys and values; for a layer with a block size, of keys around their block's mean.
 
-    Costs a read of the weights of keys and values, and of the embedding where layers have no norm before them.
+    Reads the weights of the key and value projections, and the embedding if layers have no norm before them.
     """
     inputs = _normed_inputs(ops, weights) if config.pre_norms else _plain_inputs(ops, config, weights)
     sizes = block_sizes or [None] * config.layers
@@ -51,14 +51,14 @@ def variances(
 
 
 def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
-    """Per layer, the mean squares of what its projections take, (E,) float64: those of the norm before them."""
+    """The mean squares of each layer's input to its projections, (E,) float64, after a norm."""
     for layer in weights.layers:
         yield np.square(ops.to_host(layer.attention_norm), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:
-    """As `_normed_inputs`, without norms before the projections: of embeddings, and of all norms behind them so far."""
-    step = 4096  # rows at a time
+    """The same for layers without that norm: of the embeddings and the results of all earlier post-norms."""
+    step = 4096  # rows
     squares = np.zeros(config.hidden_size)
     for first in range(0, config.vocab_size, step):
         rows = ops.rows(weights.embedding, slice(first, min(first + step, config.vocab_size)))
@@ -76,11 +76,11 @@ def _variances(
     shape = 2, config.kv_heads, config.head_dim
     rows = slice(config.heads * config.head_dim, None)
     heads = ops.rows(layer.qkv, rows).reshape(-1, config.head_dim, len(inputs))
-    # One after the other: squares of all of them together would be new memory each time, which takes longer than they.
+    # Head by head: for all heads together, allocating the squares would take longer than computing them.
     keys, values = np.reshape([np.square(head, dtype=np.float64) @ inputs for head in heads], shape)
     if layer.qkv.bias is not None:
         bias = np.square(ops.to_host(layer.qkv.bias[rows]), dtype=np.float64).reshape(shape)
-        keys, values = keys + bias[0] * _turned(config, number, block_size), values + bias[1]
+        keys, values = keys + bias[0] * _varying_share(config, number, block_size), values + bias[1]
     if layer.k_norm is not None:
         norm = np.square(ops.to_host(layer.k_norm), dtype=np.float64)
         share = keys / keys.mean() if config.wide_qk_norm and keys.any() else np.ones_like(keys)
@@ -88,8 +88,8 @@ def _variances(
     return Variances(keys, values)
 
 
-def _turned(config: ModelConfig, layer: int, block_size: int | None) -> np.ndarray:
-    """Share of a constant's square that differs from its mean over a block, once RoPE has turned it, (D,)."""
+def _varying_share(config: ModelConfig, layer: int, block_size: int | None) -> np.ndarray:
+    """The share of a constant's square that RoPE makes differ from the mean of its block, (D,)."""
     if block_size is None:
         return np.ones(config.head_dim)
     frequencies, _ = pair_frequencies(config, config.layer_rope(layer))
@@ -97,16 +97,17 @@ def _turned(config: ModelConfig, layer: int, block_size: int | None) -> np.ndarr
     return np.tile(1 - np.abs(mean) ** 2, 2)
 
 
-def scale(of: Variances, smoothing: np.ndarray | None = None) -> Scale:
-    """What keys, smoothed by s (K, D), and values of these variances are divided by, so that their rms is near 1."""
-    s = np.ones(of.keys.shape, np.float32) if smoothing is None else smoothing
-    return Scale(s * _power_of_two(of.keys / np.square(s, dtype=np.float64))[:, None], _power_of_two(of.values))
+def scale(variances: Variances, smoothing: np.ndarray | None = None) -> Scale:
+    """The scale that brings keys, smoothed by `smoothing` (K, D), and values of these variances to an rms near 1."""
+    keys, values = variances
+    s = np.ones(keys.shape, np.float32) if smoothing is None else smoothing
+    return Scale(s * _power_of_two(keys / np.square(s, dtype=np.float64))[:, None], _power_of_two(values))
 
 
 def _power_of_two(variance: np.ndarray) -> np.ndarray:
-    """(K, D) → (K,) float32: the power of two at the rms of each head, or below; 1 for a head that has none.
+    """Variances (K, D) → (K,) float32: each head's rms, rounded down to a power of two; 1 if it is 0 or not finite.
 
-    Below, because the variances are more often too large than too small.
+    Rounded down, because the variances are more often too large than too small.
     """
     rms = np.sqrt(variance.mean(axis=-1))
     exponents = np.frexp(np.where(np.isfinite(rms) & (rms > 0), rms, 1))[1] - 1

@@ -1,4 +1,4 @@
-"""Teacher-forced scoring through the cache, as steps would see it."""
+"""Teacher-forced scoring, with the cache read as steps read it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from engine.model.forward import Transformer
 from engine.outputs import Score
 from engine.sampling.sample import log_softmax
 
-# Rows of logits at once: a vocabulary of 128 K takes 128 MiB.
-_ROWS = 256
+_ROWS = 256  # of logits at a time: 128 MiB for a vocabulary of 128 K
 
 
 def score(
     model: Transformer, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False, logits: bool = False
 ) -> Score:
-    """Feed `ids` (T,) to the empty sequence `kv` in chunks of one block each, and score every next id.
+    """Feed `ids` (T,) to the empty sequence `kv` and score every next id. Raises OutOfBlocks.
 
-    A step sees complete blocks as codes, the first and the current block exact; a chunk of one block sees the same.
-    With `every_token_coded` a chunk is seen as its whole block reads back after encoding, by all of its tokens: the
-    block's codes may depend on tokens behind them. Logits are kept where `logits` asks for them. Raises OutOfBlocks.
+    The ids are fed in chunks of one block, so that attention reads what it reads in a step: the first and the current
+    block in full precision, all others as codes. With `every_token_coded`, it reads the current block as it is after
+    encoding and decoding, whose codes may depend on later tokens of the block. logits: return the logits as well.
     """
     size = model.store.shape.block_size
     logprobs = np.empty(len(ids) - 1, np.float32)
@@ -47,7 +46,7 @@ def score(
 
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    """log softmax of logits (T, V) at ids (T,) → (T,) float32, computed in float64."""
+    """The log softmax of logits (T, V) at ids (T,): (T,) float32, computed in float64."""
     found = np.empty(len(logits), np.float32)
     for first in range(0, len(logits), 64):  # float64 copies of 64 rows at a time
         rows = slice(first, first + 64)

@@ -1,7 +1,4 @@
-"""From a file's tensors to the fused matrices of the forward pass, each tensor read once into its place.
-
-And what tells them from those of another model.
-"""
+"""Loads a file's tensors into the weights of the forward pass, each read once, and computes a model's fingerprint."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from model_loaders.families import tensors
 from model_loaders.tensor_table import Slots
 from model_loaders.weights import WeightSource
 
-_SLAB_BYTES = 1 << 20  # of a file, widened at a time: what they become stays in the cache
-_SAMPLE = 1024  # values from either end of each weight matrix that tell one model from another
+_SLAB_BYTES = 1 << 20  # of a file, dequantized at a time: the values stay in the CPU's cache
+_SAMPLE = 1024  # values from either end of each weight that the fingerprint covers
 
 
 @dataclass(frozen=True)
 class _FileMatrix:
-    """See `StoredMatrix`. What no format is for comes as float32. progress: told the values read, as float32 bytes."""
+    """See `StoredMatrix`. Types without a weight format are read as float32. progress: called with 4 bytes a value."""
 
     source: WeightSource
     name: str
@@ -73,14 +70,14 @@ def _format(source: WeightSource, name: str) -> WeightFormat:
 
 
 class _Reader:
-    """Brings named tensors to the device."""
+    """Loads named tensors to the device."""
 
     def __init__(self, ops: Ops, source: WeightSource, progress: Callable[[int], None] | None):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
         self.bytes = 0
 
     def vector(self, names: Sequence[str]) -> Array:
-        """Tensors (n_i,), one behind the other."""
+        """Tensors (n_i,), concatenated."""
         sizes = [self._source.shape(name)[0] for name in names]
         whole, end = np.empty(sum(sizes), np.float32), 0
         for name, size in zip(names, sizes, strict=True):
@@ -91,20 +88,20 @@ class _Reader:
         return self._ops.to_device(whole)
 
     def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
-        """Tensors (rows_i, columns) under each other."""
+        """Tensors (rows_i, columns), as the parts of one matrix."""
         matrices = self._ops.load([_FileMatrix(self._source, name, self._progress) for name in names])
         self.bytes += sum(matrix.nbytes for matrix in matrices)
         return matrices
 
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
-        """The projections of these weights, whose outputs come one after the other, and their biases."""
+        """A projection whose output is the concatenation of those of `weights`, with `biases`."""
         return Linear(self.matrices(weights), self.vector(biases) if biases else None)
 
 
 def load_weights(
     ops: Ops, config: ModelConfig, source: WeightSource, progress: Callable[[int], None] | None = None
 ) -> ModelWeights:
-    """Every weight on the device. `progress` is told the float32 bytes that have been read since its last call."""
+    """All weights on the device. `progress` is called with the values read since its last call, in bytes as float32."""
     read = _Reader(ops, source, progress)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
@@ -116,12 +113,12 @@ def load_weights(
 
 
 def weight_count(source: WeightSource) -> int:
-    """Values of all tensors."""
+    """The number of values in all tensors."""
     return sum(int(np.prod(source.shape(name))) for name in source.names())
 
 
 def weight_bytes(ops: Ops, source: WeightSource) -> int:
-    """Bytes that all tensors will take on the device."""
+    """The bytes of all tensors on the device."""
     counts = {name: int(np.prod(source.shape(name))) for name in source.names()}
     return sum(
         ops.matrix_bytes(_format(source, name), count) if len(source.shape(name)) > 1 else 4 * count
@@ -130,9 +127,9 @@ def weight_bytes(ops: Ops, source: WeightSource) -> int:
 
 
 def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
-    """What tells this model from others, as a digest: its shape and arithmetic, and samples of its weights.
+    """A digest of the model: its configuration, and samples of its weights.
 
-    Of the weights as they are on the device: where those are narrower than the file's, it is another model.
+    The weights are sampled on the device. If they are narrower there than in the file, the digest is another one.
     """
     digest = hashlib.sha256(repr(config).encode())
     for field in fields(config):
@@ -146,12 +143,12 @@ def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:
 
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
-    """Name, shape, and values from either end of every weight."""
+    """(name, shape, values from either end) of every weight."""
     for name, tensor in _tensors(weights):
         if isinstance(tensor, Matrix | Linear):
             count, width = tensor.shape
             rows = -(-_SAMPLE // width)
-            first, last = (ops.rows(tensor, of) for of in (slice(0, rows), slice(max(0, count - rows), count)))
+            first, last = (ops.rows(tensor, end) for end in (slice(0, rows), slice(max(0, count - rows), count)))
         else:
             first = last = ops.to_host(tensor)
         yield name, tuple(tensor.shape), [first.reshape(-1)[:_SAMPLE], last.reshape(-1)[-_SAMPLE:]]

@@ -1,4 +1,4 @@
-"""Weights that hold NaN or infinity: a sentence for whoever asked, and the engine goes on for everybody else."""
+"""Weights that hold NaN or infinity: requests that read them fail with a sentence, all others are unaffected."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_score(damaged: Damage, place: str, value: float, every_token_coded: boo
             assert_idle(engine)
 
 
-def test_who_does_not_meet_the_damage_is_served_as_before(damaged: Damage, tiny_path: Path) -> None:
+def test_requests_that_do_not_read_the_damage_are_unaffected(damaged: Damage, tiny_path: Path) -> None:
     with load(tiny_path) as whole:
         expected = whole.generate(GOOD, GREEDY).token_ids
         score = whole.score(GOOD).logprobs
@@ -102,8 +102,8 @@ def test_who_does_not_meet_the_damage_is_served_as_before(damaged: Damage, tiny_
 
 
 @pytest.mark.parametrize("length", [13, 15])
-def test_a_step_that_meets_it_ends_its_own_request_alone(damaged: Damage, tiny_path: Path, length: int) -> None:
-    """Also where that step fills a block, which no codec can encode then."""
+def test_damage_read_in_a_step_fails_only_its_own_request(damaged: Damage, tiny_path: Path, length: int) -> None:
+    """Also if the step fills a block, which no codec can encode then."""
     with load(tiny_path) as whole:
         expected = whole.generate(GOOD, GREEDY).token_ids
     draw_bad = SamplingParams(temperature=0, max_tokens=12, logit_bias={BAD: 1000.0})

@@ -92,7 +92,7 @@ Blocks = list[list[np.ndarray]]
 
 
 def recorded(model: Transformer) -> dict[int, Blocks]:
-    """From now on, per layer, all arrays of every quantized block in the order of encoding."""
+    """A dict that gets, per layer, all arrays of every block that is encoded from now on, in order."""
     layers = {id(model.store.cache(layer)): layer for layer in range(model.config.layers)}
     blocks: dict[int, Blocks] = {layer: [] for layer in layers.values()}
     encode = model.store.ops.encode_blocks
@@ -108,14 +108,14 @@ def recorded(model: Transformer) -> dict[int, Blocks]:
 
 
 def first_difference(a: dict[int, Blocks], b: dict[int, Blocks]) -> tuple[int | None, float]:
-    """The number in its sequence of the first block whose codes differ in any layer, and the share that differs there.
+    """The number of the first block whose codes differ in any layer, and the share of its bytes that differ.
 
-    Behind it everything differs a little, since that block has been read.
+    All later blocks may differ a little, because attention has read that one.
     """
     for number in range(max(map(len, a.values()))):
         pairs = [pair for layer in a for pair in zip(a[layer][number], b[layer][number], strict=True)]
         if different := sum(int((x != y).sum()) for x, y in pairs):
-            return number + 1, different / sum(x.size for x, _ in pairs)  # block 0 is never coded
+            return number + 1, different / sum(x.size for x, _ in pairs)  # block 0 is never encoded
     return None, 0.0
 
 
@@ -136,8 +136,8 @@ def test_a_part_of_a_block_can_be_read_as_codes(fixture) -> None:
 
 
 @pytest.mark.parametrize(("block_size", "count"), [(32, 64), (32, 33), (64, 128)])
-def test_every_token_coded_does_not_depend_on_the_threads(fixture, block_size: int, count: int) -> None:
-    """Threads share the rows of a chunk of 32 tokens or more; its block is encoded as a whole all the same."""
+def test_every_token_coded_does_not_depend_on_the_number_of_threads(fixture, block_size: int, count: int) -> None:
+    """Threads split the rows of a chunk of 32 tokens or more, but its block is encoded as a whole."""
     config, weights, ids, reference = fixture
     scores = []
     try:
@@ -159,7 +159,7 @@ def test_every_token_coded_does_not_depend_on_the_rows_of_a_unit(fixture, monkey
 
 
 def test_every_token_coded_reads_each_block_as_it_is_stored(fixture) -> None:
-    """What the last block's tokens see is what a later token sees of it."""
+    """The last block's tokens read the codes that a later token reads."""
     config, weights, ids, _ = fixture
     model = bare_model(config, weights, ("ring3", "ring3"), block_size=16)
     store, kv, seen = model.store, model.store.new_sequence(), {}
@@ -180,7 +180,7 @@ def test_every_token_coded_reads_each_block_as_it_is_stored(fixture) -> None:
     assert set(seen) == set(range(config.layers))
 
 
-def test_a_second_turn_sees_the_first_as_codes(fixture) -> None:
+def test_a_second_turn_reads_the_first_as_codes(fixture) -> None:
     config, weights, ids, reference = fixture
     model = bare_model(config, weights, ("polarquant", "polarquant"), block_size=8)
     kv = model.store.new_sequence()
@@ -193,7 +193,7 @@ def test_a_second_turn_sees_the_first_as_codes(fixture) -> None:
     assert np.abs(second[:3] - steps[:3]).max() <= 1e-5 * spread(reference)
 
 
-def test_two_sequences_step_together_as_they_do_alone(fixture) -> None:
+def test_two_sequences_in_a_step_get_the_logits_that_they_get_alone(fixture) -> None:
     config, weights, ids, reference = fixture
     model = bare_model(config, weights, ("polarquant", "polarquant"), block_size=8)
     first, second = model.store.new_sequence(), model.store.new_sequence()
@@ -212,7 +212,7 @@ def test_two_sequences_step_together_as_they_do_alone(fixture) -> None:
 
 
 def stepped(model: Transformer, spans: Sequence[Span], ids: Sequence[int]) -> np.ndarray:
-    """A step of the rows `ids` of all spans → the logits (T, V) that its tokens are chosen from."""
+    """The logits (T, V) of a step with the rows `ids` of all spans."""
     seen: list[np.ndarray] = []
     fetch_tokens = model.ops.fetch_tokens
 
@@ -235,8 +235,8 @@ ROUNDS = [((5, 1, 3), (2, 1, 3)), ((2, 9, 1), (2, 1, 0)), ((16, 12, 8), (9, 12, 
 
 @pytest.mark.parametrize("types", [("f16", "f16"), ("polarquant", "ring4")])
 @pytest.mark.parametrize("block_size", [8, 64])
-def test_rows_of_a_step_get_what_a_prompt_gives_them(fixture, types: tuple[str, str], block_size: int) -> None:
-    """In company of others, over ends of blocks, behind rows that were rejected."""
+def test_rows_of_a_step_get_the_logits_of_a_prompt(fixture, types: tuple[str, str], block_size: int) -> None:
+    """With other sequences in the step, across ends of blocks, and after rows that were not kept."""
     config, weights, ids, reference = fixture
     model, other = (bare_model(config, weights, types, block_size=block_size, step_rows=16) for _ in range(2))
     sequences, prompts = ([of.store.new_sequence() for _ in range(3)] for of in (model, other))
@@ -260,12 +260,12 @@ def test_rows_of_a_step_get_what_a_prompt_gives_them(fixture, types: tuple[str, 
 
 
 def drafted(ids: Sequence[int], span: Span, kept: int) -> list[int]:
-    """The rows of a span: as many of `ids` as will be kept, then wrong ones."""
+    """The rows of a span: those of `ids` that will be kept, then wrong ones."""
     return [*ids[span.start : span.start + kept], *[7] * (span.count - kept)]
 
 
-def test_rows_of_a_step_get_what_they_get_one_by_one(fixture) -> None:
-    """As long as no block is encoded: the rows behind it would see its codes."""
+def test_rows_of_a_step_get_the_logits_of_steps_of_one_row(fixture) -> None:
+    """As long as no block is encoded between them: later rows would read its codes."""
     config, weights, ids, reference = fixture
     model = bare_model(config, weights, ("polarquant", "ring4"), block_size=64, step_rows=16)
     pair, single = [model.store.new_sequence() for _ in range(2)], model.store.new_sequence()
@@ -281,8 +281,8 @@ def test_rows_of_a_step_get_what_they_get_one_by_one(fixture) -> None:
             assert np.abs(logits - alone).max() <= 1e-5 * spread(reference)
 
 
-def test_steps_of_one_shape_are_recorded_by_the_most_rows_of_a_sequence(fixture) -> None:
-    """Launches depend on it, and neither ids nor spans have another shape."""
+def test_graphs_are_keyed_by_the_most_rows_of_a_sequence(fixture) -> None:
+    """Launches depend on that number, and the shapes of ids and spans do not show it."""
     config, weights, ids, _ = fixture
     model = bare_model(config, weights, block_size=64, step_rows=16)
     pair, keys = [model.store.new_sequence() for _ in range(2)], []

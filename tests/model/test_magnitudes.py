@@ -1,4 +1,4 @@
-"""The size of keys and values, told from weights, and what is stored not depending on it."""
+"""The magnitude of keys and values, estimated from weights, does not change what is stored."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_powers_of_two_change_no_bit(tmp_path: Path, fixture: str, types: str) -
                     np.testing.assert_array_equal(given, wanted)
 
 
-def test_a_real_model_diverges_alike_whatever_the_size() -> None:
+def test_divergence_of_a_real_model_does_not_depend_on_the_magnitude() -> None:
     """Fitted to the model. The scale may be another power of two then, so that other codes are nearest."""
     path = shared("models", "stories15M")
     text = shared("text", "tinystories_dedup.txt").read_text()[:2000]
@@ -72,7 +72,7 @@ def test_a_real_model_diverges_alike_whatever_the_size() -> None:
 # -- what the weights tell -------------------------------------------------------------------------------------------
 
 
-def test_of_a_real_model_they_tell_the_size_within_a_factor_of_three() -> None:
+def test_estimates_for_a_real_model_are_within_a_factor_of_three() -> None:
     path = shared("models", "stories15M")
     config, weights = read_model(path)
     with Engine.load(path, device="cpu", cache_type="f16") as engine:
@@ -89,10 +89,10 @@ def test_of_a_real_model_they_tell_the_size_within_a_factor_of_three() -> None:
 
 @pytest.mark.parametrize("block_size", [None, 64])
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
-def test_of_inputs_that_have_nothing_to_do_with_each_other_they_are_exact(
+def test_estimates_for_uncorrelated_inputs_are_exact(
     name: str, block_size: int | None, rng: np.random.Generator
 ) -> None:
-    """Keys and values of random inputs at consecutive positions; a bias that outweighs all else, where there is one."""
+    """Keys and values of random inputs at consecutive positions; a bias, if any, outweighs all else."""
     config, weights = read_model(FIXTURES / name)
     layer, count = weights.layers[1], 4096
     if layer.qkv.bias is not None:
@@ -127,7 +127,7 @@ def test_of_inputs_that_have_nothing_to_do_with_each_other_they_are_exact(
     ("rms", "expected"),
     [(1, 1), (1.99, 1), (2, 2), (0.5, 0.5), (0.499, 0.25), (1e-12, 2.0**-40), (1e40, 2.0**64), (0, 1), (np.inf, 1)],
 )
-def test_the_scale_is_the_power_of_two_at_the_rms_or_below(rms: float, expected: float) -> None:
+def test_the_scale_is_the_rms_rounded_down_to_a_power_of_two(rms: float, expected: float) -> None:
     variance = np.full((2, 8), np.square(float(rms)))
     smoothing = np.repeat(np.float32([[2], [0.25]]), 8, axis=1)
     keys, values = scale(Variances(variance * np.square(smoothing), variance), smoothing)

@@ -1,4 +1,4 @@
-"""Taps of the forward pass: what they see, and how they tell where two backends part."""
+"""Taps of the forward pass: the values that they get, and how they find where two backends differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Seen = dict[tuple[int, str, int], np.ndarray]  # layer, name, position → a cop
 
 
 class Keep:
-    """Taps that keep everything, and put `inputs`, where they have some, in front of every layer."""
+    """Taps that keep all values, and replace the input of every layer by that of `inputs`, if any."""
 
     def __init__(self, model: Transformer, inputs: Seen | None = None):
         self.model, self.inputs, self.seen = model, inputs or {}, Seen()
@@ -37,7 +37,7 @@ class Keep:
 
 
 def values(model: Transformer, inputs: Seen | None = None) -> Seen:
-    """What two prompts of a sequence leave at the taps."""
+    """The values that taps get from two prompts of a sequence."""
     model.taps = keep = Keep(model, inputs)
     talk = Talk(model)
     talk.prompt(IDS[:TURN])
@@ -46,10 +46,10 @@ def values(model: Transformer, inputs: Seen | None = None) -> Seen:
 
 
 def differences(given: Seen, exact: Seen, rounded: Seen) -> Iterator[tuple[int, str]]:
-    """Layers and names, in the order of the forward pass, where `given` is farther from `exact` than rounding takes it.
+    """(layer, name), in the order of the forward pass, where `given` differs from `exact` by more than rounding allows.
 
-    `rounded` is what the roundings of the kernels make of the same inputs on the CPU. Kernels round in other places as
-    well, hence four times as much is allowed.
+    `rounded`: the values on the CPU with the kernels' roundings. Kernels round in other places as well, so four times
+    the error is allowed.
     """
     assert given.keys() == exact.keys() == rounded.keys()
     for layer, name, position in sorted(exact, key=lambda at: (at[2], at[0], NAMES.index(at[1]))):
@@ -60,7 +60,7 @@ def differences(given: Seen, exact: Seen, rounded: Seen) -> Iterator[tuple[int, 
 
 
 def first_difference(fixture: str, *, break_layer: int | None = None, part: str = "") -> tuple[int, str] | None:
-    """Where the emulated GPU parts from NumPy first, after a change to one matrix of a layer of the GPU's model."""
+    """The first values in which the emulated GPU differs from NumPy after a change to a matrix of the GPU's model."""
     device = CudaOps(open_device(checked=False))
     models = [model_of(ops, fixture, ("f16", "f16")) for ops in (SameWeights(device), Rounded(device), device)]
     if break_layer is not None:
@@ -103,7 +103,7 @@ def seen_by(model: Transformer, ids: Sequence[int]) -> tuple[Seen, np.ndarray]:
     return keep.seen, logits
 
 
-def test_every_row_of_every_layer_is_seen_once_whatever_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taps_get_every_row_of_every_layer_once_whatever_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = read_model(FIXTURES / FIXTURE)
     whole, logits = seen_by(bare_model(config, weights), IDS)
     assert sorted(whole) == sorted((layer, name, 0) for layer in range(config.layers) for name in NAMES)

@@ -1,4 +1,4 @@
-"""From files to the device: bytes that have a format go there as they are."""
+"""Loading of weights: bytes in a weight format go to the device unchanged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SIXTEEN_BITS = [path.name for path in sorted(FIXTURES.iterdir()) if open_weights
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BITS)
-def test_no_matrix_of_16_bits_is_widened_on_its_way_to_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No matrix is read as float32, none comes to the device as one, and what is there are the file's bytes."""
+def test_matrices_of_16_bits_are_not_widened_on_the_way_to_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix is read or copied to the device as float32, and the device has the file's bytes."""
     config, source, _ = open_weights(FIXTURES / name)
     device, came, widened = open_device(checked=False), [], []
     from_host, read_into = device.from_host, StoredWeights.read_into
@@ -49,8 +49,8 @@ def test_no_matrix_of_16_bits_is_widened_on_its_way_to_a_gpu(name: str, monkeypa
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", SIXTEEN_BITS[:1])
-def test_a_matrix_comes_to_a_gpu_in_slabs(name: str, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the host there is a part of it at a time, in the file's type."""
+def test_a_matrix_is_copied_to_a_gpu_in_slabs(name: str, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has a part of it at a time, in the file's type."""
     config, source, _ = open_weights(FIXTURES / name, mmap)
     monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 2048)
     device = open_device(checked=False)
@@ -74,7 +74,7 @@ def test_a_matrix_comes_to_a_gpu_in_slabs(name: str, mmap: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(FIXTURES.iterdir())])
-def test_the_bytes_that_are_planned_for_are_those_that_are_taken(name: str) -> None:
+def test_weight_bytes_are_those_of_the_loaded_weights(name: str) -> None:
     config, source, _ = open_weights(FIXTURES / name)
     for ops in (NumpyOps(), CudaOps(open_device(checked=False))):
         assert weight_bytes(ops, source) == load_weights(ops, config, source).bytes
@@ -89,8 +89,8 @@ def test_a_tied_head_is_the_embedding() -> None:
     source.close()
 
 
-def test_the_cpu_joins_what_is_multiplied_together() -> None:
-    """One array for BLAS, the file's values in it."""
+def test_the_cpu_concatenates_the_parts_of_a_projection() -> None:
+    """In one array for BLAS, with the file's values."""
     config, source, _ = open_weights(FIXTURES / "llama_gqa_llama3_tied")
     qkv = load_weights(NumpyOps(), config, source).layers[0].qkv
     assert isinstance(qkv, Linear)
