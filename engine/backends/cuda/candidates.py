@@ -1,7 +1,7 @@
-"""Which points of a codec's table can be the nearest one, for kernels: a short list for every cell of a grid.
+"""Candidates for the nearest point of a codec's table: a short list for every cell of a grid.
 
-`cuda/encode/encode_blocks.cu` compares a pair with the points of its cell only, and finds the same nearest point as
-comparison with all of them.
+`cuda/encode/encode_blocks.cu` compares a pair only with the candidates of its cell, and finds the same nearest point as
+a comparison with all points.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import numpy as np
 
 _CELLS = 64  # along an axis of the square [−4, 4)²
 _SIDE = 8 / _CELLS
-_MANY = 256  # points: up to here a cell has room for four, else for twelve
+_MANY = 256  # points: up to this number a cell has room for four candidates, else for twelve
 
-ALL = 0xFFFF  # the first of a list that would not fit: compare with every point
+ALL = 0xFFFF  # marks a list that does not fit: compare with every point
 
 # Scores in the square are sums of three terms below 24: float32 is off by less than 1e-5 in all.
 _TOLERANCE = 1e-4
 
 
 def candidates(points: np.ndarray) -> np.ndarray:
-    """points (P, 2) float32 → (64, 64, 4) uint16, or (64, 64, 12) if P > 256: ascending codes, then the first again.
+    """points (P, 2) float32 → (64, 64, 4) uint16, or (64, 64, 12) if P > 256: ascending codes, padded with the first.
 
-    A point can win where its |p|²/2 − x·p in float32 is least. A difference of two scores is linear in x, so that half
-    a side away from the middle of a cell, in either direction, it has changed by at most that times the two
-    differences between the points.
+    The nearest point has the least score |p|²/2 − x·p in float32. The difference of two scores is linear in x: from the
+    centre of a cell to its edges it changes by at most half a side times the sum of the points' coordinate differences.
+    A point is a candidate if that is enough to overtake the best point at the centre.
     """
     p, room = points.astype(np.float64), 4 if len(points) <= _MANY else 12
-    middles = (np.moveaxis(np.indices((_CELLS, _CELLS)), 0, -1).reshape(-1, 2) + 0.5) * _SIDE - 4
-    score = np.square(p).sum(1) / 2 - middles @ p.T
+    centres = (np.moveaxis(np.indices((_CELLS, _CELLS)), 0, -1).reshape(-1, 2) + 0.5) * _SIDE - 4
+    score = np.square(p).sum(1) / 2 - centres @ p.T
     best = score.argmin(1)
     lead = score - score.min(1, keepdims=True)
     reach = np.abs(p[None] - p[best][:, None]).sum(2) * (_SIDE / 2 + _TOLERANCE)
     can_win = lead <= reach + _TOLERANCE
-    lists = np.empty((len(middles), room), np.uint16)
+    lists = np.empty((len(centres), room), np.uint16)
     for row, winners in zip(lists, can_win, strict=True):
         codes = np.flatnonzero(winners)
         row[:] = ALL if len(codes) > room else np.pad(codes, (0, room - len(codes)), constant_values=codes[0])

@@ -1,8 +1,7 @@
-"""The GPU through CuPy, which this file and `cupy_recording` alone import. See `engine.backends.cuda.device.Device`.
+"""`engine.backends.cuda.device.Device` on CuPy. Only this file and `cupy_recording` import CuPy.
 
-CuPy gives us memory, compilation, launches, cuBLAS and graphs; all arithmetic is in `cuda/`, but for copies between
-strided arrays. Everything happens on one stream. Which stream is the current one is a matter of each thread in CuPy, so
-every call here that CuPy might put on a stream says ours first.
+CuPy provides memory, compilation, launches, cuBLAS and graphs; all arithmetic but copies between strided arrays is in
+`cuda/`. All work goes to one stream. CuPy has a current stream for each thread, so methods here select ours first.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
 
-_SHARED_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every launch may have
-_STAGED_BYTES = 1 << 20  # larger arrays are not worth a copy in pinned memory
+_DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that a launch gets without raising the kernel's limit
+_STAGED_BYTES = 1 << 20  # larger arrays are not worth a copy to pinned memory
 
 # Attributes of a device: its compute capability, and the shared memory of a multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
@@ -36,7 +35,7 @@ _GEMM_TYPES = {"float16": _runtime.CUDA_R_16F, "uint16": _runtime.CUDA_R_16BF}
 
 
 def open_device() -> CupyDevice:
-    """The GPU of this process. EngineError, "device_unavailable", with the reason where it cannot be used."""
+    """The GPU of this process. Raises EngineError ("device_unavailable") with the reason if it cannot be used."""
     try:
         count = _runtime.getDeviceCount()
     except _runtime.CUDARuntimeError as error:
@@ -53,7 +52,7 @@ def open_device() -> CupyDevice:
         raise _unavailable(
             f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"
         )
-    try:  # what is missing shows only when it is used: the compiler, its headers, cuBLAS
+    try:  # a missing compiler, header or cuBLAS shows only when it is used
         gate_up = device.from_host(np.zeros((1, 16), np.float32))
         args = (device.empty((1, 8), np.float32), gate_up, np.int32(8))
         device.launch(
@@ -108,7 +107,7 @@ class CupyDevice:
     # -- copies ------------------------------------------------------------------------------------------------
 
     def from_host(self, x: np.ndarray) -> cupy.ndarray:
-        # What comes from the host may be kept, and recorded memory is where the next graph writes.
+        # Uploads may be kept, so they must not come from the pool of recordings, which the next graph overwrites.
         with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
             y = self.empty(x.shape, x.dtype)
         x = np.ascontiguousarray(x)
@@ -118,7 +117,7 @@ class CupyDevice:
         elif x.nbytes:
             while self._uploads and self._uploads[0][0].done:
                 self._uploads.popleft()
-            staged = pinned(x.nbytes)  # not touched again until it has been copied
+            staged = pinned(x.nbytes)  # kept in `_uploads` until the copy has finished
             staged[:] = x.reshape(-1).view(np.uint8)
             self._copy_in(y, staged.ctypes.data, x.nbytes)
             self._uploads.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), staged))
@@ -145,13 +144,13 @@ class CupyDevice:
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
         self._stream.use()
-        known = self._kernels.get((kernel, text))
-        if known is None:
+        compiled = self._kernels.get((kernel, text))
+        if compiled is None:
             if text not in self._modules:
                 self._modules[text] = cupy.RawModule(code=text, options=OPTIONS)
-            known = self._kernels[kernel, text] = _Kernel(self._modules[text].get_function(kernel))
-        known.allow(shared)
-        known.function(tuple(grid), tuple(block), tuple(map(_argument, args)), shared_mem=shared)
+            compiled = self._kernels[kernel, text] = _Kernel(self._modules[text].get_function(kernel))
+        compiled.allow(shared)
+        compiled.function(tuple(grid), tuple(block), tuple(map(_argument, args)), shared_mem=shared)
 
     def gemm(self, y: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray, *, add: bool) -> None:
         (rows, width), out = x.shape, len(weight)
@@ -160,7 +159,7 @@ class CupyDevice:
         assert all(array.flags.c_contiguous for array in (x, weight))
         kind = _GEMM_TYPES[x.dtype.name]
         self._stream.use()
-        # cuBLAS counts columns first: a matrix of ours is its transpose there, so this is yᵀ = weight · xᵀ.
+        # cuBLAS is column-major and sees the transpose of our matrices, so this is yᵀ = weight · xᵀ.
         with memory_errors():
             cublas.gemmEx(
                 cupy.cuda.get_cublas_handle(),
@@ -180,11 +179,11 @@ class CupyDevice:
 
 
 class _Kernel:
-    """A compiled kernel, and the dynamic shared memory that it may have."""
+    """A compiled kernel and its limit of dynamic shared memory."""
 
     def __init__(self, function: cupy.RawKernel):
         self.function = function
-        self._allowed = _SHARED_WITHOUT_ASKING
+        self._allowed = _DEFAULT_SHARED
 
     def allow(self, shared: int) -> None:
         if shared > self._allowed:
@@ -193,9 +192,9 @@ class _Kernel:
 
 
 def _argument(arg: Any) -> Any:
-    """An argument of a launch as CuPy takes it. TypeError for what would arrive as another type than it looks."""
+    """An argument of a launch for CuPy. Raises TypeError for types that CuPy would convert silently."""
     if arg is None:
-        return np.uintp(0)  # a None of CuPy is no argument at all
+        return np.uintp(0)  # CuPy drops an argument that is None
     if isinstance(arg, _ARGUMENTS):
         return arg
     raise TypeError(f"a kernel takes device arrays, None, np.int32, np.int64 and np.float32, not {type(arg).__name__}")

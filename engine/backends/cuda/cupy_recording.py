@@ -1,4 +1,4 @@
-"""Work that a GPU does again and again: recorded as CUDA graphs, which share their memory. A part of `cupy_device`."""
+"""CUDA graphs of work that repeats, which share one memory pool. A part of `cupy_device`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from cupy_backends.cuda.libs import cublas
 from engine.backends.cuda.device import MOST_RECORDINGS, Result
 
 _runtime = cupy.cuda.runtime
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY; 3 is cuBLAS's
-_CUBLAS_OUT_OF_MEMORY = 3
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
+_CUBLAS_OUT_OF_MEMORY = 3  # CUBLAS_STATUS_ALLOC_FAILED
 
-_ALIGNMENT = 256  # of what lies side by side in one buffer
+_ALIGNMENT = 256  # bytes, of the inputs in one buffer
 
 
 class Recordings:
-    """What a device has recorded: see `Device.run_graph`. The stream is in use at every call."""
+    """The recordings of a device: see `Device.run_graph`. The caller has selected the stream."""
 
     def __init__(self, stream: cupy.cuda.Stream):
         self._stream = stream
-        self._kept: dict[Hashable, _Recording] = {}  # the one used last is the last
-        # What recorded work writes to: kept apart, since a graph uses the same addresses for ever. All graphs share it,
-        # for they run one after another.
-        self._memory = cupy.cuda.MemoryPool(_memory_for_good)
+        self._kept: dict[Hashable, _Recording] = {}  # least recently used first
+        # A graph holds the addresses that it was recorded with, so recordings allocate from a pool of their own. They
+        # run one after another and share it.
+        self._memory = cupy.cuda.MemoryPool(_allocate_permanently)
 
     def set_aside(self, size: int) -> None:
         with memory_errors(), cupy.cuda.using_allocator(self._memory.malloc):
-            cupy.empty(size, np.uint8)  # given back to the pool at once, which takes smaller arrays from it
+            cupy.empty(size, np.uint8)  # freed at once: the pool keeps it and splits it for smaller arrays
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
-        """The first call with a key only works, which compiles kernels and finds memory; the second one is recorded."""
+        """The first call with a key runs `work`, which compiles kernels and allocates memory; the second records it."""
         whole = key, tuple((x.shape, x.dtype.str) for x in inputs)
         with memory_errors():
             recording = self._kept.pop(whole, None)
@@ -55,13 +55,13 @@ class Recordings:
 
 
 class _Recording:
-    """Work with inputs of certain shapes: a graph, once it is recorded, and the arrays that it works on."""
+    """Work with inputs of certain shapes: its input arrays, and its graph once it is recorded."""
 
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, inputs: Sequence[np.ndarray]):
         self.graph: cupy.cuda.Graph | None = None
         self._result: Any = None
         self._stream, self._memory = stream, memory
-        # All inputs travel in one copy, out of a pinned buffer that is not touched while it is under way.
+        # All inputs are copied at once from a pinned buffer, which is not changed before the copy has finished.
         ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in inputs]).tolist()
         starts = [0, *ends[:-1]]
         size = ends[-1] if ends else 0
@@ -75,26 +75,26 @@ class _Recording:
         ]
 
     def take(self, inputs: Sequence[np.ndarray]) -> None:
-        """Bring the values of this call to the device."""
+        """Copy the inputs of this call to the device."""
         self._copied.synchronize()
         for staged, x in zip(self._staged, inputs, strict=True):
             staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        size, to, of = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
-        _runtime.memcpyAsync(to, of, size, _runtime.memcpyHostToDevice, self._stream.ptr)
+        size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
+        _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
 
     def record(self, work: Callable[..., Any]) -> None:
-        """Turn work(*self.inputs) into a graph without doing it."""
+        """Capture work(*self.inputs) as a graph without running it."""
         self._stream.begin_capture()
         try:
             with cupy.cuda.using_allocator(self._memory.malloc):
                 result = work(*self.inputs)
         except BaseException:
-            with contextlib.suppress(Exception):  # the capture may be void; what went wrong is in the first error
+            with contextlib.suppress(Exception):  # the capture may be invalid; the first error says why
                 self._stream.end_capture()
             raise
         self.graph = self._stream.end_capture()
-        self._result = _without_claim(result)
+        self._result = _borrowed(result)
 
     def launch(self) -> Any:
         assert self.graph is not None
@@ -102,24 +102,24 @@ class _Recording:
         return self._result
 
     def end(self) -> None:
-        """Before it is let go: nothing reads the buffer on the host any more."""
+        """Wait until the pinned buffer is no longer read, so that it can be freed."""
         self._copied.synchronize()
 
 
-def _without_claim(result: Any) -> Any:
-    """Views of the same memory that leave it free for whatever is recorded or launched next."""
+def _borrowed(result: Any) -> Any:
+    """Views of the same memory that do not keep it allocated: the next recording or launch may reuse it."""
     if isinstance(result, tuple):
-        return tuple(map(_without_claim, result))
+        return tuple(map(_borrowed, result))
     assert result.flags.c_contiguous
     memory = cupy.cuda.UnownedMemory(result.data.ptr, result.nbytes, None, result.data.device_id)
     return cupy.ndarray(result.shape, result.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
-def _memory_for_good(size: int) -> cupy.cuda.MemoryPointer:
-    """For a pool whose free memory is in use: that of graphs. Raises MemoryError.
+def _allocate_permanently(size: int) -> cupy.cuda.MemoryPointer:
+    """The allocator of the recordings' pool, whose free blocks graphs still use. Raises MemoryError.
 
-    A pool that gets CUDA's own error gives its free memory back to look for more, and graphs would write to what is no
-    longer theirs. Instead the common pool gives back what it has.
+    When an allocator raises CUDA's own error, CuPy's pool returns its free blocks to the driver, and graphs would write
+    to memory that is no longer theirs. So this one raises MemoryError, after the default pool has freed its blocks.
     """
     with memory_errors():
         try:
@@ -132,13 +132,13 @@ def _memory_for_good(size: int) -> cupy.cuda.MemoryPointer:
 
 
 def pinned(size: int) -> np.ndarray:
-    """Bytes of the host that the device can read by itself."""
+    """`size` bytes of pinned host memory."""
     return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
 
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """MemoryError for what the runtime, the driver and cuBLAS say when there is no memory."""
+    """Turns out-of-memory errors of the runtime, the driver and cuBLAS into MemoryError."""
     try:
         yield
     except cublas.CUBLASError as error:

@@ -1,4 +1,4 @@
-"""What the CUDA ops need of a device: memory, launches, one matrix product, recorded work. No arithmetic of its own."""
+"""The device interface under the CUDA ops: memory, launches, one matrix product, graphs. No arithmetic of its own."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Array = Any
 Result = TypeVar("Result")
 
 MOST_RECORDINGS = 24
-"""Those used last that a device keeps: each has its graph, of some hundred launches, and room for its inputs."""
+"""Recordings that a device keeps, the most recently used: each is a graph of some hundred launches and its inputs."""
 
 
 class Device(Protocol):
-    """One GPU, or what stands in for it. All work happens in the order of the calls."""
+    """One GPU, or a stand-in for it. Work runs in the order of the calls."""
 
     name: str
-    """For people, such as "NVIDIA H200"."""
+    """Name for messages, such as "NVIDIA H200"."""
 
     processors: int
-    """Multiprocessors: so many blocks of a large kernel run at the same time."""
+    """Number of multiprocessors."""
 
     shared_memory: int
-    """Bytes of shared memory of a multiprocessor, which the blocks that run on it divide among themselves."""
+    """Bytes of shared memory of a multiprocessor, shared by its resident blocks."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that an allocation could still have, and bytes that there are."""
+        """Free bytes and total bytes; memory that this process has allocated but does not use counts as free."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An array with anything in it, aligned to 256 bytes. Raises MemoryError."""
+        """An uninitialised array, aligned to 256 bytes. Raises MemoryError."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An array of zeros, aligned to 256 bytes. Raises MemoryError."""
@@ -40,37 +40,36 @@ class Device(Protocol):
         """A copy on the device, same dtype; `x` may change afterwards. Raises MemoryError."""
 
     def to_host(self, x: Array) -> np.ndarray:
-        """A copy on the host, same dtype, once everything before is done."""
+        """A copy on the host, same dtype, after all earlier work has finished."""
 
     def wait(self) -> None:
-        """Return when everything before is done."""
+        """Block until all earlier work has finished."""
 
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
-        """Run `kernel` of a CUDA text over grid and block (1 to 3 sizes each).
+        """Launch `kernel` of the CUDA source `text` with grid and block sizes (1 to 3 each).
 
-        args: device arrays or None for pointers, NumPy scalars of the kernel's own types for numbers (bfloat16 travels
-        as uint16). shared: bytes of dynamic shared memory. TypeError for any other argument.
+        args: device arrays, or None for null pointers; np.int32, np.int64 and np.float32 for numbers. bfloat16 arrays
+        have dtype uint16. shared: bytes of dynamic shared memory. Raises TypeError for any other argument.
         """
 
     def gemm(self, y: Array, x: Array, weight: Array, *, add: bool) -> None:
         """y (T, out) float32 = x (T, in) @ weight (out, in)ᵀ, or += with `add`.
 
-        x and weight are both float16 or both bfloat16, and contiguous; y may be columns of wider rows. Sums are
-        float32. Not for work that
-        is recorded.
+        x and weight are both float16 or both bfloat16, and contiguous; y may be columns of a wider array. Sums are
+        float32. Must not be called inside `run_graph`.
         """
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
-        """work(*inputs on the device); with a key, shapes and dtypes seen before, what it launched then once more.
+        """work(*inputs on the device), or a replay of its launches for a key, shapes and dtypes seen before.
 
-        The result, a contiguous array or a tuple of them, is good until the next call. Work may keep what it brings
-        from the host, and nothing else that it makes. Raises MemoryError.
+        The result, a contiguous array or a tuple of them, is valid until the next call. `work` may keep arrays that it
+        uploads, but no other arrays that it creates. Raises MemoryError.
         """
 
     def set_aside(self, size: int) -> None:
-        """Take `size` bytes for all work that is ever recorded, in one piece: the largest may need so much.
+        """Allocate `size` bytes, in one piece, for the memory that all recordings share. Raises MemoryError.
 
-        Without, or where it needs more, memory is found as work is recorded. Raises MemoryError.
+        Recordings that need more allocate it when they are recorded.
         """

@@ -1,4 +1,4 @@
-"""How the next tokens are drawn, as words for `cuda/sampling/sample.cu`; see `engine.sampling.sample`."""
+"""Sampling parameters as int32 words for `cuda/sampling/sample.cu`; see `engine.sampling.sample`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LEAST_LISTS = 256  # words
 
 @dataclass
 class Draws(HostTable):
-    """How the tokens of B rows are drawn.
+    """The sampling parameters of B rows.
 
-    table: int32 on the host, (B, 16) where no row has a list, else (16·B + room for lists,): a row's parameters in 16
-    words, and the lists of all rows behind those of the last. `cuda/sampling/adjust.cuh` has the words. The room is a
-    power of two, so that a step is recorded for few lengths of lists.
-    vocabulary: ids that there are, the same in all rows.
+    table: int32 (B, 16) where no row has a list, else (16·B + room for lists,): 16 words of parameters for each row,
+    then the lists of all rows. `cuda/sampling/adjust.cuh` defines the words. The room for lists is a power of two, so
+    that steps are recorded for few lengths of lists.
+    vocabulary: V.
 
-    Bytes of a row that are brought to the device: 64; 8 for each token with a bias, 4 for each of the last tokens where
-    penalties are on, 12 for each token that DRY is against, V / 8 for a mask; and the room, at most as much again or
-    1 KiB. A row without any of these has 64.
+    Bytes uploaded for a row: 64, and for lists 8 for each token with a bias, 4 for each recent token where penalties
+    are on, 12 for each token that DRY penalises, V / 8 for a mask. Rounding up the room at most doubles the bytes of
+    the lists, or makes them 1 KiB.
     """
 
     vocabulary: int
@@ -37,7 +37,7 @@ class Draws(HostTable):
 
 
 def pack_draws(draws: Sequence[Draw]) -> Draws:
-    """What the kernel needs to know of `draws`."""
+    """The table of `draws`. All rows have the same vocabulary."""
     (vocabulary,) = {draw.vocabulary for draw in draws}
     rows = np.zeros((len(draws), ROW_WORDS), np.int32)
     rows[:, :6] = np.array([_params(draw) for draw in draws], np.float32).view(np.int32)
@@ -60,12 +60,12 @@ def pack_draws(draws: Sequence[Draw]) -> Draws:
 
 
 def list_room(words: int) -> int:
-    """Words to make room for where lists take so many: a power of two."""
+    """Words to allocate for lists of `words` words: a power of two."""
     return max(_LEAST_LISTS, 1 << max(0, words - 1).bit_length())
 
 
 def mask_room(rows: int, vocabulary: int) -> int:
-    """Words to make room for where every row has a mask."""
+    """Words to allocate for lists where every row has a mask."""
     return list_room(rows * -(-mask_words(vocabulary) // 4) * 4)
 
 
@@ -77,7 +77,7 @@ def _params(draw: Draw) -> tuple[float, ...]:
 
 
 def _lists(draw: Draw) -> tuple[list[np.ndarray], tuple[int, int, int, int]]:
-    """The lists of a row, one after the other, as int32, and how many tokens are in them; the last one is the mask."""
+    """The lists of a row as int32, in order, and the number of biases, recent tokens, DRY tokens and masks (0 or 1)."""
     chain, lists = draw.sampling, []
     biases, dry = len(chain.logit_bias), 0 if draw.dry is None else len(draw.dry.ids)
     recent = 0 if chain.is_plain else len(draw.recent)

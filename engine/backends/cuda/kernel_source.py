@@ -1,6 +1,6 @@
-"""The text of the CUDA kernels, as the compiler gets it: one string, and the options that go with it.
+"""The source text of a CUDA kernel as the compiler gets it: one string, and the compiler options.
 
-CuPy's cache of compiled kernels knows the string alone, so nothing of ours is ever `#include`d.
+CuPy's cache of compiled kernels is keyed by that string, so our own files are concatenated, never `#include`d.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from engine.codecs import FULL
 from engine.records import Layout
 
-_JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # in the head of a kernel: files that stand before it
+_JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # in the head of a kernel: the files that precede it
 
-_TWINS = ("codecs", "weights")  # folders of files that are called like their twins in Python
+_TWINS = ("codecs", "weights")  # folders whose files have the names of their twins in Python
 
-# Of every compilation, beside the target architecture.
+# Compiler options beside the target architecture.
 OPTIONS = ("--std=c++17",)
 
 
 @cache
 def folder() -> Path:
-    """Where the CUDA sources are: inside the installed package, or beside it in a checkout.
+    """The folder of the CUDA sources: inside the installed package, or beside it in a checkout.
 
-    In an installed environment `cuda` beside the package is NVIDIA's: only ours has the prelude. FileNotFoundError if
-    neither is there.
+    A folder `cuda` beside an installed package is NVIDIA's; only ours has the prelude. Raises FileNotFoundError if
+    neither exists.
     """
     package = Path(__file__).resolve().parents[2]
     for place in (package / "_cuda", package.parent / "cuda"):
@@ -38,12 +38,13 @@ def folder() -> Path:
 
 
 def source(kernel: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str) -> str:
-    """Constants, prelude, what layouts and WEIGHT need, `cuda/<kernel>.cu` and the parts that it JOINS, as one text.
+    """Constants, prelude, structs of codecs and of the weight format, the files that the kernel JOINS, and
+    `<kernel>.cu`, as one text.
 
-    keys, values: layouts of records; the text then has `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`.
-    defines: what the kernel's DEFINES line names. int as it is, float as the nearest float32, str as text (a type).
-    Where WEIGHT is a weight format, the text has its struct.
-    Compilers report lines of the original files. FileNotFoundError when there is no such kernel or codec.
+    keys, values: layouts of records; they define `KeyCodec` and `FullKeys`, `ValueCodec` and `FullValues`. defines: the
+    constants that the kernel's DEFINES line names; an int is written as it is, a float as the nearest float32, a str
+    (a type) as text. WEIGHT may name a weight format, whose struct is included.
+    Compiler messages give the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
     joined = _JOINS.search(text)
@@ -54,26 +55,26 @@ def source(kernel: str, keys: Layout | None = None, values: Layout | None = None
 def with_readers(
     text: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str
 ) -> str:
-    """`source` of a kernel that is given as a text."""
+    """`source` for a kernel that is given as text, not by name."""
     constants = [f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items())]
     readers = _readers({"Key": keys, "Value": values}) + _weights(defines.get("WEIGHT"))
     return "".join(constants) + prelude() + readers + text
 
 
 def _weights(name: object) -> str:
-    """The struct of a weight format; of another type, nothing."""
+    """The struct of the weight format `name`; empty for any other type."""
     file = f"weights/{name}.cuh"
     return _text("plain_weights.cuh") + _text(file) if file in _files() else ""
 
 
 def _readers(sides: Mapping[str, Layout | None]) -> str:
-    """Side → its layout, where there is one, to the structs that read its records."""
+    """The structs that read the records of each side ("Key", "Value") that has a layout."""
     layouts = {side: layout for side, layout in sides.items() if layout}
     if not layouts:
         return ""
     names = sorted({FULL} | {layout.codec for layout in layouts.values()})
     texts = [_text(name) for name in ("fragments.cuh", "pair_table.cuh", *(f"codecs/{name}.cuh" for name in names))]
-    texts.append('#line 1 "cuda/layouts.cuh"\n')  # this file is nowhere: it is written here
+    texts.append('#line 1 "cuda/layouts.cuh"\n')  # a name for compiler messages: no such file exists
     for side, layout in layouts.items():
         texts += [layout.text(f"{side}Layout"), layout.full.text(f"Full{side}Layout")]
         texts.append(f"using {side}Codec = {layout.codec}<{side}Layout>;\n")
@@ -82,32 +83,32 @@ def _readers(sides: Mapping[str, Layout | None]) -> str:
 
 
 def prelude() -> str:
-    """What stands before every kernel."""
+    """The text that precedes every kernel."""
     return _text("prelude.cuh")
 
 
 def _text(name: str) -> str:
-    """A file of the folder, in ASCII: CuPy writes what it compiles in the locale's encoding, which may have no more.
+    """A file of the folder, in ASCII: CuPy writes sources in the locale's encoding, which may be ASCII.
 
-    Only comments have other characters; they become question marks.
+    Other characters, which only comments have, become question marks.
     """
     path = _files().get(name)
     if path is None:
-        raise FileNotFoundError(f"{folder()}: there is no {name}")
+        raise FileNotFoundError(f"{folder()}: no file {name}")
     text = path.read_text(encoding="utf-8").encode("ascii", "replace").decode("ascii")
     return f'#line 1 "cuda/{path.relative_to(folder()).as_posix()}"\n{text}\n'
 
 
 @cache
 def _files() -> dict[str, Path]:
-    """File name → where it is. What is found by a codec's or a format's name has its room before it."""
+    """File name → path. The names of codecs and weight formats are prefixed with their folder."""
     files = {}
     for path in folder().rglob("*.cu*"):
-        room = path.parent.name
-        files[f"{room}/{path.name}" if room in _TWINS else path.name] = path
+        parent = path.parent.name
+        files[f"{parent}/{path.name}" if parent in _TWINS else path.name] = path
     return files
 
 
 def _literal(value: int | float | str) -> str:
-    """As C++ reads it. Hexadecimal digits say a float32 exactly."""
+    """`value` in C++. A float is written in hexadecimal, which is exact."""
     return f"{float(np.float32(value)).hex()}f" if isinstance(value, float) else str(value)

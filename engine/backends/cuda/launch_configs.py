@@ -1,4 +1,4 @@
-"""How many threads and how much shared memory the larger kernels take: the twin of the constants in their heads."""
+"""Launch configurations of the larger kernels: DEFINES, threads and shared memory, as their heads require them."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from engine.backends.ops import STEP_ROWS
 from engine.quantization import encode
 from engine.records import Layout, table_bytes
 
-# Bytes of shared memory that a block may have on every GPU that we serve: those of 8.6, 8.9 and 12.0 have the least.
+# Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
 
-# Rows that the kernels for few rows take at most. Each row costs gemv as many instructions as the first: by their count
-# more than these take longer than the bytes of the weights, where gemm_small has eight rows for the price of one.
+# Most rows of gemv and of gemm_small. Each row costs gemv as many instructions as the first: with more rows these, by
+# their count, take longer than reading the weights, while gemm_small computes eight rows for the price of one.
 GEMV_ROWS = 4
 SMALL_ROWS = 64
 
-# More rows are rounded to the weights' type before they are multiplied: else each block does that again, and 16 rows of
-# float32 are as many bytes to it as its weights.
+# More rows than these are converted to the weights' type by `narrow` first. Otherwise every block of gemm_small would
+# convert them again, and 16 rows of float32 are as many bytes as the block's weights.
 UNROUNDED_ROWS = 8
 
 _TILE_BYTES = 512
-_SYSTEM_BYTES = 1024  # of a block's shared memory, at its beginning: decode_attention counts on them
-_GEMM_STATIC_BYTES = 768  # of gemm_small's shared memory, beside the dynamic: 4 (ROWS · WARPS_K + ROWS) at most
+_SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
+_GEMM_STATIC_BYTES = 768  # static shared memory of gemm_small: at most 4 (ROWS · WARPS_K + ROWS)
 _ENCODE_WARPS = 12  # two blocks fit a multiprocessor
 _COMBINE_WARPS = 8
-_OUTPUTS = 4  # rows of weights of a warp in gemv
-_GEMV_WARPS = 16  # of a multiprocessor: fewer have too few bytes on their way
-_GEMV_INPUTS = 256  # that a warp of gemv takes at once
-_LEAST_STAGES = 8  # of a part in gemm_small: beginning and ending cost about five
-# How codes are chosen, as in `engine.quantization.encode`.
+_OUTPUTS = 4  # rows of weights per warp of gemv
+_GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
+_GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
+_LEAST_STAGES = 8  # of a part in gemm_small: its start and end cost about five
+# Constants of the encoder, as in `engine.quantization.encode`.
 ROUNDING = {"LARGEST": encode.LARGEST, "TILT_LOW": encode.TILT_RANGE[0], "TILT_HIGH": encode.TILT_RANGE[1]}
-DECODE_HEADS = 8  # query heads, of all rows, that a block of decode_attention serves
+DECODE_HEADS = 8  # query heads, times rows, of a block of decode_attention
 
 
 def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig, int]:
-    """For rows ≤ GEMV_ROWS of `width` numbers and `out` rows of weights; blocks."""
-    split = 1  # warps that share an output, until every multiprocessor has enough bytes on their way
+    """The launch for x (rows ≤ GEMV_ROWS, width) and weights (out, width) → configuration, blocks."""
+    split = 1  # warps that share an output; doubled until every multiprocessor has enough loads in flight
     while split < 8 and out * split < _OUTPUTS * _GEMV_WARPS * processors and width >= 2 * _GEMV_INPUTS * split:
         split *= 2
     defines = {"ROWS": 1 << (rows - 1).bit_length(), "OUTPUTS": _OUTPUTS, "SPLIT": split}
@@ -45,14 +45,14 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
 
 
 def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: int) -> tuple[LaunchConfig, int, int]:
-    """For rows ≤ SMALL_ROWS of `width` numbers and `out` rows of weights; blocks, and parts of `width` that would keep
-    the machine busy. shared_memory: bytes of a multiprocessor."""
+    """The launch for x (rows ≤ SMALL_ROWS, width) and weights (out, width) → configuration, blocks, and into how many
+    parts to split `width` to keep the GPU busy. shared_memory: bytes of a multiprocessor."""
     most = 8 if rows <= 8 else -(-rows // 16) * 16
     deep = 8 if most <= 16 else 4 if most == 32 else 2  # warps that share a tile's outputs
     tile = 32 * 8 // deep
     shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
     blocks = -(-out // tile)
-    by_registers = 1 if most > 32 else 2  # blocks that a multiprocessor runs at the same time
+    by_registers = 1 if most > 32 else 2  # resident blocks of a multiprocessor
     by_memory = shared_memory // (shared + _GEMM_STATIC_BYTES + _SYSTEM_BYTES)
     at_once = processors * max(1, min(by_registers, by_memory))
     parts = max(1, min(at_once // blocks, width // (_LEAST_STAGES * 32 * deep)))
@@ -60,12 +60,13 @@ def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: 
 
 
 def step_rows(most: int) -> int:
-    """What a kernel of steps is compiled for where a sequence has `most` rows: one, or as many as there may be."""
+    """The define STEP_ROWS for a step with at most `most` rows of a sequence: 1 or the limit."""
     return 1 if most == 1 else STEP_ROWS
 
 
 def decode_attention(keys: Layout, values: Layout, group: int, most: int = 1) -> tuple[LaunchConfig, int]:
-    """For `group` query heads to a KV head and `most` rows of a sequence; blocks that share a KV head's queries."""
+    """The launch for `group` query heads per KV head and at most `most` rows of a sequence → configuration, blocks that
+    share the queries of a KV head."""
     padded = keys.record.geometry.padded
     full = [not side.is_quantized for side in (keys, values)]
     beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
@@ -82,35 +83,36 @@ def decode_attention(keys: Layout, values: Layout, group: int, most: int = 1) ->
 
 @cache
 def decode_splits(processors: int, blocks: int) -> int:
-    """Splits of decode_attention where one of them has `blocks` blocks; a multiprocessor has one at a time.
+    """The number of splits of decode_attention with the least time; a split has `blocks` blocks.
 
-    Least time where all take as long, and beginning and ending costs a block a thirtieth of reading a whole cache.
+    The model: a multiprocessor runs one block at a time, all blocks take equally long, and the start and end of a block
+    cost 1/30 of reading the whole cache.
     """
     return min(range(1, processors + 1), key=lambda splits: -(-splits * blocks // processors) * (1 / splits + 1 / 30))
 
 
 def combine(head_dim: int, order: int) -> LaunchConfig:
-    """For the splits of one head; order: of Hadamard's matrix in the rotation."""
+    """order: of the Hadamard matrix in the rotation back."""
     return LaunchConfig({"D": head_dim, "ORDER": order, "WARPS": _COMBINE_WARPS}, WARP * _COMBINE_WARPS)
 
 
 def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
-    """For `group` query heads to a KV head; rows of scores of a block."""
-    shape = keys.record.geometry
+    """The launch for `group` query heads per KV head → configuration, rows of scores of a block."""
+    geometry = keys.record.geometry
     quantized = table_bytes(keys, values) > 0 or keys.mean_bits > 0
-    wide = shape.padded <= (64 if quantized else 128)
-    queries = 128 * shape.padded * 2 if wide and shape.padded > 64 else 0
-    shared = table_bytes(keys, values) + 2 * shape.tiles * _TILE_BYTES + queries
+    wide = geometry.padded <= (64 if quantized else 128)
+    queries = 128 * geometry.padded * 2 if wide and geometry.padded > 64 else 0
+    shared = table_bytes(keys, values) + 2 * geometry.tiles * _TILE_BYTES + queries
     warps, rows = (4, 32) if wide else (8, 16)
     return LaunchConfig({"GROUP": group, "WARPS": warps, "WARP_ROWS": rows}, 32 * warps, shared), warps * rows
 
 
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
-    """For both sides. ValueError where a block does not fit."""
+    """The launch of encode_keys and encode_values. Raises ValueError where a block does not fit into shared memory."""
     size = keys.record.geometry.block_size
     tokens = 64 if size % 64 == 0 else size
     while max(shared := [_encode_bytes(side, tokens) for side in (keys, values)]) > SHARED_BYTES:
-        if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens, or a multiple of 32
+        if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
             raise ValueError(f"On a GPU blocks of {size} tokens are too large for this head dimension: choose 64.")
         tokens //= 2
     defines = {"WARPS": _ENCODE_WARPS, "TOKENS": tokens, **ROUNDING}
@@ -118,7 +120,7 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 
 
 def _encode_bytes(side: Layout, tokens: int) -> int:
-    """RounderMemory::BYTES of `cuda/encode/encode_blocks.cu`, with so many tokens at once."""
+    """RounderMemory::BYTES of `cuda/encode/encode_blocks.cu`, for `tokens` tokens at once."""
     size, dim = side.record.geometry.block_size, side.record.geometry.head_dim
     constants, mean = side.record.constants, 4 * dim * (side.mean_bits > 0)
     if "POINTS" not in constants:

@@ -1,7 +1,7 @@
-"""How much memory work takes on a GPU beside weights and KV store: what a prompt, and a step, have at the same time.
+"""Peak memory of a prompt and of a step on a GPU, beside weights and KV store.
 
-Bytes of what is in `engine.model.forward` and the ops at the fullest moment, counted by shapes; letters as in
-`engine.backends.ops`. Where a branch takes less than another, the larger one counts.
+Bytes of the arrays that `engine.model.forward` and the ops hold at the same time, computed from their shapes; letters
+as in `engine.backends.ops`. Of alternative branches the larger one counts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from engine.backends.cuda.launch_configs import SMALL_ROWS
 from engine.backends.ops import Load
 from model_loaders.config import ModelConfig
 
-_FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one in the weights' type
+_FLOAT, _NARROW = 4, 2  # bytes of an activation, and of one converted to the weights' type
 
 
 def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
-    """Bytes that the longest prompt takes, in chunks of `chunk` rows.
+    """Peak bytes of the longest prompt, computed in chunks of `chunk` rows.
 
-    full_bytes: of a block in the prompt's buffer, all KV heads.
+    full_bytes: bytes of a full-precision block, all KV heads.
     """
     model, tokens, size = load.model, load.tokens, load.format.block_size
     e, f, queries, heads = _widths(model)
@@ -28,20 +28,20 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     whole = _FLOAT * tokens * (e + _ropes(model) * model.head_dim + 1)  # hidden states, cosines and sines, ids
     buffer = full_bytes * (tokens // size + 2)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
-    project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # conditioned, then turned by a matrix
-    attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after it is turned
-    behind = _behind(model)
-    forward = max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f + behind, _NARROW * queries + behind)
+    project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
+    attend = _FLOAT * (heads + 2 * queries)  # queries, and the result before and after its rotation
+    post_norm = _post_norm_bytes(model)
+    forward = max(_NARROW * e + 3 * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm, _NARROW * queries + post_norm)
     forward += _FLOAT * (heads + queries)
     logits = _FLOAT * min(tokens, size) * model.vocab_size  # of all rows of a block that is scored
     return whole + buffer + spans + max(chunk * max(project, attend, forward), logits)
 
 
 def step_bytes(load: Load, device: Device) -> int:
-    """Bytes that recorded steps of at most `load.rows` sequences take, inputs of all recordings included.
+    """Peak bytes of recorded steps of at most `load.rows` sequences, inputs of all recordings included.
 
-    Lists of draws are counted for one recording, in which every row has a mask: of the others, those with as many masks
-    take theirs from what nobody counts.
+    Lists of draws are counted for one recording, in which every row has a mask. Further recordings with as many masks
+    take memory that is not counted.
     """
     model, rows = load.model, load.rows
     e, f, queries, heads = _widths(model)
@@ -49,21 +49,22 @@ def step_bytes(load: Load, device: Device) -> int:
     words = 1 + _ropes(model) * model.head_dim + ROW_WORDS + _groups(model) * table
     inputs = MOST_RECORDINGS * rows * _FLOAT * words
     project = 3 * _FLOAT * heads + _NARROW * e
-    forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _behind(model)
-    layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_splits(load, device), _parts(load, device))
-    head = _logits(model, rows) + rows * _NARROW * e + _parts(load, device)
-    lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # they, and the logits they change
+    forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
+    parts = _part_bytes(load, device)
+    layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_split_bytes(load, device), parts)
+    head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
+    lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     return inputs + lists + rows * _FLOAT * (e + 1) + max(layer, head)
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
-    """E, F, and the numbers of a token's queries, and of its queries, keys and values."""
+    """E, F, H·D and (H + 2K)·D."""
     queries = model.heads * model.head_dim
     return model.hidden_size, model.ffn_size, queries, queries + 2 * model.kv_heads * model.head_dim
 
 
-def _behind(model: ModelConfig) -> int:
-    """Bytes of a row that a norm behind a projection takes."""
+def _post_norm_bytes(model: ModelConfig) -> int:
+    """Bytes of a row of a projection's output that a post-norm reads."""
     return _FLOAT * model.hidden_size if model.post_norms else 0
 
 
@@ -75,13 +76,13 @@ def _groups(model: ModelConfig) -> int:
     return len(set(model.windows)) or 1
 
 
-def _logits(model: ModelConfig, rows: int) -> int:
-    """Bytes of logits, and of their copy in rows that begin at multiples of 16 bytes."""
+def _logits_bytes(model: ModelConfig, rows: int) -> int:
+    """Bytes of logits, and of their copy in rows aligned to 16 bytes where V is no multiple of 4."""
     return _FLOAT * rows * (model.vocab_size + (model.vocab_size + 3 if model.vocab_size % 4 else 0))
 
 
-def _splits(load: Load, device: Device) -> int:
-    """Bytes of what splits of attention leave for `combine`."""
+def _split_bytes(load: Load, device: Device) -> int:
+    """Bytes of the partial results that splits of attention write for `combine`."""
     model = load.model
     blocks = model.kv_heads * -(-model.heads // model.kv_heads // launch_configs.DECODE_HEADS)
     splits = launch_configs.decode_splits
@@ -89,8 +90,8 @@ def _splits(load: Load, device: Device) -> int:
     return _FLOAT * most * model.heads * (-(-model.head_dim // 16) * 16 + 2)
 
 
-def _parts(load: Load, device: Device) -> int:
-    """Bytes of the sums that parts of a product leave for `gemm_small_sum`."""
+def _part_bytes(load: Load, device: Device) -> int:
+    """Bytes of the partial sums that parts of a product write for `gemm_small_sum`."""
     model, machine = load.model, (device.processors, device.shared_memory)
     e, f, queries, heads = _widths(model)
     most = 0

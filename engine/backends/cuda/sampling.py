@@ -1,4 +1,4 @@
-"""The next tokens on the device: one launch for all rows, and what of it comes back to the host."""
+"""Sampling on the device, one launch for all rows; only ids, and log-probabilities where asked for, are copied back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from engine.outputs import TokenLogprob
 from engine.sampling.sample import NOT_FINITE, Draw, Sampled, nothing_left
 
 _THREADS = 512
-_NOTHING_LEFT = -2  # of `cuda/sampling/sample.cu`, in the place of an id
+_NOTHING_LEFT = -2  # instead of an id, from `cuda/sampling/sample.cu`
 _SUMS = 4  # words before the pairs of `cuda/sampling/logprobs.cu`
 
 
 def sample(device: Device, launch: Launcher, logits: Array, draws: Draws) -> Array:
-    """The tokens (B,) int32 of logits (B, V), below 0 where there is none; on the device."""
-    rows, ids = _in_fours(device, logits), device.empty((len(logits),), np.int32)
-    # What stood in the logits that lists change, by the words of the lists.
+    """logits (B, V) → token ids (B,) int32 on the device; below 0 where no token can be drawn."""
+    rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
+    # The kernel saves the logits that lists change here, and restores them.
     saved = device.empty(draws.table.shape, np.float32) if draws.has_lists else None
     args = ids, rows, draws.on(device), saved, draws.vocabulary, np.int64(rows.shape[1])
     launch("sample", (len(logits),), LaunchConfig({}, _THREADS), *args)
@@ -29,10 +29,10 @@ def sample(device: Device, launch: Launcher, logits: Array, draws: Draws) -> Arr
 
 
 def fetch_tokens(device: Device, launch: Launcher, ids: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
-    """What `sample` chose, on the host: 4·B bytes.
+    """The tokens that `sample` chose, on the host. Copies 4·B bytes.
 
-    Rows that ask for log-probabilities cost one more launch for all of them, and each of them brings 16 + 8·n bytes
-    back; n is the largest count, rounded up to an even number.
+    Rows that ask for log-probabilities share one more launch, and copy 16 + 8·n bytes each; n is the largest count of
+    any row, rounded up to an even number.
     """
     chosen = device.to_host(ids).tolist()
     asked = [
@@ -53,7 +53,7 @@ def _token_or_error(token: int, draw: Draw) -> int | EngineError:
 def _logprobs(
     device: Device, launch: Launcher, logits: Array, asked: Sequence[tuple[int, int, int]], vocabulary: int
 ) -> dict[int, TokenLogprob]:
-    """`token_logprob` of each (row of the logits, token, count), by its row."""
+    """Row → `token_logprob`, for each (row of the logits, token, count) of `asked`."""
     table = np.array(asked, np.int32)
     most = int(table[:, 2].max())
     width = _SUMS + 2 * (most + most % 2)
@@ -65,7 +65,7 @@ def _logprobs(
 
 
 def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
-    """words (4 + 2·most,) int32: those of `cuda/sampling/logprobs.cu` for one row."""
+    """words (4 + 2·most,) int32: the result of `cuda/sampling/logprobs.cu` for one row."""
     total = words[:2].view(np.float64)[0]
     best, own = words[2:_SUMS].view(np.float32).astype(np.float64)
     pairs = words[_SUMS : _SUMS + 2 * count].reshape(-1, 2)
@@ -76,8 +76,8 @@ def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
     return TokenLogprob(token, float(own - best - np.log(total)), tuple(top))
 
 
-def _in_fours(device: Device, logits: Array) -> Array:
-    """logits (B, V) in rows that begin at multiples of 16 bytes."""
+def _aligned(device: Device, logits: Array) -> Array:
+    """logits (B, V) in rows aligned to 16 bytes: themselves if V is a multiple of 4, else a padded copy."""
     count, width = logits.shape
     if width % 4 == 0:
         return logits
