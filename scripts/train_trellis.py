@@ -15,7 +15,7 @@ import sys
 import numpy as np
 
 from engine.codecs._cosets import STATES
-from engine.codecs._viterbi import PathSearch, turn
+from engine.codecs._viterbi import PathSearch, rotate_quarters
 
 _ROUNDS, _VECTORS, _DIM = 120, 4000, 64
 
@@ -30,7 +30,7 @@ def train(bits: int, rounds: int = _ROUNDS) -> np.ndarray:
         codes = search(x[None])[0][0]
         pairs = x.reshape(_VECTORS, -1, 2)
         states = search.states(codes)
-        back = np.choose(states[..., None], [turn(pairs, -state) for state in range(STATES)]).reshape(-1, 2)
+        back = np.choose(states[..., None], [rotate_quarters(pairs, -state) for state in range(STATES)]).reshape(-1, 2)
         taken = np.bincount(codes.ravel(), minlength=2**bits)
         sums = np.stack([np.bincount(codes.ravel(), back[:, axis], 2**bits) for axis in (0, 1)], -1)
         means = sums / np.maximum(taken, 1)[:, None]

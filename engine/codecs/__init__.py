@@ -1,7 +1,7 @@
 """KV codecs: how the K or V vectors of one block become bytes, and back. One codec per file.
 
-A module of this folder whose name does not begin with an underscore is a codec. It has two names: `NAMES`, what the
-command line calls it, and `create(name, options)`, which makes it. There is no list to edit.
+A module of this folder whose name has no leading underscore is a codec. It defines `NAMES`, the cache types that it
+makes, and `create(name, options)`, which makes one of them. There is no list to edit.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Field(NamedTuple):
 
 
 FULL = "f16"
-"""The codec that does not quantize: full precision, as a cache type, is half precision."""
+"""The cache type that does not quantize: half precision."""
 
 KEYS_AND_VALUES = frozenset({"k", "v"})
 
 
 class Table(Protocol):
-    """A table of values, pairs or paths as an encoder sees it that chooses codes by its own measure.
+    """The table of a codec, for an encoder that chooses codes by its own metric (`engine.quantization.encode`).
 
-    `decode` of assembled codes gives norm · point.
+    A code stands for a point of the table; `decode` of assembled codes returns norm · point.
     """
 
     @property
@@ -51,7 +51,7 @@ class Table(Protocol):
 
 
 class Rounding(Table, Protocol):
-    """A table in which each value or pair is rounded by itself."""
+    """A table by which each value or pair is rounded independently."""
 
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, width) float32, unit variance → codes (R,) uint8 or uint16, their points (R, width) float32."""
@@ -59,7 +59,7 @@ class Rounding(Table, Protocol):
 
 @runtime_checkable
 class PathRounding(Table, Protocol):
-    """A table in which a code's point depends on the codes before it, so that vectors are rounded as a whole."""
+    """A table in which a code's point depends on the codes before it, so that a vector is rounded as a whole."""
 
     def best_path(
         self,
@@ -70,52 +70,66 @@ class PathRounding(Table, Protocol):
     ) -> tuple[np.ndarray, np.ndarray]:
         """unit (K, R, D) float32, unit variance → codes (K, R, P) uint8, their points (K, R, D) float32; P = D / width.
 
-        For each of K heads: feedback (K, D, D), strictly lower in blocks of width: j aims at x_j + F_j·e_{<j} with the
-        errors e before it on the same path. weights (K, P): what the squared distance of each from its aim counts.
-        survivors: paths that stay in the race for each state of the table, a power of two: more cost time and find
-        better paths where feedback is strong.
+        Returns the path with the least weighted sum of squared distances from its targets. For each of K heads:
+        feedback (K, D, D), strictly lower in blocks of `width`: the target of j is x_j + F_j·e_{<j}, with the errors e
+        of the codes before it on the same path. weights (K, P): the weight of each squared distance. survivors: paths
+        kept for each state, a power of two: more cost time, and find better paths if feedback is strong.
         """
 
 
 class Codec(Protocol):
-    """What every codec can do. N tokens in a block, D values in a vector; `...` are any leading dimensions."""
+    """The contract of a codec. N tokens in a block, D values in a vector; `...` stands for any leading dimensions."""
 
     def __hash__(self) -> int:
-        """Codecs are values: two of the same name are equal, unless they learn (`per_layer`)."""
+        """Codecs are values: two of the same name are equal."""
 
     @property
     def name(self) -> str:
-        """The name on the command line that gives this codec, options included."""
+        """The cache type that `get` makes this codec from, options included."""
 
     @property
     def serves(self) -> frozenset[str]:
-        """What it can store: keys ("k"), values ("v"), or both."""
+        """The sides it can store: keys ("k"), values ("v"), or both."""
 
     @property
     def per_layer(self) -> bool:
-        """Whether it learns from the first blocks it encodes: each layer's keys, and its values, need their own then.
-
-        `get` makes a new codec each time.
-        """
+        """Whether it learns from the first blocks it encodes. Each layer then needs one for keys and one for values."""
 
     @property
     def rounding(self) -> Rounding | PathRounding | None:
-        """How it rounds, if it is a table of values or of pairs."""
+        """Its table of values or pairs; None if it has none."""
 
     def check(self, head_dim: int, block_size: int) -> None:
-        """Raises ValueError, with a sentence for the user, if the codec cannot serve this head dim and block size."""
+        """Raises ValueError, with a sentence for the user, if it does not support this head dim or block size."""
 
     def rotation(self, head_dim: int) -> np.ndarray | None:
-        """Orthogonal W, (D, D) float32, read-only: a vector x is encoded as x @ W. None: as it is."""
+        """Orthogonal W (D, D) float32, read-only: a vector x is encoded as x @ W. None: not rotated."""
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
         """The arrays of one encoded block, in the order in which they are stored."""
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        """x: (..., N, D) float32, already rotated → every field, (..., *shape). ValueError on NaN or infinity."""
+        """x (..., N, D) float32, rotated → every field, (..., *shape). Raises NotFinite on NaN or infinity."""
 
     def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-        """Fields of `encode` → (..., N, D) float32, C-contiguous and rotated; in `out` where one is given."""
+        """Fields of `encode` → (..., N, D) float32, C-contiguous, still rotated; written to `out` if given."""
+
+
+class BaseCodec:
+    """Defaults of a codec: keys and values, one instance for all layers, no table, any shape, no rotation."""
+
+    serves = KEYS_AND_VALUES
+    per_layer = False
+
+    @property
+    def rounding(self) -> Rounding | PathRounding | None:
+        return None
+
+    def check(self, head_dim: int, block_size: int) -> None:
+        """Every head dim and block size is supported."""
+
+    def rotation(self, head_dim: int) -> np.ndarray | None:
+        return None
 
 
 @cache
@@ -127,19 +141,19 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def available() -> tuple[str, ...]:
-    """Names that `get` knows, without their options."""
+    """All cache types that `get` knows, without options."""
     return tuple(_modules())
 
 
 def is_quantized(codec: Codec) -> bool:
-    """Whether it stores anything else than full precision."""
+    """False for full precision, True for every other codec."""
     return codec.name != FULL
 
 
 def get(name: str) -> Codec:
     """The codec called `name`, such as "polarquant" or, with an option, "polarquant+dense".
 
-    Raises ValueError, with a sentence for the user, on a name or an option that there is not.
+    Raises ValueError, with a sentence for the user, on an unknown name or option.
     """
     base, *options = name.split("+")
     module = _modules().get(base)
@@ -149,11 +163,11 @@ def get(name: str) -> Codec:
 
 
 def file_of(codec: Codec) -> str:
-    """The name of the codec's file, without `.py`: its twins elsewhere are called like it."""
+    """The name of the codec's file, without `.py`; its record and its CUDA source have the same name."""
     return _modules()[codec.name.split("+")[0]].__name__.rsplit(".", 1)[1]
 
 
 def bits_per_value(codec: Codec, block_size: int, head_dim: int) -> float:
-    """Bytes of one encoded block, in bits, over its values."""
+    """Bits of one encoded block over its number of values."""
     stored = sum(field.nbytes for field in codec.fields(block_size, head_dim).values())
     return 8 * stored / (block_size * head_dim)

@@ -1,4 +1,4 @@
-"""What codecs do with arrays around the mathematics: check them, cut them to the size of the cache, widen halves."""
+"""Helpers of codecs for arrays: input checks, cache-sized slabs, fast conversion of halves to float32."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 HALF_MAX = np.float32(65504)  # the largest finite half
 
-# What codecs that store a minimum or a step in half precision saturate at. It leaves room for the roundings of both:
-# nothing that they decode is beyond HALF_MAX.
+# The saturation limit of codecs that store a minimum or a step in half precision. It leaves room for the rounding of
+# both: no decoded value is beyond HALF_MAX.
 SATURATION = np.float32(65376)
 
-# Values per slab: 512 KB of float32, so that every pass over a slab after the first finds it in the second-level cache.
+# Values per slab: 512 KB of float32, which stay in the second-level cache from one pass to the next.
 _SLAB = 131_072
 
 _TO_HALF_EXPONENT = np.float32(2.0**112)  # float32 and float16 differ by 127 − 15 in the bias of their exponents
@@ -20,21 +20,21 @@ _SIGN_AND_HALF = np.int32(np.uint32(0x8FFFE000).view(np.int32))
 
 
 class NotFinite(ValueError):
-    """A block holds NaN or infinity, for which there are no codes."""
+    """A block holds NaN or infinity, which no codec encodes."""
 
 
 def checked(x: np.ndarray, name: str) -> np.ndarray:
-    """x (..., N, D) as a float32 array. Raises ValueError if it has no block shape, NotFinite for NaN or infinity."""
+    """x (..., N, D) as a float32 array. Raises ValueError for fewer dimensions, NotFinite for NaN or infinity."""
     x = np.asarray(x, np.float32)
     if x.ndim < 2:
-        raise ValueError(f"{name} encodes blocks of shape (..., tokens, head dim), and this has shape {x.shape}.")
+        raise ValueError(f"{name} encodes blocks of shape (..., tokens, head dim), not an array of shape {x.shape}.")
     if not np.isfinite(x).all():
         raise NotFinite(f"{name} cannot encode NaN or infinity: the keys or values of this block are not finite.")
     return x
 
 
 def destination(out: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
-    """`out`, or a new float32 array of `shape`. Raises ValueError if `out` is not one that can be written in place."""
+    """`out`, or a new float32 array of `shape`. Raises ValueError if `out` has another shape, type or order."""
     if out is None:
         return np.empty(shape, np.float32)
     if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
@@ -43,7 +43,7 @@ def destination(out: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def slabs(blocks: int, values_per_block: int) -> Iterator[slice]:
-    """Slices of consecutive blocks that fit the cache together; one block at least."""
+    """Slices of consecutive blocks, as many as fit the cache together and at least one."""
     step = max(1, _SLAB // values_per_block)
     return (slice(start, start + step) for start in range(0, blocks, step))
 
@@ -53,7 +53,7 @@ def widen(half: np.ndarray, out: np.ndarray) -> None:
 
     Three integer passes and a multiplication, each of which NumPy runs on whole vector registers: seven times as fast
     as `astype`. The sign-extended half moves up by the 23 − 10 bits between the two mantissas, the copies of the sign
-    are masked out, and the multiplication mends the exponent, for denormals too.
+    are masked out, and the multiplication corrects the exponent, for denormals too.
     """
     source, target = half.view(np.int16).reshape(-1), out.reshape(-1)
     bits = target.view(np.int32)

@@ -1,4 +1,4 @@
-"""Codes of 4 and of 6 bits packed into bytes without a bit to spare."""
+"""Codes of 4 and of 6 bits packed into bytes without unused bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
 def pack_sixes(codes: np.ndarray) -> np.ndarray:
     """codes (..., 4n, g) uint8 below 64 → (..., 3, n, g) uint8: rows t, t+n, t+2n and t+3n share three bytes.
 
-    The low six bits of byte i hold row t+i·n; its top two hold bits 2i and 2i+1 of row t+3n. So three quarters of the
-    rows are read with one mask, and the planes stay whole.
+    The low six bits of byte i hold row t+i·n; its top two hold bits 2i and 2i+1 of row t+3n. So three quarters of
+    the rows are read with one mask.
 
     >>> pack_sixes(np.array([[0b000001], [0b000010], [0b000011], [0b100111]], np.uint8)).ravel().tolist() == [
     ...     0b11_000001, 0b01_000010, 0b10_000011]

@@ -1,9 +1,9 @@
-"""The nearest of a table of points in the plane, exactly, for millions of pairs.
+"""Exact nearest-point search in a table of points in the plane, for millions of pairs.
 
-The square [−4, 4)² is cut into 256 × 256 cells. Most of them lie nearer to one point than to all others, and the cell
-is the answer; a cell with a border through it has the short list of points that can win there. What lies on the rim or
-beyond it, one in ten thousand pairs of unit variance, is compared with every point. So are all pairs when there are
-only a few: then comparing costs less than what any number of pairs costs in the cells.
+The square [−4, 4)² is cut into 256 × 256 cells. In most cells one point is nearest everywhere, and the cell's entry is
+its code. The entry of any other cell is a short list of the points that can be nearest in it. A pair on the rim of the
+square or outside it, one in ten thousand of unit variance, is compared with every point. So are all pairs of a small
+array, which costs less than the fixed cost of the cells.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import numpy as np
 
 from engine.codecs._arrays import slabs
 
-_CELLS = 256  # along an axis: two bytes name a cell
+_CELLS = 256  # along an axis: two bytes number a cell
 _PER_UNIT = 32  # cells in a length of 1; a power of two, so that scaling rounds nothing
-_COARSE = 16  # cells along the side of a coarse cell, where the search for the lists begins
+_COARSE = 16  # cells along the side of a coarse cell, by which the search for the lists begins
 
-# Scores in the square are sums of three terms below 24: float32 is off by less than 1e-5 in all.
+# Scores in the square are sums of three terms below 24: their float32 error is less than 1e-5.
 _TOLERANCE = 1e-4
-_RIM = 0  # the list that stands for all points
+_RIM = 0  # the list of the rim: compare with all points
 
-_FEW = 1 << 15  # pairs times points: up to here comparison with every point is faster (512 pairs and 64 points)
+_FEW = 1 << 15  # pairs times points: up to this, comparison with every point is faster (512 pairs and 64 points)
 
 
 class NearestPoint:
-    """Finds the nearest of `points` (P, 2), all within a radius of 4; of equally near ones the first.
+    """Finds the nearest of `points` (P, 2), all within a radius of 4; of equally near points the first.
 
-    "Near" is the float32 score |p|²/2 − x·p, half the squared distance but for a constant of x: see `scores`.
+    Nearest is the least float32 score |p|²/2 − x·p, which is half the squared distance less |x|²/2: see `scores`.
     """
 
     def __init__(self, points: np.ndarray) -> None:
@@ -49,25 +49,25 @@ class NearestPoint:
         return (self._half[codes] - x[..., 0] * p[..., 0]) - x[..., 1] * p[..., 1]
 
     def _round(self, x: np.ndarray) -> np.ndarray:
-        """x (R, 2) → codes (R,)."""
+        """x (R, 2) → codes (R,), by the cells."""
         scaled = x * np.float32(_PER_UNIT)
         scaled += np.float32(_CELLS / 2)
         np.clip(scaled, 0, _CELLS - 1, out=scaled)
         codes = np.take(self._entries, scaled.astype(np.uint8).view(np.uint16)[:, 0])
-        open_ = np.flatnonzero(codes < 0)
-        which = ~codes[open_]
-        rim = which == _RIM
-        codes[open_] = self._best_of_list(x[open_], which)
-        codes[open_[rim]] = self._best_of_all(x[open_[rim]])
+        undecided = np.flatnonzero(codes < 0)
+        lists = ~codes[undecided]
+        rim = undecided[lists == _RIM]
+        codes[undecided] = self._best_of_list(x[undecided], lists)
+        codes[rim] = self._best_of_all(x[rim])
         return codes
 
-    def _best_of_list(self, x: np.ndarray, which: np.ndarray) -> np.ndarray:
+    def _best_of_list(self, x: np.ndarray, lists: np.ndarray) -> np.ndarray:
         """x (A, 2), numbers of lists (A,) → codes (A,). Lists ascend, so the first of equals is the lowest code."""
-        best = self._lists[which, 0]
+        best = self._lists[lists, 0]
         lowest, rows = self.scores(x, best), np.arange(len(x))
         for place in range(1, self._lists.shape[1]):
-            rows = rows[self._lengths[which[rows]] > place]
-            code = self._lists[which[rows], place]
+            rows = rows[self._lengths[lists[rows]] > place]
+            code = self._lists[lists[rows], place]
             score = self.scores(x[rows], code)
             better = score < lowest[rows]
             best[rows[better]] = code[better]
@@ -84,7 +84,7 @@ class NearestPoint:
         return codes
 
     def _cut(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cell → its code, or ~number of its list, (65536,) int32; lists (M, longest), padded; lengths (M,)."""
+        """Each cell's code, or ~number of its list, (65536,) int32; lists (M, longest), padded; their lengths (M,)."""
         entries, numbers = np.empty((_CELLS, _CELLS), np.int32), {(0,): _RIM}
         everything = np.arange(len(self.points))
         for corner in np.ndindex(_CELLS // _COARSE, _CELLS // _COARSE):
@@ -95,8 +95,8 @@ class NearestPoint:
             can_win = self._can_win(cells + 0.5, nearby, 1)
             for cell, row in zip(cells.tolist(), can_win, strict=True):
                 winners = tuple(nearby[row].tolist())
-                alone = len(winners) == 1
-                entries[tuple(cell)] = winners[0] if alone else ~numbers.setdefault(winners, len(numbers))
+                single = len(winners) == 1
+                entries[tuple(cell)] = winners[0] if single else ~numbers.setdefault(winners, len(numbers))
         for rim in (0, -1):
             entries[rim] = entries[:, rim] = ~_RIM
         lengths = np.array([len(winners) for winners in numbers])
@@ -106,21 +106,22 @@ class NearestPoint:
         return self._by_bytes(entries), lists, lengths
 
     def _can_win(self, middles: np.ndarray, codes: np.ndarray, side: int) -> np.ndarray:
-        """Which of `codes` (C,) can be nearest somewhere in square cells around `middles` (A, 2): (A, C) bool.
+        """(A, C) bool: True where one of `codes` (C,) can be nearest somewhere in the cell around `middles` (A, 2).
 
-        Middles and the side are counted in cells. A difference of two scores is linear in x, so that half a side away
-        in either direction it has changed by at most that times the two differences between the points.
+        Middles and the side of these larger cells are counted in cells. The difference of two points' scores is linear
+        in x, so over half a side in either direction it changes by at most half a side times |Δx| + |Δy| of the two
+        points.
         """
         p, half = self.points[codes].astype(np.float64), self._half[codes]
-        score = half - (middles - _CELLS / 2) / _PER_UNIT @ p.T
-        first = score.argmin(1)
-        lead = score - score[np.arange(len(score)), first][:, None]
-        reach = np.abs(p[None] - p[first][:, None]).sum(2) * (side / 2 / _PER_UNIT + _TOLERANCE)
-        return lead <= reach + _TOLERANCE
+        scores = half - (middles - _CELLS / 2) / _PER_UNIT @ p.T
+        first = scores.argmin(1)
+        excess = scores - scores[np.arange(len(scores)), first][:, None]
+        change = np.abs(p[None] - p[first][:, None]).sum(2) * (side / 2 / _PER_UNIT + _TOLERANCE)
+        return excess <= change + _TOLERANCE
 
     @staticmethod
     def _by_bytes(entries: np.ndarray) -> np.ndarray:
-        """entries (x cell, y cell) → (65536,), in the order in which this machine reads their two bytes."""
+        """entries (x cell, y cell) → (65536,), indexed by the two bytes of a cell as this machine orders them."""
         cells = np.moveaxis(np.indices(entries.shape, np.uint8), 0, -1).copy()
         flat = np.empty(entries.size, entries.dtype)
         flat[cells.view(np.uint16)[..., 0]] = entries

@@ -1,12 +1,12 @@
-"""Norms of vectors as they are stored: in one byte, or in half precision.
+"""Formats of stored norms: one byte, or half precision.
 
-A byte holds a logarithm. Code 0 is a norm of zero; code 128 + i and its mirror image 128 − i, for i up to 127, are
+A byte holds a logarithm. Code 0 is a norm of zero. Codes 128 + i and 128 − i, for i up to 127, are the norms
 
     2^±(i/32 + max(i − 88, 0)²/256)
 
-so that norms between 1/6.7 and 6.7, where those of keys and values are, have steps of 1/32 octave and are off by 1.1 %
-at most, and the steps widen outwards, to a third of an octave at the ends: 1/960 and 960. A norm takes the code that is
-nearest in logarithm; one of less than half the smallest is zero, one beyond the largest is the largest.
+so that norms between 1/6.7 and 6.7, the range of keys and values, have steps of 1/32 octave and an error of 1.1 % at
+most. The steps widen outwards, to a third of an octave at the ends, 1/960 and 960. A norm takes the code that is
+nearest in logarithm; below half of the smallest it is zero, beyond the largest it is the largest.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from engine.codecs._arrays import HALF_MAX, widen
 
 
 class NormFormat(Protocol):
-    """One way to store norms."""
+    """A format of stored norms."""
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the stored norms."""
+        """The type of stored norms."""
 
     @property
     def largest(self) -> np.float32:
-        """The norm that all beyond it become."""
+        """The largest norm; larger ones saturate."""
 
     def pack(self, norms: np.ndarray) -> np.ndarray:
-        """norms (...) float32 ≥ 0, infinite ones too → (...) stored."""
+        """norms (...) float32 ≥ 0, infinity included → (...) stored."""
 
     def unpack(self, stored: np.ndarray) -> np.ndarray:
         """(...) stored → float32."""
@@ -48,20 +48,20 @@ def _table() -> np.ndarray:
 
 @cache
 def _thresholds() -> np.ndarray:
-    """The norm at which each code but the first begins, (255,) float32."""
+    """The least norm of each code but the first, (255,) float32."""
     norms = _table()
     return np.concatenate([norms[1:2] / 2, np.sqrt(norms[1:-1] * norms[2:])])
 
 
 @dataclass(frozen=True)
 class ByteNorm:
-    """Eight bits."""
+    """A norm in eight bits."""
 
     dtype = np.dtype(np.uint8)
 
     @property
     def thresholds(self) -> np.ndarray:
-        """The norm at which each code but the first begins, (255,) float32, ascending."""
+        """The least norm of each code but the first, (255,) float32, ascending."""
         return _thresholds()
 
     @property
@@ -77,7 +77,7 @@ class ByteNorm:
 
 @dataclass(frozen=True)
 class HalfNorm:
-    """Sixteen bits. reach: the largest value that a norm is multiplied by; no product leaves half precision."""
+    """A norm in sixteen bits. reach: the largest factor of a norm; no product exceeds half precision."""
 
     reach: float
 

@@ -1,4 +1,4 @@
-"""What codecs of pairs have in common: everything but the choice of codes and the table that they are read from."""
+"""Common part of codecs of pairs: all but the choice of codes and the table."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import KEYS_AND_VALUES, Field
+from engine.codecs import BaseCodec, Field
 from engine.codecs._arrays import checked, destination, slabs
+from engine.codecs._checks import check_block_size, check_head_dim
 from engine.codecs._norms import ByteNorm, HalfNorm, NormFormat
 from engine.codecs._pairs import PairPacking
-from engine.codecs._refusals import check_block_size, check_head_dim
-from engine.codecs._rotation import preconditioning
+from engine.codecs._rotation import PRECONDITIONINGS, preconditioning
 
-PRECONDITIONINGS = ("hadamard", "dense", "none")
 NORM16 = "norm16"
 
 
 def parse_options(name: str, options: tuple[str, ...]) -> tuple[str, bool]:
-    """The preconditioning, and whether norms are halves.
+    """The preconditioning, and whether norms are stored in half precision.
 
-    Raises ValueError unless the options are a preconditioning at most and `norm16`, once each, in any order.
+    Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order.
     """
-    turns = [option for option in options if option != NORM16]
-    if len(turns) > 1 or not set(turns) <= set(PRECONDITIONINGS) or len(options) > len(turns) + 1:
+    rotations = [option for option in options if option != NORM16]
+    if len(rotations) > 1 or not set(rotations) <= set(PRECONDITIONINGS) or len(options) > len(rotations) + 1:
         raise ValueError(
-            f"Cache type {name} takes one option out of {', '.join(PRECONDITIONINGS)}, and {NORM16}, "
+            f"Cache type {name} has the options {', '.join(PRECONDITIONINGS)} (at most one) and {NORM16}, "
             f"as in {name}+{PRECONDITIONINGS[1]}+{NORM16}."
         )
-    return (*turns, PRECONDITIONINGS[0])[0], NORM16 in options
+    return (*rotations, PRECONDITIONINGS[0])[0], NORM16 in options
 
 
 @dataclass(frozen=True)
 class PairStore:
-    """Norms and packed codes of vectors. bits: of a pair; reach: the largest value that a norm is multiplied by."""
+    """Formats of norms and codes. bits: of a pair; reach: the largest factor of a norm."""
 
     bits: int
     half_norms: bool
@@ -55,15 +54,12 @@ class PairStore:
 
 
 @dataclass(frozen=True)
-class PairCodec(ABC):
-    """A codec of pairs after a signed Hadamard matrix, a dense random rotation or none."""
+class PairCodec(BaseCodec, ABC):
+    """A codec of pairs, after a signed Hadamard matrix, a dense random rotation, or no rotation."""
 
     name: str
     store: PairStore
     preconditioning: str
-
-    serves = KEYS_AND_VALUES
-    per_layer = False
 
     @abstractmethod
     def choose(self, unit: np.ndarray) -> np.ndarray:
@@ -92,7 +88,7 @@ class PairCodec(ABC):
         norms = np.empty(len(tokens), np.float32)
         codes = np.empty((len(tokens), head_dim // 2), np.min_scalar_type(2**self.store.bits - 1))
         for part in slabs(len(tokens), head_dim):
-            with np.errstate(over="ignore"):  # a square beyond float32 makes the norm infinite: the largest there is
+            with np.errstate(over="ignore"):  # a square beyond float32 makes the norm infinite, and it saturates
                 rms = np.sqrt(np.square(tokens[part]).mean(-1))
             norms[part] = np.minimum(rms, self.store.norms.largest)
             codes[part] = self.choose(tokens[part] / np.where(norms[part] > 0, norms[part], np.float32(1))[:, None])

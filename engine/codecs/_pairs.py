@@ -1,13 +1,13 @@
-"""Codes of pairs of values, 6, 7, 8 or 10 bits each, packed without a bit to spare and read with one lookup.
+"""Packing of codes of pairs, 6, 7, 8 or 10 bits each, without unused bits; two are decoded with one lookup.
 
-A unit is what one lookup decodes: two pairs of 6, 7 or 8 bits, the first in the low bits, or one pair of 10. A unit has
-8 + h bits, h = 4, 6, 8, 2. The low bytes lie side by side; the h bits above them share bytes with those of other tokens
-of the block, and so fill them whatever the head dim is. With q₀ to q₃ of tokens t, t + N/4, t + N/2 and t + 3N/4:
+One lookup decodes a unit: two pairs of 6, 7 or 8 bits, the first in the low bits, or one pair of 10. A unit has 8 + h
+bits, h = 4, 6, 8 or 2. The low bytes lie side by side. The h bits above them share bytes with those of other tokens of
+the block, and so fill whole bytes for any head dim. With q₀ to q₃ of tokens t, t + N/4, t + N/2 and t + 3N/4:
 
     h = 2: one byte       q₀ | q₁ << 2 | q₂ << 4 | q₃ << 6
     h = 4: two bytes      q₀ | q₂ << 4  and  q₁ | q₃ << 4
     h = 6: three bytes    `_bits.pack_sixes`
-    h = 8: none: low and high byte of a unit lie side by side, and are simply the codes of its pairs
+    h = 8: none: the two bytes of a unit lie side by side, and are the codes of its pairs
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _BYTE = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class PairPacking:
-    """The layout of N tokens of one KV head, U units each. N is a multiple of 4 and the head dim one of 8.
+    """The layout of N tokens of one KV head, U units each. N is a multiple of 4, the head dim a multiple of 8.
 
     low   (N, U)         uint8  the low bytes; (N, 2U) for pairs of 8 bits
-    high  (h/2, N/4, U)  uint8  the bits above; not there for pairs of 8 bits
+    high  (h/2, N/4, U)  uint8  the bits above; absent for pairs of 8 bits
     """
 
     bits: int
@@ -43,7 +43,7 @@ class PairPacking:
         return self.bits * self.pairs - 8
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
-        """Names and shapes of what `pack` gives."""
+        """The fields that `pack` returns."""
         units = head_dim // 2 // self.pairs
         if self.bits == 8:
             return {"low": Field((block_size, 2 * units), _BYTE)}
@@ -51,7 +51,7 @@ class PairPacking:
         return {"low": Field((block_size, units), _BYTE), "high": high}
 
     def head_dim(self, fields: Mapping[str, np.ndarray]) -> int:
-        """D of packed fields."""
+        """The head dim D of packed fields."""
         return fields["low"].shape[-1] * (2 if self.bits >= 8 else 4)
 
     def pack(self, codes: np.ndarray) -> dict[str, np.ndarray]:
@@ -81,7 +81,7 @@ class PairPacking:
         high: np.ndarray = fields["high"].astype(np.uint16)
         blocks, block_size, width = units.shape
         q: np.ndarray = units.reshape(blocks, 4, block_size // 4, width)
-        # Everything in 16 bits from the start: conversions on the way would cost more than the shifts.
+        # All operands have 16 bits from the start: conversions in between would cost more than the shifts.
         if self._high_bits == 6:
             q[:, :3] |= (high & 63) << 8
             high >>= 6
@@ -105,6 +105,6 @@ class PairPacking:
         return codes.reshape(*lead, low.shape[-2], -1)
 
     def table(self, points: np.ndarray) -> np.ndarray:
-        """points (2^bits, 2) float32 → unit → the values of its pairs, (2^(bits·pairs), 2·pairs) float32."""
+        """points (2^bits, 2) float32 → a row of values for each unit, (2^(bits·pairs), 2·pairs) float32."""
         unit = np.arange(2 ** (self.bits * self.pairs))
         return np.concatenate([points[unit >> self.bits * i & 2**self.bits - 1] for i in range(self.pairs)], axis=1)

@@ -1,6 +1,6 @@
-"""Random orthogonal matrices that are the same everywhere and for ever: codes on disk depend on them.
+"""Random orthogonal matrices that never change: codes on disk depend on them.
 
-Random bits come from PCG64's raw stream, which NumPy keeps stable, and not from a Generator, which it does not.
+Random bits come from PCG64's raw stream, which NumPy keeps stable between versions; those of a Generator may change.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+
+PRECONDITIONINGS = ("hadamard", "dense", "none")
 
 _SEED = 20250204
 
@@ -24,7 +26,7 @@ def _signs(head_dim: int) -> np.ndarray:
 
 
 def preconditioning(kind: str, head_dim: int) -> np.ndarray | None:
-    """The rotation that an option names: "hadamard", "dense", or "none" for None."""
+    """The rotation of an option: "hadamard", "dense", or None for "none"."""
     if kind == "none":
         return None
     return dense(head_dim) if kind == "dense" else signed_hadamard(head_dim)
@@ -34,7 +36,7 @@ def preconditioning(kind: str, head_dim: int) -> np.ndarray | None:
 def signed_hadamard(head_dim: int) -> np.ndarray:
     """diag(±1) · H/√n, (D, D) float32, read-only; n is the largest power of two that divides D.
 
-    Where n < D, the Hadamard matrix H of order n stands D/n times on the diagonal.
+    If n < D, the Hadamard matrix H of order n is repeated D/n times along the diagonal.
     """
     order = head_dim & -head_dim
     hadamard: np.ndarray = np.ones((1, 1))
@@ -45,7 +47,7 @@ def signed_hadamard(head_dim: int) -> np.ndarray:
 
 @cache
 def twice_signed_hadamard(head_dim: int) -> np.ndarray:
-    """diag(±1) · H/√n · diag(±1), (D, D) float32, read-only: `signed_hadamard` with signs of its own on both sides."""
+    """diag(±1) · H/√n · diag(±1), (D, D) float32, read-only: `signed_hadamard` with random signs on both sides."""
     return _frozen(signed_hadamard(head_dim) * _signs(head_dim)[1])
 
 
@@ -53,8 +55,8 @@ def twice_signed_hadamard(head_dim: int) -> np.ndarray:
 def dense(head_dim: int) -> np.ndarray:
     """An orthogonal matrix from the uniform (Haar) distribution, (D, D) float32, read-only.
 
-    The Q of a Gaussian matrix, its columns turned so that R has a positive diagonal: without that Q is not uniform
-    (Mezzadri, Notices of the AMS 54(5), 2007).
+    The Q of a Gaussian matrix, with the signs of its columns chosen so that R has a positive diagonal; otherwise Q is
+    not uniform (Mezzadri, Notices of the AMS 54(5), 2007).
     """
     uniform = (np.random.PCG64(_SEED).random_raw((2, head_dim, head_dim)) >> 11) * 2.0**-53
     gaussian = np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * np.pi * uniform[1])

@@ -1,6 +1,6 @@
-"""Tables of `trellis`: bits per pair → x and y of every point in state 0, in thousandths.
+"""Tables of `trellis`: bits per pair → x and y of each point in state 0, in thousandths.
 
-`scripts/train_trellis.py` prints them.
+Printed by `scripts/train_trellis.py`.
 """
 
 THOUSANDTHS = {

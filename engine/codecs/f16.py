@@ -1,4 +1,4 @@
-"""Half precision, nothing else: every value rounded to a float16. Not rotated.
+"""Half precision: every value rounded to a float16. Not rotated.
 
 Bits per value: 16. Decode: three integer passes and one multiplication (`_arrays.widen`).
 """
@@ -10,27 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import KEYS_AND_VALUES, Field
+from engine.codecs import BaseCodec, Field
 from engine.codecs._arrays import HALF_MAX, checked, destination, widen
+from engine.codecs._checks import check_no_options
 
 NAMES = ("f16",)
 
 
 @dataclass(frozen=True)
-class Half:
-    """The identity up to rounding. Values beyond ±65504 become ±65504."""
+class Half(BaseCodec):
+    """Half precision. Values beyond ±65504 saturate."""
 
     name: str = "f16"
-
-    serves = KEYS_AND_VALUES
-    per_layer = False
-    rounding = None
-
-    def check(self, head_dim: int, block_size: int) -> None:
-        """Serves every head dim and block size."""
-
-    def rotation(self, head_dim: int) -> None:
-        """Not rotated."""
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
         return {"values": Field((block_size, head_dim), np.dtype(np.float16))}
@@ -45,7 +36,6 @@ class Half:
 
 
 def create(name: str, options: tuple[str, ...]) -> Half:
-    """Raises ValueError on any option: there is none."""
-    if options:
-        raise ValueError(f"Cache type {name} has no options, and it was given {'+'.join(options)!r}: write {name}.")
+    """Raises ValueError on any option."""
+    check_no_options(name, options)
     return Half()

@@ -1,4 +1,4 @@
-"""The two ggml types that caches of llama.cpp are most often stored in: 32 values share one scale. Not rotated.
+"""The two ggml types most used for llama.cpp's KV cache: 32 values share one scale. Not rotated.
 
     q8_0: d = max|x| / 127, x ≈ d·code, codes −127 … 127
     q4_0: d = −m / 8, m the value of largest magnitude with its sign, x ≈ d·(code − 8), codes 0 … 15
@@ -14,8 +14,8 @@ Decode, per value: one conversion and one multiplication; for q4_0 also a mask o
     codes  (N, G, 32)  int8     q8_0
            (N, G, 16)  uint8    q4_0: values i (low four bits) and i + 16 (high) of the group in byte i
 
-Values beyond ±65376 saturate, where ggml's scale would end as infinity. A scale that is 0 in half precision decodes to
-zeros whatever the codes are; those are 0 (q8_0) and 8 (q4_0) where 1/d is beyond a float32.
+Values beyond ±65376 saturate; ggml's scale would become infinity. A scale that is 0 in half precision decodes to zeros
+for any codes. If 1/d exceeds a float32, the codes are 0 (q8_0) and 8 (q4_0).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import KEYS_AND_VALUES, Field
+from engine.codecs import BaseCodec, Field
 from engine.codecs._arrays import SATURATION, checked, destination
-from engine.codecs._refusals import check_head_dim
+from engine.codecs._checks import check_head_dim, check_no_options
 
 NAMES = ("q8_0", "q4_0")
 
@@ -35,20 +35,13 @@ _GROUP = 32
 
 
 @dataclass(frozen=True)
-class _Grouped:
-    """What both types share: groups of 32 channels of one token."""
+class _Grouped(BaseCodec):
+    """The common part of both types: groups of 32 channels of one token."""
 
     name: str
 
-    serves = KEYS_AND_VALUES
-    per_layer = False
-    rounding = None
-
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, _GROUP)
-
-    def rotation(self, head_dim: int) -> None:
-        """Not rotated."""
 
     def _groups(self, x: np.ndarray) -> np.ndarray:
         """x (..., N, D) → (..., N, G, 32) float32, saturated."""
@@ -73,7 +66,7 @@ class Q8(_Grouped):
         scaled = groups * _inverse(scale)
         size = np.abs(scaled)
         whole = np.floor(size)
-        whole += size - whole >= 0.5  # exact, where adding a half could round a value just under it upwards
+        whole += size - whole >= 0.5  # adding a half instead could round a value just under a half upwards
         return {"scale": scale[..., 0].astype(np.float16), "codes": np.copysign(whole, scaled).astype(np.int8)}
 
     def decode(self, codes: Mapping[str, np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
@@ -116,14 +109,13 @@ class Q4(_Grouped):
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1/scale float32, and 0 where that is beyond a float32."""
+    """1 / scale float32, and 0 where that exceeds a float32."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = 1 / scale
     return np.where(np.isinf(inverse), np.float32(0), inverse)
 
 
 def create(name: str, options: tuple[str, ...]) -> Q8 | Q4:
-    """Raises ValueError on any option: there is none."""
-    if options:
-        raise ValueError(f"Cache type {name} has no options, and it was given {'+'.join(options)!r}: write {name}.")
+    """Raises ValueError on any option."""
+    check_no_options(name, options)
     return Q8(name) if name == "q8_0" else Q4(name)

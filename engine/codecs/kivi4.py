@@ -3,8 +3,8 @@
     code = round((x − zero) / scale),  zero = min x,  scale = (max x − min x) / 15;  x ≈ scale·code + zero
 
 Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", 2024, §3: keys have outlier
-channels, so that a group is 32 tokens of one channel (`kivi4`); values have none, and a group is 32 channels of one
-token (`kivi4+token`). The source's full-precision residual is the cache's current block.
+channels, so a group is 32 tokens of one channel (`kivi4`); values have none, so a group is 32 channels of one token
+(`kivi4+token`). The source's full-precision residual is the cache's current block.
 Bits per value: 4 + (16 + 16)/32 = 5.
 Decode, per value: a mask or a shift, one conversion, one multiplication and one addition.
 
@@ -13,8 +13,8 @@ Decode, per value: a mask or a shift, one conversion, one multiplication and one
     scale, zero  (N/32, D)   float16  by channel, or (N, D/32) by token
     codes        (N, D/2)    uint8    channels j (low four bits) and j + D/2 (high) of the token in byte j
 
-The zero point is rounded to half precision before the codes are chosen, and the scale too. Values beyond ±65376
-saturate. NumPy only: what other codecs are compared with.
+Zero point and scale are rounded to half precision before the codes are chosen. Values beyond ±65376 saturate. There is
+no CUDA kernel: this codec is for comparison.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.codecs import KEYS_AND_VALUES, Field
+from engine.codecs import BaseCodec, Field
 from engine.codecs._arrays import SATURATION, checked, destination
-from engine.codecs._refusals import check_block_size, check_head_dim
+from engine.codecs._checks import check_block_size, check_head_dim
 
 NAMES = ("kivi4",)
 
@@ -34,22 +34,15 @@ _GROUP = 32
 
 
 @dataclass(frozen=True)
-class Kivi4:
-    """The codec by channel, or by token."""
+class Kivi4(BaseCodec):
+    """KIVI by channel, or by token."""
 
     name: str = "kivi4"
     by_token: bool = False
 
-    serves = KEYS_AND_VALUES
-    per_layer = False
-    rounding = None
-
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, _GROUP if self.by_token else 2)
         check_block_size(self.name, block_size, 1 if self.by_token else _GROUP)
-
-    def rotation(self, head_dim: int) -> None:
-        """Not rotated."""
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
         groups = (block_size, head_dim // _GROUP) if self.by_token else (block_size // _GROUP, head_dim)
@@ -84,7 +77,7 @@ class Kivi4:
 
     @property
     def _axis(self) -> int:
-        """Of a grouped array: the members of a group."""
+        """The axis of a grouped array that runs over the members of a group."""
         return -1 if self.by_token else -2
 
     def _grouped(self, x: np.ndarray) -> np.ndarray:
@@ -96,7 +89,7 @@ class Kivi4:
 
 
 def create(name: str, options: tuple[str, ...]) -> Kivi4:
-    """Raises ValueError unless the only option, if there is one, is "token"."""
+    """Raises ValueError on any option but "token"."""
     if options not in ((), ("token",)):
         raise ValueError(f"Cache type {name} has one option, token: write {name} for keys, {name}+token for values.")
     return Kivi4("+".join((name, *options)), bool(options))

@@ -1,27 +1,27 @@
-"""PolarQuant by RoPE pairs, keys only: channels j and j + D/2, which RoPE turns together, as a radius and an angle.
+"""PolarQuant by RoPE pairs, keys only: channels j and j + D/2, which RoPE rotates together, as a radius and an angle.
 
     (kⱼ, kⱼ₊ᴅ/₂) = r·(cos θ, sin θ);  θ ≈ π·code/2^(m−1) − π,  r ≈ code·s,  s = max r / (2^n − 1) of a group of tokens
 
 Source: Wu et al., "PolarQuant: Leveraging Polar Transformation for Efficient Key Cache Quantization and Decoding
-Acceleration", 2025, §3.2. Its formula for decoding omits the −π that matches
-the +π of its angles, which would turn every key around; here it is. Its rotation is a permutation that brings channels
-j and j + D/2 to 2j and 2j + 1; nothing is ever mixed, for the pairs are what it is about.
+Acceleration", 2025, §3.2. Its formula for decoding omits the −π that matches the +π of its angles and would negate
+every key; it is added here. The rotation is a permutation that moves channels j and j + D/2 to 2j and 2j + 1. It mixes
+no channels, since the codec needs the pairs of RoPE.
 Bits per value, n + m = 8 (`polarpair-m4n4`) or 6 (`polarpair-m4n2`) and groups of G tokens: (n + m)/2 + 16/(2G). The
-source has one group for the whole text and counts its full-precision residual too, which is the cache's current block.
-Decode, per value: one lookup of a cosine or a sine and one product with the radius, which half a product gave.
+source has one group for the whole text, and also counts its full-precision residual, here the current block.
+Decode, per value: one lookup of a cosine or a sine, one product with the radius, and half a product for the radius.
 
-Options: `+g32`, or another number that divides the block size: groups of 32 tokens; without it a group is the block.
+Options: `+g32`, or another number that divides the block size: groups of 32 tokens. The default group is the block.
 `+minmax-radius`: codes count from the smallest radius of the group, r ≈ (code + ½)·s + min r with
-s = (max r − min r)/2^n, for 16/(2G) bits more. `+minmax`: the angles likewise, θ ≈ (code + ½)·s + min θ with θ in
-[0, 2π), as the authors' implementation has it, for 48/(2G) bits more than the paper's. It gains where a pair hardly
-turns within a group, and loses where such angles lie on both sides of 0, which is their smallest and their largest.
+s = (max r − min r)/2^n, for 16/(2G) bits more. `+minmax`: angles as well, θ ≈ (code + ½)·s + min θ with θ in [0, 2π),
+as in the authors' implementation, for 48/(2G) bits more than the paper's. This is better for pairs that rotate little
+within a group, and worse if their angles lie on both sides of 0, where the range becomes the whole circle.
 
 **Bytes.** N tokens of one KV head in N/G groups. Code of pair j, stored channels 2j and 2j + 1: radius << 4 | angle.
 
     codes        (N, D/2)    uint8    one byte a pair; for n = 2 (N, 3·D/8), four pairs in three bytes
     radius_step  (N/G, D/2)  float16  s
     radius_low   (N/G, D/2)  float16  min r, with either option
-    angle_step, angle_low    float16  the same of the angles, with `+minmax`
+    angle_step, angle_low    float16  the same for angles, with `+minmax`
 
 How four times six bits share three bytes: `_bits.pack_row_of_sixes`: pairs j, j + D/8, j + D/4 and j + 3D/8 in bytes
 j, j + D/8 and j + D/4. Steps and minima are rounded before codes are chosen. Radii beyond 65376 saturate.
@@ -35,42 +35,40 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs import Field
+from engine.codecs import BaseCodec, Field
 from engine.codecs._arrays import SATURATION, checked, destination
 from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
-from engine.codecs._refusals import check_block_size, check_head_dim
+from engine.codecs._checks import check_block_size, check_head_dim
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2")
 
 _ANGLES = 16  # m = 4
 _DIRECTIONS = np.pi / 8 * np.arange(_ANGLES) - np.pi
 COSINES, SINES = np.cos(_DIRECTIONS).astype(np.float32), np.sin(_DIRECTIONS).astype(np.float32)
-# Where the first two directions of a quadrant end.
+# The ends of the first two directions of a quadrant.
 TANGENTS = np.tan(np.pi / 16 * np.array([1, 3])).astype(np.float32)
 
 
 @dataclass(frozen=True)
-class PolarPair:
-    """The codec with its radii in `radius_bits`; `group` tokens share a scale, all of a block for None.
+class PolarPair(BaseCodec):
+    """Radii have `radius_bits`; `group` tokens share scales, all tokens of a block if None.
 
-    `ranged` names what counts from its minimum in the group: "" nothing, "radius", "both" (radius and angle).
+    minmax: "" for none; "radius" or "both" (radius and angle) if codes count from the minimum of the group.
     """
 
     name: str
     radius_bits: int
     group: int | None = None
-    ranged: str = ""
+    minmax: str = ""
 
     serves = frozenset({"k"})
-    per_layer = False
-    rounding = None
 
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, 8)
         check_block_size(self.name, block_size, self.group or 1)
 
     def rotation(self, head_dim: int) -> np.ndarray:
-        return _side_by_side(head_dim)
+        return _pair_permutation(head_dim)
 
     def fields(self, block_size: int, head_dim: int) -> dict[str, Field]:
         bits = 4 + self.radius_bits
@@ -87,13 +85,15 @@ class PolarPair:
         a, b = x[..., 0::2], x[..., 1::2]
         with np.errstate(over="ignore"):
             radius = np.minimum(np.hypot(a, b), SATURATION)
-        if self.ranged:
-            radius_code, scales = _from_lowest(radius, 2**self.radius_bits, "radius")
+        if self.minmax:
+            radius_code, scales = _quantize_from_minimum(radius, 2**self.radius_bits, "radius")
         else:
-            radius_code, scales = _from_zero(radius, 2**self.radius_bits - 1)
-        if self.ranged == "both":
+            radius_code, scales = _quantize_from_zero(radius, 2**self.radius_bits - 1)
+        if self.minmax == "both":
             angle = np.arctan2(b, a)
-            angle_code, more = _from_lowest(np.where(angle < 0, angle + np.float32(2 * np.pi), angle), _ANGLES, "angle")
+            angle_code, more = _quantize_from_minimum(
+                np.where(angle < 0, angle + np.float32(2 * np.pi), angle), _ANGLES, "angle"
+            )
             scales |= more
         else:
             angle_code = _direction(a, b)
@@ -105,8 +105,8 @@ class PolarPair:
         *lead, groups, group, half = pairs.shape
         out = destination(out, (*lead, groups * group, 2 * half))
         values = out.reshape(*lead, groups, group, half, 2)
-        if self.ranged == "both":
-            angle = ((pairs & 15) + np.float32(0.5)) * _wide(codes["angle_step"]) + _wide(codes["angle_low"])
+        if self.minmax == "both":
+            angle = ((pairs & 15) + np.float32(0.5)) * _per_token(codes["angle_step"]) + _per_token(codes["angle_low"])
             cosine, sine = np.cos(angle), np.sin(angle)
         else:
             cosine, sine = COSINES[pairs & 15], SINES[pairs & 15]
@@ -116,9 +116,9 @@ class PolarPair:
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """The fields of scales."""
+        """Names of the fields that hold scales."""
         radius, angle = ("radius_step", "radius_low"), ("angle_step", "angle_low")
-        return {"": radius[:1], "radius": radius, "both": radius + angle}[self.ranged]
+        return {"": radius[:1], "radius": radius, "both": radius + angle}[self.minmax]
 
     def pair_codes(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         """Fields → codes of pairs (..., N, D/2) uint8."""
@@ -134,16 +134,16 @@ class PolarPair:
         *lead, groups, half = codes["radius_step"].shape
         pairs = pairs.reshape(*lead, groups, pairs.shape[-2] // groups, half)
         radius = (pairs >> 4).astype(np.float32)
-        if self.ranged:
+        if self.minmax:
             radius += np.float32(0.5)
-        radius *= _wide(codes["radius_step"])
-        if self.ranged:
-            radius += _wide(codes["radius_low"])
+        radius *= _per_token(codes["radius_step"])
+        if self.minmax:
+            radius += _per_token(codes["radius_low"])
         return pairs, radius
 
 
 @cache
-def _side_by_side(head_dim: int) -> np.ndarray:
+def _pair_permutation(head_dim: int) -> np.ndarray:
     """The permutation (D, D) float32, read-only, that moves channels j and j + D/2 to 2j and 2j + 1."""
     order = np.arange(head_dim).reshape(2, -1).T.ravel()
     matrix = np.eye(head_dim, dtype=np.float32)[:, order]
@@ -151,54 +151,54 @@ def _side_by_side(head_dim: int) -> np.ndarray:
     return matrix
 
 
-def _wide(scale: np.ndarray) -> np.ndarray:
+def _per_token(scale: np.ndarray) -> np.ndarray:
     """(..., N/G, D/2) float16 → (..., N/G, 1, D/2) float32."""
     return scale[..., None, :].astype(np.float32)
 
 
 def _divisor(step: np.ndarray) -> np.ndarray:
-    """A stored step (..., N/G, D/2) to divide by, 1 in place of 0."""
-    return _wide(np.where(step == 0, np.float16(1), step))
+    """A stored step (..., N/G, D/2) as a divisor for each token: 1 in place of 0."""
+    return _per_token(np.where(step == 0, np.float16(1), step))
 
 
-def _from_zero(radius: np.ndarray, last: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """radius (..., N/G, G, D/2) → codes 0 … last uint8, and the step. No minimum: a radius is never negative."""
+def _quantize_from_zero(radius: np.ndarray, last: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """radius (..., N/G, G, D/2) → codes 0 … last uint8, and the field of the step."""
     step = (radius.max(-2) / np.float32(last)).astype(np.float16)
     return np.minimum(np.rint(radius / _divisor(step)), last).astype(np.uint8), {"radius_step": step}
 
 
-def _from_lowest(x: np.ndarray, count: int, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """x (..., N/G, G, D/2) ≥ 0 → codes 0 … count − 1 uint8 of equal cells between minimum and maximum; both scales."""
+def _quantize_from_minimum(x: np.ndarray, count: int, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """x (..., N/G, G, D/2) ≥ 0 → codes 0 … count − 1 uint8 of equal cells between minimum and maximum, both fields."""
     smallest = x.min(-2)
     low, step = smallest.astype(np.float16), ((x.max(-2) - smallest) / np.float32(count)).astype(np.float16)
-    codes = np.clip(np.floor((x - _wide(low)) / _divisor(step)), 0, count - 1).astype(np.uint8)
+    codes = np.clip(np.floor((x - _per_token(low)) / _divisor(step)), 0, count - 1).astype(np.uint8)
     return codes, {f"{name}_step": step, f"{name}_low": low}
 
 
 def _direction(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The nearest of the sixteen directions, uint8: by comparisons in a quadrant, so that no angle is computed."""
+    """Codes of the nearest of the sixteen directions, uint8, by comparisons in a quadrant: no angle is computed."""
     first, second = TANGENTS
     x, y = np.abs(a), np.abs(b)
     code = (y > first * x).view(np.uint8)
-    for beyond in (y > second * x, second * y > x, first * y > x):
-        code += beyond
+    for is_beyond in (y > second * x, second * y > x, first * y > x):
+        code += is_beyond
     code = np.where(a < 0, 8 - code, code)
     return (np.where(b < 0, 16 - code, code) + np.uint8(8)) & np.uint8(15)
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarPair:
-    """Raises ValueError on an option that there is not, or on two of a kind."""
+    """Raises ValueError on an unknown option, or on two of a kind."""
     known = {"minmax-radius": "radius", "minmax": "both"}
-    ranged = [option for option in options if option in known]
+    minmax = [option for option in options if option in known]
     groups = [option for option in options if option[:1] == "g" and option[1:].isdecimal() and int(option[1:]) > 0]
-    if len(ranged) + len(groups) < len(options) or len(ranged) > 1 or len(groups) > 1:
+    if len(minmax) + len(groups) < len(options) or len(minmax) > 1 or len(groups) > 1:
         raise ValueError(
-            f"Cache type {name} takes minmax or minmax-radius, and g with a number of tokens, "
-            f"as in {name}+g32+minmax: {'+'.join(options)!r} is something else."
+            f"Cache type {name} has the options minmax or minmax-radius, and g with a number of tokens, "
+            f"as in {name}+g32+minmax: {'+'.join(options)!r} is not one of these."
         )
     return PolarPair(
         "+".join((name, *options)),
         int(name[-1]),
         int(groups[0][1:]) if groups else None,
-        known[ranged[0]] if ranged else "",
+        known[minmax[0]] if minmax else "",
     )

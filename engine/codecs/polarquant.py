@@ -1,27 +1,27 @@
 """PolarQuant: every 16 values as one radius and 15 quantized angles.
 
-    (x₂ⱼ, x₂ⱼ₊₁) = r·(cos θ, sin θ), and again with the radii r of neighbours, four levels up: 16 values → 1 radius
+    (x₂ⱼ, x₂ⱼ₊₁) = r·(cos θ, sin θ), then the same with neighbouring radii r, on four levels: 16 values → 1 radius
 
 Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025: Definition 1 and Algorithm 1
 (the transform and its inverse), Lemma 2 (the densities of the angles), §4.1 (four levels, bits 4/2/2/2, fp16 radius).
 Bits per value: (16 + 8·4 + 4·2 + 2·2 + 1·2) / 16 = 3.875. Mean squared error on Gaussian vectors: .0321 per variance.
-Decode, per 8 values: 2 lookups of 4 values (a byte of level 1 each), 1 lookup of 8 factors (all levels above); then
-two multiplications a value, by the factor and by the radius.
+Decode, per 8 values: 2 lookups of 4 values (a byte of level 1 each) and 1 lookup of 8 factors (all levels above); then,
+per value, two multiplications, by the factor and by the radius.
 
-Options: how vectors are rotated, `+hadamard` (unless told otherwise), `+dense` or `+none`.
+Options: the rotation, `+hadamard` (the default), `+dense` or `+none`.
 
-A head dim that is a multiple of 8 but not of 16 takes three levels, a radius for every 8 values: 4.75 bits per value.
+A head dim that is a multiple of 8 but not of 16 has three levels and a radius for every 8 values: 4.75 bits per value.
 
-**Codes.** Level 1: θ in [0, 2π), uniform, so that sixteen equal arcs are optimal wherever they begin. They begin at 0:
-code c is the arc [c, c+1)·π/8 and decodes to its middle, which makes the signs of x and y bits of their own. Level
-ℓ ≥ 2: θ in [0, π/2] with a density that goes as sin^(2^(ℓ−1)−1)(2θ), cut into four halfway between `CENTRES`.
-Every level therefore splits a quadrant into four at a threshold τ, at π/4 and at π/2 − τ, and no angle is computed:
-with squares, θ > τ is b² > tan²(τ)·a². The squares add up to the next level's; one root is taken, of the last.
-The arithmetic is float32 without fused multiply-add, so that codes are the same wherever they are computed. Squares of
-magnitudes under 1e-19 underflow, which costs nothing: half precision has no such radius but 0.
+**Codes.** Level 1: θ in [0, 2π) is uniform, so sixteen equal arcs are optimal. Code c is the arc [c, c+1)·π/8 and
+decodes to its middle, so the signs of x and y select the quadrant. Level ℓ ≥ 2: θ in [0, π/2] has a density
+proportional to sin^(2^(ℓ−1)−1)(2θ), and is cut into four halfway between `CENTRES`. So every level splits a quadrant
+into four at a threshold τ, at π/4 and at π/2 − τ, and no angle is computed: with squares, θ > τ is b² > tan²(τ)·a². The
+sum of both squares is the input of the next level; only the last takes a root. The arithmetic is float32 without fused
+multiply-add, so that codes are the same wherever they are computed. Squares of magnitudes under 1e-19 underflow; in
+half precision such radii are 0 anyway.
 
-**Bytes.** N tokens of one KV head, G = D/16 groups. Of a group's 14 bits above level 1, two are level 4's; either half
-of 8 values has six: `level3 << 4 | second level2 << 2 | first level2`.
+**Bytes.** N tokens of one KV head, G = D/16 groups. Of a group's 14 bits above level 1, two are level 4's, and each
+half of 8 values has six: `level3 << 4 | second level2 << 2 | first level2`.
 
     radius  (N, G)       float16  norm of the group, at most 65504
     level1  (N, D/4)     uint8    pairs 2i (low four bits) and 2i+1 (high) of the token
@@ -52,28 +52,27 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs import KEYS_AND_VALUES, Field
+from engine.codecs import BaseCodec, Field
 from engine.codecs._arrays import HALF_MAX, checked, destination, slabs, widen
 from engine.codecs._bits import pack_nibbles, pack_sixes, unpack_nibbles, unpack_sixes
-from engine.codecs._refusals import check_block_size, check_head_dim
-from engine.codecs._rotation import preconditioning
+from engine.codecs._checks import check_block_size, check_head_dim
+from engine.codecs._rotation import PRECONDITIONINGS, preconditioning
 
 NAMES = ("polarquant",)
-PRECONDITIONINGS = ("hadamard", "dense", "none")
 
-# Level → what its angles decode to, radians; `scripts.lloyd.polar_angles` derives levels 2 to 4. They mirror at π/4.
+# Level → the decoded angles, radians; `scripts.lloyd.polar_angles` derives levels 2 to 4. They are symmetric about π/4.
 CENTRES = {
     1: tuple((code + 0.5) * np.pi / 8 for code in range(16)),
     2: (0.309756116982453, 0.6339802399913297, 0.9368160868035673, 1.2610402098124438),
     3: (0.4262496930707171, 0.6743849977574353, 0.8964113290374609, 1.1445466337241796),
     4: (0.5242140911034305, 0.7059094056614765, 0.8648869211334204, 1.0465822356914662),
 }
-# Level → tan²(τ), τ being the first threshold of a quadrant.
+# Level → tan²(τ) of the first threshold τ of a quadrant.
 TAN_SQUARED = {level: np.float32(np.tan((first + second) / 2) ** 2) for level, (first, second, *_) in CENTRES.items()}
 
 
 def level_count(head_dim: int) -> int:
-    """Levels of the transform of a vector."""
+    """The number of levels of a vector's transform."""
     return 4 if head_dim % 16 == 0 else 3
 
 
@@ -89,23 +88,23 @@ def _quarter(squares: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _level1_table() -> np.ndarray:
-    """A byte of level 1 → its four values at radius 1, (256, 4) float32."""
+    """For each byte of level 1, its four values at radius 1, (256, 4) float32."""
     angles = np.array(CENTRES[1])[unpack_nibbles(np.arange(256, dtype=np.uint8)[:, None])]
     return np.stack([np.cos(angles), np.sin(angles)], -1).reshape(256, 4).astype(np.float32)
 
 
 @cache
 def upper_table(levels: int) -> np.ndarray:
-    """Codes of a half (`level4 << 6`, if there is one, and the six bits) → what its 8 values are multiplied by.
+    """For each code of a half (`level4 << 6` if there is a level 4, and six bits), factors of its 8 values.
 
-    (4 ** levels, 8) float32, a radius for either value of a pair. A first half shrinks by the cosine of the angle of
-    level 4, a second by its sine, which is the cosine at the complement of the code.
+    (4 ** levels, 8) float32: the radius of each pair, twice. Level 4 multiplies a first half by the cosine of its angle
+    and a second half by the sine, which is the cosine at the complement of the code.
     """
     index = np.arange(4**levels)
     cosine = {level: np.cos(CENTRES[level]) for level in (2, 3, 4)}
 
     def split(level: int, code: np.ndarray) -> np.ndarray:
-        """(..., 2): the two radii under a radius of 1."""
+        """(..., 2): the two radii that a radius of 1 splits into."""
         return np.stack([cosine[level][code], cosine[level][3 - code]], -1)
 
     low = np.stack([split(2, index & 3), split(2, index >> 2 & 3)], 1)
@@ -116,15 +115,11 @@ def upper_table(levels: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class PolarQuant:
-    """The codec after one of three preconditionings: a signed Hadamard matrix, a dense random rotation, none."""
+class PolarQuant(BaseCodec):
+    """PolarQuant after a signed Hadamard matrix, a dense random rotation, or no rotation."""
 
     name: str = "polarquant"
     preconditioning: str = "hadamard"
-
-    serves = KEYS_AND_VALUES
-    per_layer = False
-    rounding = None
 
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, 8)
@@ -176,12 +171,12 @@ class PolarQuant:
     def _quantize(self, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         """x (M, N, D) → codes of the angles of every level, uint8, (M, N, D/2) and so on; norms (M, N, D/2^levels).
 
-        A square over 3e38 is infinite, and so saturates.
+        A square beyond float32 is infinite, and its norm saturates.
         """
         with np.errstate(over="ignore"):
             negative = (x < 0).view(np.uint8)
             level1, squares = _quarter(x * x, 1)
-            # Mirrored at the y axis an angle in the arc c falls in 7 − c, at the x axis in 15 − c.
+            # Negating x moves an angle from arc c to 7 − c, negating y to 15 − c.
             level1 ^= negative[..., 0::2] * np.uint8(7)
             level1 ^= negative[..., 1::2] * np.uint8(15)
             angles = [level1]
@@ -192,7 +187,7 @@ class PolarQuant:
 
 
 def pack(angles: Sequence[np.ndarray], norms: np.ndarray, fields: Mapping[str, np.ndarray]) -> None:
-    """Codes of the angles of every level, (M, N, D/2) uint8 and so on, and norms (M, N, G) → the bytes of `fields`."""
+    """Codes of the angles of every level, (M, N, D/2) uint8 and so on, and norms (M, N, G) → written to `fields`."""
     level1, level2, level3, *level4 = angles
     sixes = level3 << 4 | level2[..., 1::2] << 2 | level2[..., 0::2]
     if level4:
@@ -229,15 +224,15 @@ def upper_codes(codes: Mapping[str, np.ndarray], levels: int) -> np.ndarray:
 
 
 def create(name: str, options: tuple[str, ...]) -> PolarQuant:
-    """Raises ValueError unless the options are at most one preconditioning."""
+    """Raises ValueError on any option but one preconditioning."""
     return PolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))
 
 
 def chosen_preconditioning(name: str, options: tuple[str, ...]) -> str:
-    """The one option there may be. Raises ValueError on any other."""
+    """The preconditioning in `options`, or the default. Raises ValueError on any other option, or on two."""
     if len(options) > 1 or not set(options) <= set(PRECONDITIONINGS):
         raise ValueError(
-            f"Cache type {name} takes one option out of {', '.join(PRECONDITIONINGS)}, "
-            f"as in {name}+{PRECONDITIONINGS[1]}: {'+'.join(options)!r} is something else."
+            f"Cache type {name} has the options {', '.join(PRECONDITIONINGS)} (at most one), "
+            f"as in {name}+{PRECONDITIONINGS[1]}, but {'+'.join(options)!r} was given."
         )
     return (*options, PRECONDITIONINGS[0])[0]

@@ -1,15 +1,15 @@
-"""PolarQuant with codebooks of its own for every prompt and layer, for measuring only.
+"""PolarQuant with codebooks learned from each prompt and layer, for measuring only.
 
-The codes, the bytes and the bits per value are those of `polarquant`; the centres are not constants but the k-means of
-the angles in the first blocks that the codec is given: sixteen on [0, 2π) for level 1, four on [0, π/2] for each level
-above. So the codec is not a function of its name any more. What one instance encoded, only that instance can decode:
-no prefix is shared, nothing is kept for another session, and every layer's keys and values need an instance each.
+The fields and the bits per value are those of `polarquant`. The centres are not constants but found by k-means on the
+angles in the first blocks that the codec encodes: sixteen on [0, 2π) for level 1, four on [0, π/2] for each level
+above. So only the instance that encoded a block can decode it: no prefix is shared, no session is saved, and each layer
+needs an instance for keys and one for values.
 
 Source: Han et al., "PolarQuant: Quantizing KV Caches with Polar Transformation", 2025, §4.1 and the online variant of
 §5 (1-D k-means++ on the angles of the prompt, at prefill). Seeds: Arthur and Vassilvitskii, "k-means++: The Advantages
-of Careful Seeding", 2007. One start is the offline codebook, so that no level ever does worse on what it learned from.
-Decode, per value: one lookup of a cosine or a sine and one multiplication for level 1, and nearly as many again for
-all levels above.
+of Careful Seeding", 2007. One start is the offline codebook, so no level has a larger error on its samples than that.
+Decode, per value: one lookup of a cosine or a sine and one multiplication for level 1, and nearly as many for all
+levels above.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from engine.codecs.polarquant import CENTRES, PolarQuant, chosen_preconditioning
 
 NAMES = ("polarquant-online",)
 
-_TOKENS = 4096  # to learn from at most
-_STARTS = 4  # of k-means++, beside the offline codebook
+_TOKENS = 4096  # the most to learn from
+_STARTS = 4  # of k-means++, besides the offline codebook
 _SEED = 20250204
 
 
 @dataclass(frozen=True)
 class OnlinePolarQuant(PolarQuant):
-    """The codec before or after it has learned; a copy by name or comparison is one that has not.
+    """PolarQuant with its own codebook, which has no part in comparisons.
 
-    codebook: level → ascending centres, (16,) or (4,) float32, radians. Empty until the first block of other than
+    codebook: level → ascending centres, (16,) or (4,) float32, radians. Empty until the first block that is not all
     zeros is encoded, and fixed from then on.
     """
 
@@ -74,7 +74,7 @@ class OnlinePolarQuant(PolarQuant):
 
 
 def _polar(radii: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
-    """radii (..., 2n), those of level 1 being values → angles (..., n) in [0, 2π) or [0, π/2], radii (..., n)."""
+    """radii (..., 2n), for level 1 values → angles (..., n) in [0, 2π), above level 1 in [0, π/2]; radii (..., n)."""
     a, b = radii[..., 0::2], radii[..., 1::2]
     angles = np.arctan2(b, a)
     if level == 1:
@@ -84,7 +84,7 @@ def _polar(radii: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _learn(tokens: np.ndarray) -> dict[int, np.ndarray]:
-    """tokens (M, D), not all zero → level → centres. Angles between zeros say nothing, and are left out."""
+    """tokens (M, D), not all zero → level → centres. Angles of pairs of zeros are left out."""
     radii = tokens[:: 1 + len(tokens) // _TOKENS]
     codebook = {}
     for level in range(1, level_count(tokens.shape[-1]) + 1):
@@ -94,26 +94,26 @@ def _learn(tokens: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _k_means(samples: np.ndarray, offline: np.ndarray) -> np.ndarray:
-    """The best of several local optima for samples (S,): as many ascending centres as `offline` has, float64."""
+    """The best of several local optima for samples (S,): as many ascending centres as in `offline`, float64."""
     values = np.sort(samples.astype(np.float64))
     sums = np.concatenate([[0.0], np.cumsum(values)])
 
-    def spread(centres: np.ndarray) -> float:
-        """What the centres explain of Σ value²: the more, the smaller the squared error."""
+    def explained(centres: np.ndarray) -> float:
+        """Σ value² less the squared error of the centres."""
         edges = _edges(values, centres)
         return float((2 * centres * np.diff(sums[edges]) - centres**2 * np.diff(edges)).sum())
 
     starts = [offline, *_seeds(values, len(offline))]
-    return max((_settled(values, sums, start) for start in starts), key=spread)
+    return max((_lloyd(values, sums, start) for start in starts), key=explained)
 
 
 def _edges(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Ascending values, ascending centres (C,) → where the cells begin and end among the values, (C + 1,)."""
+    """Ascending values, ascending centres (C,) → the bounds of their cells among the values, (C + 1,)."""
     return np.concatenate([[0], np.searchsorted(values, (centres[1:] + centres[:-1]) / 2), [len(values)]])
 
 
-def _settled(values: np.ndarray, sums: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Lloyd's iteration from `centres` until no sample changes its cell; `sums` are the running sums of the values."""
+def _lloyd(values: np.ndarray, sums: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Lloyd's iteration from `centres` until no sample changes its cell; `sums`: cumulative sums of the values."""
     edges = _edges(values, centres)
     while True:
         counts = np.diff(edges)
@@ -126,7 +126,7 @@ def _settled(values: np.ndarray, sums: np.ndarray, centres: np.ndarray) -> np.nd
 
 
 def _seeds(values: np.ndarray, count: int) -> Iterator[np.ndarray]:
-    """k-means++: each centre a sample drawn with a chance that grows as its squared distance from those before."""
+    """k-means++: samples drawn with probability proportional to the squared distance from the centres so far."""
     random = np.random.default_rng(_SEED)
     for _ in range(_STARTS):
         centres = [random.choice(values)]
@@ -139,5 +139,5 @@ def _seeds(values: np.ndarray, count: int) -> Iterator[np.ndarray]:
 
 
 def create(name: str, options: tuple[str, ...]) -> OnlinePolarQuant:
-    """Raises ValueError unless the options are at most one preconditioning."""
+    """Raises ValueError on any option but one preconditioning."""
     return OnlinePolarQuant("+".join((name, *options)), chosen_preconditioning(name, options))

@@ -4,20 +4,21 @@
 
 Source: unrestricted polar quantization, with more phases on larger circles: Wilson, "Magnitude/phase quantization of
 independent Gaussian variates", IEEE Trans. Commun. 28(11), 1980; Swaszek & Thomas, "Optimal circularly symmetric
-quantizers", J. Franklin Inst. 313(6), 1982. Ours: these designs, points searched all at once, and its use for a cache.
+quantizers", J. Franklin Inst. 313(6), 1982. Ours: these designs, an exact search among all points, and the use for a KV
+cache.
 Bits per value: m/2 + 8/D for `ring3`, `ring3.5`, `ring4` and `ring5` with m = 6, 7, 8, 10, and m/2 + 16/D with the
 option `norm16`. Mean squared error on Gaussian vectors of 128 values: .0292, .0151, .0077, .0020 per variance.
 Decode, per value: a quarter of a lookup of four values (`ring5`: half a lookup of two), one multiplication by the norm.
 
-**Codes.** Points count ring by ring from the inside, and on each ring counter-clockwise; odd rings (the innermost is
-ring 0) are turned by half a phase. `scripts/design_rings.py` found the phases; radii follow from them (Lloyd). The
-nearest point is the first with the least |p|²/2 − y·p in float32: see `_nearest`.
+**Codes.** Points are numbered ring by ring from the inside, and counter-clockwise on each ring. Odd rings (the
+innermost is ring 0) are rotated by half a phase. `scripts/design_rings.py` found the phases; the radii follow from them
+by Lloyd's algorithm. The nearest point is the first with the least |p|²/2 − y·p in float32: see `_nearest`.
 
 **Bytes.** N tokens of one KV head. The packing of codes: `_pairs`. A norm in a byte, with a code for zero: `_norms`.
 
     norm  (N,)           uint8, or with `norm16` float16
     low   (N, U)         uint8    U = D/4; `ring4` and `ring5`: D/2
-    high  (h/2, N/4, U)  uint8    h = 4, 6 or 2; not for `ring4`, whose low bytes are the codes of the pairs
+    high  (h/2, N/4, U)  uint8    h = 4, 6 or 2; absent for `ring4`, whose low bytes are the codes of the pairs
 
 >>> x = np.array([[2, 0, 0, 2, 0, 0, 0, 0]] * 4, np.float32)
 >>> codes = create("ring4", ("norm16",)).encode(x)
@@ -42,7 +43,7 @@ from engine.codecs._pairs import PairPacking
 
 NAMES = ("ring3", "ring3.5", "ring4", "ring5")
 
-# Bits per pair → (phases, radius) of every ring.
+# Bits per pair → (phases, radius) of each ring.
 RINGS: dict[int, tuple[tuple[int, float], ...]] = {
     6: ((1, 0.0), (6, 0.4604), (12, 0.892), (15, 1.3725), (15, 1.9139), (15, 2.6469)),
     7: ((1, 0.0), (8, 0.3773), (13, 0.6947), (18, 1.0251), (23, 1.3894), (23, 1.7962), (23, 2.2838), (19, 2.9727)),
@@ -110,8 +111,8 @@ def _table(bits: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Circles(PairStore):
-    """How `ring` rounds pairs of unit variance."""
+class RingTable(PairStore):
+    """The table of `ring`: pairs of unit variance are rounded to the nearest point."""
 
     width = 2
 
@@ -122,12 +123,12 @@ class Circles(PairStore):
 
 @dataclass(frozen=True)
 class Ring(PairCodec):
-    """The codec with one of its tables."""
+    """Ring with one of its tables."""
 
-    store: Circles
+    store: RingTable
 
     @property
-    def rounding(self) -> Circles:
+    def rounding(self) -> RingTable:
         return self.store
 
     def choose(self, unit: np.ndarray) -> np.ndarray:
@@ -138,7 +139,7 @@ class Ring(PairCodec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Ring:
-    """Raises ValueError unless the options are a preconditioning at most and `norm16`, once each, in any order."""
+    """Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("ring")))
-    return Ring("+".join((name, *options)), Circles(bits, half_norms, RINGS[bits][-1][1]), preconditioning)
+    return Ring("+".join((name, *options)), RingTable(bits, half_norms, RINGS[bits][-1][1]), preconditioning)

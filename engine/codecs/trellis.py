@@ -1,20 +1,20 @@
-"""Trellis: like `ring`, but the table that a pair is read from depends on the code before it, at no cost in bits.
+"""Trellis: like `ring`, but the table of a pair depends on the code before it, at no cost in bits.
 
     x = n·y,  n = rms(x);  (y₂ⱼ, y₂ⱼ₊₁) = point of the window (last two bits of code j − 1, all m bits of code j)
 
-A window of m + 2 bits slides over the codes of a vector: four times as many points as m bits can name, of which each
-code allows a quarter, and the encoder looks for the best path (Viterbi). Every vector begins with two zero bits, so
-that tokens can be read on their own.
+A window of m + 2 bits slides over the codes of a vector. It names four times as many points as m bits; the previous
+code allows a quarter of them, and the encoder searches the best path (Viterbi). Every vector begins with two zero bits,
+so that each token can be decoded alone.
 Source: trellis-coded quantization: Marcellin & Fischer, IEEE Trans. Commun. 38(1), 1990; bit-shift trellises, whose
-decoder is a window on the stream of codes: Tseng et al., "QTIP", 2024. Ours: pairs, states that turn one table by right
-angles, and these tables.
+decoder is a window on the stream of codes: Tseng et al., "QTIP", 2024. Ours: pairs, states that rotate one table by
+right angles, and these tables.
 Bits per value: m/2 + 8/D for `trellis3`, `trellis3.5` and `trellis4` with m = 6, 7, 8, and m/2 + 16/D with the option
 `norm16`. Mean squared error on Gaussian vectors of 128 values: .0228, .0116, .0058 per variance.
 Decode, per value: a quarter of a lookup of four values (`trellis4`: half a lookup of two), one multiplication by the
-norm. Encoding takes three times as long as with `ring`; keys, with feedback and many survivors, ten times.
+norm. Encoding takes three times as long as with `ring`; keys, with error feedback and four survivors, ten times.
 
-**Codes.** In state s, the last two bits of the code before, code c is the point c of the table, turned by s right
-angles. `scripts/train_trellis.py` finds the tables.
+**Codes.** The state s is the last two bits of the previous code. Code c stands for point c of the table, rotated by s
+right angles. `scripts/train_trellis.py` finds the tables.
 
 **Bytes.** As `ring`: norm (N,), low (N, D/4) or for `trellis4` (N, D/2), high (h/2, N/4, D/4) with h = 4 or 6.
 
@@ -35,7 +35,7 @@ import numpy as np
 from engine.codecs._cosets import STATES
 from engine.codecs._pair_codec import PairCodec, PairStore, parse_options
 from engine.codecs._trellis_points import THOUSANDTHS
-from engine.codecs._viterbi import PathSearch, turn
+from engine.codecs._viterbi import PathSearch, rotate_quarters
 
 NAMES = ("trellis3", "trellis3.5", "trellis4")
 
@@ -55,8 +55,8 @@ def _search(bits: int) -> PathSearch:
 
 @cache
 def _table(bits: int, pairs: int) -> np.ndarray:
-    """Window over the codes of one pair or two, the state on top → their values, (4 · 2^(bits·pairs), 2·pairs)."""
-    points = np.stack([turn(points_of(bits), state) for state in range(STATES)])
+    """A row of values for each window: one pair or two, the state in the top bits; (4 · 2^(bits·pairs), 2·pairs)."""
+    points = np.stack([rotate_quarters(points_of(bits), state) for state in range(STATES)])
     window = np.arange(STATES << bits * pairs)
     state, values = window >> bits * pairs, []
     for i in range(pairs):
@@ -67,8 +67,8 @@ def _table(bits: int, pairs: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Paths(PairStore):
-    """How `trellis` rounds vectors of unit variance: no pair can be chosen alone."""
+class TrellisTable(PairStore):
+    """The table of `trellis`: vectors of unit variance are rounded as a whole, to the best path."""
 
     width = 2
 
@@ -81,27 +81,26 @@ class Paths(PairStore):
     ) -> tuple[np.ndarray, np.ndarray]:
         """unit (K, R, D) float32, rms 1 → codes (K, R, D/2) uint8, points (K, R, D) float32.
 
-        feedback (K, D, D), weights (K, D/2): how errors of the pairs before move the aim of a pair, and what its own
-        counts. survivors: paths that stay in the race for each state, a power of two.
+        feedback (K, D, D), weights (K, D/2), survivors: see `PathRounding.best_path`.
         """
         return _search(self.bits)(unit, feedback, weights, survivors)
 
 
 @dataclass(frozen=True)
 class Trellis(PairCodec):
-    """The codec with one of its tables."""
+    """Trellis with one of its tables."""
 
-    store: Paths
+    store: TrellisTable
 
     @property
-    def rounding(self) -> Paths:
+    def rounding(self) -> TrellisTable:
         return self.store
 
     def choose(self, unit: np.ndarray) -> np.ndarray:
         return self.store.best_path(unit[None])[0][0]
 
     def lookup(self, fields: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Two pairs at a time, except of 8 bits: their window would have 18, and the table would leave the cache."""
+        """A window has two pairs, but one of 8 bits: a table of two, indexed by 18 bits, would not fit the cache."""
         bits, pairs = self.store.bits, 2
         units: np.ndarray
         if bits == 8:
@@ -115,8 +114,8 @@ class Trellis(PairCodec):
 
 
 def create(name: str, options: tuple[str, ...]) -> Trellis:
-    """Raises ValueError unless the options are a preconditioning at most and `norm16`, once each, in any order."""
+    """Raises ValueError unless the options are at most one preconditioning and at most one `norm16`, in any order."""
     preconditioning, half_norms = parse_options(name, options)
     bits = round(2 * float(name.removeprefix("trellis")))
     reach = float(np.hypot(*points_of(bits).T).max())
-    return Trellis("+".join((name, *options)), Paths(bits, half_norms, reach), preconditioning)
+    return Trellis("+".join((name, *options)), TrellisTable(bits, half_norms, reach), preconditioning)

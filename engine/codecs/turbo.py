@@ -1,19 +1,19 @@
-"""Turbo: one scalar code per value, for the bell curve that every channel follows after a random rotation.
+"""Turbo: one scalar code per value, for the normal distribution of every channel after a random rotation.
 
-    x · diag(±1)·H/√D·diag(±1) = n·y,  n = ‖x‖/√D;  every yᵢ is close to N(0, 1) and takes its nearest of 2^b levels
+    x · diag(±1)·H/√D·diag(±1) = n·y,  n = ‖x‖/√D;  every yᵢ is close to N(0, 1) and takes the nearest of 2^b levels
 
 Source: Zandieh et al., "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", 2025, Algorithm 1
-(the code of least mean squared error: rotate, then one Lloyd–Max quantizer for all coordinates); sign flip →
-Walsh–Hadamard → sign flip in place of a dense rotation, and slots for N(0, 1/D), as its popular descriptions have it.
+(least mean squared error: rotate, then one Lloyd–Max quantizer for all coordinates). As in its common implementations,
+the rotation is sign flip → Walsh–Hadamard → sign flip instead of a dense matrix, and the levels are those of N(0, 1/D).
 Levels: Max, "Quantizing for minimum distortion", 1960, by Lloyd's algorithm on the density (`scripts/lloyd.py`).
 Bits per value: b + 16/D, for `turbo2`, `turbo3` and `turbo4` with b = 2, 3, 4. Mean squared error on Gaussian vectors
 of 128 values: .116, .0340, .0093 per variance.
 Decode, per value: half a lookup of two values (a quarter of four for `turbo2`) and one multiplication by the norm.
 
-**Bytes.** N tokens of one KV head. Codes count the levels upwards. A word holds the codes of neighbouring channels,
+**Bytes.** N tokens of one KV head. Codes number the levels upwards. A word holds the codes of neighbouring channels,
 the first in its lowest bits: four of two bits, two of three bits or two of four bits.
 
-    norm   (N,)        float16  n, at most 65504 over the largest level, so that no decoded value leaves half precision
+    norm   (N,)        float16  n, at most 65504 over the largest level, so that no decoded value exceeds half precision
     codes  (N, D·b/8)  uint8    the D/4 or D/2 words of a token; for b = 3 four words of six bits in three bytes
 
 How four times six bits share three bytes: `_bits.pack_row_of_sixes`: words j, j + D/8, j + D/4 and j + 3D/8 in bytes
@@ -34,11 +34,11 @@ from functools import cache
 
 import numpy as np
 
-from engine.codecs import KEYS_AND_VALUES, Field
+from engine.codecs import BaseCodec, Field
 from engine.codecs._arrays import checked, destination, slabs
 from engine.codecs._bits import pack_row_of_sixes, unpack_row_of_sixes
+from engine.codecs._checks import check_head_dim, check_no_options
 from engine.codecs._norms import HalfNorm
-from engine.codecs._refusals import check_head_dim
 from engine.codecs._rotation import twice_signed_hadamard
 
 NAMES = ("turbo2", "turbo3", "turbo4")
@@ -70,7 +70,7 @@ def levels_of(bits: int) -> np.ndarray:
 
 @cache
 def _thresholds(bits: int) -> np.ndarray:
-    """Where one level's cell ends and the next begins, (2^b − 1,) float32. A value on a threshold goes down."""
+    """Thresholds between neighbouring levels, (2^b − 1,) float32. A value on a threshold takes the lower level."""
     levels = levels_of(bits)
     return (levels[1:] + levels[:-1]) / 2
 
@@ -84,8 +84,8 @@ def _table(bits: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Slots:
-    """How `turbo` rounds values of unit variance: each by itself, to the nearest level."""
+class TurboTable:
+    """The table of `turbo`: values of unit variance are rounded to the nearest level."""
 
     bits: int
 
@@ -98,7 +98,7 @@ class Slots:
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 1) float32 → codes (R,) uint8, levels (R, 1) float32."""
         codes = np.zeros(len(x), np.uint8)
-        for threshold in _thresholds(self.bits):  # vectorised comparisons beat a search in so short a list
+        for threshold in _thresholds(self.bits):  # for so few, vectorised comparisons beat a search
             codes += x[:, 0] > threshold
         return codes, levels_of(self.bits)[codes][:, None]
 
@@ -112,18 +112,15 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Turbo:
-    """The codec at two, three or four bits."""
+class Turbo(BaseCodec):
+    """Turbo at two, three or four bits."""
 
     name: str
     bits: int
 
-    serves = KEYS_AND_VALUES
-    per_layer = False
-
     @property
-    def rounding(self) -> Slots:
-        return Slots(self.bits)
+    def rounding(self) -> TurboTable:
+        return TurboTable(self.bits)
 
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, 8)
@@ -144,7 +141,7 @@ class Turbo:
         rounding, tokens = self.rounding, x.reshape(-1, head_dim)
         codes, norms = np.empty(tokens.shape, np.uint8), np.empty(len(tokens), np.float32)
         for part in slabs(len(tokens), head_dim):
-            with np.errstate(over="ignore"):  # an infinite norm has all codes in the middle, and saturates
+            with np.errstate(over="ignore"):  # an infinite norm gives middle codes, and saturates
                 norms[part] = np.sqrt(np.square(tokens[part]).mean(-1))
             unit = tokens[part] / np.where(norms[part] == 0, np.float32(1), norms[part])[:, None]
             codes[part] = rounding.nearest(unit.reshape(-1, 1))[0].reshape(unit.shape)
@@ -164,7 +161,6 @@ class Turbo:
 
 
 def create(name: str, options: tuple[str, ...]) -> Turbo:
-    """Raises ValueError on any option: there is none."""
-    if options:
-        raise ValueError(f"Cache type {name} has no options, and it was given {'+'.join(options)!r}: write {name}.")
+    """Raises ValueError on any option."""
+    check_no_options(name, options)
     return Turbo(name, int(name.removeprefix("turbo")))

@@ -1,4 +1,4 @@
-"""Packing: no bit lost, no bit wasted."""
+"""Packing of 4 and 6 bits: it round trips and fills every byte."""
 
 import numpy as np
 from hypothesis import given
@@ -50,7 +50,7 @@ def test_a_row_of_sixes_round_trips_in_three_quarters_of_its_bytes(x):
     assert np.array_equal(unpack_row_of_sixes(packed), x)
 
 
-def test_unpacking_sixes_writes_through_strides_and_touches_nothing_else():
+def test_unpacking_sixes_writes_only_the_strided_output():
     x = np.random.default_rng(0).integers(0, 64, (8, 3), np.uint8)
     wide = np.full((4, 2, 3, 2), 255, np.uint8)
     unpack_sixes(pack_sixes(x), wide[..., 0])

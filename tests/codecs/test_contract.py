@@ -1,4 +1,4 @@
-"""What every codec promises, whatever it does inside."""
+"""The contract of `Codec`, for every codec."""
 
 import ast
 import pickle
@@ -44,7 +44,7 @@ def over_shapes(test):
 
 
 def serving(name, block_size, head_dim):
-    """The codec, or a skip where it says that it does not serve this shape."""
+    """The codec; skips the test if it does not support this shape."""
     codec = codecs.get(name)
     try:
         codec.check(head_dim, block_size)
@@ -66,7 +66,7 @@ def test_round_trip_keeps_shape_and_direction(name, block_size, head_dim):
 
 
 @over_shapes
-def test_fields_say_what_encode_gives_and_bits_per_value_counts_all_of_it(name, block_size, head_dim):
+def test_fields_describe_what_encode_returns_and_bits_per_value_counts_it(name, block_size, head_dim):
     codec = serving(name, block_size, head_dim)
     codes = codec.encode(gaussian(2, block_size, head_dim))
     fields = codec.fields(block_size, head_dim)
@@ -79,7 +79,7 @@ def test_fields_say_what_encode_gives_and_bits_per_value_counts_all_of_it(name, 
 
 
 @over_shapes
-def test_a_block_is_coded_alone_and_the_same_each_time(name, block_size, head_dim):
+def test_a_block_is_encoded_independently_and_repeatably(name, block_size, head_dim):
     codec = serving(name, block_size, head_dim)
     x = gaussian(2, 3, block_size, head_dim)
     together, values = codec.encode(x), codec.decode(codec.encode(x))
@@ -90,7 +90,7 @@ def test_a_block_is_coded_alone_and_the_same_each_time(name, block_size, head_di
 
 
 @every_codec
-def test_more_blocks_than_one_slab_permute_with_their_codes(name):
+def test_blocks_of_several_slabs_are_encoded_independently(name):
     codec = serving(name, 32, 128)
     x = gaussian(75, 32, 128)
     order = np.random.default_rng(1).permutation(len(x))
@@ -100,7 +100,7 @@ def test_more_blocks_than_one_slab_permute_with_their_codes(name):
 
 
 @every_codec
-def test_strided_input_and_codes_count_by_their_values(name):
+def test_strided_arrays_are_read_correctly(name):
     codec = serving(name, 32, 64)
     x = gaussian(32, 6, 64).swapaxes(0, 1)
     codes = codec.encode(x)
@@ -111,7 +111,7 @@ def test_strided_input_and_codes_count_by_their_values(name):
 
 
 @every_codec
-def test_decode_fills_the_array_it_is_given(name):
+def test_decode_writes_to_out(name):
     codec = serving(name, 32, 64)
     codes = codec.encode(gaussian(5, 32, 64))
     out = np.full((5, 32, 64), np.nan, np.float32)
@@ -125,7 +125,7 @@ def test_decode_fills_the_array_it_is_given(name):
     [np.empty((5, 32, 32), np.float32), np.empty((5, 32, 64)), np.empty((32, 5, 64), np.float32).swapaxes(0, 1)],
     ids=["shape", "dtype", "strides"],
 )
-def test_decode_refuses_an_array_it_cannot_fill(name, out):
+def test_decode_refuses_an_unsuitable_out(name, out):
     codec = serving(name, 32, 64)
     with pytest.raises(ValueError, match="C-contiguous float32"):
         codec.decode(codec.encode(gaussian(5, 32, 64)), out)
@@ -139,7 +139,7 @@ def test_no_blocks(name):
 
 @every_codec
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_refuses_what_is_not_finite(name, bad):
+def test_refuses_nan_and_infinity(name, bad):
     codec = serving(name, 32, 64)
     x = gaussian(2, 32, 64)
     x[1, 7, 33] = bad
@@ -148,7 +148,7 @@ def test_refuses_what_is_not_finite(name, bad):
 
 
 @every_codec
-def test_refuses_what_is_not_a_block(name):
+def test_refuses_arrays_of_one_dimension(name):
     with pytest.raises(ValueError, match=r"shape \(64,\)"):
         codecs.get(name).encode(np.zeros(64, np.float32))
 
@@ -186,7 +186,7 @@ def test_denormal_vectors_stay_finite_and_small(name):
     x=hnp.arrays(np.float32, (32, 32), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),
     block=hnp.arrays(np.float32, (32, 32), elements=st.floats(-8, 8, width=32)),
 )
-def test_any_finite_vector_is_served_and_disturbs_no_other_block(name, x, block):
+def test_any_finite_vector_is_encoded_and_affects_no_other_block(name, x, block):
     codec = serving(name, 32, 32)
     pair = codec.decode(codec.encode(np.stack([x, block])))
     assert np.isfinite(pair).all()
@@ -205,7 +205,7 @@ def test_rotation_is_orthogonal_and_fits(name, block_size, head_dim):
 @every_codec
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 12, 20])
 @pytest.mark.parametrize("block_size", [6, 16, 64])
-def test_what_it_cannot_serve_it_refuses_in_a_sentence(name, head_dim, block_size):
+def test_refuses_unsupported_shapes_in_a_sentence(name, head_dim, block_size):
     codec = codecs.get(name)
     try:
         codec.check(head_dim, block_size)
@@ -221,8 +221,8 @@ def test_what_it_cannot_serve_it_refuses_in_a_sentence(name, head_dim, block_siz
 
 
 @every_codec
-def test_only_a_codec_of_one_layer_remembers_what_it_has_encoded(name):
-    """And that one remembers its first blocks only: later ones change nothing."""
+def test_only_a_per_layer_codec_keeps_state(name):
+    """It learns from its first blocks only: later ones change nothing."""
     codec, fresh = serving(name, 32, 64), codecs.get(name)
     x, other = gaussian(2, 32, 64), gaussian(2, 32, 64, seed=1) ** 3
     before = codec.encode(x)
@@ -233,12 +233,12 @@ def test_only_a_codec_of_one_layer_remembers_what_it_has_encoded(name):
 
 
 @every_codec
-def test_says_whether_it_stores_keys_or_values(name):
+def test_serves_keys_values_or_both(name):
     assert codecs.get(name).serves in ({"k"}, {"v"}, {"k", "v"})
 
 
 @every_codec
-def test_a_codec_travels_by_name_and_by_pickle(name):
+def test_a_codec_is_restored_by_name_and_by_pickle(name):
     codec = codecs.get(name)
     assert codec.name == name
     assert codecs.get(codec.name) == codec
@@ -255,7 +255,7 @@ def test_unknown_names_and_options_are_refused_in_a_sentence(name):
         codecs.get(name)
 
 
-def test_an_unknown_name_hears_of_all_the_others():
+def test_the_error_for_an_unknown_name_lists_all_names():
     with pytest.raises(ValueError) as refusal:
         codecs.get("fp4")
     assert all(name in str(refusal.value) for name in codecs.available())

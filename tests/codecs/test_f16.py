@@ -1,4 +1,4 @@
-"""Half precision: NumPy's own conversion, bit for bit, by a faster way."""
+"""Half precision: bit-equal to NumPy's conversion."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ def test_every_finite_half_widens_to_itself():
     assert np.array_equal(wide.view(np.uint32), FINITE.astype(np.float32).view(np.uint32))
 
 
-def test_widening_follows_strides_and_passes_the_end_of_a_slab():
+def test_widening_works_with_strides_and_over_several_slabs():
     half = np.random.default_rng(0).standard_normal((700, 400), np.float32).astype(np.float16).T
     wide = np.empty(half.shape, np.float32)
     widen(half, wide)
@@ -35,5 +35,5 @@ def test_not_rotated_and_sixteen_bits():
     assert codecs.bits_per_value(codec, 64, 64) == 16
 
 
-def test_it_alone_is_no_quantization() -> None:
+def test_f16_is_the_only_codec_that_does_not_quantize() -> None:
     assert [name for name in codecs.available() if not codecs.is_quantized(codecs.get(name))] == [codecs.FULL]

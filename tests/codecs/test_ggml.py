@@ -31,7 +31,7 @@ def assert_the_same(x, name, theirs):
 
 @every_type
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-def test_bytes_and_values_are_those_of_gguf(name, theirs, head_dim):
+def test_bytes_and_values_match_gguf(name, theirs, head_dim):
     x = gaussian(256, head_dim) * np.logspace(-6, 3, 256, dtype=np.float32)[:, None]
     x[::7, 5] *= 30
     x[3] = 0
@@ -41,13 +41,13 @@ def test_bytes_and_values_are_those_of_gguf(name, theirs, head_dim):
 @every_type
 @settings(deadline=None, max_examples=100)
 @given(x=hnp.arrays(np.float32, (4, 32), elements=st.floats(-65000, 65000, width=32)))
-def test_bytes_and_values_are_those_of_gguf_whatever_the_values(name, theirs, x):
-    # Below, 1/d is infinite and gguf's codes are those of a NaN; a scale so small is stored as 0 anyway.
+def test_bytes_and_values_match_gguf_for_any_values(name, theirs, x):
+    # For smaller scales 1/d is infinite, and gguf's codes are those of NaN; so small a scale is stored as 0 anyway.
     assert_the_same(np.where(np.abs(x) < 1e-30, np.float32(0), x), name, theirs)
 
 
 @every_type
-def test_halves_and_what_is_just_under_them_round_as_in_gguf(name, theirs):
+def test_ties_and_values_just_below_round_as_in_gguf(name, theirs):
     codes = np.arange(-127, 127, dtype=np.float32)
     x = np.stack([codes + 0.5, np.nextafter(codes + 0.5, np.float32(0))])
     x = np.concatenate([np.full((2, 2), 127, np.float32), x], -1)
@@ -61,7 +61,7 @@ def test_bits_and_no_rotation(name, bits):
 
 
 @pytest.mark.parametrize(("name", "reach"), [("q8_0", (-127, 127)), ("q4_0", (-8, 7))])
-def test_the_error_on_gaussian_values_is_that_of_equal_cells(name, reach):
+def test_error_on_gaussian_values_is_that_of_equal_cells(name, reach):
     """Given its scale, a group has one value at the far end of the range and 31 Gaussian values within."""
     x = gaussian(4096, 128)
     codes = codecs.get(name).encode(x)

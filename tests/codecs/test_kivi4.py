@@ -18,8 +18,8 @@ def grouped(x, name):
 
 @both
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-def test_codes_are_those_of_the_formula(name, head_dim):
-    """In float64, from scale and zero point as they are stored."""
+def test_codes_match_the_formula(name, head_dim):
+    """In float64, from the stored scale and zero point."""
     x = gaussian(64, head_dim) + np.linspace(-5, 5, head_dim, dtype=np.float32)
     codes = codecs.get(name).encode(x)
     scale, zero = (codes[key].astype(np.float64).reshape(-1, 1) for key in ("scale", "zero"))
@@ -42,7 +42,7 @@ def test_five_bits_and_no_rotation(name):
 
 
 @both
-def test_the_error_on_gaussian_values_is_that_of_equal_cells(name):
+def test_error_on_gaussian_values_is_that_of_equal_cells(name):
     """Given its range, a group has its smallest and largest value at the ends and 30 Gaussian values within."""
     x = gaussian(64, 2048)
     codes = codecs.get(name).encode(x)
@@ -55,8 +55,8 @@ def test_the_error_on_gaussian_values_is_that_of_equal_cells(name):
     assert np.square(codecs.get(name).decode(codes) - x).mean() == pytest.approx(theory, rel=0.03)
 
 
-def test_outlier_channels_cost_nothing_by_channel():
-    """The reason for grouping keys so: a channel far from the others has a group, and a zero point, of its own."""
+def test_outlier_channels_add_no_error_by_channel():
+    """Grouped by channel, a channel far from the others has its own groups and zero points."""
     x, outliers = gaussian(64, 64), np.zeros(64, np.float32)
     outliers[::16] = 100
 

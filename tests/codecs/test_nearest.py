@@ -1,4 +1,4 @@
-"""The search for the nearest point: what comparison with every point says, to the last tie."""
+"""Nearest-point search: equal to comparison with every point, ties included."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_points_and_the_middles_between_them(bits):
     assert_agrees(bits, (points[1:] + points[:-1]) / 2)
 
 
-def test_of_equally_near_points_the_first_wins():
+def test_the_first_of_equally_near_points_wins():
     square = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]], np.float32)
     x = np.array([[0, 0], [0, 3], [-3, 0], [0, -3], [3, 0], [-0.0, -0.0], [0, 100], [-1e30, 0]], np.float32)
     assert NearestPoint(square)(x)[0].tolist() == [0, 0, 1, 2, 0, 0, 0, 1]
@@ -69,7 +69,7 @@ def test_of_equally_near_points_the_first_wins():
 @settings(deadline=None, max_examples=20)
 @given(count=st.integers(1, 40), spread=st.sampled_from([0.0, 0.01, 0.3, 1.0]), seed=st.integers(0, 2**32 - 1))
 def test_any_table(count, spread, seed):
-    """Points may lie on top of each other, be fewer than the cells, and stand in a row or a column."""
+    """Points may coincide, be fewer than the cells, and lie in a row or a column."""
     random = np.random.default_rng(seed)
     points = np.clip(np.round(random.standard_normal((count, 2)) * spread, 1), -2.5, 2.5).astype(np.float32)
     x = np.concatenate([random.standard_normal((2000, 2), np.float32) * 2, points, -points, np.round(points)])

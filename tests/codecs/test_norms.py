@@ -1,4 +1,4 @@
-"""Stored norms: close, monotone, and exact where it matters."""
+"""Stored norms: bounded error, monotone, and exact for zero."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ CODES = np.arange(256, dtype=np.uint8)
 non_negative = st.floats(0, width=32, allow_nan=False, allow_infinity=True)
 
 
-def test_a_byte_holds_the_logarithm_that_its_formula_says():
+def test_byte_norms_match_their_formula():
     steps = np.arange(-127, 128)
     octaves = steps / 32 + np.sign(steps) * np.maximum(np.abs(steps) - 88, 0.0) ** 2 / 256
     assert BYTE.unpack(CODES[1:]) == pytest.approx(2**octaves, rel=1e-6)
 
 
 @every_format
-def test_zero_is_exact_and_no_other_norm_of_some_size_is_zero(norms):
+def test_zero_is_exact_and_only_tiny_norms_become_zero(norms):
     assert norms.unpack(norms.pack(np.zeros(3, np.float32))).tolist() == [0, 0, 0]
     assert norms.unpack(norms.pack(np.array([0.001], np.float32)))[0] > 0
 
 
 @every_format
-def test_what_is_read_back_is_stored_as_it_was(norms):
+def test_a_norm_read_back_is_packed_to_the_same_code(norms):
     stored = CODES if norms is BYTE else np.arange(2**15, dtype=np.uint16).view(np.float16)
     read = norms.unpack(stored)
     assert read.dtype == np.float32
@@ -46,14 +46,14 @@ def test_monotone(norms, a, b):
 
 
 @given(st.integers(-88, 88), st.floats(-0.499, 0.499))
-def test_a_byte_is_off_by_half_a_step_at_most_where_steps_are_fine(step, part):
+def test_error_of_a_byte_is_at_most_half_a_step_where_steps_are_fine(step, part):
     if abs(step + part) > 88:
         return
     norm = np.float32(2 ** ((step + part) / 32))
     assert BYTE.pack(norm) == 128 + step
 
 
-def test_halves_are_rounded_and_stop_where_a_product_would_leave_half_precision():
+def test_half_norms_saturate_where_a_product_would_exceed_half_precision():
     assert HALF.pack(np.array([1 / 3], np.float32)) == np.float16(1 / 3)
     assert HALF.unpack(HALF.pack(np.array([np.inf], np.float32))) == HALF.largest
     assert HALF.largest * 3.3 <= 65504

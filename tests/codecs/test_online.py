@@ -1,4 +1,4 @@
-"""PolarQuant with the codebooks of a prompt: never worse than constants on angles that they do not fit."""
+"""PolarQuant with learned codebooks: not worse than the constants, and better where angles are not Gaussian."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.codecs.test_polarquant import polar_transform
 
 
 def outliers(tokens, head_dim, seed=0):
-    """Keys as they are before a rotation: channels of very different size, some far from zero. Blocks of 64."""
+    """Keys before a rotation: channels of very different magnitude, some far from zero. Blocks of 64."""
     x = gaussian(tokens, head_dim, seed=seed)
     x *= np.geomspace(0.1, 3, head_dim, dtype=np.float32)
     x[:, 3::16] *= 10
@@ -29,8 +29,8 @@ def test_at_least_as_good_as_offline_where_angles_are_not_gaussian(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_no_better_than_offline_where_they_are(head_dim):
-    """A codebook of samples of the density is that of the density, up to what samples tell."""
+def test_no_better_than_offline_on_gaussian_angles(head_dim):
+    """A codebook learned from samples of the density is that of the density, up to sampling error."""
     x = gaussian(32, 64, head_dim)
     assert error(codecs.get("polarquant-online"), x) == pytest.approx(error(codecs.get("polarquant"), x), rel=0.01)
 
@@ -48,8 +48,8 @@ def test_each_level_has_less_angle_error_than_the_constants():
         assert learned <= constant * (1 + 1e-6)
 
 
-def test_as_many_directions_as_codes_are_met_exactly():
-    """Sixteen angles that no equal arcs could serve: nothing but the radius is rounded."""
+def test_as_many_directions_as_codes_are_coded_without_error():
+    """Sixteen angles that are not equally spaced: only the radius is rounded."""
     random = np.random.default_rng(0)
     directions = np.sort(np.concatenate([random.uniform(0.1, 0.5, 8), random.uniform(3, 4, 8)]))
     angle = directions[random.integers(0, 16, (64, 8))]
@@ -61,7 +61,7 @@ def test_as_many_directions_as_codes_are_met_exactly():
 
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 128])
 def test_codes_are_the_nearest_centres(head_dim):
-    """Of the float64 transform, but for angles so near to a threshold that float32 may tell them otherwise."""
+    """Of the float64 transform, except for angles so close to a threshold that float32 may round them across it."""
     codec, x = codecs.get("polarquant-online+none"), outliers(256, head_dim)
     stored = unpack(codec.encode(x))
     angles, _ = polar_transform(x, len(stored))
@@ -84,7 +84,7 @@ def test_decode_is_the_inverse_transform_of_its_own_centres():
     assert np.allclose(codec.decode(codes), radii, rtol=12 * np.finfo(np.float32).eps, atol=1e-5)
 
 
-def test_the_first_blocks_that_are_not_zero_fix_the_codebook():
+def test_the_first_nonzero_blocks_fix_the_codebook():
     codec, x = codecs.get("polarquant-online"), outliers(256, 64)
     codec.encode(np.zeros((64, 64), np.float32))
     assert not codec.codebook
@@ -98,6 +98,6 @@ def test_the_first_blocks_that_are_not_zero_fix_the_codebook():
         assert np.array_equal(again.codebook[level], learned[level])
 
 
-def test_it_asks_for_an_instance_per_layer_and_gets_one():
+def test_each_layer_gets_its_own_instance():
     assert codecs.get("polarquant-online").per_layer
     assert codecs.get("polarquant-online").codebook is not codecs.get("polarquant-online").codebook

@@ -1,4 +1,4 @@
-"""Packed codes of pairs: no bit lost, no bit wasted, each where the layout says."""
+"""Packing of codes of pairs: it round trips, fills every byte, and follows the documented layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_codes(bits: int, *shape: int, seed: int = 0) -> np.ndarray:
 
 
 def units_by_hand(bits: int, fields: dict[str, np.ndarray], token: int, unit: int) -> int:
-    """One unit of one block, read as the head of the file describes it."""
+    """One unit of one block, read as the docstring of `_pairs` describes it."""
     low, high = fields["low"], fields.get("high")
     if bits == 8:
         return int(low[token, 2 * unit]) | int(low[token, 2 * unit + 1]) << 8
@@ -34,7 +34,7 @@ def units_by_hand(bits: int, fields: dict[str, np.ndarray], token: int, unit: in
 
 
 @every_width
-def test_every_unit_is_where_the_layout_says(bits):
+def test_units_follow_the_layout(bits):
     codes = random_codes(bits, 8, 12)
     packing = PairPacking(bits)
     fields = packing.pack(codes)
@@ -47,7 +47,7 @@ def test_every_unit_is_where_the_layout_says(bits):
 @every_width
 @settings(deadline=None)
 @given(blocks=st.integers(1, 3), quads=st.integers(1, 5), eighths=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
-def test_codes_come_back_as_points_and_fill_every_byte(bits, blocks, quads, eighths, seed):
+def test_codes_round_trip_and_fill_every_byte(bits, blocks, quads, eighths, seed):
     codes = random_codes(bits, blocks, 4 * quads, 4 * eighths, seed=seed)
     packing = PairPacking(bits)
     fields = packing.pack(codes)
@@ -64,7 +64,7 @@ def test_codes_come_back_as_points_and_fill_every_byte(bits, blocks, quads, eigh
 
 
 @every_width
-def test_leading_dimensions_are_free(bits):
+def test_any_leading_dimensions(bits):
     codes = random_codes(bits, 2, 3, 16, 8)
     fields = PairPacking(bits).pack(codes)
     for i, j in np.ndindex(2, 3):
@@ -75,7 +75,7 @@ def test_leading_dimensions_are_free(bits):
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 48, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("name", "bits"), [("ring3", 3), ("ring3.5", 3.5), ("ring4", 4), ("ring5", 5)])
 @pytest.mark.parametrize(("option", "norm"), [("", 8), ("+norm16", 16)])
-def test_bits_per_value_are_half_the_bits_of_a_pair_and_the_norm(name, bits, option, norm, head_dim):
+def test_bits_per_value(name, bits, option, norm, head_dim):
     codec = codecs.get(name + option)
     for block_size in (4, 12, 16, 64, 128):
         assert codecs.bits_per_value(codec, block_size, head_dim) == bits + norm / head_dim

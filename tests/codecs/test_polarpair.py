@@ -35,7 +35,7 @@ def polar(x):
 
 @every_variant
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_bits_are_those_of_the_codes_and_of_every_group(name, head_dim):
+def test_bits_count_codes_and_scales(name, head_dim):
     base, *options = name.split("+")
     group = int(options[-1][1:]) if options and options[-1].startswith("g") else 64
     scales = 1 + ("minmax-radius" in options) + 3 * ("minmax" in options)
@@ -58,8 +58,8 @@ def test_the_papers_bits_of_m4n2():
 
 @every_name
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_codes_are_those_of_the_paper(name, n, head_dim):
-    """§3.2, with θ = atan2 + π, in float64, from the scale as it is stored."""
+def test_codes_match_the_paper(name, n, head_dim):
+    """§3.2 with θ = atan2 + π, in float64, from the stored scale."""
     x = gaussian(64, head_dim) * np.linspace(0.1, 10, head_dim, dtype=np.float32)
     codes = codecs.get(name).encode(x)
     radius, angle = polar(x)
@@ -76,23 +76,23 @@ def test_codes_are_those_of_the_paper(name, n, head_dim):
         assert (code == expected)[clear].all()
 
 
-@pytest.mark.parametrize("turns", [1, 5, 13])
-def test_turning_a_pair_by_a_sixteenth_moves_its_angle_code_by_one(turns):
-    """The pairs are those of RoPE: channel j turns with channel j + D/2, before both take their places in the store."""
+@pytest.mark.parametrize("steps", [1, 5, 13])
+def test_rotating_a_pair_by_sixteenths_of_a_turn_adds_to_its_angle_code(steps):
+    """The pairs are those of RoPE: channel j rotates with channel j + D/2, before the permutation."""
     codec, x = codecs.get("polarpair-m4n4"), gaussian(64, 64)
     w = codec.rotation(64)
     a, b = np.split(x, 2, axis=-1)
-    c, s = np.cos(turns * np.pi / 8), np.sin(turns * np.pi / 8)
+    c, s = np.cos(steps * np.pi / 8), np.sin(steps * np.pi / 8)
     turned = np.concatenate([c * a - s * b, s * a + c * b], -1).astype(np.float32)
     before, after = stored(codec.encode(x @ w), 4), stored(codec.encode(turned @ w), 4)
-    assert np.mean(before[0] == after[0]) > 0.99  # but for radii on a threshold
-    assert np.mean((before[1] + turns) % 16 == after[1]) > 0.99
+    assert np.mean(before[0] == after[0]) > 0.99  # except radii on a threshold
+    assert np.mean((before[1] + steps) % 16 == after[1]) > 0.99
 
 
 @every_name
 @pytest.mark.parametrize("option", ["+minmax", "+minmax-radius"])
-def test_minmax_codes_are_those_of_the_authors_implementation(name, n, option):
-    """Equal cells from the minimum of a group on, cut off by `floor`, in float64 from the scales as they are stored."""
+def test_minmax_codes_match_the_authors_implementation(name, n, option):
+    """Equal cells from the minimum of a group, by `floor`, in float64, from the stored scales."""
     x = gaussian(64, 64) + np.linspace(-8, 8, 64, dtype=np.float32)
     codes = codecs.get(name + option).encode(x)
     radius, angle = polar(x)
@@ -128,7 +128,7 @@ def test_decode_is_the_formula(name):
 
 
 @every_name
-def test_the_error_on_gaussian_pairs_is_that_of_uniform_cells(name, n):
+def test_error_on_gaussian_pairs_is_that_of_uniform_cells(name, n):
     """The angle is off by up to π/16 either way, evenly, and independently of the radius, which is Rayleigh:
     E|e|² = E[r² + r̂² − 2·r·r̂·sin(π/16)/(π/16)], r̂ being r to the nearest multiple of the scale."""
     x = gaussian(8, 4096, 16)
@@ -142,8 +142,8 @@ def test_the_error_on_gaussian_pairs_is_that_of_uniform_cells(name, n):
     assert squared.mean() / 16 == pytest.approx(pair.mean() / 2, rel=0.03)
 
 
-def test_a_narrow_fan_of_angles_is_what_minmax_is_for():
-    """Slow channels of RoPE hardly turn within a block: cells over the range there is beat cells over the circle.
+def test_minmax_is_better_on_narrow_ranges_of_angles():
+    """Slow channels of RoPE rotate little within a block: cells over their range beat cells over the circle.
 
     Unless the fan lies across the direction 0, where angles begin and end.
     """
@@ -161,8 +161,8 @@ def test_keys_only():
 
 
 @every_variant
-def test_its_rotation_moves_channels_and_mixes_none(name):
-    """Pair j of RoPE, channels j and j + D/2, is stored side by side: to the last bit, whatever the values."""
+def test_rotation_permutes_channels(name):
+    """Pair j of RoPE, channels j and j + D/2, is stored side by side, bit by bit, for any values."""
     x = gaussian(5, 80) * np.logspace(-30, 30, 80, dtype=np.float32)
     stored = x @ codecs.get(name).rotation(80)
     assert np.array_equal(stored[:, 0::2], x[:, :40])
@@ -170,6 +170,6 @@ def test_its_rotation_moves_channels_and_mixes_none(name):
 
 
 @pytest.mark.parametrize("options", ["g0", "g", "g-4", "minmax+minmax-radius", "g16+g32", "dense"])
-def test_options_it_does_not_have_are_refused_in_a_sentence(options):
-    with pytest.raises(ValueError, match=r"polarpair-m4n2 takes .*\.$"):
+def test_refuses_unknown_options_in_a_sentence(options):
+    with pytest.raises(ValueError, match=r"polarpair-m4n2 has the options .*\.$"):
         codecs.get(f"polarpair-m4n2+{options}")

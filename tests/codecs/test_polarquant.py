@@ -27,7 +27,7 @@ def polar_transform(x, levels):
 
 
 def nearest(angles, level):
-    """Codes of angles, and their distance from the nearest threshold between two codes, radians."""
+    """Codes of angles, and their distances from the nearest threshold, radians."""
     centres = np.array(CENTRES[level])
     if level == 1:
         return (angles // (np.pi / 8)).astype(int), np.abs(angles - np.pi / 8 * np.round(angles / (np.pi / 8)))
@@ -52,7 +52,7 @@ def stored_angles(codes, levels):
 
 @pytest.mark.parametrize("head_dim", range(16, 272, 16))
 @pytest.mark.parametrize("block_size", [4, 16, 64])
-def test_exactly_the_bits_of_the_paper(head_dim, block_size):
+def test_bits_match_the_paper(head_dim, block_size):
     """§4.1: 62 bits for 16 values."""
     assert codecs.bits_per_value(CODEC, block_size, head_dim) == 3.875
 
@@ -63,7 +63,7 @@ def test_three_levels_cost_the_radius_of_eight_values(head_dim):
 
 
 @every_head_dim
-def test_codes_are_those_of_the_angles(head_dim, levels):
+def test_codes_match_the_angles(head_dim, levels):
     x = gaussian(400, head_dim)
     codes = CODEC.encode(x)
     angles, radii = polar_transform(x, levels)
@@ -76,7 +76,7 @@ def test_codes_are_those_of_the_angles(head_dim, levels):
 
 @settings(deadline=None, max_examples=100)
 @given(hnp.arrays(np.float32, (4, 16), elements=st.floats(-1e4, 1e4, width=32)))
-def test_codes_are_those_of_the_angles_whatever_the_values(x):
+def test_codes_match_the_angles_of_any_values(x):
     x = np.where(np.abs(x) < 1e-12, np.float32(0), x)  # their squares would be denormal
     codes = CODEC.encode(x)
     angles, _ = polar_transform(x, 4)
@@ -87,7 +87,7 @@ def test_codes_are_those_of_the_angles_whatever_the_values(x):
 
 @every_head_dim
 def test_decode_is_the_inverse_transform_of_the_centres(head_dim, levels):
-    """Algorithm 1, DeQuant, in float64, to four roundings: the radius apart, two table entries and two products."""
+    """Algorithm 1, DeQuant, in float64, within four roundings: two table entries and two products; radii as stored."""
     codes = CODEC.encode(gaussian(64, head_dim))
     radii = codes["radius"].astype(np.float64)
     for level, stored in reversed(list(enumerate(stored_angles(codes, levels), start=1))):
@@ -96,8 +96,8 @@ def test_decode_is_the_inverse_transform_of_the_centres(head_dim, levels):
     assert np.allclose(CODEC.decode(codes), radii, rtol=4 * np.finfo(np.float32).eps, atol=1e-12)
 
 
-def test_the_norm_of_every_group_survives():
-    """The radius is the true norm, so it is off by the rounding to half precision and of float32 sums only."""
+def test_norms_of_groups_are_kept():
+    """The radius is the true norm, so its error is the rounding to half precision and of float32 sums only."""
     x = gaussian(64, 128) * np.logspace(-2, 3, 64, dtype=np.float32)[:, None]
     groups = x.reshape(64, 8, 16), CODEC.decode(CODEC.encode(x)).reshape(64, 8, 16)
     before, after = (np.linalg.norm(group.astype(np.float64), axis=-1) for group in groups)
@@ -106,7 +106,7 @@ def test_the_norm_of_every_group_survives():
 
 @settings(deadline=None)
 @given(st.integers(-6, 6), st.integers(0, 2**32 - 1))
-def test_scaling_by_a_power_of_two_moves_the_radius_only(exponent, seed):
+def test_scaling_by_a_power_of_two_changes_only_the_radius(exponent, seed):
     x = gaussian(16, 64, seed=seed)
     codes, scaled = CODEC.encode(x), CODEC.encode(np.ldexp(x, exponent))
     assert np.array_equal(np.ldexp(codes.pop("radius"), exponent), scaled.pop("radius"))
@@ -123,7 +123,7 @@ def expectation(level, function):
 
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
-def test_angle_errors_on_gaussian_vectors_are_those_of_lemma_2(level):
+def test_angle_errors_on_gaussian_vectors_match_lemma_2(level):
     x = gaussian(8192, 128)
     exact = polar_transform(x, 4)[0][level - 1]
     stored = stored_angles(CODEC.encode(x), 4)[level - 1]
@@ -133,7 +133,7 @@ def test_angle_errors_on_gaussian_vectors_are_those_of_lemma_2(level):
 
 
 @pytest.mark.parametrize(("head_dim", "levels"), [(128, 4), (24, 3)])
-def test_the_error_on_gaussian_vectors_is_that_of_the_densities(head_dim, levels):
+def test_error_on_gaussian_vectors_matches_the_densities(head_dim, levels):
     """Norms are kept, so |x − y|² = 2|x|²(1 − cos∠); angles are independent, so E cos∠ = ∏ E cos(θ − decoded θ)."""
     x = gaussian(16_384, head_dim)
     squared = np.square(CODEC.decode(CODEC.encode(x)) - x)
@@ -146,7 +146,7 @@ def test_the_error_on_gaussian_vectors_is_that_of_the_densities(head_dim, levels
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_preconditioning_tames_outlier_channels(head_dim):
+def test_preconditioning_spreads_outlier_channels(head_dim):
     """A few channels twenty times as large: either rotation at least halves the error."""
     x = gaussian(1024, head_dim)
     x[:, 3::16] *= 20
@@ -162,7 +162,7 @@ def test_preconditioning_tames_outlier_channels(head_dim):
 
 
 @pytest.mark.parametrize(("block_size", "head_dim", "what"), [(64, 20, "head dimension"), (6, 64, "block size")])
-def test_shapes_it_cannot_serve_are_refused_in_a_sentence(block_size, head_dim, what):
+def test_refuses_unsupported_shapes_in_a_sentence(block_size, head_dim, what):
     for refuse in (
         lambda: CODEC.check(head_dim, block_size),
         lambda: CODEC.encode(np.zeros((block_size, head_dim), np.float32)),

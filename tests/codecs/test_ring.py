@@ -1,4 +1,4 @@
-"""Rings: the designs are optimal, the errors are theirs, and a decoded vector is norm · points."""
+"""Rings: optimal designs, their errors, and decoding to norm · points."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_points_fill_their_bits_and_lie_on_rings(bits):
 
 @every_design
 def test_radii_are_a_fixed_point_of_lloyds_algorithm(bits, plane):
-    """A step on another grid than the design's moves no radius by more than these grids resolve, a thousandth."""
+    """A step on another grid than the design's moves no radius by more than a thousandth, which the grids resolve."""
     phases, radii = zip(*RINGS[bits], strict=True)
     _, moved = plane.settle(phases, np.array(radii), 1)
     assert moved == pytest.approx(np.array(radii), abs=1e-3)
@@ -49,7 +49,7 @@ def test_no_exchange_between_neighbouring_rings_lowers_the_error_of_ring3(plane)
 
 
 @every_design
-def test_the_error_on_gaussian_pairs_is_that_of_the_density(bits, plane):
+def test_error_on_gaussian_pairs_matches_the_density(bits, plane):
     phases, radii = zip(*RINGS[bits], strict=True)
     theory, _ = plane.settle(phases, np.array(radii), 1)
     x = gaussian(100_000, 2)
@@ -93,7 +93,7 @@ def test_a_pair_is_two_neighbouring_channels(name, bits):
 
 
 @every_ring
-def test_sixteen_bits_keep_a_norm_that_eight_round(name, bits):
+def test_norm16_keeps_norms_that_a_byte_rounds(name, bits):
     x = gaussian(64, 64, seed=1)
     norms = np.sqrt(np.square(x).mean(-1))
     rough, fine = (stored_norms(codecs.get(name + option), norms) for option in ("", "+norm16"))
@@ -108,7 +108,7 @@ def test_huge_vectors_keep_their_direction(name, bits, option):
     y = codecs.get(name + option).decode(codecs.get(name + option).encode(x))
     outer = RINGS[bits][-1][1]
     assert np.abs(y).max() <= 65504
-    # Beyond the outer ring a pair becomes the point of that ring which is nearest in angle.
+    # A pair beyond the outer ring takes the point of that ring nearest in angle.
     radii = np.hypot(y[:, 0::2], y[:, 1::2])
     assert radii == pytest.approx(np.full(radii.shape, radii.max()), rel=1e-5)
     cosine = np.sum(y.reshape(-1, 2) * (x.reshape(-1, 2) / np.hypot(*x.reshape(-1, 2).T)[:, None]), 1) / radii.max()
@@ -117,17 +117,17 @@ def test_huge_vectors_keep_their_direction(name, bits, option):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_options_in_any_order(name):
+def test_options_may_be_in_any_order(name):
     assert codecs.get(f"{name}+dense+norm16").rotation(24) is codecs.get(f"{name}+norm16+dense").rotation(24)
     assert codecs.get(f"{name}+none").rotation(24) is None
     assert np.array_equal(codecs.get(name).rotation(24), codecs.get(f"{name}+hadamard").rotation(24))
     for options in ("dense+none", "norm16+norm16", "norm8", "dense+dense", ""):
-        with pytest.raises(ValueError, match=rf"Cache type {name} takes .*norm16.*\.$"):
+        with pytest.raises(ValueError, match=rf"Cache type {name} has the options .*norm16.*\.$"):
             codecs.get(f"{name}+{options}")
 
 
 @pytest.mark.parametrize(("block_size", "head_dim", "what"), [(64, 20, "head dimension"), (6, 64, "block size")])
-def test_shapes_it_cannot_serve_are_refused_in_a_sentence(block_size, head_dim, what):
+def test_refuses_unsupported_shapes_in_a_sentence(block_size, head_dim, what):
     codec = codecs.get("ring3")
     with pytest.raises(ValueError, match=rf"ring3.*{what}.*\.$"):
         codec.check(head_dim, block_size)

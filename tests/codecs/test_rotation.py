@@ -36,8 +36,8 @@ def test_hadamard_signs_are_random():
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_sign_flip_on_either_side_of_hadamard(head_dim):
-    """Without the signs of its first row and its first column, what is left of a block is Hadamard's matrix."""
+def test_twice_signed_hadamard_has_signs_on_both_sides(head_dim):
+    """A block divided by the signs of its first row and of its first column is the Hadamard matrix."""
     order = head_dim & -head_dim
     block = np.sign(twice_signed_hadamard(head_dim)[:order, :order])
     bare = block * block[:1] * block[:, :1] * block[0, 0]
@@ -57,12 +57,12 @@ def test_dense_entries_have_the_moments_of_a_uniform_rotation():
     assert np.mean(w**4) * d * (d + 2) / 3 == pytest.approx(1, abs=4 * np.sqrt(96) / 3 / d)
 
 
-def test_dense_signs_do_not_follow_the_factorization():
-    """Householder's Q always has the same sign in its first entry; a uniform rotation has either."""
+def test_dense_signs_are_uniform():
+    """Householder's Q always has the same sign in its first entry; a uniform rotation has both signs."""
     assert {np.sign(dense(head_dim)[0, 0]) for head_dim in range(8, 136, 8)} == {-1, 1}
 
 
 @pytest.mark.parametrize("rotation", [signed_hadamard, twice_signed_hadamard, dense])
-def test_shared_matrices_cannot_be_written(rotation):
+def test_shared_matrices_are_read_only(rotation):
     with pytest.raises(ValueError, match="read-only"):
         rotation(16)[0, 0] = 1

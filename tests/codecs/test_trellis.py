@@ -1,4 +1,4 @@
-"""The trellis: the best of all paths, points where their codes are taken, and less error than rings at equal bits."""
+"""The trellis: best paths, points at the means of their pairs, and less error than rings of equal bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine import codecs
 from engine.codecs import _viterbi
 from engine.codecs._cosets import STATES
-from engine.codecs._viterbi import PathSearch, turn
+from engine.codecs._viterbi import PathSearch, rotate_quarters
 from engine.codecs.trellis import points_of
 from tests.codecs.data import gaussian, stored_norms
 
@@ -21,19 +21,19 @@ every_trellis = pytest.mark.parametrize(("name", "bits"), NAMES.items())
 
 
 def by_window(bits: int, codes: np.ndarray) -> np.ndarray:
-    """codes (R, P) → points (R, 2P): the table, turned by the last two bits of the code before, one by one."""
+    """codes (R, P) → points (R, 2P): the table rotated by the last two bits of the previous code."""
     points = np.empty((*codes.shape, 2), np.float32)
     for row, j in np.ndindex(*codes.shape):
         state = codes[row, j - 1] & 3 if j else 0
-        points[row, j] = turn(points_of(bits)[codes[row, j]], state)
+        points[row, j] = rotate_quarters(points_of(bits)[codes[row, j]], state)
     return points.reshape(len(codes), -1)
 
 
-def test_turns_are_right_angles():
+def test_rotations_are_right_angles():
     pairs = gaussian(50, 2)
     for quarters in range(-4, 5):
         z = (pairs[:, 0] + 1j * pairs[:, 1]) * 1j**quarters
-        assert np.array_equal(turn(pairs, quarters), np.stack([z.real, z.imag], -1).astype(np.float32))
+        assert np.array_equal(rotate_quarters(pairs, quarters), np.stack([z.real, z.imag], -1).astype(np.float32))
 
 
 def small_search(seed):
@@ -43,11 +43,11 @@ def small_search(seed):
 
 
 def middles(x):
-    """x, moved to the middles of the cells of the search, where its candidates are the nearest points."""
+    """x moved to the middles of its cells, where the candidates are the nearest points."""
     return ((np.floor(x * 32) + 0.5) / 32).astype(np.float32)
 
 
-def aims_cost(x, points, feedback, weights):
+def path_cost(x, points, feedback, weights):
     """x, points (..., D) → Σ_j w_j·|e_j + F_j·e_{<j}|² for one head, (...)."""
     errors = x.astype(np.float64) - points
     squared = np.square(errors + errors @ feedback.T.astype(np.float64))
@@ -56,12 +56,12 @@ def aims_cost(x, points, feedback, weights):
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**32 - 1))
-def test_no_path_is_better(seed):
+def test_no_path_is_better_in_the_middle_of_cells(seed):
     """Of all 8⁴ paths, with and without weights of the pairs."""
     search, paths = small_search(seed)
     x = middles(gaussian(1, 20, 8, seed=seed + 1))
     for weights in (np.ones((1, 4), np.float32), np.array([[1, 0.1, 3, 0.5]], np.float32)):
-        costs = aims_cost(x[0, :, None], search.points(paths), np.zeros((8, 8)), weights[0])
+        costs = path_cost(x[0, :, None], search.points(paths), np.zeros((8, 8)), weights[0])
         codes, points = search(x, weights=None if (weights == 1).all() else weights)
         assert np.array_equal(points, search.points(codes))
         found = costs[np.arange(20), codes[0].astype(int) @ [512, 64, 8, 1]]
@@ -70,11 +70,11 @@ def test_no_path_is_better(seed):
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**32 - 1))
-def test_away_from_the_middles_a_path_costs_hardly_more(seed):
+def test_anywhere_a_path_costs_little_more_than_the_best(seed):
     """In |x − p|² a candidate exceeds the nearest point p by at most their distance times a cell's diagonal."""
     search, paths = small_search(seed)
     x = np.clip(gaussian(1, 50, 8, seed=seed + 1), -3.99, 3.99)
-    costs = aims_cost(x[0, :, None], search.points(paths), np.zeros((8, 8)), np.ones(4))
+    costs = path_cost(x[0, :, None], search.points(paths), np.zeros((8, 8)), np.ones(4))
     codes, _ = search(x)
     found = costs[np.arange(50), codes[0].astype(int) @ [512, 64, 8, 1]]
     assert (found <= costs.min(1) + 4 * np.sqrt(2) / 32 * 8 + 1e-5).all()
@@ -94,10 +94,10 @@ def by_survivors(points, x, feedback, weights, count):
         for cost, codes, errors in survivors:
             state = codes[-1] % STATES if codes else 0
             aim = x[pair] + feedback[pair] @ errors
-            squared = np.square(points - middles(np.clip(turn(aim, -state), -3.99, 3.99))).sum(1)
+            squared = np.square(points - middles(np.clip(rotate_quarters(aim, -state), -3.99, 3.99))).sum(1)
             for coset in range(STATES):
                 code = coset + STATES * int(squared[coset::STATES].argmin())
-                point = turn(points[code].astype(np.float64), state)
+                point = rotate_quarters(points[code].astype(np.float64), state)
                 after = errors.copy()
                 after[pair] = x[pair] - point
                 extended.append((cost + weights[j] * np.square(aim - point).sum(), [*codes, code], after))
@@ -109,8 +109,8 @@ def by_survivors(points, x, feedback, weights, count):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("pairs", [1, 5, 8, 9, 16, 20])
-def test_every_survivor_feeds_back_its_own_errors(pairs, count):
-    """Against the algorithm written out in float64; 20 pairs are more than those whose errors move at every step."""
+def test_each_survivor_feeds_back_its_own_errors(pairs, count):
+    """Against a plain implementation in float64. 20 pairs are more than are reordered at every step."""
     points = points_of(6)
     x, feedback = gaussian(2, 8, 2 * pairs), strict_feedback(2 * pairs, 0.3, 2)
     weights = np.exp(gaussian(2, pairs, seed=3))
@@ -124,14 +124,14 @@ def test_more_survivors_find_better_paths():
     x, feedback, weights = gaussian(1, 400, 32), strict_feedback(32, 0.2, 1), np.exp(gaussian(1, 16, seed=3) / 2)
     search = PathSearch(points_of(6))
     found = [search(x, feedback, weights, count)[1] for count in (1, 2, 4, 8)]
-    costs = [aims_cost(x[0], points[0], feedback[0], weights[0]).mean() for points in found]
+    costs = [path_cost(x[0], points[0], feedback[0], weights[0]).mean() for points in found]
     assert costs == sorted(costs, reverse=True)
     assert costs[2] < 0.97 * costs[0]
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 8), st.integers(0, 2**32 - 1))
-def test_least_numbers_ascend(count, seed):
+def test_least_returns_the_smallest_numbers_ascending(count, seed):
     numbers = np.random.default_rng(seed).permuted(np.arange(4 * 8 * 5, dtype=np.uint32) * 12_345_678)
     numbers = numbers.reshape(4, 8, 5)
     expected = np.sort(numbers, axis=1)[:, :count]
@@ -140,28 +140,29 @@ def test_least_numbers_ascend(count, seed):
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**32 - 1))
-def test_with_feedback_few_paths_are_better(seed):
-    """Survivors are no guarantee, as costs to come depend on more than the state; of all 8⁴ paths few beat them."""
+def test_with_feedback_few_of_all_paths_are_better(seed):
+    """Survivors guarantee nothing, as later costs depend on more than the state; of all 8⁴ paths few are better."""
     search, paths = small_search(seed)
     x, feedback = gaussian(1, 50, 8, seed=seed + 1), strict_feedback(8, 0.25, 1, seed=seed + 2)
     weights = np.array([[1, 0.5, 2, 0.7]], np.float32)
-    costs = aims_cost(x[0, :, None], search.points(paths), feedback[0], weights[0])
+    costs = path_cost(x[0, :, None], search.points(paths), feedback[0], weights[0])
     _, points = search(x, feedback, weights)
-    found = aims_cost(x[0], points[0], feedback[0], weights[0])
+    found = path_cost(x[0], points[0], feedback[0], weights[0])
     assert (found >= costs.min(1) - 1e-5).all()
     assert ((costs < found[:, None]).mean(1) < 0.02).mean() > 0.9
 
 
-def test_a_head_has_its_own_feedback_and_weights():
+def test_each_head_has_its_own_feedback_and_weights():
     x, feedback, weights = gaussian(3, 40, 32), strict_feedback(32, 0.2, 3), np.exp(gaussian(3, 16))
     together = PathSearch(points_of(7))(x, feedback, weights)[0]
     for head in range(3):
         one = slice(head, head + 1)
         alone = PathSearch(points_of(7))(x[one], feedback[one], weights[one])[0]
-        assert (alone == together[one]).all(-1).mean() > 0.9  # products of other shapes may decide an edge
+        # Matrix products of other shapes may round a code at an edge differently.
+        assert (alone == together[one]).all(-1).mean() > 0.9
 
 
-def test_slabs_change_nothing(monkeypatch):
+def test_slabs_do_not_change_codes(monkeypatch):
     x, weights = gaussian(2, 50, 16), np.exp(gaussian(2, 8))
     whole = PathSearch(points_of(6))(x, weights=weights)[0]
     monkeypatch.setattr(_viterbi, "_SLAB", 14)
@@ -175,14 +176,14 @@ def test_no_vectors():
 
 
 @every_trellis
-def test_feedback_lowers_the_cost_that_it_stands_for(name, bits):
+def test_feedback_lowers_the_cost_of_its_metric(name, bits):
     """M = Lᵀ·diag(d)·L with L = 1 + F unit lower in blocks: Σ_j d_j·|e_j + F_j·e_{<j}|² is e·M·eᵀ."""
     dim = 16
     feedback, weights = strict_feedback(dim, 0.25, 1), np.exp(gaussian(1, dim // 2, seed=3) / 2)
     x = gaussian(1, 2000, dim)
     rounding = codecs.get(name).rounding
     plain, fed = (rounding.best_path(x, *metric)[1] for metric in ((), (feedback, weights)))
-    costs = [aims_cost(x, points, feedback[0], weights[0]).mean() for points in (fed, plain)]
+    costs = [path_cost(x, points, feedback[0], weights[0]).mean() for points in (fed, plain)]
     assert costs[0] < 0.9 * costs[1]
     assert np.square(x - fed).mean() > np.square(x - plain).mean()
 
@@ -199,7 +200,7 @@ def test_decode_reads_every_code_through_its_window(name, bits, option):
 
 
 @every_trellis
-def test_encode_takes_the_best_path_and_the_root_mean_square(name, bits):
+def test_encode_takes_the_best_path_and_the_rms(name, bits):
     codec = codecs.get(name)
     x = gaussian(8, 16) * 3
     norms = np.sqrt(np.square(x).mean(-1))
@@ -211,12 +212,12 @@ def test_encode_takes_the_best_path_and_the_root_mean_square(name, bits):
 
 @every_trellis
 def test_a_point_is_the_mean_of_the_pairs_that_take_it(name, bits):
-    """Lloyd's condition: distances from the means are those of means of so few pairs, to a quarter."""
+    """Lloyd's condition, up to the sampling error of means of so few pairs, to a quarter."""
     x = gaussian(4000, 64, seed=bits)
     codes, points = (part[0] for part in codecs.get(name).rounding.best_path(x[None]))
     states = PathSearch.states(codes).reshape(-1)
     pairs, squared = x.reshape(-1, 2), np.square(x - points).reshape(-1, 2).sum(-1)
-    back = np.choose(states[:, None], [turn(pairs, -state) for state in range(STATES)])
+    back = np.choose(states[:, None], [rotate_quarters(pairs, -state) for state in range(STATES)])
     codes = codes.reshape(-1)
     taken = np.bincount(codes, minlength=2**bits)
     means = np.stack([np.bincount(codes, back[:, axis], 2**bits) for axis in (0, 1)], -1) / taken[:, None]

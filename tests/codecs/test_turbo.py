@@ -29,7 +29,7 @@ def stored(codes, bits):
 
 
 def quadrature(density, bits):
-    """The mean squared error of nearest levels under a density on the line, by 400,000 midpoints up to ±12."""
+    """The mean squared error of nearest levels under a density, by quadrature on 400,000 midpoints up to ±12."""
     x = 24 * (np.arange(400_000) + 0.5) / 400_000 - 12
     weight = density(x)
     squared = np.square(x[:, None] - levels_of(bits)).min(1)
@@ -45,7 +45,7 @@ def test_exactly_b_bits_and_a_norm(name, bits, head_dim, block_size):
 
 @every_type
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_codes_are_the_nearest_levels_of_the_unit_vector(name, bits, head_dim):
+def test_codes_are_the_nearest_levels(name, bits, head_dim):
     x = gaussian(200, head_dim) * np.logspace(-2, 3, 200, dtype=np.float32)[:, None]
     codes = codecs.get(name).encode(x)
     norm = np.sqrt(np.square(x.astype(np.float64)).mean(-1, keepdims=True))
@@ -60,14 +60,14 @@ def test_codes_are_the_nearest_levels_of_the_unit_vector(name, bits, head_dim):
 @every_type
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_decode_is_norm_times_level(name, bits, head_dim):
-    """To two roundings in float32: of the level, and of the product."""
+    """Within two float32 roundings, of the level and of the product."""
     codes = codecs.get(name).encode(gaussian(64, head_dim))
     exact = codes["norm"].astype(np.float64)[:, None] * levels_of(bits)[stored(codes, bits)]
     assert np.allclose(codecs.get(name).decode(codes), exact, rtol=2 * np.finfo(np.float32).eps)
 
 
 @every_type
-def test_the_error_on_gaussian_vectors_is_that_of_the_lloyd_max_quantizer(name, bits):
+def test_error_on_gaussian_vectors_is_that_of_the_lloyd_max_quantizer(name, bits):
     """Over its norm, a value of a Gaussian vector has density (1 − y²/D)^((D−3)/2): N(0, 1), but for the last percents.
 
     The norm in half precision adds less than 2⁻²² of the variance.
@@ -81,7 +81,7 @@ def test_the_error_on_gaussian_vectors_is_that_of_the_lloyd_max_quantizer(name, 
 
 
 @pytest.mark.parametrize(("name", "published"), [("turbo3", 0.0340), ("turbo4", 0.0093)])
-def test_the_error_is_the_one_to_compare_others_with(name, published):
+def test_error_matches_the_published_one(name, published):
     x = gaussian(4096, 128)
     assert np.square(codecs.get(name).decode(codecs.get(name).encode(x)) - x).mean() == pytest.approx(
         published, rel=0.03
@@ -89,8 +89,8 @@ def test_the_error_is_the_one_to_compare_others_with(name, published):
 
 
 @every_type
-def test_encoding_is_its_own_rounding(name, bits):
-    """What a stage before the codec may do by itself gives the same fields, and reads back as it says."""
+def test_encode_equals_rounding_and_assembling(name, bits):
+    """An encoder that uses `rounding` directly gets the same fields, and they decode to norm · level."""
     codec = codecs.get(name)
     assert codec.rounding.width == 1
     x = gaussian(3, 16, 64)
@@ -105,7 +105,7 @@ def test_encoding_is_its_own_rounding(name, bits):
 
 @every_type
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_the_rotation_tames_outlier_channels(name, bits, head_dim):
+def test_rotation_spreads_outlier_channels(name, bits, head_dim):
     """A few channels twenty times as large: the rotation at least halves the error."""
     codec = codecs.get(name)
     x = gaussian(1024, head_dim)

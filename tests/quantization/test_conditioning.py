@@ -56,10 +56,10 @@ def test_the_mean_is_subtracted_as_it_reads_back(keys: np.ndarray, bits: int) ->
 @given(hnp.arrays(np.float32, (2, 16, 8), elements=st.floats(-100, 100, width=32)), st.sampled_from([8, 16]))
 def test_the_mean_of_centred_keys_is_small(keys: np.ndarray, bits: int) -> None:
     """A step of the 8-bit mean is its largest channel over 127; of half precision, 2^−10 of the channel."""
-    residual, _ = centre(keys, bits)
+    centred, _ = centre(keys, bits)
     largest = np.abs(keys.mean(axis=1)).max(axis=1, keepdims=True)
     step = largest / 127 if bits == 8 else largest / 1024
-    assert (np.abs(residual.mean(axis=1)) <= 0.51 * step + 2e-3 * largest / 127 + 1e-4).all()
+    assert (np.abs(centred.mean(axis=1)) <= 0.51 * step + 2e-3 * largest / 127 + 1e-4).all()
 
 
 def test_queries_and_outputs_take_the_scale_of_their_kv_head() -> None:
