@@ -1,1 +1,1 @@
-"""The op set (`ops.py`) and its implementations, one file per backend."""
+"""The op set (`ops.py`) and its implementations, one folder per backend."""

@@ -1,4 +1,4 @@
-"""Which backend serves a --device."""
+"""The backend of a --device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NO_DRIVER = "No NVIDIA driver found"
 
 
 def select(device: str, threads: int) -> tuple[Ops, str]:
-    """The ops of `device` ("auto", "cpu" or "cuda"), and a sentence about the choice, empty where none is needed.
+    """The ops of `device` ("auto", "cpu" or "cuda"), and a note for the user, empty if there is nothing to say.
 
-    "auto" has one where there is an NVIDIA driver and its GPU is not used all the same. Raises EngineError for a
-    device that cannot be had.
+    The note says why "auto" does not use a GPU although the machine has an NVIDIA driver. Raises EngineError for an
+    unknown or unavailable device.
     """
     if device == "cpu":
         return NumpyOps(threads), ""
@@ -33,7 +33,7 @@ def select(device: str, threads: int) -> tuple[Ops, str]:
 
 
 def _cuda() -> Ops:
-    """The ops of the GPU. EngineError with the reason, a sentence without its end, where it cannot be used."""
+    """The ops of the GPU. Raises EngineError if it cannot be used; the message is a sentence without a full stop."""
     version = driver_version()
     if version is None:
         raise EngineError(NO_DRIVER, "device_unavailable")
@@ -52,7 +52,7 @@ def _cuda() -> Ops:
 
 
 def driver_version() -> int | None:
-    """The newest CUDA that the NVIDIA driver serves, as 13020 for 13.2; None without a driver."""
+    """The newest CUDA version that the NVIDIA driver supports, such as 13020 for 13.2; None without a driver."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         version = ctypes.c_int()

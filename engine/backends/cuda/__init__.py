@@ -1,1 +1,1 @@
-"""The op set on a GPU of NVIDIA's: launches of the kernels in `cuda/`."""
+"""The op set on an NVIDIA GPU: launches of the kernels in `cuda/`."""

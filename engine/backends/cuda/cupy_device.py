@@ -47,7 +47,7 @@ def open_device() -> CupyDevice:
     if count == 0:
         raise _unavailable("The NVIDIA driver shows no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi")
     device = CupyDevice()
-    capability = tuple(_runtime.deviceGetAttribute(of, _runtime.getDevice()) for of in (_MAJOR, _MINOR))
+    capability = tuple(_runtime.deviceGetAttribute(code, _runtime.getDevice()) for code in (_MAJOR, _MINOR))
     if capability < _LEAST_CAPABILITY:
         raise _unavailable(
             f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"

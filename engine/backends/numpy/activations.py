@@ -1,4 +1,4 @@
-"""Activations of the feed-forward layer, multiplied with what they let through."""
+"""Gated activations of the feed-forward layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gelu_tanh_mul(gate_up: np.ndarray) -> np.ndarray:
     u = √(2/π) · (x + 0.044715 x³)."""
     half = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :half], gate_up[..., half:]
-    with np.errstate(over="ignore"):  # of a gate so large that its cube is infinite
+    with np.errstate(over="ignore"):  # the cube of a large gate is infinite
         exponent = gate * gate
         exponent *= np.float32(0.044715)
         exponent += 1

@@ -12,10 +12,10 @@ import numpy as np
 from engine.backends.ops import CacheFormat, Place, SpanView
 from engine.quantization.conditioning import read_mean
 
-# Rows of queries per KV head that attend together.
+# Query rows per KV head that attend together.
 _QUERY_TILE = 768
 
-# Keys, and quantized blocks that are decoded at once.
+# Full-precision keys, and quantized blocks, of a tile.
 _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
@@ -28,8 +28,8 @@ class LayerCache:
     """The stored K/V of one layer.
 
     k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
-    mean: the fields of the block means of keys (K, quantized blocks, …); empty when keys are not centred.
-    full_k, full_v: (full-precision slots, K, N, D) full precision: sinks and tails.
+    mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
+    full_k, full_v: (slots, K, N, D) float32: sinks and current blocks.
     """
 
     format: CacheFormat
@@ -41,19 +41,19 @@ class LayerCache:
 
     @property
     def quantized(self) -> Fields:
-        """All quantized blocks, named as in `engine.backends.transfer`."""
+        """All quantized blocks, under the names of `engine.backends.transfer`."""
         sides = {"k": self.k, "v": self.v, "mean": self.mean}
-        return {f"{side}.{name}": array for side, of in sides.items() for name, array in of.items()}
+        return {f"{side}.{name}": array for side, fields in sides.items() for name, array in fields.items()}
 
     def full(self, place: Place) -> Buffer:
-        """k, v (K, S, D) from a place on: a slot's N tokens, or all that the buffer has from that block on."""
+        """k, v (K, S, D) at `place`: the N tokens of a slot, or those of a buffer from that block on."""
         if place.buffer is None:
             return self.full_k[place.block], self.full_v[place.block]
         first = place.block * self.format.block_size
         return place.buffer[0][:, first:], place.buffer[1][:, first:]
 
     def complete(self, places: Sequence[Place]) -> Buffer:
-        """k, v (K, B, N, D) of B complete blocks: in full-precision slots, or one behind the other in a buffer."""
+        """k, v (K, B, N, D) of B complete blocks, in full-precision slots or consecutive in a buffer."""
         if places[0].buffer is None:
             slots = [place.block for place in places]
             return self.full_k[slots].swapaxes(0, 1), self.full_v[slots].swapaxes(0, 1)
@@ -64,7 +64,7 @@ class LayerCache:
 
 
 def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, window: int | None) -> None:
-    """Attention of q (T, K, G, D), scaled, all rows of one sequence, tile by tile, into out (T, H, D)."""
+    """Attention of scaled q (T, K, G, D), rows of one sequence, tile by tile → out (T, H, D)."""
     tile = max(1, _QUERY_TILE // q.shape[2])
     for first in range(0, len(q), tile):
         # (T, K, G, D) → (K, G, T, D): the query group of a KV head shares one pass over its keys.
@@ -75,16 +75,16 @@ def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanVi
 
 
 def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, window: int | None) -> np.ndarray:
-    """Attention of q (K, G, T, D), scaled, whose first row stands at `position`, by online softmax over tiles."""
+    """Attention of scaled q (K, G, T, D), whose first row has `position`, by online softmax over tiles → same shape."""
     tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, window)
     whole = functools.reduce(_merge, (_partial(q, position, tile, window) for tile in tiles))
     return (whole.mix / whole.total).reshape(q.shape)
 
 
 class _Tile(NamedTuple):
-    """Keys and values that stand next to each other: k, v (K, S, D), the first of them at position `start`.
+    """Consecutive keys and values: k, v (K, S, D), the first of them at position `start`.
 
-    mean: (K, S/N, D), one for each block of N keys, when they have been taken out of k; else None.
+    mean: (K, S/N, D), one for each block of N keys, if it has been subtracted from k; else None.
     """
 
     start: int
@@ -102,7 +102,7 @@ class _Partial(NamedTuple):
 
 
 def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _Partial:
-    """q (K, G, T, D) over one tile, with R = G·T."""
+    """Attention of q (K, G, T, D) over one tile, with R = G·T."""
     kv_heads, group, count, dim = q.shape
     flat = q.reshape(kv_heads, group * count, dim)
     scores = flat @ tile.k.swapaxes(1, 2)  # (K, R, S)
@@ -117,25 +117,25 @@ def _partial(q: np.ndarray, position: int, tile: _Tile, window: int | None) -> _
 
 
 def _merge(a: _Partial, b: _Partial) -> _Partial:
-    """Attention over the keys of both."""
+    """Attention over the keys of both, by rescaling to the larger maximum."""
     top = np.maximum(a.top, b.top)
     fade_a, fade_b = np.exp(a.top - _finite(top)), np.exp(b.top - _finite(top))
     return _Partial(top, a.total * fade_a + b.total * fade_b, a.mix * fade_a + b.mix * fade_b)
 
 
 def _finite(top: np.ndarray) -> np.ndarray:
-    """0 for a row that a window lets see nothing here: exp(−inf − 0) = 0 where −inf − −inf would be NaN."""
+    """`top`, with 0 for −inf, where a row sees no key: exp(−inf − 0) is 0, but −inf − −inf would be NaN."""
     return np.where(np.isneginf(top), np.float32(0), top)
 
 
 def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> None:
-    """Hide from scores (K, G, T, S), rows from `position` and keys from `start`, what a row may not see."""
+    """Set scores (K, G, T, S) of hidden keys to −inf; rows begin at `position`, keys at `start`."""
     count, size = scores.shape[2:]
     ahead = start + size - 1 > position
     behind = window is not None and start <= position + count - 1 - window
     if not (ahead or behind):
         return
-    # Where nothing is behind the window, only the keys after the first row's own need a look.
+    # Without keys before a window, only keys after the first row can be hidden.
     seen = 0 if behind else max(0, position + 1 - start)
     rows = position + np.arange(count)[:, None]
     keys = start + np.arange(seen, size)
@@ -146,7 +146,7 @@ def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> 
 
 
 def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, window: int | None) -> Iterator[_Tile]:
-    """Every tile that a row from `position` to `last` sees."""
+    """The tiles that rows at `position` to `last` see."""
     block_size = cache.full_k.shape[2]
     oldest = 0 if window is None else max(0, position - window + 1)
     if span.sink is not None and oldest < block_size:
@@ -170,7 +170,7 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
 
 
 def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Decode quantized blocks: k without its means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
+    """Decode quantized blocks → k without the means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
     kv_heads, _, dim = cache.full_k.shape[1:]
     k = cache.format.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})
     v = cache.format.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})

@@ -1,4 +1,4 @@
-"""The processor's cores, which BLAS and threads of ours share: one number for the whole process."""
+"""The number of BLAS threads, which the whole process shares, and the thread pool beside it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from model_loaders.forks import renew_in_children
 
 
 class Cores:
-    """How many threads BLAS uses, set for and by any number of engines and threads at a time.
+    """The number of BLAS threads, shared by any number of engines and threads.
 
-    Who sets the number and later puts back what was there leaves a wrong one where two do so at the same time: so
-    those who want one thread are counted, and the last of them puts the number back. Libraries that keep a number for
-    each thread (OpenBLAS with OpenMP, MKL) need none of this.
+    If two threads each saved, changed and restored the number, they could restore a wrong one. So calls of `one_each`
+    are counted, and the last to end restores it. Libraries with a number per thread (OpenBLAS with OpenMP, MKL) need
+    none of this.
     """
 
     def __init__(self, libraries: list[LibController]):
@@ -27,7 +27,7 @@ class Cores:
         self._each_its_own = [library for library in libraries if _is_per_thread(library)]
         self._shared = [library for library in libraries if not _is_per_thread(library)]
         self._lock = threading.Lock()
-        self._alone: set[object] = set()  # one for each `one_each` that has not ended
+        self._alone: set[object] = set()  # one for each active `one_each`
         self._usual = self._now
         self._pool = self._new_pool()
         renew_in_children(self)
@@ -38,17 +38,17 @@ class Cores:
 
     @property
     def number(self) -> int:
-        """Threads of BLAS outside `one_each`."""
+        """BLAS threads outside `one_each`."""
         with self._lock:
             return self._usual if self._alone else self._now
 
     @property
     def kernels(self) -> set[str]:
-        """Names of the processors that the BLAS kernels are made for, as the libraries spell them."""
+        """Names of the processor types of the BLAS kernels in use, as the libraries spell them."""
         return {library.info().get("architecture", "") for library in self._libraries}
 
     def use(self, number: int) -> None:
-        """Set the number of threads of BLAS for the whole process; where each thread has a number, for this one."""
+        """Set the number of BLAS threads of the process, or of this thread for libraries with a number per thread."""
         with self._lock:
             self._usual = number
             _apply(self._each_its_own, number)
@@ -57,7 +57,7 @@ class Cores:
 
     @contextmanager
     def one_each(self) -> Iterator[None]:
-        """Inside, a call of BLAS stays in the thread that makes it, whichever thread of this process that is."""
+        """A context in which BLAS runs on the calling thread alone, in every thread of the process."""
         mine = object()
         with self._lock:
             if not self._alone:
@@ -78,10 +78,10 @@ class Cores:
                         _apply(self._shared, self._usual)
 
     def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """[work(0), …, work(count − 1)], at the same time where BLAS has more than one thread.
+        """[work(0), …, work(count − 1)], in parallel if BLAS has more than one thread.
 
-        BLAS uses all cores for one product, but everything between two products would run on one: so each core gets a
-        part of the work and a BLAS of its own.
+        BLAS would use all cores for a product but leave the work between products on one. So each core takes a part of
+        the work, with single-threaded BLAS.
         """
         if count == 1 or self.number == 1:
             return [work(i) for i in range(count)]
@@ -90,14 +90,14 @@ class Cores:
             try:
                 return [work(0), *(task.result() for task in later)]
             finally:
-                wait(later)  # nothing may go on writing once an error is out
+                wait(later)  # no part may go on writing after an error was raised
 
     def _new_pool(self) -> ThreadPoolExecutor:
-        """Threads that work inside `one_each` alone."""
+        """A pool whose threads run only inside `one_each`."""
         return ThreadPoolExecutor(thread_name_prefix="part", initializer=_apply, initargs=(self._each_its_own, 1))
 
     def renew(self) -> None:
-        """Make lock and pool anew in a forked child: threads of the pool, and those in `one_each`, are the parent's."""
+        """Replace lock and pool in a forked child, in which the threads of the pool and of `one_each` do not exist."""
         self._lock = threading.Lock()
         self._pool = self._new_pool()
         if self._alone:
@@ -111,13 +111,13 @@ def _is_per_thread(library: LibController) -> bool:
 
 def _apply(libraries: list[LibController], number: int) -> None:
     for library in libraries:
-        # From version 3.8 on, threadpoolctl does nothing in other threads than the first one that set a number.
-        let_go = getattr(library, "clear_controlling_thread", None)
-        if let_go:
-            let_go(force=True)
+        # From version 3.8 on, threadpoolctl ignores every thread but the first one that set a number.
+        release = getattr(library, "clear_controlling_thread", None)
+        if release:
+            release(force=True)
         library.set_num_threads(number)
-        if let_go:
-            let_go(force=True)
+        if release:
+            release(force=True)
 
 
 @cache

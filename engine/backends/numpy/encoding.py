@@ -1,7 +1,7 @@
-"""Blocks of K/V into codes in NumPy, those of several layers at once.
+"""Encoding of blocks in NumPy, of several layers at once.
 
-A block of one layer is too small to hide what NumPy takes for a call: a step that fills a block encodes it for as many
-layers together as store their K/V alike. Heads of layers stand one behind the other then, as heads of one.
+One block of one layer is small next to the cost of a NumPy call, so a step that fills a block encodes it for all layers
+of the same format together, with their KV heads concatenated.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from engine.backends.ops import Place
 from engine.quantization.encode import encode_centred
 from engine.quantization.metric import join_layers
 
-_VALUES = 1 << 19  # of all layers that are encoded together
+_VALUES = 1 << 19  # most values that are encoded together
 
 
 def alike(caches: Sequence[LayerCache], blocks: int) -> Iterator[list[LayerCache]]:
-    """Layers next to each other whose blocks, so many of each, can be encoded together."""
+    """Runs of consecutive layers whose blocks, `blocks` of each, can be encoded together."""
 
     def kind(cache: LayerCache) -> tuple[object, ...]:
         format = cache.format

@@ -1,4 +1,4 @@
-"""How much memory this process can still have: what the machine has available, within the limits of its cgroups."""
+"""Memory that this process can still allocate: what the machine has available, within the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 
 def available() -> int:
-    """Bytes that can be had without pushing other programs to disk; file caches, which give way, count as free."""
+    """Bytes that can be allocated without swapping; file caches count as free."""
     import psutil
 
     limit = cgroup_room()
@@ -18,18 +18,18 @@ def available() -> int:
 
 
 def most() -> int:
-    """Bytes that can be had at all. Linux ends programs once memory and swap are full; others go on to use the disk."""
+    """Bytes that can be allocated at all: on Linux `available` and free swap; other systems extend swap as needed."""
     import psutil
 
     if sys.platform != "linux":
         return max(available(), int(psutil.virtual_memory().total))
-    with warnings.catch_warnings():  # psutil warns where a container hides how much has been swapped so far
+    with warnings.catch_warnings():  # psutil warns where a container hides swap statistics
         warnings.simplefilter("ignore")
         return available() + int(psutil.swap_memory().free)
 
 
 def cgroup_room(root: Path = Path("/")) -> int | None:
-    """Bytes until a limit of this process's cgroups is reached, of the tightest one; None without a limit.
+    """Bytes until the tightest memory limit of this process's cgroups; None without a limit.
 
     root: where `proc` and `sys` are.
     """
@@ -42,14 +42,14 @@ def cgroup_room(root: Path = Path("/")) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, Path]]:
-    """Version and folder of each cgroup that limits this process: its own, and those that this one is in.
+    """Version and folder of each cgroup that limits this process: its own and its ancestors.
 
-    In a container, the path may be that of the host while only what lies below is mounted: folders that are not there
-    are passed over by who reads them.
+    In a container the path may be the host's, of which only a part is mounted: folders may not exist, and callers skip
+    these.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # another system than Linux
+    except OSError:  # not Linux
         return
     mounted = root / "sys/fs/cgroup"
     for line in lines:
@@ -82,7 +82,7 @@ def _room_v1(folder: Path) -> int | None:
 
 
 def _number(file: Path) -> int | None:
-    """What a file says; None where it is not there, or says "max"."""
+    """The number in a file; None if the file does not exist or contains "max"."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -90,7 +90,7 @@ def _number(file: Path) -> int | None:
 
 
 def _statistic(folder: Path, name: str) -> int:
-    """A line of memory.stat; 0 where there is none."""
+    """The value of a line of memory.stat; 0 if there is none."""
     try:
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
         return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)

@@ -1,6 +1,6 @@
 """Every op in NumPy: the definition of correct for the other backends, and the fallback without a GPU.
 
-All arithmetic is float32 through BLAS. Loops run over sequences and over tiles of a size that fits the cache, never
+All arithmetic is float32; products are BLAS's. Loops run over sequences and over tiles that fit the CPU's caches, never
 over tokens, heads or blocks.
 """
 
@@ -30,11 +30,12 @@ from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, ge
 
 _GIB = 1 << 30
 
-# Fewer rows than this are memory-bound on the weights: BLAS reads them once for all cores.
+# Products of fewer rows are memory-bound on the weights, which BLAS reads once for all cores; split rows would read
+# them once per part.
 _PARALLEL_ROWS = 32
 
 
-# Damaged weights make NaN of infinities; logits and codecs are looked at, and NumPy's warnings would only add to that.
+# Damaged weights give NaN. Logits and codecs are checked for it; NumPy's warnings would add nothing.
 _quiet = np.errstate(invalid="ignore")
 
 
@@ -47,9 +48,7 @@ class NumpyOps:
     prefill_rows = 512  # the feed-forward activations stay near the cache
 
     def __init__(self, threads: int = 0):
-        """threads: for BLAS and for the parts of a prompt; 0 leaves BLAS as it is, and measures whether steps are
-        faster with one.
-        """
+        """threads: of BLAS and of `parallel_map`; 0 keeps BLAS's number, and lets steps choose one or all."""
         self._cores = cores()
         if threads:
             self._cores.use(threads)
@@ -71,10 +70,10 @@ class NumpyOps:
         return self._steps.run(len(inputs[0]), lambda: work(*inputs))
 
     def threads(self) -> Threads:
-        return self._steps.now()
+        return self._steps.last()
 
     def wait(self) -> None:
-        """Every op is done when it returns."""
+        """Nothing to wait for: ops are synchronous."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         return 4 * count
@@ -89,16 +88,16 @@ class NumpyOps:
         return max(0, host_memory.available() - weights) // 2
 
     def work_bytes(self, load: Load) -> int:
-        return 0  # half of what is available beside the weights is for it
+        return 0  # `room_beside` leaves half of the available memory for it
 
     def set_aside(self, load: Load) -> None:
-        """Nothing: memory is found when it is needed."""
+        """Does nothing: memory is allocated when it is needed."""
 
     def weight_type(self, stored: str) -> str:
         return "float32"
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
-        """Widened to float32 and joined into one, as BLAS takes them."""
+        """All matrices converted to float32 and joined into one, for BLAS."""
         shape = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         whole, end = np.empty(shape, np.float32), 0
         for matrix in matrices:
@@ -191,7 +190,7 @@ class NumpyOps:
         return format.kv_heads * quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 4
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        """Pages that are never written take no memory where the system allows that."""
+        """On systems with overcommit, pages that are never written take no memory."""
         k, v, mean = (
             {name: np.zeros((format.kv_heads, quantized, *field.shape), field.dtype) for name, field in fields.items()}
             for fields in transfer.fields(format).values()
@@ -208,18 +207,16 @@ class NumpyOps:
 
     def append_kv(self, cache: LayerCache, spans: Sequence[SpanView], k: np.ndarray, v: np.ndarray) -> None:
         for span in spans:
-            start, of_span = (
-                span.position - span.current_start,
-                (k[span.rows].swapaxes(0, 1), v[span.rows].swapaxes(0, 1)),
-            )
+            start, count = span.position - span.current_start, span.rows.stop - span.rows.start
+            new_kv = k[span.rows].swapaxes(0, 1), v[span.rows].swapaxes(0, 1)
             if not span.following:
-                for now, new in zip(cache.full(span.current), of_span, strict=True):
-                    now[:, start : start + new.shape[1]] = new
+                for current, new in zip(cache.full(span.current), new_kv, strict=True):
+                    current[:, start : start + count] = new
                 continue
-            # Of few rows, which go to more than one slot.
-            positions = np.arange(start, start + of_span[0].shape[1])
+            # A few rows of a step, which go to more than one slot.
+            positions = np.arange(start, start + count)
             slots = np.array([span.current.block, *span.following])[positions // cache.format.block_size]
-            for full, new in zip((cache.full_k, cache.full_v), of_span, strict=True):
+            for full, new in zip((cache.full_k, cache.full_v), new_kv, strict=True):
                 full[slots, :, positions % cache.format.block_size] = new.swapaxes(0, 1)
 
     def place_kv(
@@ -253,8 +250,8 @@ class NumpyOps:
         for number, part in enumerate(parts):
             rows = slice(part[0].rows.start, part[-1].rows.stop)
             if isinstance(spans, StepSpans) and len(part) > 1:
-                layout = spans.layout(number, cache.format.block_size)
-                out[rows] = attend_together(q[rows], cache, layout, window).reshape(out[rows].shape)
+                blocks = spans.blocks(number, cache.format.block_size)
+                out[rows] = attend_together(q[rows], cache, blocks, window).reshape(out[rows].shape)
             else:
                 attend_alone(q[rows], out[rows], cache, part[0], window)
         if transform is None:
@@ -264,7 +261,7 @@ class NumpyOps:
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         for layers in alike(caches, len(blocks)):
-            # One thread of BLAS for the thin products of an encoder; keys and values on a core each.
+            # Keys and values on one core each: the encoder's products are too thin for more BLAS threads.
             (k, mean), (v, _) = self.parallel_map(functools.partial(encode_side, layers, sources), 2)
             for number, cache in enumerate(layers):
                 heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
@@ -273,8 +270,8 @@ class NumpyOps:
                         fields[name][:, blocks] = values[name][heads]
 
     def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
-        for to, of in zip(cache.full(target), cache.full(source), strict=True):
-            to[:, :tokens] = of[:, :tokens]
+        for to, x in zip(cache.full(target), cache.full(source), strict=True):
+            to[:, :tokens] = x[:, :tokens]
 
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
         k, v = (full[:, :tokens] for full in cache.full(place))
@@ -302,7 +299,7 @@ class NumpyOps:
 
 
 def _whole(matrix: Matrix | Linear) -> np.ndarray:
-    """All of it as float32: whatever is loaded together is one array here."""
+    """The weights (out, in) float32: `load` joins all parts into one array."""
     if isinstance(matrix, Linear):
         (matrix,) = matrix.parts
     return matrix.data
@@ -317,14 +314,14 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Turn channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
+    """Rotate channel j of x (T, heads, D) with channel j + D/2, in place; cos, sin (T, D/2)."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :], sin[:, None, :]
     low, high = x[..., :half], x[..., half:]
-    turned = low * cos - high * sin
+    rotated = low * cos - high * sin
     high *= cos
     high += low * sin
-    low[...] = turned
+    low[...] = rotated
 
 
 def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None = None) -> np.ndarray:

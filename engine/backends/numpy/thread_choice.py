@@ -1,11 +1,10 @@
-"""How many BLAS threads steps take: one or all, whichever is faster on this machine, as busy as it is now.
+"""The number of BLAS threads of steps: one or all, whichever is faster at the machine's present load.
 
-A step waits for the last of its threads at each of its products, over a hundred times. Where every core is free, all of
-them are faster; where others compute as well, the last thread is often one that has just lost its core, and a step can
-take ten times as long with all threads as with one.
+A step waits for the slowest of its threads at each of its products, over a hundred times. With idle cores, all threads
+are faster. On a busy machine a thread has often just lost its core, and a step can take ten times as long with all
+threads as with one.
 
-Products may be rounded otherwise with another number of threads. So the number changes seldom, and never where it was
-set.
+The number of threads can change how products are rounded. So it changes seldom, and never if the user has set it.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from engine.outputs import Threads
 
 _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-_STEPS = 6  # with either number, in a comparison
-_CLEARLY = 2.0  # all of at least two steps so many times slower than the others end a comparison early
-_BETTER = 0.8  # of the present number's time: what another one has to stay below
-_RECENT = 8  # steps whose median is the present speed
-_SLOWED = 2.0  # times slower than it was: reason for a comparison
-_AGAIN, _AT_MOST = 256, 4096  # steps until the next comparison without a reason; twice as many after each that agrees
+_STEPS = 6  # of a comparison, with each number
+_CLEARLY = 2.0  # a comparison ends early if all steps with one number, at least two, are slower by this factor
+_BETTER = 0.8  # another number is taken if its time is below this share of the present one's
+_RECENT = 8  # steps; their median is the present speed
+_SLOWED = 2.0  # a slowdown by this factor starts a comparison
+_AGAIN, _AT_MOST = 256, 4096  # steps until the next regular comparison, doubled after each that changes nothing
 
 
 class ThreadChoice:
-    """Whether steps of about as many sequences take one thread or all: `number` is that of the next step."""
+    """The choice between one thread and all for steps of similar size; `number` is that of the next step."""
 
     def __init__(self, every: int):
-        """every: all threads, two or more."""
+        """every: the number of all threads, two or more."""
         self._every = every
-        self.chosen = every  # what steps take outside a comparison
-        self._is_warm = False  # the first step finds nothing in the caches
-        self._times: dict[int, list[float]] | None = {1: [], every: []}  # seconds, while they are compared
+        self.chosen = every  # number of steps outside a comparison
+        self._is_warm = False  # the first step runs with cold caches and is not timed
+        self._times: dict[int, list[float]] | None = {1: [], every: []}  # seconds of steps, during a comparison
         self._usual = 0.0  # seconds of a step when the number was chosen
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._since, self._again = 0, _AGAIN
@@ -54,7 +53,7 @@ class ThreadChoice:
         return other if len(self._times[other]) < len(self._times[self.chosen]) else self.chosen
 
     def took(self, seconds: float) -> None:
-        """Count the seconds that the step with `number` threads took."""
+        """Record the seconds of the step that ran with `number` threads."""
         if not self._is_warm:
             self._is_warm = True
         elif self._times is not None:
@@ -93,10 +92,10 @@ class ThreadChoice:
 
 
 class StepThreads:
-    """The number of threads of one engine's steps. One thread at a time calls `run`: who has the engine."""
+    """The number of threads of one engine's steps. Only the thread that holds the engine calls `run`."""
 
     def __init__(self, cores: Cores, is_set: bool, clock: Callable[[], float] = time.perf_counter):
-        """is_set: whether the user has set a number. Then, or where a variable has, nothing is measured."""
+        """is_set: whether the user has set the number. Nothing is measured then, or if a variable sets it."""
         self._cores, self._clock = cores, clock
         set_by = ["the setting threads"] if is_set else [name for name in _VARIABLES if os.environ.get(name)]
         self._set_by = set_by[0] if set_by else ""
@@ -104,11 +103,11 @@ class StepThreads:
         self._last: ThreadChoice | None = None
 
     def run(self, rows: int, work: Callable[[], Result]) -> Result:
-        """Do `work`, a step of `rows` sequences, with the number of threads chosen for it; returns its result."""
+        """work(), a step of `rows` rows, with the chosen number of threads."""
         every = self._cores.number
         if self._set_by or every == 1:
             return work()
-        # More sequences are more work between two waits: each doubling has a choice of its own.
+        # More rows are more work between two waits, so each doubling has a choice of its own.
         choice = self._choices.setdefault((rows.bit_length(), every), ThreadChoice(every))
         with self._cores.one_each() if choice.number == 1 else nullcontext():
             started = self._clock()
@@ -117,12 +116,12 @@ class StepThreads:
         self._last = choice
         return result
 
-    def now(self) -> Threads:
-        """How many threads the last step took, and why."""
+    def last(self) -> Threads:
+        """The number of threads of the last step, and why."""
         every = self._cores.number
         if self._set_by or every == 1:
             return Threads(every, f"by {self._set_by}" if self._set_by else "BLAS has no more")
         if self._last is None or not self._last.medians:
             return Threads(every, "not measured yet")
-        said = ", ".join(f"{1000 * seconds:.1f} ms with {n}" for n, seconds in self._last.medians.items())
-        return Threads(self._last.chosen, f"a step took {said}")
+        times = ", ".join(f"{1000 * seconds:.1f} ms with {n}" for n, seconds in self._last.medians.items())
+        return Threads(self._last.chosen, f"a step took {times}")

@@ -136,10 +136,10 @@ def machine() -> SimpleNamespace:
 
 def test_blas_has_the_number_that_was_chosen_during_steps_alone(machine: SimpleNamespace, unset: None) -> None:
     steps = machine.steps()
-    assert steps.now() == Threads(2, "not measured yet")
+    assert steps.last() == Threads(2, "not measured yet")
     assert machine.run(steps) == 1
     assert machine.library.num_threads == 2  # prompts have them all
-    assert steps.now() == Threads(1, "a step took 48.0 ms with 1, 500.0 ms with 2")
+    assert steps.last() == Threads(1, "a step took 48.0 ms with 1, 500.0 ms with 2")
 
 
 def test_more_sequences_are_a_choice_of_their_own(machine: SimpleNamespace, unset: None) -> None:
@@ -154,7 +154,7 @@ def test_a_number_that_is_set_is_not_measured(machine: SimpleNamespace, unset: N
     steps = machine.steps(is_set=True)
     machine.run(steps)
     assert set(machine.taken) == {2}
-    assert steps.now() == Threads(2, "by the setting threads")
+    assert steps.last() == Threads(2, "by the setting threads")
 
 
 @pytest.mark.parametrize("name", _VARIABLES)
@@ -163,14 +163,14 @@ def test_a_variable_sets_it_too(machine: SimpleNamespace, unset: None, monkeypat
     steps = machine.steps()
     machine.run(steps)
     assert set(machine.taken) == {2}
-    assert steps.now() == Threads(2, f"by {name}")
+    assert steps.last() == Threads(2, f"by {name}")
 
 
 def test_one_thread_is_all_there_is(machine: SimpleNamespace, unset: None) -> None:
     machine.library.num_threads = 1
     steps = machine.steps()
     machine.run(steps)
-    assert steps.now() == Threads(1, "BLAS has no more")
+    assert steps.last() == Threads(1, "BLAS has no more")
 
 
 def test_a_step_that_fails_is_not_counted_and_leaves_all_threads(machine: SimpleNamespace, unset: None) -> None:
