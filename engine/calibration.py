@@ -1,6 +1,6 @@
-"""Statistics of a model's queries and keys, measured once by running it on a built-in text, and kept for the next time.
+"""Calibration: statistics of a model's queries and keys on a built-in text, measured once and kept in a file.
 
-They depend on the model and the block size alone, so that everything encoded by them can be shared and stored.
+They depend on the model and the block size only, so blocks that are encoded with them can be shared and saved.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["LayerStatistics", "calibrate", "load_or_calibrate", "smoothing"]
 TOKENS = 512  # four times as many give the same quality
 TEXT_FILE = Path(__file__).with_name("calibration_text.txt")
 
-_FORMAT = 1  # of the kept file, and of what the numbers in it mean
+_FORMAT = 1  # version of the file, and of the meaning of its numbers
 
 
 def load_or_calibrate(
@@ -45,9 +45,9 @@ def load_or_calibrate(
     block_size: int,
     say: Callable[[str], None],
 ) -> list[LayerStatistics]:
-    """Statistics of every layer: those kept in the user's cache folder, else measured now and kept if that can be.
+    """Statistics of every layer: from the file in the user's cache folder, else measured now and written there.
 
-    A model whose context holds less than two blocks of the text has neutral statistics, and `say` a sentence about it.
+    If the context holds less than two blocks of text, the statistics are neutral, and `say` is called with a warning.
     """
     ids = text_ids(tokenizer, min(TOKENS, config.max_context))
     if len(ids) < 2 * block_size:
@@ -68,16 +68,16 @@ def load_or_calibrate(
 
 
 def _file(key: str, say: Callable[[str], None]) -> Path | None:
-    """Where the statistics are kept; None where the user has no cache folder."""
+    """The file for the statistics; None, after a warning, if the user has no cache folder."""
     try:
         return cache_folder() / f"calibration-{key[:32]}.safetensors"
     except LoadError as error:
-        say(f"What fitting the KV cache measures is not kept for the next time. {error}")
+        say(f"The measurements for fitting the KV cache cannot be kept for the next time. {error}")
         return None
 
 
 def text_ids(tokenizer: Tokenizer, count: int) -> list[int]:
-    """The first `count` ids of the built-in text, or all there are; BOS first where the model wants one."""
+    """At most `count` ids: BOS, if the model has one, and the start of the built-in text."""
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return (start + tokenizer.tokenize(TEXT_FILE.read_text(encoding="utf-8")))[:count]
 
@@ -89,19 +89,18 @@ def calibrate(
     ids: Sequence[int],
     block_size: int,
 ) -> list[LayerStatistics]:
-    """Run the model over `ids` in full precision and measure every layer's queries and keys, on the host.
+    """Statistics of every layer's queries and keys, from a prefill of `ids` in full precision.
 
-    Raises ValueError on fewer ids than two blocks have,
-    EngineError ("model_damaged") where queries or keys are not finite.
+    Raises ValueError for less than two blocks of ids, EngineError ("model_damaged") if queries or keys are not finite.
     """
-    model = _exact_model(ops, config, weights, len(ids), block_size)
+    model = _full_precision_model(ops, config, weights, len(ids), block_size)
     seen = model.taps = _QueriesAndKeys(model, len(ids))
     span = model.store.open(model.store.new_sequence(), len(ids))
     statistics: list[LayerStatistics] = []
     rows = 0
     for unit in model.forward_units([span], ids, by_layer=True):
         rows += unit
-        if rows % len(ids) == 0:  # all rows are through a layer
+        if rows % len(ids) == 0:  # a layer is complete
             if not (np.isfinite(seen.queries).all() and np.isfinite(seen.keys).all()):
                 raise EngineError(NOT_FINITE, "model_damaged")
             keys = np.ascontiguousarray(seen.keys.swapaxes(0, 1))
@@ -112,9 +111,9 @@ def calibrate(
 
 
 class _QueriesAndKeys:
-    """Taps that keep queries (T, H, D) and keys (T, K, D) of the layer in work, as RoPE leaves them.
+    """Taps that keep the queries (T, H, D) and keys (T, K, D) of the current layer, after RoPE and without the scale.
 
-    What the store scales them by is taken back, and it is powers of two.
+    The scale is a power of two, so dividing by it rounds nothing.
     """
 
     def __init__(self, model: Transformer, tokens: int):
@@ -133,8 +132,10 @@ class _QueriesAndKeys:
         kept[position : position + len(x)] = self._to_host(x) / scales[heads]
 
 
-def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int) -> Transformer:
-    """A model that sees one prompt of `tokens` in full precision, unrotated."""
+def _full_precision_model(
+    ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: int, block_size: int
+) -> Transformer:
+    """A model with a store for one prompt of `tokens` in full precision, without rotations."""
     full = codecs.get(codecs.FULL)
     shape = CacheShape(block_size, config.kv_heads, config.head_dim, (LayerShape(full, full),) * config.layers)
     plan = plan_for_tokens(shape, tokens, 1)
@@ -143,16 +144,16 @@ def _exact_model(ops: Ops, config: ModelConfig, weights: ModelWeights, tokens: i
 
 
 def _key(ops: Ops, config: ModelConfig, weights: ModelWeights, ids: Sequence[int], block_size: int) -> str:
-    """What the statistics depend on, as a digest: the model, ids, block size."""
+    """A digest of everything that the statistics depend on: the model, the ids, the block size."""
     model = fingerprint(ops, config, weights)
     return hashlib.sha256(repr((_FORMAT, block_size, list(ids), model)).encode()).hexdigest()
 
 
-# -- the kept file: one array per field with a leading axis of layers ------------------------------------------------
+# -- the file: one array per field, whose first axis is the layers ----------------------------------------------------
 
 
 def _read(file: Path, key: str) -> list[LayerStatistics] | None:
-    """What `_write` left for this key, None where there is nothing, or something else or damaged."""
+    """The statistics in `file`; None if it is missing, damaged, or has another key."""
     try:
         header, arrays = checked_file.read(file)
     except (OSError, checked_file.DamagedFile):
@@ -164,7 +165,7 @@ def _read(file: Path, key: str) -> list[LayerStatistics] | None:
 
 
 def _write(file: Path, key: str, statistics: Sequence[LayerStatistics]) -> None:
-    """Keep the statistics in `file`; where that cannot be done, they are measured again next time."""
+    """Write the statistics to `file`, if that is possible."""
     names = [field.name for field in fields(LayerStatistics)]
     arrays = {name: np.stack([getattr(layer, name) for layer in statistics]) for name in names}
     with suppress(OSError):

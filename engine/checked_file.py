@@ -1,7 +1,4 @@
-"""Arrays in a safetensors file with a header of texts and a seal: a digest of everything in it.
-
-A file is written under another name and takes its own at the end, so that there is a whole one or the one before.
-"""
+"""Checksummed safetensors files, written atomically: under a temporary name that is replaced at the end."""
 
 from __future__ import annotations
 
@@ -19,35 +16,35 @@ from safetensors import SafetensorError, safe_open
 
 try:
     import fcntl
-except ImportError:  # Windows, which removes no file that somebody writes
+except ImportError:  # Windows, where a file that is open for writing cannot be removed
     fcntl = None  # type: ignore[assignment]
 
 Header = Mapping[str, str]
 Arrays = Mapping[str, np.ndarray]
-Progress = Callable[[int], None]  # told the bytes done since its last call
+Progress = Callable[[int], None]  # called with the bytes done since its last call
 
-_SEAL = "seal"
-_UNFINISHED = ".unfinished-"  # how names begin until a file is whole
-_PIECE = 16 << 20  # bytes that are on the disk, and not only on their way, before the next ones are written
+_CHECKSUM = "seal"  # the header's entry for it
+_UNFINISHED = ".unfinished-"  # prefix of temporary names
+_PIECE = 16 << 20  # bytes after which the file is flushed to the disk
 
 
 class DamagedFile(Exception):
-    """The file is none of these, or not as it was written."""
+    """The file is not a checksummed file, or does not have its checksum."""
 
 
 def write(path: Path, header: Header, arrays: Arrays, progress: Progress = lambda done: None) -> None:
-    """Write `arrays` to `path` in place of what is there, readable by its owner alone.
+    """Write a file to `path`, in place of any other, readable by its owner only.
 
-    The header has no entry "seal". Raises OSError, and then, as after any other exception, everything is as it was.
+    The header must have no entry "seal". Raises OSError; after any exception the file at `path` is unchanged.
     """
     number, name = _new_file(path.parent)
     try:
         with os.fdopen(number, "wb") as file:
-            order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # so that each of them is aligned
-            sealed = {**header, _SEAL: seal(header, sorted(arrays.items()))}
-            file.write(_described(sealed, [(name, arrays[name]) for name in order]))
-            for one in order:
-                _put(file, _bytes(arrays[one]), progress)
+            order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # so that all are aligned
+            checked = {**header, _CHECKSUM: checksum(header, sorted(arrays.items()))}
+            file.write(_preamble(checked, [(name, arrays[name]) for name in order]))
+            for array in order:
+                _put(file, _bytes(arrays[array]), progress)
             _flush(file)
         os.replace(name, path)
     except BaseException:
@@ -56,15 +53,15 @@ def write(path: Path, header: Header, arrays: Arrays, progress: Progress = lambd
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what was being written to `folder` when its process was killed; what is being written stays.
+    """Remove the unfinished files of killed processes from `folder`, as far as that is possible.
 
-    What cannot be looked at or removed stays as well.
+    Files that are still being written stay.
     """
     with suppress(OSError):
         for file in sorted(folder.glob(_UNFINISHED + "*")):
             with suppress(OSError), file.open("r+b") as opened:
                 if fcntl is not None:
-                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody writes
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the file is being written
                     file.unlink()
             if fcntl is None:
                 with suppress(OSError):
@@ -72,7 +69,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _new_file(folder: Path) -> tuple[int, str]:
-    """A new file that is locked for as long as it is open: a descriptor and its name."""
+    """(descriptor, name) of a new temporary file, which is locked while it is open."""
     while True:
         number, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=folder)
         if fcntl is None:
@@ -81,14 +78,11 @@ def _new_file(folder: Path) -> tuple[int, str]:
             fcntl.flock(number, fcntl.LOCK_EX)
         if os.fstat(number).st_nlink:
             return number, name
-        os.close(number)  # `remove_unfinished` was there before the lock
+        os.close(number)  # `remove_unfinished` removed it before it was locked
 
 
 def read_header(path: Path) -> dict[str, str]:
-    """The header as it stands there; whether it is what was written, only `read` can tell.
-
-    Raises OSError, and DamagedFile for any other file.
-    """
+    """The header of a file, without a check of the checksum. Raises OSError, and DamagedFile for other files."""
     try:
         with safe_open(path, framework="numpy") as file:
             return dict(file.metadata() or {})
@@ -97,14 +91,14 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def read(path: Path, progress: Progress = lambda done: None) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Header and arrays as they were written. Raises OSError and DamagedFile."""
+    """(header, arrays) of a file whose checksum is right. Raises OSError and DamagedFile."""
     arrays: dict[str, np.ndarray] = {}
 
     def parts() -> Iterator[tuple[str, np.ndarray]]:
         for name in sorted(file.keys()):
             try:
                 arrays[name] = file.get_tensor(name)
-            except (AttributeError, TypeError) as error:  # a kind of numbers that NumPy has not
+            except (AttributeError, TypeError) as error:  # a dtype that NumPy does not have
                 raise DamagedFile(str(error)) from None
             yield name, arrays[name]
             progress(arrays[name].nbytes)
@@ -112,17 +106,17 @@ def read(path: Path, progress: Progress = lambda done: None) -> tuple[dict[str, 
     try:
         with safe_open(path, framework="numpy") as file:
             header = dict(file.metadata() or {})
-            written = header.pop(_SEAL, None)
-            found = seal(header, parts())
+            written = header.pop(_CHECKSUM, None)
+            found = checksum(header, parts())
     except SafetensorError as error:
         raise DamagedFile(str(error)) from None
     if found != written:
-        raise DamagedFile("the seal does not fit")
+        raise DamagedFile("the checksum is wrong")
     return header, arrays
 
 
-def seal(header: Header, parts: Iterable[tuple[str, np.ndarray]]) -> str:
-    """The digest of a header and of arrays with their names, in order."""
+def checksum(header: Header, parts: Iterable[tuple[str, np.ndarray]]) -> str:
+    """The SHA-256 of a header and of named arrays in their order, in hex."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name, array in parts:
         digest.update(repr((name, array.shape, str(array.dtype))).encode())
@@ -134,15 +128,15 @@ def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _described(header: Header, parts: Sequence[tuple[str, np.ndarray]]) -> bytes:
-    """What stands before the arrays: how long it is, then the header and where each array lies, as JSON."""
+def _preamble(header: Header, parts: Sequence[tuple[str, np.ndarray]]) -> bytes:
+    """The start of a safetensors file: the length of the JSON after it, then header and places of arrays as JSON."""
     described: dict[str, object] = {"__metadata__": header}
     end = 0
     for name, array in parts:
         start, end = end, end + array.nbytes
         kind = f"{array.dtype.kind.upper()}{8 * array.itemsize}"
         described[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (start, end)}
-    text = json.dumps(described, separators=(",", ":")).encode()  # every byte of which means something
+    text = json.dumps(described, separators=(",", ":")).encode()  # no white space that could change unnoticed
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -34,7 +34,7 @@ def fixture(request: pytest.FixtureRequest):
 
 
 def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list[tuple]:
-    """q (T, H, D), k (K, T, D), scale and window of every layer, as attention is asked in one piece."""
+    """q (T, H, D), k (K, T, D), scale and window of every layer, from one call of attention each."""
     model = bare_model(config, weights, block_size=len(ids) + 3)
     attention, calls = model.ops.attention, []
 
@@ -47,7 +47,7 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
     return calls
 
 
-def test_the_statistics_are_those_of_the_models_queries_and_keys(fixture) -> None:
+def test_statistics_are_those_of_the_models_queries_and_keys(fixture) -> None:
     config, weights, ids = fixture
     statistics = calibrate(NumpyOps(), config, weights, ids, N)
     assert len(statistics) == config.layers
@@ -64,7 +64,7 @@ def test_windows_are_among_the_fixtures() -> None:
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 512])
-def test_chunks_and_parts_change_nothing(fixture, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_chunk_size_and_threads_do_not_change_statistics(fixture, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     config, weights, ids = fixture
     whole = calibrate(NumpyOps(), config, weights, ids, N)
     monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)
@@ -78,7 +78,7 @@ def test_chunks_and_parts_change_nothing(fixture, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", vocabularies.REAL)
-def test_every_tokenizer_makes_enough_of_the_text(name: str) -> None:
+def test_the_text_is_long_enough_for_every_tokenizer(name: str) -> None:
     tokenizer = vocabularies.real(name)
     ids = text_ids(tokenizer, calibration.TOKENS)
     assert len(ids) == calibration.TOKENS
@@ -87,7 +87,7 @@ def test_every_tokenizer_makes_enough_of_the_text(name: str) -> None:
     assert not set(ids[len(start) :]) & set(tokenizer.control_tokens().values())
 
 
-def test_the_demonstration_model_makes_enough_of_the_text(demo_path: Path) -> None:
+def test_the_text_is_long_enough_for_the_demonstration_model(demo_path: Path) -> None:
     model = model_loaders.load(demo_path)
     model.weights.close()
     assert len(text_ids(model.tokenizer, calibration.TOKENS)) == calibration.TOKENS
@@ -98,7 +98,7 @@ def test_the_demonstration_model_makes_enough_of_the_text(demo_path: Path) -> No
 
 @dataclass
 class Setting:
-    """Everything that the statistics depend on, with a small model in it."""
+    """Everything that the statistics depend on, for a small model."""
 
     config: ModelConfig
     weights: ModelWeights
@@ -126,7 +126,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the number of tokens whenever a model is run for its statistics."""
+    """A list that gets the number of tokens of every calibration run."""
     counts: list[int] = []
 
     def count_and_calibrate(ops, config, weights, ids, *rest):
@@ -143,7 +143,7 @@ def assert_same(a: list[LayerStatistics], b: list[LayerStatistics]) -> None:
             np.testing.assert_array_equal(getattr(other, name), values, strict=True)
 
 
-def test_a_second_call_reads_what_the_first_has_kept(setting: Setting, cache: Path, runs: list[int]) -> None:
+def test_a_second_call_reads_the_file_of_the_first(setting: Setting, cache: Path, runs: list[int]) -> None:
     said: list[str] = []
     first = setting.load(said.append)
     assert_same(setting.load(said.append), first)
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_measured_again_and_replaced(
     assert len(runs) == 2
 
 
-def test_a_folder_in_the_files_place_does_no_harm(setting: Setting, cache: Path, runs: list[int]) -> None:
+def test_a_folder_in_place_of_the_file_is_ignored(setting: Setting, cache: Path, runs: list[int]) -> None:
     first = setting.load()
     (file,) = cache.iterdir()
     file.unlink()
@@ -216,7 +216,7 @@ CHANGES: dict[str, Callable[[Setting], Setting]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_is_confused(setting: Setting, cache: Path, runs: list[int], change: str) -> None:
+def test_statistics_of_other_settings_are_not_used(setting: Setting, cache: Path, runs: list[int], change: str) -> None:
     other = CHANGES[change](setting)
     first, second = setting.load(), other.load()
     assert_same(setting.load(), first)
@@ -231,13 +231,13 @@ def test_nothing_is_confused(setting: Setting, cache: Path, runs: list[int], cha
         ("qwen3_qk_norm_tied", "3e4262af9044766238d532d2"),
     ],
 )
-def test_files_of_earlier_versions_are_known_again(name: str, digest: str) -> None:
-    """Statistics and sessions are kept under the model's fingerprint."""
+def test_fingerprints_are_those_of_earlier_versions(name: str, digest: str) -> None:
+    """Files of statistics and of sessions depend on the model's fingerprint."""
     config, weights = read_model(FIXTURES / name)
     assert fingerprint(NumpyOps(), config, weights).startswith(digest)
 
 
-def test_another_text_is_measured_anew(
+def test_another_text_is_measured_again(
     setting: Setting, runs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting.load()
@@ -248,9 +248,7 @@ def test_another_text_is_measured_anew(
     assert len(runs) == 2
 
 
-def test_the_file_of_another_model_under_this_ones_name_is_not_believed(
-    setting: Setting, cache: Path, runs: list[int]
-) -> None:
+def test_a_file_with_the_key_of_another_model_is_not_used(setting: Setting, cache: Path, runs: list[int]) -> None:
     first = setting.load()
     (mine,) = cache.iterdir()
     mine.unlink()
@@ -267,7 +265,7 @@ def test_without_a_writable_folder_it_is_measured_every_time(setting: Setting, c
     assert len(runs) == 2
 
 
-def test_a_context_of_less_than_two_blocks_is_told_and_nothing_assumed(
+def test_a_context_of_less_than_two_blocks_gives_a_warning_and_neutral_statistics(
     setting: Setting, cache: Path, runs: list[int]
 ) -> None:
     said: list[str] = []

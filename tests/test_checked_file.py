@@ -11,7 +11,7 @@ from engine import checked_file
 
 
 @pytest.mark.skipif(checked_file.fcntl is None, reason="this system removes no file that somebody writes")
-def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_that_is_removed_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch) -> None:
     lock, removed = checked_file.fcntl.flock, []
 
     def late(file: int, how: int) -> None:

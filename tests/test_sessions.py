@@ -97,7 +97,7 @@ TYPES = {
 
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("length", [3, N, LENGTH - 5, LENGTH])
-def test_logits_are_those_of_going_on_without_saving(tiny_path: Path, file: Path, types: str, length: int) -> None:
+def test_saving_and_loading_does_not_change_logits(tiny_path: Path, file: Path, types: str, length: int) -> None:
     with load(tiny_path, **TYPES[types]) as engine:
         past = talk(engine, length)
         assert engine.save_session(file) == length
@@ -111,7 +111,7 @@ def test_logits_are_those_of_going_on_without_saving(tiny_path: Path, file: Path
 
 
 @pytest.mark.parametrize("fixture", ["mistral_window_sharded", "qwen2_mixed_windows"])
-def test_sequences_whose_windows_have_moved_on(tmp_path: Path, file: Path, fixture: str) -> None:
+def test_sequences_with_blocks_outside_their_windows(tmp_path: Path, file: Path, fixture: str) -> None:
     path = make_model(tmp_path, fixture)
     with load(path) as engine, load(path) as other:
         past = talk(engine, 100)
@@ -124,7 +124,7 @@ def test_sequences_whose_windows_have_moved_on(tmp_path: Path, file: Path, fixtu
         assert_idle(other)
 
 
-def test_the_next_prompt_prefills_only_what_is_new(engine: Engine, saved: Path) -> None:
+def test_the_next_prompt_prefills_only_new_tokens(engine: Engine, saved: Path) -> None:
     session = engine.load_session(saved)
     assert len(session.token_ids) == LENGTH
     assert engine.cache_stats().tokens == LENGTH
@@ -132,7 +132,7 @@ def test_the_next_prompt_prefills_only_what_is_new(engine: Engine, saved: Path) 
     assert answer.usage.cached_tokens == LENGTH
 
 
-def test_a_note_comes_back(engine: Engine, saved: Path) -> None:
+def test_a_note_is_restored(engine: Engine, saved: Path) -> None:
     assert engine.load_session(saved).note == NOTE
 
 
@@ -146,15 +146,15 @@ def test_a_chat_goes_on(tiny_path: Path, file: Path) -> None:
         assert other.chat(messages, GREEDY).usage.cached_tokens == tokens
 
 
-def test_what_was_loaded_can_be_saved(engine: Engine, saved: Path, file: Path) -> None:
+def test_a_loaded_session_can_be_saved_again(engine: Engine, saved: Path, file: Path) -> None:
     engine.load_session(saved)
     engine.save_session(file, note=NOTE)
     assert file.read_bytes() == saved.read_bytes()
 
 
 @pytest.mark.parametrize("length", [3, 20, LENGTH])
-def test_a_prefix_is_saved_as_far_as_the_store_has_it(engine: Engine, file: Path, length: int) -> None:
-    """Inside a block that is coded there is no cut."""
+def test_the_longest_stored_prefix_is_saved(engine: Engine, file: Path, length: int) -> None:
+    """A quantized block is saved as a whole or not at all."""
     past = talk(engine)
     talk(engine, 30, seed=5)
     count = engine.save_session(file, prompt=[*past[:length], 7, 7])
@@ -162,7 +162,7 @@ def test_a_prefix_is_saved_as_far_as_the_store_has_it(engine: Engine, file: Path
     assert engine.load_session(file).token_ids == tuple(past[:count])
 
 
-def test_requests_under_way_are_not_disturbed(engine: Engine, saved: Path, file: Path) -> None:
+def test_saving_and_loading_does_not_change_running_requests(engine: Engine, saved: Path, file: Path) -> None:
     alone = engine.generate(ids(7, 40), GREEDY).token_ids
     forget(engine)
     chunks = engine.stream(ids(7, 40), GREEDY)
@@ -193,7 +193,7 @@ def test_only_its_owner_may_read_a_session(saved: Path) -> None:
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
 
 
-def test_a_session_takes_the_place_of_the_one_before(engine: Engine, file: Path) -> None:
+def test_a_session_replaces_the_file_before_it(engine: Engine, file: Path) -> None:
     talk(engine, 30)
     engine.save_session(file)
     past = talk(engine, LENGTH, seed=4)
@@ -202,7 +202,7 @@ def test_a_session_takes_the_place_of_the_one_before(engine: Engine, file: Path)
     assert os.listdir(file.parent) == [file.name]
 
 
-def test_a_link_goes_on_leading_to_its_file(engine: Engine, tmp_path: Path) -> None:
+def test_saving_to_a_link_replaces_its_target(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     link, there = tmp_path / "link", tmp_path / "there" / "talk"
     link.symlink_to(there)
@@ -212,7 +212,7 @@ def test_a_link_goes_on_leading_to_its_file(engine: Engine, tmp_path: Path) -> N
     assert engine.load_session(there).token_ids == engine.load_session(link).token_ids
 
 
-def test_progress_grows_to_the_end(engine: Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_grows_to_the_total(engine: Engine, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_file, "_PIECE", 1000)
     talk(engine)
     for move in (engine.save_session, engine.load_session):
@@ -246,7 +246,7 @@ def test_an_interrupted_save_leaves_the_old_file(engine: Engine, file: Path) -> 
     assert held(engine) == before
 
 
-def test_a_file_that_may_not_grow_leaves_the_old_one(engine: Engine, file: Path) -> None:
+def test_a_file_size_limit_leaves_the_old_file(engine: Engine, file: Path) -> None:
     talk(engine)
     engine.save_session(file)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -270,14 +270,14 @@ def test_a_full_disk_leaves_the_old_file(engine: Engine, file: Path, saved: Path
 # -- refusals: of places ---------------------------------------------------------------------------------------------
 
 
-def test_where_no_file_can_be(engine: Engine, tmp_path: Path, saved: Path) -> None:
+def test_a_path_that_cannot_be_a_file_is_refused(engine: Engine, tmp_path: Path, saved: Path) -> None:
     talk(engine)
     os.mkfifo(tmp_path / "pipe")
     places = {
         tmp_path / "none" / "talk": "No such file",
         tmp_path: "folder",
-        Path("/dev/null"): "no plain file",
-        tmp_path / "pipe": "no plain file",
+        Path("/dev/null"): "not a regular file",
+        tmp_path / "pipe": "not a regular file",
         saved / "talk": "Not a directory",
         tmp_path / ("x" * 300): "too long",
     }
@@ -293,7 +293,7 @@ def test_where_no_file_can_be(engine: Engine, tmp_path: Path, saved: Path) -> No
 
 @contextmanager
 def without_rights() -> Iterator[None]:
-    """Root may do everything: for a moment, be somebody who may not."""
+    """Root may do everything, so be another user for the body of the `with`."""
     if os.geteuid() != 0:
         yield
         return
@@ -304,7 +304,7 @@ def without_rights() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_without_permission(engine: Engine, saved: Path, tmp_path: Path) -> None:
+def test_missing_permission_is_an_error(engine: Engine, saved: Path, tmp_path: Path) -> None:
     talk(engine)
     mine = tmp_path / "mine"
     mine.write_bytes(saved.read_bytes())
@@ -322,14 +322,14 @@ def test_without_permission(engine: Engine, saved: Path, tmp_path: Path) -> None
 
 
 def assert_refused(engine: Engine, file: Path, *words: str) -> None:
-    """And the engine is as it was."""
+    """Assert that loading `file` is refused and leaves the engine as it was."""
     before = held(engine)
     refused(lambda: engine.load_session(file), str(file), *words)
     assert held(engine) == before
 
 
-def test_every_flipped_bit_is_found(engine: Engine, saved: Path, file: Path) -> None:
-    """Of every byte of the header, and of a sample of the others."""
+def test_every_flipped_bit_is_detected(engine: Engine, saved: Path, file: Path) -> None:
+    """A bit of every byte of the header, and of a sample of the other bytes."""
     content, rng = saved.read_bytes(), np.random.default_rng(0)
     end = 8 + int.from_bytes(content[:8], "little")
     places = {*range(0, end, 7), *range(end - 9, end), *rng.integers(end, len(content), 150).tolist()}
@@ -345,7 +345,7 @@ def test_every_shorter_file_is_refused(engine: Engine, saved: Path, file: Path) 
     lengths = np.random.default_rng(1).integers(0, len(content), 80).tolist()
     for length in (0, 1, 7, 8, 9, len(content) - 1, *lengths):
         file.write_bytes(content[:length])
-        assert_refused(engine, file, "damaged, or no session")
+        assert_refused(engine, file, "damaged, or not a session")
 
 
 def test_a_longer_file_is_refused(engine: Engine, saved: Path, file: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_longer_file_is_refused(engine: Engine, saved: Path, file: Path) -> No
 
 
 @pytest.mark.parametrize("kind", [b'"BF16"', b'"F8_E4M3"'])
-def test_numbers_that_nobody_has_written_are_refused(engine: Engine, saved: Path, file: Path, kind: bytes) -> None:
+def test_numbers_of_unknown_types_are_refused(engine: Engine, saved: Path, file: Path, kind: bytes) -> None:
     content = saved.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = content[8:end].replace(b'"F16"' if b"B" in kind else b'"U8"', kind)
@@ -362,10 +362,10 @@ def test_numbers_that_nobody_has_written_are_refused(engine: Engine, saved: Path
     assert_refused(engine, file, "damaged")
 
 
-def test_other_files_are_no_sessions(engine: Engine, tiny_path: Path, file: Path) -> None:
+def test_other_files_are_refused(engine: Engine, tiny_path: Path, file: Path) -> None:
     file.write_text("no session at all\n" * 100)
-    assert_refused(engine, file, "no session")
-    assert_refused(engine, next(tiny_path.glob("*.safetensors")), "no session")
+    assert_refused(engine, file, "not a session")
+    assert_refused(engine, next(tiny_path.glob("*.safetensors")), "not a session")
 
 
 OTHERS = {
@@ -390,7 +390,7 @@ def test_a_session_of_other_settings_is_refused(tiny_path: Path, saved: Path, ot
 def test_a_session_without_scales_or_with_others_is_refused(
     tiny_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As versions before they were stored have written it; or with values divided by twice as much."""
+    """As versions before scales wrote it, or with values divided by twice as much."""
     made = assembly.scale
 
     def doubled(*of):
@@ -412,7 +412,7 @@ def test_a_session_of_another_model_is_refused(tmp_path: Path, saved: Path) -> N
         assert_refused(engine, saved, "another", str(engine.model.name))
 
 
-def test_a_context_that_just_holds_the_session_takes_it(tiny_path: Path, saved: Path) -> None:
+def test_a_session_as_long_as_the_context_can_be_loaded(tiny_path: Path, saved: Path) -> None:
     with load(tiny_path, ctx_size=LENGTH) as engine:
         assert len(engine.load_session(saved).token_ids) == LENGTH
         assert_idle(engine)
@@ -474,7 +474,9 @@ SEALED = {  # files whose seal fits, and that this program has not written
 
 
 @pytest.mark.parametrize("change", SEALED)
-def test_a_seal_alone_makes_no_session(engine: Engine, saved: Path, file: Path, change: str) -> None:
+def test_a_file_with_a_right_checksum_and_wrong_contents_is_refused(
+    engine: Engine, saved: Path, file: Path, change: str
+) -> None:
     header, arrays = checked_file.read(saved)
     act, word = SEALED[change]
     act(header, arrays)
@@ -483,7 +485,7 @@ def test_a_seal_alone_makes_no_session(engine: Engine, saved: Path, file: Path, 
 
 
 @pytest.mark.parametrize("number", [1.0, np.nan])
-def test_numbers_inside_a_gpus_records_are_looked_at(tiny_path: Path, file: Path, number: float) -> None:
+def test_numbers_inside_records_of_a_gpu_are_checked(tiny_path: Path, file: Path, number: float) -> None:
     with load(tiny_path, "f16", block_size=16) as engine:
         past = talk(engine)
         engine.save_session(file)
@@ -503,15 +505,15 @@ def test_numbers_inside_a_gpus_records_are_looked_at(tiny_path: Path, file: Path
             assert_refused(engine, file, "damaged")
 
 
-def test_numbers_are_looked_at_while_others_have_the_engine(engine: Engine, saved: Path, monkeypatch) -> None:
-    """It takes as long as reading a GPU's records takes, and is about the file alone."""
-    look, taken = sessions._must_be_finite, []
+def test_numbers_are_checked_without_the_engines_lock(engine: Engine, saved: Path, monkeypatch) -> None:
+    """It takes long for records of a GPU, and concerns the file only."""
+    look, taken = sessions._check_finite, []
 
     def watched(*given):
         taken.append(engine._lock.taken)
         look(*given)
 
-    monkeypatch.setattr(sessions, "_must_be_finite", watched)
+    monkeypatch.setattr(sessions, "_check_finite", watched)
     engine.load_session(saved)
     assert taken == [False]
 
@@ -519,7 +521,7 @@ def test_numbers_are_looked_at_while_others_have_the_engine(engine: Engine, save
 # -- refusals: of requests -------------------------------------------------------------------------------------------
 
 
-def test_there_has_to_be_something_to_save(engine: Engine, file: Path) -> None:
+def test_saving_nothing_is_an_error(engine: Engine, file: Path) -> None:
     refused(lambda: engine.save_session(file), "nothing to save")
     talk(engine)
     refused(lambda: engine.save_session(file, prompt=ids(77, 20)), "nothing to save")
@@ -529,26 +531,26 @@ def test_there_has_to_be_something_to_save(engine: Engine, file: Path) -> None:
 
 
 @pytest.mark.parametrize("note", [object(), {1, 2}, b"x"])
-def test_a_note_has_to_be_json(engine: Engine, file: Path, note: object) -> None:
+def test_a_note_must_be_json(engine: Engine, file: Path, note: object) -> None:
     talk(engine)
     refused(lambda: engine.save_session(file, note=note), "JSON")
     assert os.listdir(file.parent) == []
 
 
-def test_a_note_is_read_by_any_reader_of_safetensors(saved: Path) -> None:
+def test_any_reader_of_safetensors_can_read_a_note(saved: Path) -> None:
     from safetensors.numpy import load_file
 
     assert json.loads(load_file(saved)["note"].tobytes()) == NOTE
 
 
-def test_codes_that_are_learned_anew_are_neither_saved_nor_loaded(tiny_path: Path, saved: Path, file: Path) -> None:
+def test_learned_codes_are_neither_saved_nor_loaded(tiny_path: Path, saved: Path, file: Path) -> None:
     with load(tiny_path, "polarquant-online") as engine:
         talk(engine)
         refused(lambda: engine.save_session(file), "polarquant-online", "another cache type")
         refused(lambda: engine.load_session(saved), "polarquant-online")
 
 
-def test_what_can_still_be_found_gives_way(tiny_path: Path, saved: Path) -> None:
+def test_loading_overwrites_kept_blocks(tiny_path: Path, saved: Path) -> None:
     with load(tiny_path, ctx_size=80) as engine:
         talk(engine, 60, seed=5)
         past = engine.load_session(saved).token_ids
@@ -557,7 +559,7 @@ def test_what_can_still_be_found_gives_way(tiny_path: Path, saved: Path) -> None
         assert_idle(engine)
 
 
-def test_running_requests_do_not_give_way(tiny_path: Path, saved: Path) -> None:
+def test_loading_does_not_preempt_running_requests(tiny_path: Path, saved: Path) -> None:
     with load(tiny_path, ctx_size=80) as engine:
         chunks = engine.stream(ids(5, 50), GREEDY)
         next(chunks)
@@ -569,7 +571,7 @@ def test_running_requests_do_not_give_way(tiny_path: Path, saved: Path) -> None:
         assert_idle(engine)
 
 
-def test_an_engine_that_keeps_nothing_loads_nothing(tiny_path: Path, saved: Path) -> None:
+def test_an_engine_without_kept_sequences_loads_no_session(tiny_path: Path, saved: Path) -> None:
     with load(tiny_path, kept_sequences=0) as engine:
         refused(lambda: engine.load_session(saved), "kept_sequences")
 

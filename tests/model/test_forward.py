@@ -108,7 +108,7 @@ def recorded(model: Transformer) -> dict[int, Blocks]:
 
 
 def first_difference(a: dict[int, Blocks], b: dict[int, Blocks]) -> tuple[int | None, float]:
-    """The number of the first block whose codes differ in any layer, and the share of its bytes that differ.
+    """The number of the first block whose codes differ in any layer, and the share of its values that differ.
 
     All later blocks may differ a little, because attention has read that one.
     """
