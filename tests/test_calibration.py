@@ -64,7 +64,7 @@ def test_windows_are_among_the_fixtures() -> None:
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 512])
-def test_chunk_size_and_threads_do_not_change_statistics(fixture, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_chunks_and_their_split_do_not_change_statistics(fixture, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     config, weights, ids = fixture
     whole = calibrate(NumpyOps(), config, weights, ids, N)
     monkeypatch.setattr(NumpyOps, "prefill_rows", chunk)

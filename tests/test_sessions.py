@@ -354,7 +354,7 @@ def test_a_longer_file_is_refused(engine: Engine, saved: Path, file: Path) -> No
 
 
 @pytest.mark.parametrize("kind", [b'"BF16"', b'"F8_E4M3"'])
-def test_numbers_of_unknown_types_are_refused(engine: Engine, saved: Path, file: Path, kind: bytes) -> None:
+def test_other_types_of_numbers_are_refused(engine: Engine, saved: Path, file: Path, kind: bytes) -> None:
     content = saved.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = content[8:end].replace(b'"F16"' if b"B" in kind else b'"U8"', kind)
@@ -376,7 +376,7 @@ OTHERS = {
     "means": ({"encoding": Encoding(small_means=False)}, ["conditioned in another way"]),
     "no conditioning": ({"key_conditioning": False}, ["conditioned in another way", "key_conditioning=False"]),
     "calibration": ({"calibration": True}, ["conditioned in another way", "calibration=False"]),
-    "context": ({"ctx_size": LENGTH - 1}, [f"{LENGTH} tokens", f"context {LENGTH - 1}", "ctx_size"]),
+    "context": ({"ctx_size": LENGTH - 1}, [f"{LENGTH} tokens", f"context has {LENGTH - 1}", "ctx_size"]),
 }
 
 
