@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,11 @@ from engine.weight_formats import Linear, Matrix, find, get
 
 NAMES = weight_formats.available()
 
-# Format → one value of its bytes, as the standard library reads them.
-DEFINITIONS: dict[str, Callable[[bytes], float]] = {
-    "f32": lambda raw: struct.unpack("<f", raw)[0],
-    "f16": lambda raw: struct.unpack("<e", raw)[0],
-    "bf16": lambda raw: struct.unpack("<f", b"\0\0" + raw)[0],
+# Format → the values of a block's bytes, as the standard library reads them.
+DEFINITIONS: dict[str, Callable[[bytes], Sequence[float]]] = {
+    "f32": lambda raw: struct.unpack("<f", raw),
+    "f16": lambda raw: struct.unpack("<e", raw),
+    "bf16": lambda raw: struct.unpack("<f", b"\0\0" + raw),
 }
 
 
@@ -70,19 +70,23 @@ def test_rows_are_dequantized_by_themselves(name: str, rng: np.random.Generator)
     assert (whole[[0, 6]] == 7).all()
 
 
-@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_values_are_those_of_the_definition(name: str, rng: np.random.Generator) -> None:
-    """Every bit pattern of 16 bits: NaN whatever it carries, infinities, subnormals, both zeros; many of 32."""
+    """Every bit pattern of 16 bits: NaN whatever it carries, infinities, subnormals, both zeros; many of 32, and of
+    larger blocks.
+    """
     size = get(name).nbytes
     if size == 2:
         raw = np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(256, -1)
+    elif size > 4:
+        raw = rng.integers(0, 256, (16, 64 * size), np.uint8)
     else:
         special = np.array([0, 1 << 31, 1, 0x7FFFFF, 0x800000, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFFFFFFFF], "<u4")
         drawn = rng.integers(0, 1 << 32, 4096 - len(special), np.uint32).astype("<u4")
         raw = np.concatenate([special, drawn]).view(np.uint8).reshape(16, -1)
     with np.errstate(invalid="ignore"):
         given = dequantized(name, raw).reshape(-1)
-    wanted = np.array([DEFINITIONS[name](block.tobytes()) for block in raw.reshape(-1, size)])
+    wanted = np.concatenate([DEFINITIONS[name](block.tobytes()) for block in raw.reshape(-1, size)])
     np.testing.assert_array_equal(np.isnan(given), np.isnan(wanted))
     numbers = ~np.isnan(wanted)
     np.testing.assert_array_equal(given[numbers], wanted[numbers].astype(np.float32))
