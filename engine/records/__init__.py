@@ -1,6 +1,7 @@
-"""What the pools of a GPU hold: a record for each block of each KV head, keys and values apart.
+"""Records: the bytes of one quantized block of one KV head, its keys or its values, in the memory of a GPU.
 
-A record is the codec's sections (`Record`), then for centred keys the block's mean, then zeros up to 128 bytes.
+A record consists of the codec's sections (`Record`), the block's mean if keys are centred, and zeros up to a multiple
+of 128 bytes.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from engine import codecs
 from engine.codecs import Codec
 from engine.records.fragments import Geometry, Record, aligned, as_bytes, from_bytes
 
-VERSION = 1  # of what the bytes of records mean: files hold them
+VERSION = 1  # of the byte layout of records, which session files contain
 
-_LINE = 128  # bytes: what a record is a multiple of
+_LINE = 128  # bytes; records are a multiple of it
 _LARGEST_HEAD_DIM = 256
 _HALF = np.dtype(np.float16)
 _MEAN_TYPES: dict[int, np.dtype] = {8: np.dtype(np.int8), 16: _HALF}
 
-# Rows of shared memory are shared by both sides: 128 bytes for the keys' tables, 128 for the values'.
+# A row of the tables in shared memory: 128 bytes for the keys' tables, 128 for the values'.
 ROW_BYTES = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The bytes of one block of one KV head, one side. mean_bits: 0 where vectors are not centred, 8 or 16."""
+    """The bytes of a record. mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred."""
 
     record: Record
     mean_bits: int = 0
@@ -46,23 +47,23 @@ class Layout:
 
     @property
     def tables(self) -> np.ndarray:
-        """What the kernels get as the side's tables, (bytes,) uint8, a multiple of 16."""
+        """The tables that kernels read beside the records, (bytes,) uint8, a multiple of 16."""
         return self.record.tables
 
     @property
     def nbytes(self) -> int:
-        """Of a record: a multiple of 128."""
+        """Bytes of a record, a multiple of 128."""
         end = self._scale_at + (16 if self.mean_bits == 8 else 0)
         return -(-end // _LINE) * _LINE
 
     @property
     def full(self) -> Layout:
-        """The layout of full-precision records of the same side and shape."""
-        shape = self.record.geometry
-        return layout(codecs.get(codecs.FULL), shape.values, shape.block_size, shape.head_dim)
+        """The layout of full-precision records of the same side, N and D."""
+        geometry = self.record.geometry
+        return layout(codecs.get(codecs.FULL), geometry.values, geometry.block_size, geometry.head_dim)
 
     def text(self, struct_name: str) -> str:
-        """C++: a struct of constants, the parameter of the codec's template."""
+        """A C++ struct of constants, the argument of the codec's struct template."""
         constants = {
             **self.record.geometry.constants,
             "NBYTES": self.nbytes,
@@ -88,7 +89,7 @@ class Layout:
         return np.concatenate([*sections, np.zeros((*lead, rest), np.uint8)], -1)
 
     def unpack(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The inverse of `pack`; no mean fields where there is no mean."""
+        """The inverse of `pack`: fields, and mean fields (empty if there is no mean)."""
         fields, geometry, mean_fields = self.record.unpack(records[..., : self.record.nbytes]), self.record.geometry, {}
         if self.mean_bits:
             mean = from_bytes(records[..., self.record.nbytes :], _MEAN_TYPES[self.mean_bits], geometry.padded)
@@ -104,9 +105,9 @@ class Layout:
 
 
 def record_of(codec: Codec, geometry: Geometry) -> Record | None:
-    """How a codec lays out a block: its file here is called like its file in `engine.codecs`.
+    """The record of a codec, from the module here that has the name of the codec's module in `engine.codecs`.
 
-    None where there is no kernel that reads it.
+    None if no kernel reads the codec.
     """
     name = codecs.file_of(codec)
     if name not in _names():
@@ -121,20 +122,19 @@ def _names() -> frozenset[str]:
 
 @cache
 def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits: int = 0) -> Layout:
-    """The layout of keys, or of values, in blocks of `block_size` tokens: the same object for the same arguments.
+    """The layout of keys or of values in blocks of `block_size` tokens; the same object for the same arguments.
 
     Raises ValueError, with a sentence for the user, where no kernel reads this codec or serves this shape.
     """
     if head_dim % 8 or head_dim > _LARGEST_HEAD_DIM:
         raise ValueError(
-            f"On a GPU a head dimension is a multiple of 8 and at most {_LARGEST_HEAD_DIM}, "
-            f"and this model's is {head_dim}: run it on the CPU."
+            f"On a GPU the head dimension must be a multiple of 8 and at most {_LARGEST_HEAD_DIM}, "
+            f"but this model's is {head_dim}: run it on the CPU."
         )
     part = 64 if head_dim <= 128 else 32
     if block_size % 16 or block_size % min(block_size, part):
         raise ValueError(
-            f"On a GPU a block has 16, 32 or a multiple of {part} tokens, and not {block_size}: "
-            "choose another block size."
+            f"On a GPU a block has 16, 32 or a multiple of {part} tokens, not {block_size}: choose another block size."
         )
     record = record_of(codec, Geometry(values, block_size, head_dim))
     if record is None:
@@ -146,5 +146,5 @@ def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits
 
 
 def table_bytes(keys: Layout, values: Layout) -> int:
-    """Shared memory that the tables of both sides take in a CTA."""
+    """Bytes of shared memory for the tables of both sides."""
     return ROW_BYTES * max(keys.record.rows, values.record.rows)

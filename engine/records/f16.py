@@ -13,7 +13,7 @@ from engine.records.fragments import Geometry, as_bytes, from_bytes
 
 @dataclass(frozen=True)
 class HalfRecord:
-    """The registers of every lane, tile after tile. No tables."""
+    """Halves in fragment order, tile by tile. No tables."""
 
     geometry: Geometry
 
@@ -38,5 +38,5 @@ class HalfRecord:
 
 
 def record(codec: Codec, geometry: Geometry) -> HalfRecord:
-    """The record of a block."""
+    """The record of a block of keys or values."""
     return HalfRecord(geometry)

@@ -1,12 +1,12 @@
-"""Records: one block of one KV head, its keys or its values, as the bytes that a CUDA kernel loads.
+"""Fragment order: the order of codes in a record, in which a CUDA kernel loads them into registers.
 
-A warp loads the codes of a record straight into A operands of the matrix instruction m16n8k16: every lane finds its
-own codes side by side, so that 16-byte loads of 32 lanes are 512 bytes in a row. The bytes, one by one, are described
-at the head of `cuda/fragments.cuh`; here they are made from the fields of `Codec.encode`, and read back.
+A warp loads the codes of a record as A operands of the matrix instruction m16n8k16: the codes of each lane are
+contiguous, so that 16-byte loads of 32 lanes read 512 contiguous bytes. The head of `cuda/fragments.cuh` describes the
+bytes; this module converts the fields of `Codec.encode` to them and back.
 
-Letters: N tokens of a block, D values of a vector, DP = D rounded up to 16. A lane is 4·g + tg, g < 8 and tg < 4.
-A tile is one A operand: 16 × 16 values, four registers of two halves a lane; codes of pairs are numbered r = 0 … 3 like
-the registers. Channels from D to DP have codes and values of zero.
+Letters: N tokens of a block, D head dim, DP = D rounded up to 16. Lane 4·g + tg has g < 8 and tg < 4. A tile is one A
+operand: 16 × 16 values, in four registers of two halves per lane; codes of pairs are numbered r = 0 … 3 like the
+registers. Channels from D to DP have codes and values of zero.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 
 LANES = 32
 ALIGNMENT = 16  # of every section of a record
-_CHUNK = 4  # words of a lane in one load
+_CHUNK = 4  # 4-byte words of a lane in one load
 
 
 class Record(Protocol):
-    """How one codec lays out a block. Its twin is the struct template `codec` in `cuda/codecs/<codec>.cuh`."""
+    """The sections of one codec's record. Its twin is the struct template `codec` in `cuda/codecs/<codec>.cuh`."""
 
     @property
     def codec(self) -> str:
@@ -32,7 +32,7 @@ class Record(Protocol):
 
     @property
     def geometry(self) -> Geometry:
-        """Whose block."""
+        """Side, N and D of the block."""
 
     @property
     def nbytes(self) -> int:
@@ -48,11 +48,11 @@ class Record(Protocol):
 
     @property
     def points(self) -> np.ndarray | None:
-        """(P, 1 or 2) float32: what a code stands for, where codes of values or of pairs are chosen in a table."""
+        """(P, 1 or 2) float32: the value or pair of each code, if the kernel encodes by search in it; else None."""
 
     @property
     def constants(self) -> dict[str, int]:
-        """What the struct wants to know beside the geometry."""
+        """Constants of the struct beside those of the geometry."""
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         """Fields of `Codec.encode`, (..., *shape) → (..., nbytes) uint8."""
@@ -62,20 +62,20 @@ class Record(Protocol):
 
 
 class _Order(NamedTuple):
-    """An array of trailing axes `shape`, cut into axes of sizes `cut` that are then stored in the order `axes`."""
+    """A permutation: trailing axes `shape` are split into axes of sizes `cut`, which are stored in the order `axes`."""
 
     shape: tuple[int, ...]
     cut: tuple[int, ...]
     axes: tuple[int, ...]
 
-    def there(self, x: np.ndarray) -> np.ndarray:
+    def apply(self, x: np.ndarray) -> np.ndarray:
         """(..., *shape) → (..., values)."""
         lead = x.shape[: x.ndim - len(self.shape)]
         cut = x.reshape(*lead, *self.cut)
         return cut.transpose(*range(len(lead)), *(len(lead) + axis for axis in self.axes)).reshape(*lead, -1)
 
-    def back(self, x: np.ndarray) -> np.ndarray:
-        """The inverse of `there`."""
+    def invert(self, x: np.ndarray) -> np.ndarray:
+        """The inverse of `apply`."""
         lead, inverse = x.shape[:-1], np.argsort(self.axes)
         stored = x.reshape(*lead, *(self.cut[axis] for axis in self.axes))
         return stored.transpose(*range(len(lead)), *(len(lead) + axis for axis in inverse)).reshape(*lead, *self.shape)
@@ -83,7 +83,7 @@ class _Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Tiles of a block of keys or values."""
+    """Side, N and D of a block, and how its tiles are ordered. values: whether it holds values, not keys."""
 
     values: bool
     block_size: int
@@ -96,7 +96,7 @@ class Geometry:
 
     @property
     def part(self) -> int:
-        """Tokens whose codes a warp holds in registers at once."""
+        """Tokens of a part: a warp holds their codes in registers at once."""
         return min(self.block_size, 64 if self.padded <= 128 else 32)
 
     @property
@@ -110,7 +110,7 @@ class Geometry:
 
     @property
     def constants(self) -> dict[str, int]:
-        """As the layout structs of CUDA name them."""
+        """The constants of the layout structs in CUDA."""
         return {
             "N": self.block_size,
             "D": self.head_dim,
@@ -125,36 +125,36 @@ class Geometry:
 
     def pairs(self, codes: np.ndarray) -> np.ndarray:
         """codes (..., N, D/2) → (..., PARTS, TILES, 32, 4): the codes of each lane and tile."""
-        ordered = self._pair_order.there(_padded(codes, self.padded // 2))
+        ordered = self._pair_order.apply(_padded(codes, self.padded // 2))
         return ordered.reshape(*codes.shape[:-2], self.parts, self.tiles, LANES, 4)
 
     def from_pairs(self, codes: np.ndarray) -> np.ndarray:
         """The inverse of `pairs`."""
-        return self._pair_order.back(codes.reshape(*codes.shape[:-4], -1))[..., : self.head_dim // 2]
+        return self._pair_order.invert(codes.reshape(*codes.shape[:-4], -1))[..., : self.head_dim // 2]
 
     def halves(self, x: np.ndarray) -> np.ndarray:
         """x (..., N, D) → (..., PARTS · TILES · 32 · 8): the values in the registers of each lane and tile."""
-        return self._half_order.there(_padded(x, self.padded))
+        return self._half_order.apply(_padded(x, self.padded))
 
     def from_halves(self, x: np.ndarray) -> np.ndarray:
         """The inverse of `halves`."""
-        return self._half_order.back(x)[..., : self.head_dim]
+        return self._half_order.invert(x)[..., : self.head_dim]
 
     def tokens(self, x: np.ndarray) -> np.ndarray:
-        """x (..., N), one value a token → part after part [g][2i + h]: token 16i + 8h + g of the part."""
-        return self._token_order.there(x)
+        """x (..., N), one value per token → for each part [g][2i + h]: token 16i + 8h + g of the part."""
+        return self._token_order.apply(x)
 
     def from_tokens(self, x: np.ndarray) -> np.ndarray:
         """The inverse of `tokens`."""
-        return self._token_order.back(x)
+        return self._token_order.invert(x)
 
     def channels(self, x: np.ndarray) -> np.ndarray:
-        """x (..., D), one value a channel → (..., DP) as [tg][s][4]: channels 16s + 2tg + {0, 1, 8, 9}."""
-        return self._channel_order.there(_padded(x, self.padded))
+        """x (..., D), one value per channel → (..., DP) as [tg][s][4]: channels 16s + 2tg + {0, 1, 8, 9}."""
+        return self._channel_order.apply(_padded(x, self.padded))
 
     def from_channels(self, x: np.ndarray) -> np.ndarray:
         """The inverse of `channels`."""
-        return self._channel_order.back(x)[..., : self.head_dim]
+        return self._channel_order.invert(x)[..., : self.head_dim]
 
     @property
     def _pair_order(self) -> _Order:
@@ -182,15 +182,16 @@ class Geometry:
 
 
 def word_count(bits: int, tiles: int) -> int:
-    """Words of four bytes that a lane has for the codes of `tiles` tiles, `bits` a pair: 4, 6, 7, 8 or 10."""
+    """4-byte words of a lane for the codes of `tiles` tiles with `bits` per pair: 4, 6, 7, 8 or 10."""
     return tiles + -(-tiles // 4) if bits == 10 else -(-tiles * bits // 8)
 
 
 def pack_pairs(codes: np.ndarray, bits: int) -> np.ndarray:
     """codes (..., PARTS, TILES, 32, 4) below 2^bits → (..., PARTS · words · 128) uint8.
 
-    Up to eight bits a byte has a code on top and a digit of another code below; the last codes are all digits. Ten bits
-    are the words of the low bytes, and then words whose bytes have the two upper bits of four tiles.
+    With up to eight bits, a byte has a code in its upper bits and a digit of another code in its spare lower bits; the
+    last codes are stored as digits only. With ten bits, words of the low bytes precede words whose bytes hold the two
+    upper bits of four tiles.
     """
     tiles = codes.shape[-3]
     count = word_count(bits, tiles)
@@ -225,14 +226,14 @@ def unpack_pairs(packed: np.ndarray, bits: int, parts: int, tiles: int) -> np.nd
 
 
 def _digits(bits: int, tiles: int) -> list[tuple[int, int, int]]:
-    """(word that has the digit in its spare bits, tile whose code it is, number of the digit, lowest first)."""
+    """(word whose spare bits hold the digit, tile of its code, index of the digit, lowest first)."""
     count = word_count(bits, tiles)
     span = bits // (8 - bits) if bits < 8 else 1
     return [((tile - count) * span + digit, tile, digit) for tile in range(count, tiles) for digit in range(span)]
 
 
 def _chunked(words: np.ndarray) -> np.ndarray:
-    """words (..., PARTS, W, 32, 4) uint8 → (..., bytes): a lane's words in chunks of four, the rest in one of fewer."""
+    """words (..., PARTS, W, 32, 4) uint8 → (..., bytes), in chunks of four words per lane; the last may have fewer."""
     *lead, parts, count, _, _ = words.shape
     cuts = [words[..., at : at + _CHUNK, :, :] for at in range(0, count, _CHUNK)]
     chunks = [cut.swapaxes(-3, -2).reshape(*lead, parts, -1) for cut in cuts]
@@ -259,12 +260,12 @@ def from_bytes(raw: np.ndarray, dtype: np.dtype, count: int) -> np.ndarray:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to where a section may begin."""
+    """`nbytes` rounded up to the alignment of sections."""
     return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
 
 
 def _padded(x: np.ndarray, width: int) -> np.ndarray:
-    """x (..., n) with zeros behind it, (..., width)."""
+    """x (..., n) padded with zeros to (..., width)."""
     if x.shape[-1] == width:
         return x
     return np.concatenate([x, np.zeros((*x.shape[:-1], width - x.shape[-1]), x.dtype)], -1)

@@ -1,4 +1,4 @@
-"""Records of codecs whose codes name a pair of values in one table, with a norm for every token.
+"""Records of codecs whose codes index a table of pairs, with a norm for every token.
 
 Sections: codes, and the norms in `Geometry.tokens` order, one byte or a half each. Twin: `cuda/pair_table.cuh`.
 """
@@ -18,10 +18,10 @@ _FLOAT = np.dtype(np.float32)
 
 
 class Packing(Protocol):
-    """How a codec packs the codes of pairs."""
+    """The packing of pair codes in a codec's fields."""
 
     def codes(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Fields but the norm → codes of pairs (..., N, D/2)."""
+        """Fields without the norm → codes of pairs (..., N, D/2)."""
 
     def pack(self, codes: np.ndarray) -> dict[str, np.ndarray]:
         """The inverse of `codes`, for codes of any integer type."""
@@ -29,9 +29,10 @@ class Packing(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PairRecord:
-    """points (P, width) float32: what a code of one value or of one pair stands for, where codes are chosen.
+    """Codes of pairs, and norms.
 
-    pairs (2^bits, 2) float32: what a pair's code stands for.
+    points (P, width) float32: the value (width 1) or pair (width 2) of each code that the encoder chooses. pairs
+    (2^bits, 2) float32: the pair of values of each pair code.
     """
 
     codec: str
@@ -48,7 +49,7 @@ class PairRecord:
 
     @property
     def rows(self) -> int:
-        """A row for each byte, and the 256 norms that bytes stand for."""
+        """A row for each byte, and rows for the 256 norms of one-byte norms."""
         return 256 + (8 if self.norms.dtype.itemsize == 1 else 0)
 
     @property
@@ -90,7 +91,7 @@ class PairRecord:
 
     @property
     def _tables(self) -> dict[str, np.ndarray]:
-        """Name of the offset → a table, each a multiple of 16 bytes."""
+        """Name of its offset → table, each a multiple of 16 bytes."""
         tables: dict[str, np.ndarray] = {
             "PAIRS": self.pairs.astype(np.float16).reshape(-1),
             "POINTS_F32": self.points.astype(_FLOAT).reshape(-1),

@@ -1,4 +1,4 @@
-"""How `polarpair` lays out keys for CUDA: codes of pairs, then their scales. Twin: `cuda/codecs/polarpair.cuh`."""
+"""Records of `polarpair`, keys only: codes of pairs, then their scales. Twin: `cuda/codecs/polarpair.cuh`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HALF = np.dtype(np.float16)
 
 @dataclass(frozen=True)
 class PolarPairRecord:
-    """Codes of pairs, and scales that groups of tokens share."""
+    """Codes of pairs, and the scales of groups of tokens."""
 
     quantizer: PolarPair
     geometry: Geometry
@@ -25,7 +25,7 @@ class PolarPairRecord:
 
     @property
     def bits(self) -> int:
-        """Of a pair's code."""
+        """Bits of a pair's code."""
         return 4 + self.quantizer.radius_bits
 
     @property
@@ -45,7 +45,7 @@ class PolarPairRecord:
 
     @property
     def rows(self) -> int:
-        """A row for each byte, unless there are angles of their own in every group."""
+        """A row for each byte; none if every group has its own angles."""
         return 256 if len(self.scales) < 4 else 0
 
     @property
@@ -64,7 +64,7 @@ class PolarPairRecord:
 
     @property
     def tables(self) -> np.ndarray:
-        """A pair of halves for each code, two tangents and eight bytes that nobody reads."""
+        """A pair of halves for each code, two tangents, and eight bytes of padding."""
         codes = np.arange(2**self.bits)
         points = np.stack([COSINES, SINES], -1)[codes & 15]
         if len(self.scales) == 1:
@@ -101,7 +101,7 @@ class PolarPairRecord:
 
     @property
     def _width(self) -> int:
-        """Steps whose scales a lane loads, with 16 bytes at a time."""
+        """Steps whose scales a lane loads, a multiple of the four that fill 16 bytes."""
         return -(-self.geometry.padded // 64) * 4
 
     @property
@@ -110,7 +110,7 @@ class PolarPairRecord:
 
 
 def record(codec: PolarPair, geometry: Geometry) -> PolarPairRecord | None:
-    """The record of a block of keys; None where a tile's tokens have several groups, or a part cuts one."""
+    """The record of a block of keys; None if groups are not whole tiles, or a group and a part overlap partially."""
     group = codec.group or geometry.block_size
     if geometry.values or group % 16 or (group % geometry.part and geometry.part % group):
         return None

@@ -1,4 +1,4 @@
-"""How `polarquant` lays out a block for CUDA: the words of `cuda/codecs/polarquant.cuh`, which describes them.
+"""Records of `polarquant`. Twin: `cuda/codecs/polarquant.cuh`, which describes the words.
 
 In arrays of words, (..., PARTS, words, 32, 4) uint8, the last two axes are lanes and the bytes of a word.
 """
@@ -24,25 +24,25 @@ from engine.codecs.polarquant import (
 )
 from engine.records.fragments import LANES, Geometry, pack_pairs, unpack_pairs
 
-_FACTOR_BYTES = 64 * 4 * 2  # a half for six bits of a row and each of the four pairs
+_FACTOR_BYTES = 64 * 4 * 2  # halves, by six bits of a row and the four pairs of it
 _UNIT_BYTES = 16 * 4
 
 
 class _Sharing(NamedTuple):
-    """32 lanes as (before, members, behind): all members need the same words, so that each keeps a few of them."""
+    """32 lanes as (before, members, behind) whose members need the same words, so that each stores a share of them."""
 
     before: int
     members: int
     behind: int
 
     def words(self, count: int) -> int:
-        """Words that a member keeps, of `count`."""
+        """Words of `count` that a member stores."""
         return -(-count // self.members)
 
-    def keep(self, words: np.ndarray) -> np.ndarray:
-        """The words (..., n, 32, 4) of every lane → those that it keeps, (..., words(n), 32, 4).
+    def share(self, words: np.ndarray) -> np.ndarray:
+        """The words (..., n, 32, 4) of every lane → those that it stores, (..., words(n), 32, 4).
 
-        Member i keeps words i, i + members, …
+        Member i stores words i, i + members, …
         """
         *lead, count, _, size = words.shape
         kept = np.zeros((*lead, self.words(count) * self.members, self.before, self.behind, size), np.uint8)
@@ -50,8 +50,8 @@ class _Sharing(NamedTuple):
         apart = kept.reshape(*lead, -1, self.members, self.before, self.behind, size)
         return apart.swapaxes(-4, -3).reshape(*lead, -1, LANES, size)
 
-    def give(self, kept: np.ndarray, count: int) -> np.ndarray:
-        """The inverse of `keep`: `count` words of every lane."""
+    def gather(self, kept: np.ndarray, count: int) -> np.ndarray:
+        """The inverse of `share`: `count` words of every lane."""
         *lead, words, _, size = kept.shape
         apart = kept.reshape(*lead, words, *self, size).swapaxes(-4, -3)
         one = apart.reshape(*lead, -1, self.before, 1, self.behind, size)[..., :count, :, :, :, :]
@@ -60,7 +60,7 @@ class _Sharing(NamedTuple):
 
 @dataclass(frozen=True)
 class PolarRecord:
-    """Angles of pairs, rows of half groups and radii, all of them as words of lanes."""
+    """Angles of pairs, rows of half groups and radii, each as words of lanes."""
 
     geometry: Geometry
     codec = "polarquant"
@@ -89,7 +89,7 @@ class PolarRecord:
         upper = upper_codes(fields, self._levels)
         rows = geometry.pairs(np.repeat(upper << 6 | upper >> 2, 4, axis=-1))
         radii = geometry.pairs(np.repeat(fields["radius"].view(np.uint16), 2 ** (self._levels - 1), axis=-1))
-        kept = self._of_rows.keep(rows), self._of_radii.keep(self._words_of(radii))
+        kept = self._row_sharing.share(rows), self._radius_sharing.share(self._radius_words_from(radii))
         return pack_pairs(np.concatenate([angles, *kept], -3), 8)
 
     def unpack(self, sections: np.ndarray) -> dict[str, np.ndarray]:
@@ -97,14 +97,14 @@ class PolarRecord:
         words = unpack_pairs(sections, 8, geometry.parts, sum(self._counts)).astype(np.uint8)
         angles, rows, radii = np.split(words, np.cumsum(self._counts)[:2], axis=-3)
         pairs = np.stack([angles & 15, angles >> 4], -3).reshape(*angles.shape[:-3], -1, LANES, 4)[..., :tiles, :, :]
-        row = geometry.from_pairs(self._of_rows.give(rows, tiles))[..., ::4]
-        halves = self._halves_of(self._of_radii.give(radii, self._radius_words * tiles))
+        row = geometry.from_pairs(self._row_sharing.gather(rows, tiles))[..., ::4]
+        halves = self._radius_halves_from(self._radius_sharing.gather(radii, self._radius_words * tiles))
         radius = np.ascontiguousarray(geometry.from_pairs(halves)[..., :: 2 ** (self._levels - 1)]).view(np.float16)
         level4 = [row[..., 0::2] >> 4 & 3] if self._levels == 4 else []
         level2 = np.stack([row >> 6, row & 3], -1).reshape(*row.shape[:-1], -1)
         level1 = geometry.from_pairs(pairs)
         shapes = PolarQuant().fields(geometry.block_size, geometry.head_dim)
-        fields = {name: np.empty((*sections.shape[:-1], *of.shape), of.dtype) for name, of in shapes.items()}
+        fields = {name: np.empty((*sections.shape[:-1], *f.shape), f.dtype) for name, f in shapes.items()}
         pack([level1, level2, row >> 2 & 3, *level4], radius.astype(np.float32), fields)
         return fields
 
@@ -114,31 +114,31 @@ class PolarRecord:
 
     @property
     def _radius_words(self) -> int:
-        """Words of radii that a lane needs for a tile."""
+        """Words of radii that a lane needs per tile."""
         return 2 if self.geometry.values or self._levels == 3 else 1
 
     @property
-    def _of_rows(self) -> _Sharing:
+    def _row_sharing(self) -> _Sharing:
         return _Sharing(2, 4, 4) if self.geometry.values else _Sharing(8, 4, 1)
 
     @property
-    def _of_radii(self) -> _Sharing:
-        return _Sharing(1, 8, 4) if self.geometry.values and self._levels == 4 else self._of_rows
+    def _radius_sharing(self) -> _Sharing:
+        return _Sharing(1, 8, 4) if self.geometry.values and self._levels == 4 else self._row_sharing
 
     @property
     def _counts(self) -> tuple[int, int, int]:
-        """Words of a lane and part: angles, rows, radii."""
+        """Words of a lane per part: angles, rows, radii."""
         tiles = self.geometry.tiles
-        return -(-tiles // 2), self._of_rows.words(tiles), self._of_radii.words(self._radius_words * tiles)
+        return -(-tiles // 2), self._row_sharing.words(tiles), self._radius_sharing.words(self._radius_words * tiles)
 
-    def _words_of(self, halves: np.ndarray) -> np.ndarray:
+    def _radius_words_from(self, halves: np.ndarray) -> np.ndarray:
         """halves (..., TILES, 32, 4) uint16 of four registers → words (..., radius words · TILES, 32, 4) uint8."""
         *lead, tiles, _, _ = halves.shape
         words = halves.view(np.uint8).reshape(*lead, tiles, LANES, 2, 4)[..., : self._radius_words, :]
         return words.swapaxes(-3, -2).reshape(*lead, -1, LANES, 4)
 
-    def _halves_of(self, words: np.ndarray) -> np.ndarray:
-        """The inverse of `_words_of`."""
+    def _radius_halves_from(self, words: np.ndarray) -> np.ndarray:
+        """The inverse of `_radius_words_from`."""
         lead = words.shape[:-3]
         by_tile = words.reshape(*lead, -1, self._radius_words, LANES, 4).swapaxes(-3, -2)
         both = np.broadcast_to(by_tile, (*by_tile.shape[:-2], 2, 4))

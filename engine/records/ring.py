@@ -1,4 +1,4 @@
-"""Records of `ring`: a code of a pair is a row of one table. Twin: `cuda/codecs/ring.cuh`."""
+"""Records of `ring`: pair codes index one table. Twin: `cuda/codecs/ring.cuh`."""
 
 from __future__ import annotations
 

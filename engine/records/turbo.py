@@ -1,4 +1,4 @@
-"""Records of `turbo`: the codes of two values are the code of a pair. Twin: `cuda/codecs/turbo.cuh`."""
+"""Records of `turbo`: a pair code is made of the codes of its two values. Twin: `cuda/codecs/turbo.cuh`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.records.pair_table import PairRecord
 
 @dataclass(frozen=True)
 class _Pairs:
-    """A pair's code is that of its first value, and above it that of the second."""
+    """A pair code has the code of the first value in its low bits, and that of the second above it."""
 
     bits: int  # of a value
 

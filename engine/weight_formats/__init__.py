@@ -1,7 +1,7 @@
-"""How files store the numbers of weight matrices, one format per file; and what a backend has made of them.
+"""Formats in which model files store weight matrices, one per module; and matrices on a device.
 
-A module of this folder whose name does not begin with an underscore is a format, called like its file. It has `VALUES`
-and `NBYTES`, of a block, and `dequantize(raw, out)`. There is no list to edit. Rows are whole blocks.
+A module of this folder whose name does not begin with an underscore is a format of that name. It defines `VALUES` and
+`NBYTES` of a block, and `dequantize(raw, out)`. There is no list to edit. Rows consist of whole blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Blocks of `values` neighbours of a row, `nbytes` each.
+    """A format of blocks: `values` consecutive values of a row in `nbytes` bytes.
 
-    dequantize: raw (rows, bytes of a row) uint8, C-contiguous, as files have it → out (rows, columns) float32. It is
-    the definition of correct for every backend.
+    dequantize: raw (rows, bytes of a row) uint8, C-contiguous, from the file → out (rows, columns) float32. It is the
+    definition of correct for every backend.
     """
 
     name: str
@@ -31,12 +31,12 @@ class WeightFormat:
     dequantize: Callable[[np.ndarray, np.ndarray], None]
 
     def size(self, count: int) -> int:
-        """Bytes of so many values, a multiple of `values`."""
+        """Bytes of `count` values; count must be a multiple of `values`."""
         return count // self.values * self.nbytes
 
 
 class StoredMatrix(Protocol):
-    """A matrix in a file, not yet read."""
+    """A matrix in a file that has not been read yet."""
 
     @property
     def format(self) -> WeightFormat: ...
@@ -46,11 +46,11 @@ class StoredMatrix(Protocol):
         """(out, in)."""
 
     def dequantize(self, out: np.ndarray) -> None:
-        """All of it into `out` (out, in) float32, C-contiguous."""
+        """Write the whole matrix to `out` (out, in) float32, C-contiguous."""
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """All rows in order, as many at a time as `nbytes` hold, at least one: which, and their bytes as the file has
-        them, uint8 (rows, bytes of a row), good until the next."""
+        """All rows in order, as many at a time as fit into `nbytes`, at least one → their slice, and their bytes in the
+        file's format, uint8 (rows, bytes of a row), valid until the next."""
 
 
 @cache
@@ -64,23 +64,23 @@ def _formats() -> dict[str, WeightFormat]:
 
 
 def available() -> tuple[str, ...]:
-    """The names of all formats."""
+    """Names of all formats."""
     return tuple(_formats())
 
 
 def find(stored: str) -> WeightFormat | None:
-    """The format that files call `stored`, such as "BF16"; None where there is none."""
+    """The format that files name `stored`, such as "BF16"; None if there is none."""
     return _formats().get(stored.lower())
 
 
 def get(name: str) -> WeightFormat:
-    """The format called `name`. Raises KeyError where there is none."""
+    """The format `name`. Raises KeyError if there is none."""
     return _formats()[name]
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A weight matrix on a device. data: the backend's own, which nobody else looks into; shape: (out, in)."""
+    """A weight matrix on a device. data: opaque outside the backend. shape: (out, in)."""
 
     format: WeightFormat
     data: Any
@@ -93,9 +93,9 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """Matrices over the same inputs, their outputs one after the other, and a bias (out,) of all of them.
+    """A linear layer: matrices with the same inputs, stacked, and one bias (out,) for all, or None.
 
-    Projections that are multiplied together, such as q, k and v, may be parts of different formats, or one part.
+    Fused projections, such as q, k and v, may be parts in different formats, or a single part.
     """
 
     parts: tuple[Matrix, ...]
@@ -103,10 +103,10 @@ class Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in) of all parts together."""
+        """(out, in) of the stacked parts."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Of the matrices."""
+        """Bytes of the matrices."""
         return sum(part.nbytes for part in self.parts)
