@@ -78,6 +78,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 #endif
 
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

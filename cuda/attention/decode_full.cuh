@@ -1,11 +1,11 @@
 // Attention of a step over full-precision records. Part of decode_attention.cu.
 
-// The records of one KV head in all pools.
+// All pools, at the records of one KV head.
 struct Pools {
     const unsigned char *keys, *values, *full_keys, *full_values;
     int kv_heads;
 
-    __device__ __forceinline__ Pools of(int kv_head) const {
+    __device__ __forceinline__ Pools at_head(int kv_head) const {
         return {keys + kv_head * KeyLayout::NBYTES, values + kv_head * ValueLayout::NBYTES,
                 full_keys + kv_head * FullKeyLayout::NBYTES, full_values + kv_head * FullValueLayout::NBYTES,
                 kv_heads};
@@ -18,22 +18,23 @@ struct Pools {
     }
 };
 
-// 16 tokens of a pair of full-precision records, from position `start` on; key and value at the lane's 16 bytes of the
-// first tile, the next tile of the slice KEY_STEP or VALUE_STEP bytes on.
+// 16 tokens of a full-precision block, from position `start` on. key and value point to the lane's 16 bytes of the
+// slice's first tile; its next tile is KEY_STEP or VALUE_STEP bytes on.
 struct Slice {
     static constexpr int VALUE_STEP = 512, KEY_STEP = 512 * PT;
     const unsigned char *key, *value;
     int start;
 
-    // Number e of the slices, first those of quantized blocks where these are exact as well.
-    __device__ __forceinline__ Slice(int e, const QuantizedBlocks &quantized, const FullBlocks &full, const Pools &pools,
-                                     int lane) {
-        const int of_blocks = ALL_EXACT ? quantized.count * SLICES : 0, in_current = e - of_blocks - full.sink_slices;
-        if (e < of_blocks) {
+    // Slice number e. With ALL_FULL the blocks between sink and current block come first.
+    __device__ __forceinline__ Slice(int e, const QuantizedBlocks &quantized, const FullBlocks &full,
+                                     const Pools &pools, int lane) {
+        const int block_slices = ALL_FULL ? quantized.count * SLICES : 0;
+        const int in_current = e - block_slices - full.sink_slices;
+        if (e < block_slices) {
             start = quantized.number * N + 16 * e;
             key = pools.key(quantized.ids[e / SLICES]), value = pools.value(quantized.ids[e / SLICES]);
         } else {
-            start = in_current < 0 ? 16 * (e - of_blocks) : full.start + 16 * in_current;
+            start = in_current < 0 ? 16 * (e - block_slices) : full.start + 16 * in_current;
             const bool is_next = STEP_ROWS > 1 && start >= full.next_start;
             const int slot = in_current < 0 ? full.sink : is_next ? full.next : full.current;
             key = pools.full_keys + pools.at(slot, FullKeyLayout::NBYTES);
@@ -45,17 +46,17 @@ struct Slice {
     }
 };
 
-// The tokens of a value tile that nobody has written yet become 0: they may be NaN, and 0 · NaN is NaN.
+// Clears the tokens of a value tile that have not been written yet: they may be NaN, and 0 · NaN is NaN.
 __device__ __forceinline__ void clear_unwritten(unsigned (&tile)[4], int start, int newest, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int written = newest + 1 - (start + 8 * h + 2 * (lane & 3));  // of the two tokens of a register
+        const int written = newest + 1 - (start + 8 * h + 2 * (lane & 3));  // of a register's two tokens
         const unsigned keep = written >= 2 ? ~0u : written == 1 ? 0xffffu : 0u;
         tile[2 * h] &= keep, tile[2 * h + 1] &= keep;
     }
 }
 
-__device__ __forceinline__ void attend_slice(State &state, const Slice &slice, const Sight &sight, int newest,
+__device__ __forceinline__ void attend_slice(ColumnState &state, const Slice &slice, const Mask &mask, int newest,
                                              int lane) {
     unsigned k[STEPS][4], v[STEPS][4];
 #pragma unroll
@@ -66,7 +67,7 @@ __device__ __forceinline__ void attend_slice(State &state, const Slice &slice, c
     float scores[1][4] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) mma_m16n8k16_f16(scores[0], k[s], state.q[s]);
-    hide(scores, slice.start, sight, lane);
+    mask_scores(scores, slice.start, mask, lane);
     state.absorb(scores);
 
     unsigned p[2];
@@ -79,13 +80,13 @@ __device__ __forceinline__ void attend_slice(State &state, const Slice &slice, c
     }
 }
 
-// The warp's slices.
-__device__ __forceinline__ void attend_full(State &state, const Work &work, const Sight &sight, const Pools &pools,
+// Attention over the warp's slices.
+__device__ __forceinline__ void attend_full(ColumnState &state, const Work &work, const Mask &mask, const Pools &pools,
                                              int lane) {
-    const FullBlocks full(*work.span, work.seen);
-    const int slices = (ALL_EXACT ? work.quantized.count * SLICES : 0) + full.sink_slices + full.current_slices;
-    const int units_before = ALL_EXACT ? 0 : work.quantized.count;
+    const FullBlocks full(*work.span, work.visible);
+    const int slices = (ALL_FULL ? work.quantized.count * SLICES : 0) + full.sink_slices + full.current_slices;
+    const int units_before = ALL_FULL ? 0 : work.quantized.count;
 #pragma unroll 1
     for (int e = work.first + work.count * work.stride - units_before; e < slices; e += work.stride)
-        attend_slice(state, Slice(e, work.quantized, full, pools, lane), sight, work.seen.newest, lane);
+        attend_slice(state, Slice(e, work.quantized, full, pools, lane), mask, work.visible.newest, lane);
 }

@@ -1,7 +1,8 @@
 // Attention of a step over quantized blocks. Part of decode_attention.cu.
 
-// q · mean of 16 blocks at once, those whose ids lanes 0 … 15 have, into the warp's means [16][8 heads].
-__device__ __forceinline__ void mean_scores(float2 *means, const State &state, const Pools &pools, int id, int lane) {
+// Writes q · mean of the 16 blocks whose ids lanes 0 … 15 have to the warp's means [16][8 columns].
+__device__ __forceinline__ void mean_scores(float2 *means, const ColumnState &state, const Pools &pools, int id,
+                                            int lane) {
     const int g = lane >> 2, tg = lane & 3;
     const unsigned char *low = pools.key(__shfl_sync(ALL_LANES, id, g));
     const unsigned char *high = pools.key(__shfl_sync(ALL_LANES, id, g + 8));
@@ -15,29 +16,29 @@ __device__ __forceinline__ void mean_scores(float2 *means, const State &state, c
         mma_m16n8k16_f16(products, a, state.q[s]);
     }
     const float low_scale = mean_scale<KeyLayout>(low), high_scale = mean_scale<KeyLayout>(high);
-    __syncwarp();  // the last group has been read
+    __syncwarp();  // all lanes have read the previous 16
     means[lane] = make_float2(products[0] * low_scale, products[1] * low_scale);
     means[lane + 32] = make_float2(products[2] * high_scale, products[3] * high_scale);
     __syncwarp();
 }
 
-// Codes on their way, or here, of one part of a quantized block.
+// Codes of one part of a quantized block, loaded or in flight.
 struct Codes {
     typename KeyCodec::Codes keys;
     typename ValueCodec::Codes values;
 };
 
-// A part of a quantized block.
-struct Part {
+// Part `number` of quantized block `id`.
+struct BlockPart {
     int id, number;
 };
 
-// `codes` are those of `now`, and then, unless it is the last, those of `next`.
-__device__ __forceinline__ void attend_part(State &state, Codes &codes, const Part &now, const Part &next, bool last,
-                                            const Hidden &hidden, float2 mean, const Pools &pools, unsigned char *shared,
-                                            int lane) {
+// codes: in, those of `part`; out, unless `part` is the last one, those of `next`, which are loaded meanwhile.
+__device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, const BlockPart &part,
+                                            const BlockPart &next, bool last, const BlockMask &block_mask, float2 mean,
+                                            const Pools &pools, unsigned char *shared, int lane) {
     float scores[PT][4] = {}, norm[2 * PT];
-    if constexpr (KeyCodec::NORMED) KeyCodec::norms(norm, pools.key(now.id), now.number, lane, Tables::keys(shared));
+    if constexpr (KeyCodec::NORMED) KeyCodec::norms(norm, pools.key(part.id), part.number, lane, Tables::keys(shared));
     {
         typename KeyCodec::Decoder decoder(codes.keys, Tables::keys(shared), lane);
 #pragma unroll
@@ -52,12 +53,13 @@ __device__ __forceinline__ void attend_part(State &state, Codes &codes, const Pa
     for (int i = 0; i < PT; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            const float of_mean = c & 1 ? mean.y : mean.x;
-            scores[i][c] = KeyCodec::NORMED ? fmaf(scores[i][c], norm[2 * i + c / 2], of_mean) : scores[i][c] + of_mean;
+            const float mean_score = c & 1 ? mean.y : mean.x;
+            scores[i][c] =
+                KeyCodec::NORMED ? fmaf(scores[i][c], norm[2 * i + c / 2], mean_score) : scores[i][c] + mean_score;
         }
     if constexpr (ValueCodec::NORMED)
-        ValueCodec::norms(norm, pools.value(now.id), now.number, lane, Tables::values(shared));
-    hidden.hide_in(scores, lane);
+        ValueCodec::norms(norm, pools.value(part.id), part.number, lane, Tables::values(shared));
+    block_mask.apply(scores, lane);
     state.absorb(scores);
 
     typename ValueCodec::Decoder decoder(codes.values, Tables::values(shared), lane);
@@ -75,26 +77,27 @@ __device__ __forceinline__ void attend_part(State &state, Codes &codes, const Pa
     if (!last) codes.values.load(pools.value(next.id), next.number, lane);
 }
 
-// `left` quantized blocks, whose ids are `stride` apart from `ids` on. `codes` are those of the first one's first
-// part, with which `hidden` begins.
-__device__ __forceinline__ void attend_blocks(State &state, Codes &codes, const int *ids, int stride, int left,
-                                              Hidden hidden, const Pools &pools, unsigned char *shared, int lane) {
+// Attention over `left` quantized blocks, whose ids are ids[0], ids[stride], … . codes, block_mask: those of the first
+// block's first part.
+__device__ __forceinline__ void attend_blocks(ColumnState &state, Codes &codes, const int *ids, int stride, int left,
+                                              BlockMask block_mask, const Pools &pools, unsigned char *shared,
+                                              int lane) {
     float2 *means = reinterpret_cast<float2 *>(shared + Tables::BYTES) + threadIdx.x / 32 * 64;
     for (; left > 0; ids += 16 * stride) {
-        // Lane l: the block l from here; behind the last it is the last again.
+        // Lane l < 16 has the id of the l-th block from here; behind the last block it has the last id again.
         const int id = ids[min(lane, left - 1) * stride];
         if constexpr (KeyLayout::MEAN_BITS != 0) mean_scores(means, state, pools, id, lane);
 #pragma unroll 1
-        for (int j = 0, part = 0; j < 16 && left > 0;) {
+        for (int j = 0, number = 0; j < 16 && left > 0;) {
             const int own = __shfl_sync(ALL_LANES, id, j);
             float2 mean = make_float2(0.0f, 0.0f);
             if constexpr (KeyLayout::MEAN_BITS != 0) mean = means[4 * j + (lane & 3)];
-            const Part now = {own, part};
-            const bool turns = part == PARTS - 1, last = turns && left == 1;
-            part = turns ? 0 : part + 1, j += turns, left -= turns;
-            const Part next = {__shfl_sync(ALL_LANES, id, j), part};
-            attend_part(state, codes, now, next, last, hidden, mean, pools, shared, lane);
-            hidden.advance(turns, stride);
+            const BlockPart part = {own, number};
+            const bool ends_block = number == PARTS - 1, last = ends_block && left == 1;
+            number = ends_block ? 0 : number + 1, j += ends_block, left -= ends_block;
+            const BlockPart next = {__shfl_sync(ALL_LANES, id, j), number};
+            attend_part(state, codes, part, next, last, block_mask, mean, pools, shared, lane);
+            block_mask.advance(ends_block, stride);
         }
     }
 }

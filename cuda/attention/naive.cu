@@ -1,17 +1,17 @@
-// Attention over codes, to be read first: nothing is made fast, each step is one of the formulas below. The engine runs
-// decode_attention.cu; `python -m scripts.run_naive` runs this kernel without a GPU and checks it against NumPy.
+// Attention over codes without any optimisation, to be read first: each step is one of the formulas below. The engine
+// runs decode_attention.cu; `python -m scripts.run_naive` runs this kernel without a GPU and checks it against NumPy.
 //
-// A step has one new token for each sequence b. Its query q of head h meets the keys k_t and values v_t of all tokens:
+// A step has one new token for each sequence b. Its query q of head h attends to keys k_t and values v_t of all tokens:
 //     s_t = scale · q·k_t        out = Σ_t e^(s_t) v_t / Σ_t e^(s_t)
 // Tokens lie in blocks of N. The first block of a sequence (the sink) and the last (the current block) are in full
-// precision; all between them are codes of `ring4`. There a vector of D channels, rotated before, is a norm n and one
-// of 256 points for each pair of neighbouring channels:
+// precision; the blocks between them are codes of `ring4`. A vector of D channels, rotated before, is stored as a norm
+// n and, for each pair of neighbouring channels, one of 256 points:
 //     y = n · (points[c_0], points[c_1], …, points[c_(D/2−1)])        n = norms[its byte], c_j a byte
-// Of keys the mean m of the block was taken out first: k = m + y. So q·k = q·m + n · Σ_j q_j·points[c_j], where q_j is
-// a pair of channels of q, and q·m is computed once for the block.
+// The mean m of a block was subtracted from its keys before: k = m + y. So q·k = q·m + n · Σ_j q_j·points[c_j], where
+// q_j is a pair of channels of q, and q·m is computed once for the block.
 //
-// out, q (B, H, D): q rotated as the keys are, out as the values are. lengths (B): tokens, the new one included.
-// block_table (B, width): where the blocks of a sequence are, in order: the first and the last in the full pools, the
+// out, q (B, H, D): q rotated as the keys are, out as the values are. lengths (B): tokens, including the new one.
+// block_table (B, width): indices of a sequence's blocks, in order: the first and the last in the full pools, the
 // others in the pools of codes. Pools of codes: key_codes, value_codes (blocks, K, N, D/2), key_norms, value_norms
 // (blocks, K, N), key_means (blocks, K, D) times key_mean_scales (blocks, K). full_keys, full_values (slots, K, N, D).
 // Tables of the codec: points (256, 2), norms (256). K KV heads; GROUP = H / K query heads share one.
@@ -27,7 +27,7 @@ struct Vector {
 
 __device__ float to_float(signed char x) { return x; }
 
-// A vector as it is, of floats, halves or bytes.
+// Reads a vector of floats, halves or bytes.
 template <class T>
 __device__ Vector read(const T *x) {
     Vector v;
@@ -38,7 +38,7 @@ __device__ Vector read(const T *x) {
     return v;
 }
 
-// The points that D/2 codes stand for; their norm is still to come.
+// Reads the points of D/2 codes; the norm is not applied.
 __device__ Vector read_points(const unsigned char *codes, const float *points) {
     Vector v;
     for (int i = 0; i < PER_LANE; ++i) {
@@ -55,21 +55,22 @@ __device__ float dot(const Vector &a, const Vector &b) {
     return warp_sum(sum);
 }
 
-// Softmax in one pass. e^(s_t) would overflow, so all weights are e^(s_t − most) with the largest score so far; when a
-// larger one comes, what has been added up is multiplied by e^(most before − most now).
+// Online softmax. e^(s_t) would overflow, so all weights are e^(s_t − maximum) with the largest score so far. When a
+// larger score comes, the sums are multiplied by e^(old maximum − new maximum).
 struct Softmax {
-    Vector sum;   // Σ e^(s_t − most) v_t
-    float total;  // Σ e^(s_t − most)
-    float most;   // max s_t
+    Vector sum;     // Σ e^(s_t − maximum) v_t
+    float total;    // Σ e^(s_t − maximum)
+    float maximum;  // max s_t
 
     // One more token, whose value is norm · v.
     __device__ void add(float score, float norm, const Vector &v) {
-        const float most_now = fmaxf(most, score), fade = expf(most - most_now), weight = expf(score - most_now);
-        most = most_now;
-        total = total * fade + weight;
+        const float new_maximum = fmaxf(maximum, score);
+        const float rescale = expf(maximum - new_maximum), weight = expf(score - new_maximum);
+        maximum = new_maximum;
+        total = total * rescale + weight;
         for (int i = 0; i < PER_LANE; ++i) {
-            sum.pairs[i].x = sum.pairs[i].x * fade + weight * norm * v.pairs[i].x;
-            sum.pairs[i].y = sum.pairs[i].y * fade + weight * norm * v.pairs[i].y;
+            sum.pairs[i].x = sum.pairs[i].x * rescale + weight * norm * v.pairs[i].x;
+            sum.pairs[i].y = sum.pairs[i].y * rescale + weight * norm * v.pairs[i].y;
         }
     }
 };

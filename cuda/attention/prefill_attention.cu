@@ -1,40 +1,42 @@
-// Causal attention of the new rows of one sequence over [sink | quantized blocks | current], all of them records.
+// The op `attention` for a prompt: causal attention of the new rows of one sequence over its records, [sink | quantized
+// blocks | current blocks].
 //
-// out float (T, H, D): Σ softmax(scale · q·k) v for every row and head, v as stored, times the head's factor: factors
-// (H), alike for the heads that read one KV head, or null for ones. q float: H vectors of D at q + r · q_stride for row
-// r, turned as the keys are. keys, values (blocks, K, bytes): quantized records; full_k, full_v (slots, K, bytes): the
-// sink's; current_k, current_v (records, K, bytes): those that have the new rows. spans: one row, as for
-// decode_attention.cu. A row at position p sees tokens p − window + 1 … p; from the first on if window is 0.
+// out float (T, H, D): Σ softmax(scale · q·k) v for every row and head, v as stored, times the head's factor. factors
+// (H), equal for the query heads of one KV head, or null for ones. q float: H vectors of D at q + r · q_stride for row
+// r, transformed as the keys are. keys, values (blocks, K, bytes): quantized records; full_k, full_v (slots, K, bytes):
+// the sink's records; current_k, current_v (records, K, bytes): the records of the new rows. spans: one Span. A row at
+// position p sees tokens p − window + 1 … p, or 0 … p if window is 0.
 //
-// A CTA has WARPS · WARP_ROWS rows of scores: row r is token r / GROUP, query head r % GROUP of the KV head. It walks
-// over the parts of blocks (PART tokens) that any of its rows sees. A part's keys lie in shared memory as in an exact
-// record, and so do its values: a tile there, the A operand of 16 rows, is the B operand of two products, and a lane
-// reads both at once: registers 0, 2 are rows 0 … 7 and 1, 3 rows 8 … 15, which are tokens of keys, even and odd
-// channels of values. Full-precision parts are copied. Quantized ones are decoded once for all rows, each warp some
-// tiles. A part's values come while its keys are used, the next part's keys while its values are; half of the warps
-// decode before they multiply, the others after, so that one waits for memory while the other computes.
+// A CTA has WARPS · WARP_ROWS rows of scores: row r is token r / GROUP, query head r % GROUP of the KV head. It loops
+// over the parts of blocks (PART tokens) that are visible to any of its rows. Keys and values of a part are laid out in
+// shared memory as in a full-precision record: a tile, which is an A operand of 16 rows there, serves as the B operands
+// of two products, and a lane reads both at once. Registers 0, 2 are rows 0 … 7, and 1, 3 rows 8 … 15: tokens for keys;
+// even and odd channels for values. Full-precision parts are copied. Quantized parts are decoded once for all rows, and
+// each warp decodes some of their tiles. A part's values are loaded while its keys are used, the next part's keys while
+// its values are used. Half of the warps decode before they multiply, the others after, so that loads overlap with
+// computation.
 //
-// Grid (ceil(T · GROUP / (WARPS · WARP_ROWS)), K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16, 32)
-// Dynamic shared memory SHARED_BYTES: tables of both codecs, keys and values of a part, and the queries if WARP_ROWS is
-// 32 and DP > 64.
-// WARP_ROWS 32 reads shared memory half as often. Registers and 99 KB suffice for it up to DP 64, and to DP 128 where
-// both sides are f16 without means. Their layouts serve every cache as long as there are no quantized blocks.
+// Grid (ceil(T · GROUP / (WARPS · WARP_ROWS)), K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16 or
+// 32). Dynamic shared memory SHARED_BYTES: tables of both codecs, keys and values of a part, and the queries if
+// WARP_ROWS is 32 and DP > 64.
+// WARP_ROWS 32 reads shared memory half as often. Registers and 99 KB suffice for it up to DP 64, and up to DP 128 if
+// both sides are f16 without means. A sequence without quantized blocks takes that variant, whatever its cache type.
 // PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. Behind the newest token
-// a full-precision record may have anything, NaN too.
-// JOINS: prefill_parts.cuh, prefill_rows.cuh.
+// a full-precision record may hold anything, also NaN.
+// JOINS: attention.cuh, prefill_parts.cuh, prefill_rows.cuh.
 
-// Both jobs of a warp between two barriers: bring a part of one side, use a part of the other. Copies go on by
-// themselves, and begin at once; of the warps that decode, half multiply first, if there are registers for that.
-template <class Bring, class Use>
-__device__ __forceinline__ void both(Region region, int warp, const Bring &bring, const Use &use) {
-    if constexpr ((RAW_KEYS && RAW_VALUES) || DP > 128) {
-        bring();
+// The two tasks of a warp between two barriers: fetch a part of one side, use a part of the other. Copies are
+// asynchronous and start first; of the warps that decode, half multiply first, if there are registers for that.
+template <class Fetch, class Use>
+__device__ __forceinline__ void overlap(Region region, int warp, const Fetch &fetch, const Use &use) {
+    if constexpr ((KEYS_ARE_FULL && VALUES_ARE_FULL) || DP > 128) {
+        fetch();
         use();
     } else {
-        const bool bring_first = region != CODED || warp * 2 < WARPS;
+        const bool fetch_first = region != Region::QUANTIZED || warp * 2 < WARPS;
 #pragma unroll 1
-        for (int turn = 0; turn < 2; ++turn) {  // a loop, so that the text of each is there once
-            if ((turn == 0) == bring_first) bring();
+        for (int step = 0; step < 2; ++step) {  // a loop, so that the code of each is there once
+            if ((step == 0) == fetch_first) fetch();
             else use();
         }
     }
@@ -50,46 +52,46 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
     const Span &span = span_at(spans, span_stride, 0);
-    const int position = span.position, held_newest = position + span.rows - 1;
-    const int first = (gridDim.x - 1 - blockIdx.x) * WARPS * WARP_ROWS;  // last rows first: they take longest
+    const int position = span.position, kept_newest = position + span.rows - 1;
+    const int first = (gridDim.x - 1 - blockIdx.x) * WARPS * WARP_ROWS;  // the last rows first: they take longest
     const int last = min(first + WARPS * WARP_ROWS, span.rows * GROUP) - 1;
     if (first > last) return;
-    const Walk walk(span, kv_heads, head, position + first / GROUP, position + last / GROUP, window);
-    const Pools key_pools = {keys, full_k, current_k}, value_pools = {values, full_v, current_v};
-    auto bring_keys = [&](const Part &part) {
-        bring<RAW_KEYS, KeyLayout>(shared + KEYS, part, key_pools, [&](const unsigned char *record) {
+    const VisibleParts parts(span, kv_heads, head, position + first / GROUP, position + last / GROUP, window);
+    const SidePools key_pools = {keys, full_k, current_k}, value_pools = {values, full_v, current_v};
+    auto fetch_keys = [&](const Part &part) {
+        fetch<KEYS_ARE_FULL, KeyLayout>(shared + KEYS, part, key_pools, [&](const unsigned char *record) {
             decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), warp, lane);
         });
     };
-    auto bring_values = [&](const Part &part) {
-        bring<RAW_VALUES, ValueLayout>(shared + VALUES, part, value_pools, [&](const unsigned char *record) {
+    auto fetch_values = [&](const Part &part) {
+        fetch<VALUES_ARE_FULL, ValueLayout>(shared + VALUES, part, value_pools, [&](const unsigned char *record) {
             decode_values(shared + VALUES, record, part.number, Tables::values(shared), warp, lane);
         });
     };
 
-    if (walk.quantized > 0) Tables::fill(shared, key_tables, value_tables);
+    if (parts.quantized > 0) Tables::fill(shared, key_tables, value_tables);
     const Rows rows = {first + warp * WARP_ROWS, last, position};
-    const Queries queries(q + span.first_row * q_stride + head * GROUP * D, q_stride, rows, scale * 1.44269504f,
+    const Queries queries(q + span.first_row * q_stride + head * GROUP * D, q_stride, rows, scale * LOG2_E,
                           shared + QUERIES + warp * (MT * STEPS * 512), lane);
-    State state;
+    RowState state;
     __syncthreads();
 
-    const int parts = walk.parts();
+    const int count = parts.count();
 #pragma unroll 1
-    for (int n = -1; n < parts; ++n) {  // −1: nothing is there to be used yet
-        const Part part = walk.at(max(n, 0)), next = walk.at(min(n + 1, parts - 1));
-        const bool seen = n >= 0 && rows.see(part.start, window);
+    for (int n = -1; n < count; ++n) {  // at −1 there is nothing to use yet
+        const Part part = parts.at(max(n, 0)), next = parts.at(min(n + 1, count - 1));
+        const bool is_visible = n >= 0 && rows.see_any(part.start, window);
         if (n >= 0) {
-            both(part.region, warp, [&] { bring_values(part); }, [&] {
-                if (seen) state.weigh(queries, shared + KEYS, rows, part.start, window, lane);
+            overlap(part.region, warp, [&] { fetch_values(part); }, [&] {
+                if (is_visible) state.add_keys(queries, shared + KEYS, rows, part.start, window, lane);
             });
-            // Read again where registers are short.
-            const int newest = DP > 128 ? position + span.rows - 1 : held_newest;
+            // Computed again where registers are short.
+            const int newest = DP > 128 ? position + span.rows - 1 : kept_newest;
             if (part.start + PART - 1 > newest) clear_values(shared + VALUES, part.start, newest);
             __syncthreads();
         }
-        both(next.region, warp, [&] { if (n + 1 < parts) bring_keys(next); }, [&] {
-            if (seen) state.add(shared + VALUES, lane);
+        overlap(next.region, warp, [&] { if (n + 1 < count) fetch_keys(next); }, [&] {
+            if (is_visible) state.add_values(shared + VALUES, lane);
         });
         __syncthreads();
     }

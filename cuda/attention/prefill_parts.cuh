@@ -1,31 +1,21 @@
-// The parts of blocks that a CTA of prefill_attention.cu walks over, and how they come into shared memory:
-// full-precision ones are copied, quantized ones decoded. Part of that file, which says what the letters and DEFINES
-// are.
+// The parts of blocks that a CTA of prefill_attention.cu loops over, and how they are fetched into shared memory:
+// full-precision parts are copied, quantized parts decoded. Part of that file, which explains letters and DEFINES.
 
-constexpr int D = FullKeyLayout::D, DP = FullKeyLayout::DP, N = FullKeyLayout::N, STEPS = FullKeyLayout::STEPS;
-constexpr int PART = FullKeyLayout::PART, PARTS = FullKeyLayout::PARTS, PT = FullKeyLayout::PT;
-constexpr int TILES = FullKeyLayout::TILES, PART_BYTES = TILES * 512, EXACT_BYTES = FullKeyLayout::NBYTES;
+constexpr int PART_BYTES = TILES * 512, FULL_BYTES = FullKeyLayout::NBYTES;
 constexpr int MT = WARP_ROWS / 16;  // tiles of rows of a warp
 
-// Sides whose quantized blocks are full-precision records.
-constexpr bool RAW_KEYS = !KeyCodec::QUANTIZED && KeyLayout::MEAN_BITS == 0, RAW_VALUES = !ValueCodec::QUANTIZED;
-
-using Tables = SharedTables<KeyCodec, ValueCodec>;
 constexpr int KEYS = Tables::BYTES;  // the tables begin at 0
 constexpr int VALUES = KEYS + PART_BYTES;
 constexpr int QUERIES = VALUES + PART_BYTES;
-constexpr bool QUERIES_SHARED = MT > 1 && DP > 64;  // the registers are needed for sums
+constexpr bool QUERIES_SHARED = MT > 1 && DP > 64;  // registers are needed for sums
 constexpr int SHARED_BYTES = QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP * 2 : 0);
 
-constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr float NOTHING = -1e30f;  // the maximum before the first score: finite, for −inf − −inf is NaN
-
-// Where one side's records are: quantized ones, the sink's, those of new rows.
-struct Pools {
+// One side's pools: quantized records, the sink's, those of the new rows.
+struct SidePools {
     const unsigned char *quantized, *sink, *current;
 };
 
-enum Region { SINK, CODED, CURRENT };
+enum class Region { SINK, QUANTIZED, CURRENT };
 
 // One part of a block of one KV head.
 struct Part {
@@ -34,21 +24,21 @@ struct Part {
     int number;        // within the record
     int start;         // position of the first token
 
-    __device__ const unsigned char *full(const Pools &pools) const {
+    __device__ const unsigned char *full(const SidePools &pools) const {
         const unsigned char *const pool =
-            region == SINK ? pools.sink : region == CODED ? pools.quantized : pools.current;
-        return pool + record * EXACT_BYTES + number * PART_BYTES;
+            region == Region::SINK ? pools.sink : region == Region::QUANTIZED ? pools.quantized : pools.current;
+        return pool + record * FULL_BYTES + number * PART_BYTES;
     }
 };
 
-// The parts that rows at positions `first` … `last` see, in order.
-struct Walk {
+// The parts that are visible to rows at positions `first` … `last`, in order.
+struct VisibleParts {
     const Span &span;
     int kv_heads, head;
-    // Parts before the window, and parts seen.
+    // For each region, parts before the window (…_hidden) and visible parts.
     int sink_hidden, sink, quantized_hidden, quantized, current_hidden, current;
 
-    __device__ Walk(const Span &span, int kv_heads, int head, int first, int last, int window)
+    __device__ VisibleParts(const Span &span, int kv_heads, int head, int first, int last, int window)
         : span(span), kv_heads(kv_heads), head(head) {
         const int oldest = window > 0 ? max(0, first - window + 1) / PART : 0;  // part of the sequence
         sink = span.sink >= 0 ? PARTS : 0;
@@ -59,14 +49,15 @@ struct Walk {
         current -= current_hidden = min(max(0, oldest - span.current_block * PARTS), current);
     }
 
-    __device__ int parts() const { return sink + quantized + current; }
+    __device__ int count() const { return sink + quantized + current; }
 
     __device__ Part at(int n) const {
-        if (n < sink) return part(SINK, span.sink, 0, sink_hidden + n);
+        if (n < sink) return part(Region::SINK, span.sink, 0, sink_hidden + n);
         n += quantized_hidden - sink;
-        if (n < quantized_hidden + quantized) return part(CODED, span.ids()[n / PARTS], span.first_quantized, n);
+        if (n < quantized_hidden + quantized)
+            return part(Region::QUANTIZED, span.ids()[n / PARTS], span.first_quantized, n);
         n += current_hidden - quantized_hidden - quantized;
-        return part(CURRENT, span.current + n / PARTS, span.current_block, n);
+        return part(Region::CURRENT, span.current + n / PARTS, span.current_block, n);
     }
 
     // Part n of a region whose first block is block `block` of the sequence.
@@ -75,7 +66,7 @@ struct Walk {
     }
 };
 
-// Starts the copy of an exact part.
+// Starts the asynchronous copy of a full-precision part.
 __device__ __forceinline__ void copy_part(unsigned char *to, const unsigned char *from) {
     const int own = threadIdx.x * 16;
 #pragma unroll
@@ -84,7 +75,7 @@ __device__ __forceinline__ void copy_part(unsigned char *to, const unsigned char
     cp_async_commit();
 }
 
-// What tokens behind `newest` have becomes zero, in what this thread has copied: 0 times it is added.
+// Clears the values of tokens behind `newest`, which have weight 0 but may be NaN; each thread clears what it copied.
 __device__ __forceinline__ void clear_values(unsigned char *values, int start, int newest) {
     for (int i = threadIdx.x; i < PART_BYTES / 16; i += WARPS * 32) {
         unsigned *const a = reinterpret_cast<unsigned *>(values) + i * 4;
@@ -97,8 +88,8 @@ __device__ __forceinline__ void clear_values(unsigned char *values, int start, i
     }
 }
 
-// A register of a tile of keys: two neighbouring channels of a token of this norm, of which `mean` has been taken out.
-__device__ __forceinline__ unsigned whole_key(unsigned point, float norm, __half2 mean) {
+// A register of a key tile, two neighbouring channels of a token: point · norm + mean.
+__device__ __forceinline__ unsigned decoded_key(unsigned point, float norm, __half2 mean) {
     const __half2 x = as_half2(point);
     constexpr bool centred = KeyLayout::MEAN_BITS > 0;
     if constexpr (KeyCodec::NORMED && centred) return as_bits(__hfma2(x, __float2half2_rn(norm), mean));
@@ -107,8 +98,8 @@ __device__ __forceinline__ unsigned whole_key(unsigned point, float norm, __half
     return point;
 }
 
-// Decodes keys: warp W does the tiles from TILES · W / WARPS on. They are known when this is compiled, so that it loads
-// and looks up nothing else.
+// Decodes keys: warp W decodes the tiles from TILES · W / WARPS on. W is a constant, so that each warp's code loads and
+// looks up only its own tiles.
 template <int W = 0>
 __device__ __forceinline__ void decode_keys(unsigned char *to, const unsigned char *record, int part,
                                             const unsigned char *tables, int warp, int lane) {
@@ -128,7 +119,7 @@ __device__ __forceinline__ void decode_keys(unsigned char *to, const unsigned ch
             mean_tile<KeyLayout>(mean, record, t / PT, lane % 4);
 #pragma unroll
             for (int r = 0; r < 4; ++r)
-                a[r] = whole_key(a[r], norm[t % PT * 2 + r % 2], __hmul2(as_half2(mean[r / 2]), scale));
+                a[r] = decoded_key(a[r], norm[t % PT * 2 + r % 2], __hmul2(as_half2(mean[r / 2]), scale));
             reinterpret_cast<uint4 *>(to)[t * 32 + lane] = make_uint4(a[0], a[1], a[2], a[3]);
         }
     } else if constexpr (W + 1 < WARPS) {
@@ -136,7 +127,7 @@ __device__ __forceinline__ void decode_keys(unsigned char *to, const unsigned ch
     }
 }
 
-// The same for values, whose norms belong to columns: a lane gets those of tokens 2tg and 2tg + 1 from lanes of rows.
+// The same for values. Their tokens are columns: a lane gets the norms of its tokens from the lanes that load them.
 template <int W = 0>
 __device__ __forceinline__ void decode_values(unsigned char *to, const unsigned char *record, int part,
                                               const unsigned char *tables, int warp, int lane) {
@@ -172,12 +163,13 @@ __device__ __forceinline__ void decode_values(unsigned char *to, const unsigned 
     }
 }
 
-// One side of a part into shared memory. RAW: quantized blocks are full-precision records, too; decode(record) does it
-// for others.
-template <bool RAW, class Layout, class Decode>
-__device__ __forceinline__ void bring(unsigned char *to, const Part &part, const Pools &pools, const Decode &decode) {
-    if constexpr (!RAW) {
-        if (part.region == CODED) return decode(pools.quantized + part.record * Layout::NBYTES);
+// Fetches one side of a part into shared memory: copies it, or calls decode(record) if it is quantized.
+// IS_FULL: all records of this side are full-precision ones.
+template <bool IS_FULL, class Layout, class Decode>
+__device__ __forceinline__ void fetch(unsigned char *to, const Part &part, const SidePools &pools,
+                                      const Decode &decode) {
+    if constexpr (!IS_FULL) {
+        if (part.region == Region::QUANTIZED) return decode(pools.quantized + part.record * Layout::NBYTES);
     }
     copy_part(to, part.full(pools));
 }

@@ -1,6 +1,6 @@
-// The rows of scores of a warp of prefill_attention.cu: their queries, scores, and what has been summed up so far.
+// The rows of a warp of prefill_attention.cu: queries, scores, online softmax. Part of that file.
 
-// The rows of one warp: row i is token (first + i) / GROUP of the launch, those behind `last` repeat it.
+// The rows of one warp: row i is token (first + i) / GROUP of the launch; rows behind `last` repeat the last one.
 struct Rows {
     int first, last;  // of all T · GROUP rows of the KV head
     int position;     // of token 0
@@ -10,18 +10,18 @@ struct Rows {
     __device__ int at(int i) const { return position + row(i) / GROUP; }
     __device__ int oldest() const { return at(0); }
     __device__ int newest() const { return at(WARP_ROWS - 1); }
-    // Whether one of them sees one of PART tokens from `start` on.
-    __device__ bool see(int start, int window) const {
+    // Whether any of the rows sees any of the PART tokens from `start` on.
+    __device__ bool see_any(int start, int window) const {
         return any() && start <= newest() && (window == 0 || start + PART - 1 > oldest() - window);
     }
 };
 
-// The rows' queries as A operands, in registers or, each lane for itself, in shared memory.
+// The rows' queries as A operands, in registers or in shared memory, where each lane reads what it has written.
 struct Queries {
-    unsigned held[QUERIES_SHARED ? 1 : MT][QUERIES_SHARED ? 1 : STEPS][4];
+    unsigned registers[QUERIES_SHARED ? 1 : MT][QUERIES_SHARED ? 1 : STEPS][4];
     uint4 *shared;
 
-    // q: this KV head of token 0; factor makes scores powers of two.
+    // q: the KV head's first query of token 0. factor: scale · log₂e, so that weights are 2^score.
     __device__ __forceinline__ Queries(const float *q, long long q_stride, const Rows &rows, float factor,
                                        unsigned char *shared_bytes, int lane)
         : shared(reinterpret_cast<uint4 *>(shared_bytes) + lane) {
@@ -45,7 +45,7 @@ struct Queries {
                     shared[(m * STEPS + s) * 32] = make_uint4(a[0], a[1], a[2], a[3]);
                 } else {
 #pragma unroll
-                    for (int r = 0; r < 4; ++r) held[m][s][r] = a[r];
+                    for (int r = 0; r < 4; ++r) registers[m][s][r] = a[r];
                 }
             }
         }
@@ -57,12 +57,12 @@ struct Queries {
             a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
         } else {
 #pragma unroll
-            for (int r = 0; r < 4; ++r) a[r] = held[m][s][r];
+            for (int r = 0; r < 4; ++r) a[r] = registers[m][s][r];
         }
     }
 };
 
-// Products of MT row tiles and the two tiles of 8 that one tile in shared memory is: d[m][at], d[m][at + 1].
+// Multiplies MT row tiles by one tile of shared memory, two B operands: into d[m][at] and d[m][at + 1].
 template <int COUNT>
 __device__ __forceinline__ void multiply(float (&d)[MT][COUNT][4], int at, const unsigned (&a)[MT][4],
                                          const uint4 &tile) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply(float (&d)[MT][COUNT][4], int at, const
     }
 }
 
-// Scores of a part: [m][2i + c] has rows 16m + g and + 8, tokens 16i + 8c + 2tg and + 1.
+// Scores of a part: [m][2i + c] is of rows 16m + g and + 8, tokens 16i + 8c + 2tg and + 1.
 using Scores = float[MT][2 * PT][4];
 
 __device__ __forceinline__ void score(Scores &scores, const Queries &queries, const unsigned char *keys, int lane) {
@@ -95,8 +95,8 @@ __device__ __forceinline__ void score(Scores &scores, const Queries &queries, co
     }
 }
 
-// Scores of tokens that a row does not see become −inf; `start` is the part's first position.
-__device__ __forceinline__ void hide(Scores &scores, const Rows &rows, int start, int window, int lane) {
+// Sets the scores of tokens that a row does not see to −inf; start: the part's first position.
+__device__ __forceinline__ void mask_scores(Scores &scores, const Rows &rows, int start, int window, int lane) {
     const bool ahead = start + PART - 1 > rows.oldest(), behind = window > 0 && start <= rows.newest() - window;
     if (!ahead && !behind) return;
 #pragma unroll
@@ -110,44 +110,44 @@ __device__ __forceinline__ void hide(Scores &scores, const Rows &rows, int start
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     const int token = 8 * i + lane % 4 * 2 + c;
-                    if (token > newest || token < oldest) scores[m][i][2 * h + c] = __int_as_float(0xff800000);
+                    if (token > newest || token < oldest) scores[m][i][2 * h + c] = NEGATIVE_INFINITY;
                 }
         }
 }
 
-// What a warp knows so far.
-struct State {
-    float mix[MT][2 * STEPS][4];         // [m][2j + c]: rows 16m + g and + 8, channels 16j + 4tg + c and + 2
-    float top[MT][2], total[MT][2];      // of rows g and g + 8; totals are of this lane's tokens
+// The online softmax of a warp's rows.
+struct RowState {
+    float acc[MT][2 * STEPS][4];         // [m][2j + c]: rows 16m + g and + 8, channels 16j + 4tg + c and + 2
+    float top[MT][2], sum[MT][2];      // of rows g and g + 8; totals are of this lane's tokens
     unsigned weights[MT][PT][4];         // of the part at hand, A operands
 
-    __device__ __forceinline__ State() {
+    __device__ __forceinline__ RowState() {
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            top[m][0] = top[m][1] = NOTHING;
-            total[m][0] = total[m][1] = 0.0f;
+            top[m][0] = top[m][1] = LOWEST;
+            sum[m][0] = sum[m][1] = 0.0f;
 #pragma unroll
             for (int j = 0; j < 2 * STEPS; ++j)
 #pragma unroll
-                for (int c = 0; c < 4; ++c) mix[m][j][c] = 0.0f;
+                for (int c = 0; c < 4; ++c) acc[m][j][c] = 0.0f;
         }
     }
 
-    // Weights of a part's tokens; what was there before is scaled to the new maximum.
-    __device__ __forceinline__ void weigh(const Queries &queries, const unsigned char *keys, const Rows &rows,
+    // Computes the weights of a part's tokens, and scales acc and sum to the new maximum.
+    __device__ __forceinline__ void add_keys(const Queries &queries, const unsigned char *keys, const Rows &rows,
                                           int start, int window, int lane) {
         Scores scores;
         score(scores, queries, keys, lane);
-        hide(scores, rows, start, window, lane);
+        mask_scores(scores, rows, start, window, lane);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            rise(scores[m], top[m], total[m], mix[m]);
+            raise_maximum(scores[m], top[m], sum[m], acc[m]);
 #pragma unroll
             for (int i = 0; i < 2 * PT; ++i) {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     scores[m][i][c] = exp2_fast(scores[m][i][c] - top[m][c / 2]);
-                    total[m][c / 2] += scores[m][i][c];
+                    sum[m][c / 2] += scores[m][i][c];
                 }
                 weights[m][i / 2][i % 2 * 2] = as_bits(__floats2half2_rn(scores[m][i][0], scores[m][i][1]));
                 weights[m][i / 2][i % 2 * 2 + 1] = as_bits(__floats2half2_rn(scores[m][i][2], scores[m][i][3]));
@@ -155,8 +155,8 @@ struct State {
         }
     }
 
-    static __device__ __forceinline__ void rise(const float (&scores)[2 * PT][4], float (&top)[2], float (&total)[2],
-                                                float (&mix)[2 * STEPS][4]) {
+    static __device__ __forceinline__ void raise_maximum(const float (&scores)[2 * PT][4], float (&top)[2],
+                                                         float (&sum)[2], float (&acc)[2 * STEPS][4]) {
         float next[2] = {top[0], top[1]};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -165,18 +165,18 @@ struct State {
             next[h] = fmaxf(next[h], __shfl_xor_sync(ALL_LANES, next[h], 1));
             next[h] = fmaxf(next[h], __shfl_xor_sync(ALL_LANES, next[h], 2));
         }
-        if (!__any_sync(ALL_LANES, next[0] > top[0] || next[1] > top[1])) return;  // as a rule, soon
+        if (!__any_sync(ALL_LANES, next[0] > top[0] || next[1] > top[1])) return;  // rare after the first parts
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float fade = exp2_fast(top[h] - next[h]);
+            const float rescale = exp2_fast(top[h] - next[h]);
             top[h] = next[h];
-            total[h] *= fade;
+            sum[h] *= rescale;
 #pragma unroll
-            for (int j = 0; j < 2 * STEPS; ++j) mix[j][2 * h] *= fade, mix[j][2 * h + 1] *= fade;
+            for (int j = 0; j < 2 * STEPS; ++j) acc[j][2 * h] *= rescale, acc[j][2 * h + 1] *= rescale;
         }
     }
 
-    __device__ __forceinline__ void add(const unsigned char *values, int lane) {
+    __device__ __forceinline__ void add_values(const unsigned char *values, int lane) {
 #pragma unroll
         for (int u = 0; u < PT; ++u) {
             unsigned a[MT][4];
@@ -186,28 +186,28 @@ struct State {
                 for (int r = 0; r < 4; ++r) a[m][r] = weights[m][u][r];
 #pragma unroll
             for (int j = 0; j < STEPS; ++j)
-                multiply(mix, 2 * j, a, reinterpret_cast<const uint4 *>(values)[(u * STEPS + j) * 32 + lane]);
+                multiply(acc, 2 * j, a, reinterpret_cast<const uint4 *>(values)[(u * STEPS + j) * 32 + lane]);
         }
     }
 
-    // out: this KV head of token 0. scale: what everything is multiplied with.
+    // Writes the rows. out: the KV head's first vector of token 0. scale: a factor of all results.
     __device__ __forceinline__ void write(float *out, int heads, const Rows &rows, float scale, int lane) const {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                float sum = total[m][h];
-                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+                float row_sum = sum[m][h];
+                row_sum += __shfl_xor_sync(ALL_LANES, row_sum, 1);
+                row_sum += __shfl_xor_sync(ALL_LANES, row_sum, 2);
                 const int row = rows.first + 16 * m + 8 * h + lane / 4;
                 float *const to = out + ((long long)(row / GROUP) * heads + row % GROUP) * D + lane % 4 * 4;
-                const float factor = scale / sum;
+                const float factor = scale / row_sum;
 #pragma unroll
                 for (int j = 0; j < STEPS; ++j)
                     if (row <= rows.last && 16 * j + lane % 4 * 4 < D)
                         *reinterpret_cast<float4 *>(to + 16 * j) =
-                            make_float4(mix[m][2 * j][2 * h] * factor, mix[m][2 * j + 1][2 * h] * factor,
-                                        mix[m][2 * j][2 * h + 1] * factor, mix[m][2 * j + 1][2 * h + 1] * factor);
+                            make_float4(acc[m][2 * j][2 * h] * factor, acc[m][2 * j + 1][2 * h] * factor,
+                                        acc[m][2 * j][2 * h + 1] * factor, acc[m][2 * j + 1][2 * h + 1] * factor);
             }
     }
 };

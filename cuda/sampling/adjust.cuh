@@ -12,8 +12,6 @@ struct __align__(16) Params {
     double presence, frequency;
 };
 
-#define NEGATIVE_INFINITY __int_as_float(0xff800000)
-
 struct Lists {
     const double *dry;
     const int *dry_ids, *bias_ids;
