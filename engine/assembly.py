@@ -1,4 +1,4 @@
-"""Putting an engine together: settings, weights, the store's size, the backend."""
+"""Assembles an engine: checks settings, loads weights, plans and allocates the KV store."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Encoding:
-    """Parts of encoding well, each of which can be left out to measure what it is worth."""
+    """Parts of the encoder that can be turned off, to measure what each contributes."""
 
-    smoothing: bool = True  # channels of keys, by how much keys vary and queries ask
-    feedback: bool = True  # later pairs of a vector make up for the errors of earlier ones
-    tilt: bool = True  # norms of keys, by the queries that attend to them
-    token_feedback: bool = True  # later tokens of a block make up for the errors of earlier ones, in values
-    small_means: bool = True  # block means in 8 bits a channel instead of 16
+    smoothing: bool = True  # scale each channel of keys by the spread of keys and queries
+    feedback: bool = True  # error feedback along a vector: later pairs make up for the errors of earlier ones
+    tilt: bool = True  # weight the norms of keys by the queries that attend to them
+    token_feedback: bool = True  # error feedback along the tokens of a block, in values
+    small_means: bool = True  # block means in 8 bits per channel instead of 16
 
 
 WHOLE = Encoding()
@@ -56,7 +56,7 @@ WHOLE = Encoding()
 
 @dataclass
 class Parts:
-    """What an engine is made of."""
+    """The parts of an engine. source: the model as the loader has it; model: its forward pass."""
 
     config: EngineConfig
     source: model_loaders.Model
@@ -64,13 +64,14 @@ class Parts:
     model: Transformer
 
     def close(self) -> None:
+        """Close the weights' files."""
         self.source.weights.close()
 
 
 def settle(
     path: str | os.PathLike[str] | None, config: EngineConfig | None, settings: Mapping[str, Any]
 ) -> EngineConfig:
-    """One EngineConfig out of everything `Engine.load` was given. Raises EngineError on an unknown or wrong setting."""
+    """The checked EngineConfig from the arguments of `Engine.load`. Raises EngineError for an invalid setting."""
     known = {f.name for f in fields(EngineConfig)}
     unknown = sorted(set(settings) - known)
     if unknown:
@@ -89,7 +90,7 @@ def settle(
 
 
 def _check_values(config: EngineConfig) -> None:
-    """What can be told without a model."""
+    """Check everything that needs no model. Raises EngineError."""
     if config.ctx_size < 0:
         raise _wrong("ctx_size", config, "give a number of tokens, or 0 for the model's own")
     if config.threads < 0:
@@ -112,7 +113,7 @@ def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:
 
 
 def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE) -> Parts:
-    """Load the model and make room for its cache. Raises EngineError."""
+    """Load the model and allocate its KV store. Raises EngineError."""
     try:
         return _assemble(config, verbose, encoding)
     except model_loaders.LoadError as error:
@@ -153,13 +154,13 @@ def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> 
 
 
 def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
-    """How every layer stores its K/V. Raises EngineError for a cache type that does not exist or cannot serve."""
+    """The shape of all layers' caches. Raises EngineError for a cache type that does not fit the model."""
     mean_bits = 8 if encoding.small_means else 16
     layers = tuple(
         LayerShape(
             codec_k,
             codec_v,
-            # An unrotated codec of full precision gains nothing from centring.
+            # Full precision gains nothing from centring.
             mean_bits=mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0,
             window=model.window(layer),
         )
@@ -181,7 +182,7 @@ def _store(
     plan: StorePlan,
     say: Say,
 ) -> KVStore:
-    """The store, scaled as the weights say, with keys smoothed and errors weighed as the calibration says, if any."""
+    """The KV store, with scales from the weights, and smoothing and error metrics from the calibration, if any."""
     shape, d = plan.shape, plan.shape.head_dim
     quantized = any(codecs.is_quantized(codec) for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
     statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
@@ -192,34 +193,34 @@ def _store(
     sizes = variances(
         ops, source.config, weights, [shape.block_size if layer.mean_bits else None for layer in shape.layers]
     )
-    for layer, of, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True):
-        s = smoothing(measured) if measured and of.mean_bits and encoding.smoothing else None
-        stored = Conditioning(of.codec_k.rotation(d), of.codec_v.rotation(d), scale(size, s))
+    for layer, layer_shape, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True):
+        s = smoothing(measured) if measured and layer_shape.mean_bits and encoding.smoothing else None
+        stored = Conditioning(layer_shape.codec_k.rotation(d), layer_shape.codec_v.rotation(d), scale(size, s))
         conditioning.append(stored)
         if measured is None:
             metrics.append((None, None))
         else:
-            metrics.append(_metrics(encoding, of, stored, measured, ops.rows(layer.out), shape))
+            metrics.append(_metrics(encoding, layer_shape, stored, measured, ops.rows(layer.out), shape))
     return KVStore(ops, plan, conditioning, metrics)
 
 
 def _metrics(
     encoding: Encoding,
-    of: LayerShape,
+    layer: LayerShape,
     stored: Conditioning,
     measured: LayerStatistics,
     output: np.ndarray,
     shape: CacheShape,
 ) -> Metrics:
-    """What errors of one layer's keys and values cost; None for a codec that is no table."""
+    """The error metrics of a layer's keys and values; None for a codec that does not round to a table of points."""
     k = v = None
-    if of.codec_k.rounding is not None:
+    if layer.codec_k.rounding is not None:
         assert stored.scale is not None
         s, rotation = stored.scale.keys, stored.key_rotation
-        k = key_metric(measured.query_second, measured.query_mean, s, rotation, of.codec_k.rounding)
-    if of.codec_v.rounding is not None:
+        k = key_metric(measured.query_second, measured.query_mean, s, rotation, layer.codec_k.rounding)
+    if layer.codec_v.rounding is not None:
         tokens = measured.token_correlation if encoding.token_feedback else None
-        rounding = of.codec_v.rounding
+        rounding = layer.codec_v.rounding
         v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, rounding, tokens)
     if k is not None and not encoding.tilt:
         k = replace(k, tilt_second=None, tilt_mean=None)
@@ -229,8 +230,8 @@ def _metrics(
 
 
 def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, weights: int, say: Say) -> StorePlan:
-    """How large the store is: kv_memory, else what the context needs, as far as there is room beside so many weights
-    and the work on a prompt of that length."""
+    """The plan of the KV store: for kv_memory, else for the context, as far as memory allows beside `weights` bytes and
+    the work on a prompt of that length."""
 
     def beside(tokens: int) -> int:
         return ops.work_bytes(Load(model, shape.format(0), tokens, config.parallel))
@@ -249,13 +250,13 @@ def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape,
     if plan.tokens > model.max_context:
         say(
             f"warning: the context of {plan.tokens:,} tokens goes beyond the {model.max_context:,} that this model was "
-            "trained on, and answers there may make no sense"
+            "trained on; answers beyond that may make no sense"
         )
     return plan
 
 
 def fit_line(parts: Parts) -> str:
-    """Model, dtype, memory for weights, KV blocks, and how many tokens fit."""
+    """One line for users: the model, its dtype, memory of weights and KV store, and how many tokens fit."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
     weights = f"{model.dtype} weights as {ops.weight_type(model.dtype)}, {format_bytes(parts.model.weights.bytes)}"

@@ -11,9 +11,9 @@ DEFAULT_CACHE_TYPE = "balanced"
 
 
 def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
-    """A dataclass field with its command-line names and the sentence that explains it.
+    """A dataclass field with the names of its flag and the help for it.
 
-    `more` may hold what `engine.flags` says; a field without flags is not on the command line.
+    more: the other metadata that `engine.flags` reads. A field without flags is not on the command line.
     """
     metadata = {"flags": flags, "help": help, **more}
     if default is dict:
@@ -34,7 +34,10 @@ class EngineConfig:
         help="folder of safetensors or a .gguf file; without it, the demonstration model (SmolLM2-135M-Instruct)",
     )
     device: str = setting(
-        "auto", "--device", choices=("auto", "cpu", "cuda"), help="where the model runs; auto takes a GPU if it can"
+        "auto",
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        help="where the model runs; auto takes a GPU if it can use one",
     )
     ctx_size: int = setting(
         0, "-c", "--ctx-size", metavar="N", help="tokens of context; 0 takes the model's own, as far as memory allows"
@@ -50,33 +53,33 @@ class EngineConfig:
         "-ctk",
         "--cache-type-k",
         metavar="TYPE",
-        help="how keys are stored, where it is not --cache-type; ring4@0-1,ring3.5 gives layers 0 and 1 another type",
+        help="type of keys, in place of --cache-type; ring4@0-1,ring3.5 gives layers 0 and 1 another type",
     )
     cache_type_v: str | None = setting(
-        None, "-ctv", "--cache-type-v", metavar="TYPE", help="how values are stored, likewise"
+        None, "-ctv", "--cache-type-v", metavar="TYPE", help="type of values, in place of --cache-type"
     )
     kv_memory: str | None = setting(
         None,
         "--kv-memory",
         metavar="SIZE",
-        help="memory for the KV store, such as 512M or 2G; without it, what the context needs",
+        help="memory for the KV store, such as 512M or 2G; without it, as much as the context needs",
     )
     key_conditioning: bool = setting(
         True,
         "--no-key-conditioning",
-        help="quantize keys as they are: the mean of each block is not taken out, and nothing is calibrated",
+        help="quantize keys without subtracting the mean of each block, and without calibration",
     )
     calibration: bool = setting(
         True,
         "--no-calibration",
-        help="do not run the model over a short text first to learn which errors matter; takes the nearest codes",
+        help="do not calibrate on a short text; round keys and values to the nearest codes",
     )
     threads: int = setting(
         0,
         "-t",
         "--threads",
         metavar="N",
-        help="CPU threads; 0 follows OMP_NUM_THREADS, or else takes one or all for a step, whichever is faster",
+        help="CPU threads; 0 follows OMP_NUM_THREADS, or else uses one or all for a step, whichever is faster",
     )
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
@@ -85,23 +88,23 @@ class EngineConfig:
         0.5,
         "--prefill-share",
         metavar="SHARE",
-        help="share of the time that new prompts get while answers are generated, between 0 and 1",
+        help="share of the time for prefill while answers are generated, between 0 and 1",
     )
     kept_sequences: int = setting(
         4,
-        help="finished sequences that the store has full-precision blocks for, for next turns to find; 0 finds nothing",
+        help="finished sequences that the store has full-precision blocks for; 0 turns the prefix cache off",
     )
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, and when generation ends. None takes the model's default, else the one named.
+    """How the next token is chosen, and when generation ends. None takes the model's default, else the one in brackets.
 
-    Raises EngineError, naming the field, on a value of a wrong type or out of range.
+    Raises EngineError, naming the field, for a value of a wrong type or out of range.
     """
 
     max_tokens: int = setting(
-        -1, "-n", "--predict", metavar="N", help="tokens to generate at most; -1 goes on to the end of the context"
+        -1, "-n", "--predict", metavar="N", help="most tokens to generate; -1 goes on to the end of the context"
     )
     temperature: float | None = setting(None, "--temp", metavar="T", help="0 is greedy [the model's, else 0.8]")
     top_k: int | None = setting(
@@ -128,7 +131,7 @@ class SamplingParams:
     frequency_penalty: float = setting(
         0.0, "--frequency-penalty", metavar="X", help="subtract X for each time a token is among the last 64"
     )
-    repeat_last_n: int = setting(64, help="how many of the last tokens these three look at, 64 at most")
+    repeat_last_n: int = setting(64, help="last tokens that these three penalties look at, 64 at most")
     dry_multiplier: float | None = setting(
         None,
         "--dry-multiplier",
@@ -152,7 +155,7 @@ class SamplingParams:
         "--dry-sequence-breaker",
         metavar="TEXT",
         text=True,
-        help="where DRY takes a repetition to begin anew; may be repeated "
+        help="text at which DRY starts to look for repetitions anew; may be repeated "
         "[the model's, else line end, colon, quotation mark, asterisk]",
     )
     logit_bias: dict[int, float] = setting(
@@ -173,10 +176,10 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "--ignore-eos", help="go on after an end-of-sequence token")
     logprobs: int | None = setting(
         None,
-        help="give the log-probability of each generated token, and of so many (0 to 20) most likely ones in its place",
+        help="return the log-probability of each generated token, and of this many most likely tokens (0 to 20)",
     )
-    stop_token_ids: tuple[int, ...] = setting((), help="end the answer at these tokens, as at the model's own ends")
-    min_tokens: int = setting(0, help="no token that ends the answer is drawn before so many others")
+    stop_token_ids: tuple[int, ...] = setting((), help="end the answer at these tokens, as at EOS tokens")
+    min_tokens: int = setting(0, help="fewest tokens to generate before EOS or one of stop_token_ids may be drawn")
 
     def __post_init__(self) -> None:
         limits.check(limits.SAMPLING, vars(self))
@@ -184,14 +187,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How a prompt is read, and which stored tokens may stand for its own.
+    """How a prompt is tokenized, and which cached tokens it may reuse.
 
-    Raises EngineError, naming the field, on a value of a wrong type.
+    Raises EngineError, naming the field, for a value of a wrong type.
     """
 
     parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
-    cache_prompt: bool = True  # False: all of it is computed, whatever the store has
-    cache_salt: str = ""  # what one request has stored is found by those alone that have the same salt
+    cache_prompt: bool = True  # False: compute the whole prompt, without the prefix cache
+    cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
 
     def __post_init__(self) -> None:
         limits.check(limits.OPTIONS, vars(self))

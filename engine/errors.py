@@ -8,13 +8,13 @@ _MOST_SHOWN = 80  # characters of a value in a sentence
 
 
 class EngineError(Exception):
-    """Something the user asked for cannot be done. The message says what, where, and what to do.
+    """A request or a setting cannot be served. The message is for the user: what is wrong, where, and what to do.
 
     `code` is stable: "context_length_exceeded", "invalid_request", "device_unavailable", "out_of_memory", "closed",
-    "forked" (of an engine of the parent process), "model_unavailable" (its files are missing or cannot be used),
-    "model_damaged", "session" (of a session file), "storage" (of the place for one). `numbers` are what the sentence
-    counts, for programs: with "context_length_exceeded" the context, "n_ctx", and the prompt's tokens,
-    "n_prompt_tokens", or the least of them.
+    "forked" (the engine cannot be used in a child process), "model_unavailable" (its files are missing or cannot be
+    used), "model_damaged", "session" (a session file is wrong), "storage" (a file cannot be read or written).
+    `numbers` are for programs: with "context_length_exceeded", "n_ctx" is the context and "n_prompt_tokens" the
+    prompt's tokens, or a lower bound.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class EngineError(Exception):
 
 
 def shown(value: Any) -> str:
-    """A value that somebody has given, in a sentence: as Python writes it, cut where it is long.
+    """A value as text for an error message: its repr, shortened to 80 characters.
 
     >>> shown("no"), shown([7] * 100)
     ("'no'", '[7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7,…')

@@ -1,8 +1,8 @@
-"""A command line out of frozen dataclasses: flags, defaults and `--help` come from the fields' metadata.
+"""Command lines from frozen dataclasses: flags, defaults and `--help` come from the fields' metadata.
 
-Metadata is what `config.setting` stores: `flags`, `help`, and where they apply `metavar`, `choices`, `bare` (the value
-of a flag that is given without one) and `text` (the value is for the model, and has to be UTF-8). A field without flags
-is not on the command line.
+`config.setting` stores the metadata: `flags`, `help`, and optionally `metavar`, `choices`, `bare` (the value of a flag
+that is given without one) and `text` (the value is text for the model and must be UTF-8). A field without flags is not
+on the command line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 
 Check = Callable[[Any], "str | None"]
-"""What is wrong with a value, as a sentence for the user, or None."""
+"""From a value to what is wrong with it, as a sentence for the user; None if it is valid."""
 
 
 def that(holds: Callable[[Any], bool], sentence: str) -> Check:
-    """A check whose complaint is `sentence`, for values that `holds` is false of."""
+    """A check that complains with `sentence` unless `holds(value)`."""
     return lambda value: None if holds(value) else sentence
 
 
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Names the value once, after the last spelling of a flag."""
+    """Writes a flag's value once, after its last name."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
@@ -66,9 +66,9 @@ class _Help(argparse.HelpFormatter):
 def parse(
     argv: Sequence[str], groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
 ) -> list[Any]:
-    """One instance per dataclass of `groups` (title: class), with the values of `argv` over the fields' defaults.
+    """One instance per dataclass of `groups` (title: class), with the values in `argv`, else the fields' defaults.
 
-    `checks` is keyed by field name. Raises FlagError; `--help` and `--version` print and raise SystemExit(0).
+    checks: field name → check. Raises FlagError; `--help` and `--version` print and raise SystemExit(0).
     """
     parser = _Parser(
         prog=prog,
@@ -92,7 +92,7 @@ def parse(
 
 
 def describe(cls: type) -> Iterator[tuple[str, str]]:
-    """The flags of a dataclass for people: ("-c, --ctx-size N", "tokens of context; … (default: 0)")."""
+    """(flag, help) of each field on the command line: ("-c, --ctx-size N", "tokens of context; … (default: 0)")."""
     for field in _on_command_line(cls):
         names = ", ".join(field.metadata["flags"])
         if not _is_switch(field):
@@ -102,12 +102,12 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def close_to(word: str, known: Iterable[str]) -> str | None:
-    """The one of the `known` words that is most similar to a mistyped one; None if none is."""
+    """The known word that is most similar to `word`; None if none is similar."""
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def in_flags(error: EngineError) -> str:
-    """The sentence of an error for a command line: with flags in place of the settings that it names.
+    """The message of an error with flags in place of the settings that it names.
 
     >>> in_flags(EngineError("threads=-1: give a number of threads", settings=("threads",)))
     '--threads -1: give a number of threads'
@@ -120,7 +120,7 @@ def in_flags(error: EngineError) -> str:
                 sentence = sentence.replace(f"{field.name}={not field.default}", flag)
             else:
                 sentence = re.sub(rf"\b{field.name}=", f"{flag} ", sentence)
-            if "_" in field.name:  # no word of the language
+            if "_" in field.name:  # other names are English words as well
                 sentence = re.sub(rf"\b{field.name}\b", flag, sentence)
     return sentence
 
@@ -146,14 +146,14 @@ def _explain(field: Field[Any]) -> str:
 
 
 def _meant(word: str, groups: Mapping[str, type]) -> str:
-    """The flag that is most similar to an unknown word, in brackets; empty if none is."""
+    """A hint at the flag that is most similar to an unknown word; empty if none is similar."""
     known = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in field.metadata["flags"]]
     flag = close_to(word.partition("=")[0], ["--help", "--version", *known]) if word.startswith("-") else None
     return f" (did you mean {flag}?)" if flag else ""
 
 
 def _version() -> str:
-    """The line of `--version`; a checkout that is not installed has no version."""
+    """The line that `--version` prints. A checkout that is not installed has no version."""
     try:
         return f"polarlm {importlib.metadata.version('polarlm')}"
     except importlib.metadata.PackageNotFoundError:
@@ -161,9 +161,9 @@ def _version() -> str:
 
 
 def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
-    """`-p -x` as `--prompt=-x`: a flag that needs a value takes the next word as it is, also one with a dash.
+    """`argv` with `-p -x` as `--prompt=-x`: a flag that needs a value takes the next word, even one with a dash.
 
-    Raises FlagError for `--` alone.
+    Raises FlagError for the value `--`.
     """
     long_names = {
         flag: field.metadata["flags"][-1]
@@ -175,7 +175,7 @@ def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
     words, joined = iter(argv), []
     for word in words:
         value = next(words, None) if word in long_names else None
-        if value == "--":  # argparse takes it out again, before Python 3.12
+        if value == "--":  # argparse drops it before Python 3.12
             raise FlagError(f"{word}: the value cannot be '--'")
         joined.append(word if value is None else f"{long_names[word]}={value}")
     return joined
@@ -186,7 +186,7 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
     if _is_switch(field):
         group.add_argument(*field.metadata["flags"], action="store_false" if field.default else "store_true", **options)
         return
-    # argparse writes choices after a colon of its own, so they need no metavar.
+    # argparse lists choices itself, so they need no metavar.
     if "choices" in field.metadata:
         options["choices"] = field.metadata["choices"]
     else:
@@ -201,7 +201,7 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
 
 
 def _collect(container: type) -> type[argparse.Action]:
-    """An action that gathers the values of a repeated flag in a tuple or a dict."""
+    """An action that collects the values of a repeated flag in a tuple or a dict."""
 
     class Collect(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
@@ -226,7 +226,7 @@ def _checked(read: Callable[[str], Any], check: Check | None) -> Callable[[str],
 
 
 def _reader(annotation: Any) -> tuple[type | None, Callable[[str], Any]]:
-    """How the words of a flag become a field's value: the container of a repeated flag, and one word's reader."""
+    """(container of a repeated flag or None, parser of one value) for a field of type `annotation`."""
     arguments, container = typing.get_args(annotation), typing.get_origin(annotation)
     if type(None) in arguments:
         (given,) = (kind for kind in arguments if kind is not type(None))
@@ -253,7 +253,7 @@ def _read_float(text: str) -> float:
 
 
 def _read_text(text: str) -> str:
-    """A word in UTF-8, also where the locale's encoding cannot say it and its bytes have come as lone surrogates."""
+    """A UTF-8 argument as text, even if the locale's encoding lacks it and its bytes came as lone surrogates."""
     try:
         text.encode()
         return text
@@ -266,7 +266,7 @@ def _read_text(text: str) -> str:
 
 
 def _read_bias(text: str) -> tuple[int, float]:
-    """`42-1.5` as (42, -1.5): a token id, a sign, a number."""
+    """`42-1.5` → (42, -1.5): a token id, then a signed number."""
     found = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*|\.\d+))", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"takes a token id and a signed number, as in 42-1.5, not {text!r}")

@@ -1,4 +1,4 @@
-"""Which values the fields of SamplingParams and of PromptOptions may have, and which roles messages may have."""
+"""Valid values of the fields of SamplingParams and PromptOptions, and valid roles of messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from engine.errors import EngineError, shown
 
-PENALTY_WINDOW = 64  # last tokens, prompt included, that the penalties look at, at most
-MOST_LOGPROBS = 20  # tokens whose log-probabilities may be asked for at each place
-_ROLES = ("system", "user", "assistant", "tool")  # as templates know them
-_MAX_BIAS = 1e6  # far from where float32 logits overflow
+PENALTY_WINDOW = 64  # most last tokens, prompt included, that the penalties look at
+MOST_LOGPROBS = 20  # most tokens that log-probabilities can be requested for at each position
+_ROLES = ("system", "user", "assistant", "tool")  # that templates know
+_MAX_BIAS = 1e6  # far below the overflow of float32 logits
 
 
 def _whole(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
@@ -42,7 +42,7 @@ def _is_id_list(value: Any) -> bool:
 
 
 Limits = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""Field → whether a value is within its limits, and the limits as a sentence has them."""
+"""Field → (whether a value is valid, the valid values in words)."""
 
 SAMPLING: Limits = {
     "temperature": (lambda value: value is None or _number(value, 0, 1e4), "a number from 0 (greedy) up"),
@@ -83,22 +83,22 @@ OPTIONS: Limits = {
 
 
 def complaint(limits: Limits, name: str, value: Any) -> str | None:
-    """What is wrong with a value of field `name`, as "is -1, but must be …"; None for one within its limits."""
+    """What is wrong with a value of field `name`, as "is -1, but must be …"; None if it is valid."""
     holds, wanted = limits[name]
     return None if holds(value) else f"is {shown(value)}, but must be {wanted}"
 
 
 def check(limits: Limits, values: Mapping[str, Any]) -> None:
-    """Raises EngineError naming the first field with a wrong type or value."""
+    """Raises EngineError that names the first field with an invalid value."""
     for name in limits:
         if wrong := complaint(limits, name, values[name]):
             raise EngineError(f"{name} {wrong}")
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:
-    """Raises EngineError for a role that no template knows: some render it, others drop the message without a word.
+    """Raises EngineError for a role that templates do not know: some render it, others silently drop the message.
 
-    Messages that are not mappings, or have no role, are refused elsewhere.
+    Messages that are not mappings, or have no role, are refused by `chat_ids`.
     """
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None

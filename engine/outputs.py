@@ -1,4 +1,4 @@
-"""What the engine hands out."""
+"""Results of the engine: chunks, completions, usage, scores, status."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Usage:
-    """What one request took. Seconds are time spent computing, without time in the queue."""
+    """Tokens and seconds of a request. Seconds are those of computing, without the time in the queue."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompt: already in the KV store, not prefilled again
+    cached_tokens: int  # prompt tokens that were found in the KV store
     completion_tokens: int
     prefill_seconds: float  # up to the logits of the first token
-    generation_seconds: float  # steps after it that gave a token
+    generation_seconds: float  # of the later steps that gave a token
 
     @property
     def prompt_rate(self) -> float:
-        """Prefilled tokens a second."""
+        """Prefilled tokens per second."""
         return (self.prompt_tokens - self.cached_tokens) / max(self.prefill_seconds, 1e-9)
 
     @property
     def generation_rate(self) -> float:
-        """Steps a second; the first token comes out of the prefill."""
+        """Steps per second; the first token comes from the prefill."""
         return max(0, self.completion_tokens - 1) / max(self.generation_seconds, 1e-9)
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely a generated token was, in nats, and what else could have come in its place.
+    """The log-probability of a generated token, in nats, and those of the most likely tokens in its place.
 
-    The distribution is the model's own: log-softmax of its logits over the vocabulary, before bias, penalties,
-    temperature and any cut, whatever the token was then drawn from. Computed in float64; every value is finite.
+    They are of the model's own distribution: log-softmax of its logits over the vocabulary, before bias, penalties,
+    temperature, top-k, top-p and min-p. Computed in float64; every value is finite.
     """
 
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # (id, logprob) of the most likely tokens, best first, equal ones by id
+    top: tuple[tuple[int, float], ...]  # (id, logprob) of the most likely tokens, best first, ties by id
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Chunk:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None  # on the last chunk: "stop", "length" or "cancelled"
     usage: Usage | None = None  # on the last chunk
-    prefilled: int = 0  # progress of a prompt: tokens done, of prompt_tokens
+    prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()  # of each of token_ids, where `SamplingParams.logprobs` asks for them
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token id if `SamplingParams.logprobs` is set
 
 
 class Outbox(Protocol):
-    """Where chunks go."""
+    """Receives the chunks of a request."""
 
     def append(self, item: Chunk | Exception, /) -> None:
-        """Take a chunk, or an error in place of a last one. May not wait for anything."""
+        """Append a chunk, or an error in place of the last chunk. Must not block."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Completion:
 
 
 def fold(chunks: Iterable[Chunk]) -> Completion:
-    """The completion that a stream amounts to."""
+    """The completion that consists of `chunks`."""
     pieces = list(chunks)
     last = pieces[-1]
     assert last.finish_reason is not None
@@ -90,12 +90,12 @@ class Score:
     """Teacher-forced results for ids (T,)."""
 
     logprobs: np.ndarray  # (T − 1,) float32: log p(ids[t + 1] | ids[: t + 1])
-    logits: np.ndarray  # (T, V) float32 where they were asked for, else (0, V)
+    logits: np.ndarray  # (T, V) float32 if requested, else (0, V)
 
 
 @dataclass(frozen=True)
 class Threads:
-    """How many CPU threads a step takes, and why so many, in a few words."""
+    """The number of CPU threads of a step, and the reason for it in a few words."""
 
     number: int
     why: str
@@ -103,24 +103,23 @@ class Threads:
 
 @dataclass(frozen=True)
 class Status:
-    """How busy an engine is. Blocks are quantized blocks of the groups of layers, together; each is used, kept or
-    free."""
+    """Counts of requests and of quantized blocks, over all groups of layers. A block is used, kept or free."""
 
     running: int  # requests that take part in steps
-    waiting: int  # requests that do not yet
+    waiting: int  # requests in the queue or in prefill
     blocks: int
     blocks_used: int  # held by requests
-    blocks_kept: int  # held by none: a next turn can find what is in them, until they are needed for something else
-    blocks_free: int  # with nothing in them that anybody could find
+    blocks_kept: int  # held by no request; the prefix cache can find them until they are allocated again
+    blocks_free: int  # held by no request and not in the prefix cache
     threads: Threads | None  # None on a GPU
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What the cache of the most recent sequence takes."""
+    """Memory of the newest sequence in the KV store."""
 
     tokens: int
-    bytes: int  # blocks and full-precision slots it holds
+    bytes: int  # of its blocks and full-precision slots
     bits_per_value: float  # of a complete encoded block
     f16_bytes: int  # the same tokens in half precision
     context: int  # tokens that fit
