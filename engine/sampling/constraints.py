@@ -1,7 +1,7 @@
-"""Constrained decoding: which tokens may come next, told by whoever knows the grammar of an answer.
+"""Constrained decoding: the interface of an object that decides which tokens may come next.
 
-No grammar lives here. A constraint wraps a library's matcher, whose bit masks have the layout that `Draw.allowed`
-takes: bit v % 32 of word v // 32 belongs to token v, and 1 allows it, as in xgrammar and llguidance.
+The engine has no grammar of its own. A constraint wraps a library's matcher. Its bit masks have the layout of
+`Draw.allowed`, which is that of xgrammar and llguidance: bit v % 32 of word v // 32 is 1 if token v is allowed.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ import numpy as np
 
 from engine.errors import EngineError
 
-WORD = 32  # tokens that a word of a mask is for
+WORD = 32  # tokens of a word of a mask
 
 
 class Constraint(Protocol):
-    """What one request may generate, token by token. The engine calls it between steps, from one thread at a time.
+    """The constraint of one request. The engine calls it between steps, from one thread at a time.
 
-    An exception that it raises ends its request alone.
+    An exception in one of its methods ends this request only.
     """
 
     def allowed(self) -> np.ndarray | None:
-        """The mask (ceil(V / 32),) of the tokens that may come next, 32-bit words; None where all may.
+        """The mask (ceil(V / 32),) of the tokens that may come next, in 32-bit words; None if all may.
 
-        Tokens that end the answer are among those it decides about. The engine copies what it needs before the next
-        call of `accept`. More words than V takes are fine, and bits behind V do not count.
+        The mask decides about end tokens, too. The engine copies it before the next call of `accept`. Further words and
+        bits beyond V are ignored.
         """
 
     def accept(self, token: int) -> None:
-        """The answer has grown by `token`. Called once for each of its tokens; the one that ends it is not among them.
+        """Advance by `token`, which was appended to the answer. Called once for each token except the end token.
 
-        A request that is preempted and computed again does not repeat its calls.
+        A preempted request that is computed again does not repeat the calls.
         """
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may follow: the request ends with "stop" behind the token accepted last."""
+        """Whether the answer is complete: then the request ends with "stop" after the last accepted token."""
 
 
 def mask_words(vocabulary: int) -> int:
-    """Words of a mask over so many tokens."""
+    """The number of words of a mask over `vocabulary` tokens."""
     return -(-vocabulary // WORD)
 
 
 def checked_mask(mask: np.ndarray, vocabulary: int) -> np.ndarray:
-    """A copy of `mask` as uint32 (ceil(V / 32),). Raises EngineError for what is no mask over so many tokens."""
+    """A copy of `mask` as uint32 (ceil(V / 32),). Raises EngineError unless it is a mask over `vocabulary` tokens."""
     mask, words = np.asarray(mask), mask_words(vocabulary)
     if mask.dtype.kind not in "iu" or mask.dtype.itemsize != 4 or mask.ndim != 1 or len(mask) < words:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""Ids to text as they come: never half a character, and never past a stop string."""
+"""Ids to text incrementally: whole characters only, and nothing from a stop string on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from model_loaders.tokenizers import Tokenizer
 
 
 class Detokenizer:
-    """Turns ids into text incrementally; bytes of an unfinished UTF-8 character wait for the rest."""
+    """Converts ids to text incrementally; bytes of an incomplete UTF-8 character wait for the rest."""
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool):
         """`at_start`: the text begins here, so a SentencePiece model's leading space is not part of it."""
@@ -18,11 +18,11 @@ class Detokenizer:
         self._strip = at_start and tokenizer.strips_leading_space
 
     def push(self, ids: Iterable[int]) -> str:
-        """Text that is complete now."""
+        """The text that `ids` complete."""
         return self._text(b"".join(self._tokenizer.token_bytes(i) for i in ids), final=False)
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that never became whole."""
+        """The rest of the text: U+FFFD for an incomplete character."""
         return self._text(b"", final=True)
 
     def _text(self, data: bytes, *, final: bool) -> str:
@@ -34,7 +34,7 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Lets text through up to the stop string that is complete first; text that may yet become one is held back.
+    """Passes text up to the first complete stop string, and holds back a possible beginning of one.
 
     >>> stop = StopFilter(["END"])
     >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.stopped
@@ -52,7 +52,7 @@ class StopFilter:
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            # The first to be complete, so that it does not matter how the text is cut into pieces.
+            # The stop string that is complete first, so that the result does not depend on how the text is cut.
             self.stopped, self._held = True, ""
             return text[: min(found)[1]]
         keep = max(self._overlap(text, stop) for stop in self._stops)
@@ -60,18 +60,18 @@ class StopFilter:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """Text that was held back and did not become a stop string."""
+        """The text that is still held back."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` with which `stop` begins."""
+        """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
         longest = min(len(text), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of a sequence's ids. Raises ValueError for ids that are none."""
-    whole = Detokenizer(tokenizer, at_start=True)
-    return whole.push(ids) + whole.finish()
+    """The text of a sequence's ids. Raises ValueError for an unknown id."""
+    detokenizer = Detokenizer(tokenizer, at_start=True)
+    return detokenizer.push(ids) + detokenizer.finish()

@@ -1,8 +1,8 @@
-"""The DRY penalty, as llama.cpp has it: against tokens that would go on with a repetition.
+"""The DRY penalty, as in llama.cpp: on tokens that would continue a repetition.
 
-Where the last tokens have stood before, the token that came next there gets less likely, the more so the longer the
-repetition; a sequence breaker, such as a line end, begins it anew. So words and phrases may come back, and an answer
-that goes round in circles finds its way out.
+If the last tokens occurred earlier, the token that followed them there is penalised, more strongly the longer the
+repetition is. A repetition does not extend beyond a sequence breaker, such as a line end. So words and phrases may be
+repeated, and an answer that repeats itself endlessly is stopped.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from engine.sampling.repeats import Repeats
 from engine.sampling.sample import Penalties, Sampling
 
 ANSWER_ALONE = -2  # of `dry_penalty_last_n`
-_MOST = 1e37  # to be subtracted: logits stay finite in float32
+_MOST = 1e37  # the largest penalty: logits stay finite in float32
 
 
 class Dry:
     """The penalties of one sequence, step by step.
 
-    Reading a prompt costs a loop over it, each step a few vectorised passes over the tokens looked at: at 8,192 tokens
+    Reading a prompt costs a loop over it, each step a few vectorised passes over the tokens in range: at 8,192 tokens
     of English 20 to 30 ms and 0.05 ms, at 65,536 tokens 0.3 s and 0.12 ms (2026-11-20, one of two busy cores).
     """
 
     def __init__(self, sampling: Sampling, text_of: Callable[[int], bytes], prompt: int = 0) -> None:
-        """`text_of`: the bytes of a token. `prompt`: how many of the tokens are the prompt."""
+        """`text_of`: the bytes of a token. `prompt`: the number of tokens of the prompt."""
         last_n = sampling.dry_penalty_last_n
-        self._begin = prompt if last_n == ANSWER_ALONE else 0  # the first token that is looked at
+        self._begin = prompt if last_n == ANSWER_ALONE else 0  # the first token in range
         self._multiplier, self._base = sampling.dry_multiplier, sampling.dry_base
         self._allowed = sampling.dry_allowed_length
         self._repeats = Repeats(None if last_n < 0 else max(last_n - 1, 0))
         self._breakers = [breaker.encode() for breaker in sampling.dry_sequence_breakers]
         self._text_of = cache(text_of)
-        self._breaks: dict[int, bool] = {}  # whether there is a breaker in a token
+        self._breaks: dict[int, bool] = {}  # token → whether it contains a breaker
         self._longest = max(map(len, self._breakers), default=1)
         self._end = b""  # of the text, a byte shorter than the longest breaker
-        self._since = 0  # tokens behind the one that the last breaker ends in
+        self._since = 0  # tokens after the one that the last breaker ends in
 
     def read(self, ids: Sequence[int]) -> None:
-        """Take note of what is new in `ids`, which must begin with those of the call before."""
+        """Read the new tokens of `ids`, which must begin with the ids of the previous call."""
         new = ids[self._begin + self._repeats.count :]
         self._repeats.extend(new)
         for token in new:
             self._look_for_breaker(token)
 
     def penalties(self, ids: Sequence[int]) -> Penalties | None:
-        """The penalties on the token that follows `ids`, None where there are none.
+        """The penalties on the token after `ids`, None if there are none.
 
-        `ids` must begin with those of the call before.
+        `ids` must begin with the ids of the previous call.
         """
         self.read(ids)
         runs = self._repeats.runs
-        inside = np.arange(len(runs), 0, -1, dtype=np.int32)  # tokens of a run that are among those looked at
+        inside = np.arange(len(runs), 0, -1, dtype=np.int32)  # the most tokens of a run that are in range
         lengths = np.minimum(np.minimum(runs, inside), self._since)
         at = np.flatnonzero(lengths >= self._allowed)
         if len(at) == 0:
@@ -71,7 +71,7 @@ class Dry:
             return np.minimum(self._multiplier * float(self._base) ** beyond, _MOST)
 
     def _look_for_breaker(self, token: int) -> None:
-        """Count the tokens since the last breaker, which may end in `token` and have begun in earlier ones."""
+        """Count the tokens since the last breaker, which may begin in earlier tokens and end in `token`."""
         before, text = len(self._end), self._end + self._text_of(token)
         found = any(text.find(breaker, max(before + 1 - len(breaker), 0)) >= 0 for breaker in self._breakers)
         self._since = 0 if found else self._since + 1

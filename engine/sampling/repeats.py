@@ -1,4 +1,4 @@
-"""Where the end of a sequence repeats what stands earlier in it."""
+"""Repetitions at the end of a sequence."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_ROOM = 256  # ids to make room for at first
+_ROOM = 256  # the initial capacity in ids
 
 
 class Repeats:
-    """For each distance d, how many of the last ids equal, one by one, the ids d places before them.
+    """The run at each distance d: the number of last ids that equal the ids d places before them.
 
-    A further id lengthens the run at d by one, or ends it, so it costs one pass over all distances, and the first ids
-    cost as many comparisons as there are of them.
+    Each further id lengthens the run at d by one or ends it, which is one pass over all distances. The first n ids cost
+    O(n).
     """
 
     def __init__(self, furthest: int | None = None) -> None:
-        """`furthest`: the largest distance that is looked at; None for all."""
+        """`furthest`: the largest distance; None for all."""
         self._furthest = furthest
         self._ids = np.empty(_ROOM, np.int32)
-        self._runs = np.zeros(_ROOM, np.int32)  # the one at d has index d - 1
+        self._runs = np.zeros(_ROOM, np.int32)  # the run at d has index d - 1
         self.count = 0
 
     @property
@@ -30,15 +30,14 @@ class Repeats:
 
     @property
     def runs(self) -> np.ndarray:
-        """The runs (n,) int32 at the distances 1, 2, … n, where n is the furthest one, or else count - 1.
+        """The runs (n,) int32 at the distances 1, 2, … n; n is `furthest` or count - 1, if that is less.
 
-        Runs may overlap what they repeat. Those that began before the last `furthest` of the first ids are counted
-        from there on.
+        Runs may overlap the ids that they repeat. Of the first call's ids, only the last `furthest` count.
         """
         return self._runs[: self._reach(self.count)]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Add the ids that come next."""
+        """Append ids."""
         end = self.count + len(ids)
         if end > len(self._ids):
             self._ids, self._runs = (np.resize(array, max(end, 2 * len(array))) for array in (self._ids, self._runs))
@@ -53,7 +52,7 @@ class Repeats:
             self._append(token)
 
     def circle(self, tokens: int, rounds: int) -> bool:
-        """Whether the last `tokens` ids or more are one piece over and over, `rounds` times or more."""
+        """Whether the sequence ends with at least `tokens` ids that repeat one piece at least `rounds` times."""
         runs = self.runs
         distances = np.arange(1, len(runs) + 1)
         return bool((runs + distances >= np.maximum(rounds * distances, tokens)).any())
@@ -67,7 +66,7 @@ class Repeats:
         self.count = n + 1
 
     def _reach(self, count: int) -> int:
-        """Distances that there are among so many ids."""
+        """The number of distances among `count` ids."""
         most = max(count - 1, 0)
         return most if self._furthest is None else min(most, self._furthest)
 
@@ -75,7 +74,7 @@ class Repeats:
 def _runs_of(ids: list[int]) -> list[int]:
     """The runs at the distances 1, 2, … len(ids) - 1: the Z-algorithm, on the ids from the last to the first."""
     ids = ids[::-1]
-    n, begin, end = len(ids), 0, 0  # ids[begin:end] repeat the first ones, and reach furthest
+    n, begin, end = len(ids), 0, 0  # ids[begin:end], a repetition of the first ids, with the largest end so far
     runs = [0] * n
     for at in range(1, n):
         run = min(end - at, runs[at - begin]) if at < end else 0

@@ -1,4 +1,4 @@
-"""Choosing the next token: pure functions of logits (V,) float32.
+"""Sampling of the next token: pure functions of logits (V,) float32.
 
 The order is llama.cpp's: bias, penalties, DRY, mask, top-k, top-p, min-p, temperature, draw.
 """
@@ -19,7 +19,7 @@ from model_loaders.config import GenerationDefaults
 
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
-_USUAL = {
+_DEFAULTS = {
     "temperature": 0.8,
     "top_k": 40,
     "top_p": 0.95,
@@ -33,7 +33,7 @@ _USUAL = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw, with every default filled in."""
+    """Sampling parameters with every default filled in."""
 
     temperature: float
     top_k: int
@@ -51,7 +51,7 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the last tokens are not penalised."""
+        """Whether recent tokens are not penalised."""
         return self.repeat_penalty == 1 and not self.presence_penalty and not self.frequency_penalty
 
     @property
@@ -61,54 +61,54 @@ class Sampling:
 
 
 def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: int | None = None) -> Sampling:
-    """`params` with every None filled in: from the model's generation config, else the usual values.
+    """`params` with every None filled in from the model's generation config, or else the engine's defaults.
 
-    Raises EngineError on a token that is not below `vocab_size`.
+    Raises EngineError on a token id of `vocab_size` or more.
     """
     for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         beyond = next((token for token in tokens if vocab_size is not None and token >= vocab_size), None)
         if beyond is not None:
             raise EngineError(f"{name} names token {shown(beyond)}, but the vocabulary has {vocab_size}")
     chosen: dict[str, Any] = {}
-    for name, usual in _USUAL.items():
-        given, of_model = getattr(params, name), getattr(defaults, name)
+    for name, fallback in _DEFAULTS.items():
+        given, model_default = getattr(params, name), getattr(defaults, name)
         if name == "temperature" and defaults.greedy:
-            of_model = 0.0
-        chosen[name] = next(value for value in (given, of_model, usual) if value is not None)
+            model_default = 0.0
+        chosen[name] = next(value for value in (given, model_default, fallback) if value is not None)
     return Sampling(**{field.name: getattr(params, field.name) for field in fields(Sampling)} | chosen)
 
 
 class Penalties(NamedTuple):
-    """What is subtracted from the logits of some tokens."""
+    """Amounts that are subtracted from the logits of some tokens."""
 
-    ids: np.ndarray  # (n,) int32, each once
+    ids: np.ndarray  # (n,) int32, distinct
     amounts: np.ndarray  # (n,) float64, 0 or more
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one token is drawn with.
+    """The inputs of drawing one token, besides the logits.
 
-    A token whose bit in `allowed` is 0 is never chosen, whatever is added to its logit. Log-probabilities are those of
-    the model's own distribution all the same, as llama.cpp gives them beside a grammar: neither a mask nor a ban
-    changes them, and they compare between requests with a constraint and without.
+    A token whose bit in `allowed` is 0 is never chosen, whatever its bias. Log-probabilities are always those of the
+    model's own distribution, as in llama.cpp: a mask or a ban does not change them, so they can be compared between
+    requests with and without a constraint.
     """
 
     sampling: Sampling
     recent: Sequence[int]  # the last ids, PENALTY_WINDOW at most, oldest first
     uniform: float  # random, from [0, 1)
-    vocabulary: int  # ids that there are; logits may have more
-    logprobs: int | None = None  # most likely tokens to tell the log-probabilities of, beside the drawn one's
-    dry: Penalties | None = None  # on tokens that would go on with a repetition
+    vocabulary: int  # the number of ids; logits may have more
+    logprobs: int | None = None  # number of most likely tokens to report log-probabilities of, besides the drawn one
+    dry: Penalties | None = None  # on tokens that would continue a repetition
     allowed: np.ndarray | None = None  # (ceil(vocabulary / 32),) uint32: bit v % 32 of word v // 32 allows token v
 
 
 Sampled = int | TokenLogprob | EngineError
-"""A token: its id alone, or with log-probabilities where its draw asks for them; or why none can be chosen."""
+"""A token id, with log-probabilities if its draw asks for them; or the error if none can be chosen."""
 
 
 def sample_all(logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
-    """`sample` of each row of logits (B, V), with log-probabilities where asked for, or the error that it raises."""
+    """`sample` for each row of logits (B, V), with log-probabilities if asked for, or the error that it raises."""
 
     def one(row: np.ndarray, draw: Draw) -> Sampled:
         try:
@@ -123,14 +123,14 @@ def sample_all(logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
 def sample(logits: np.ndarray, draw: Draw) -> int:
     """Draw a token id from logits (V,).
 
-    Cost: one pass over V, plus a sort of the top-k. Raises EngineError where no token can be chosen.
+    Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """
     params, logits = draw.sampling, logits[: draw.vocabulary]
-    if not np.isfinite(logits.max()):  # NaN is the maximum of whatever holds it
+    if not np.isfinite(logits.max()):  # the maximum of an array with NaN is NaN
         raise EngineError(NOT_FINITE, "model_damaged")
     logits = _adjust(logits, params, draw.recent)
     if draw.dry is not None:
-        logits = _without(logits, draw.dry)
+        logits = _subtract(logits, draw.dry)
     if draw.allowed is not None:
         logits = np.where(allowed_bits(draw.allowed, draw.vocabulary), logits, np.float32(-np.inf))
     best = int(np.argmax(logits))
@@ -146,14 +146,14 @@ def sample(logits: np.ndarray, draw: Draw) -> int:
     if params.top_p < 1:
         count = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
     count = min(count, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
-    with np.errstate(over="ignore"):  # next to 0 all but the best tokens reach −inf
+    with np.errstate(over="ignore"):  # close to 0 all but the best tokens become −inf
         scaled = (kept[:count] - kept[0]) / params.temperature
     weights = np.cumsum(np.exp(scaled))
     return int(ids[np.searchsorted(weights, draw.uniform * weights[-1], side="right").clip(max=count - 1)])
 
 
 def nothing_left(draw: Draw) -> EngineError:
-    """The error of a draw that allows none of the tokens that the model finds possible."""
+    """The error of a draw that bans every token of finite logit."""
     if draw.allowed is None:
         return EngineError("logit_bias bans every token that could come next")
     also = ", together with logit_bias and min_tokens," if draw.sampling.logit_bias else ""
@@ -161,7 +161,7 @@ def nothing_left(draw: Draw) -> EngineError:
 
 
 def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.ndarray:
-    """Bias and penalties, on a copy where there are any."""
+    """The logits with bias and penalties: a copy if there are any."""
     if params.is_plain and not params.logit_bias:
         return logits
     logits = logits.copy()
@@ -175,15 +175,15 @@ def _adjust(logits: np.ndarray, params: Sampling, recent: Sequence[int]) -> np.n
     return logits
 
 
-def _without(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
-    """A copy of the logits less the penalties."""
+def _subtract(logits: np.ndarray, penalties: Penalties) -> np.ndarray:
+    """A copy of the logits minus the penalties."""
     logits = logits.copy()
     logits[penalties.ids] -= penalties.amounts
     return logits
 
 
 def _best(logits: np.ndarray, count: int) -> np.ndarray:
-    """Ids of the `count` largest logits (all for 0), largest first; equal ones by id."""
+    """Ids of the `count` largest logits (0: all), largest first, ties by id."""
     ids: np.ndarray = np.arange(len(logits))
     if 0 < count < len(logits):
         least = np.partition(logits, -count)[-count]
@@ -196,7 +196,7 @@ def _best(logits: np.ndarray, count: int) -> np.ndarray:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities (…, V) float64 of logits (…, V), which may be as large as float32 has them."""
+    """Log-probabilities (…, V) float64 of logits (…, V) of any magnitude."""
     values = logits.astype(np.float64)
     values -= values.max(axis=-1, keepdims=True)
     values -= np.log(np.exp(values).sum(axis=-1, keepdims=True))
@@ -204,10 +204,10 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def token_logprob(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
-    """The log-softmax of logits (V,), as the model gave them, at `token` and at the `count` most likely ids.
+    """Log-probabilities from the model's logits (V,), of `token` and of the `count` most likely ids.
 
-    V is the vocabulary: rows of a head that are no tokens have no part in the sum. Ids whose probability is 0 are left
-    out. Cost: one pass over V in float64, and a partial sort where count > 0.
+    V is the vocabulary, without the head's rows that are not tokens. Ids of probability 0 are left out. Cost: one pass
+    over V in float64, and a partial sort if count > 0.
     """
     ids = _best(logits, count) if count else np.arange(0)
     ids = ids[np.isfinite(logits[ids])]

@@ -1,4 +1,4 @@
-"""Constraints that stand for a grammar library's."""
+"""Constraints that stand in for a grammar library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.sampling.constraints import mask_words
 
 
 def mask_of(tokens: Iterable[int], vocabulary: int) -> np.ndarray:
-    """The mask (ceil(V / 32),) uint32 that allows these tokens, bit by bit as the layout is documented."""
+    """The mask (ceil(V / 32),) uint32 that allows these tokens, in the documented layout."""
     mask = np.zeros(mask_words(vocabulary), np.uint32)
     for token in tokens:
         mask[token // 32] |= np.uint32(1 << token % 32)

@@ -1,4 +1,4 @@
-"""Constrained decoding: masks over the vocabulary, and how a request advances what gives them."""
+"""Constrained decoding: masks over the vocabulary, and how a request calls its constraint."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_a_mask_has_a_bit_for_each_token(vocabulary: int, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(2, np.uint32), np.zeros(3, np.uint64), np.zeros((1, 3), np.uint32)])
-def test_what_is_no_mask_is_named(wrong: np.ndarray) -> None:
+def test_refuses_what_is_not_a_mask(wrong: np.ndarray) -> None:
     with pytest.raises(EngineError, match=r"a mask of u?int\d+ .*, but 96 tokens take 3 words of 32 bits"):
         checked_mask(wrong, 96)
 
 
 @pytest.mark.parametrize("bias", [{}, {0: 1e6}])
 @pytest.mark.parametrize("temperature", [0, 2.0])
-def test_a_token_that_is_not_allowed_never_comes(bias: dict[int, float], temperature: float) -> None:
+def test_a_token_that_is_not_allowed_is_never_drawn(bias: dict[int, float], temperature: float) -> None:
     chain = resolve(SamplingParams(temperature=temperature, top_k=0, logit_bias=bias), GenerationDefaults())
     logits = np.array([9.0, 1.0, 0.0, 1.0, 8.0], np.float32)
     allowed = mask_of([1, 3], 5)
@@ -79,7 +79,7 @@ def test_a_mask_that_forbids_everything_is_an_error() -> None:
 
 
 def test_answers_follow_their_constraint(engine: Engine) -> None:
-    """Alternating sets, an answer that ends with them, and one that its end token ends."""
+    """Alternating sets; an answer that its constraint ends, and one that an end token ends."""
     vowels, others = set(range(5, 12)), set(range(40, 60))
     alternating = InTurn([vowels, others, None], VOCABULARY)
     answer = constrained(engine, alternating)
@@ -108,7 +108,7 @@ def test_log_probabilities_are_the_model_s_own(engine: Engine) -> None:
 
 
 class Broken(InTurn):
-    """Raises in the call number `at` of one of its methods."""
+    """Raises in call number `at` of one of its methods."""
 
     def __init__(self, method: str, at: int):
         super().__init__([None], VOCABULARY)
@@ -131,7 +131,7 @@ class Broken(InTurn):
 
 
 def with_others(engine: Engine, constraint: InTurn) -> tuple[list[Chunk | Exception], list[Completion]]:
-    """What a request with a constraint gives in the middle of two without."""
+    """The result of a request with a constraint beside two without."""
     trays: list[list[Chunk | Exception]] = [[], [], []]
     for number, tray in enumerate(trays):
         given = constraint if number == 1 else None
@@ -153,7 +153,7 @@ def with_others(engine: Engine, constraint: InTurn) -> tuple[list[Chunk | Except
         (Broken("accept", 3), 3, "the grammar is broken"),
     ],
 )
-def test_an_error_ends_the_request_alone(
+def test_an_error_ends_only_its_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, constraint: InTurn, tokens: int, error: str
 ) -> None:
     by_count(engine, monkeypatch)

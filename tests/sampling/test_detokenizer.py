@@ -1,4 +1,4 @@
-"""Text as it streams: whole characters only, and nothing of a stop string."""
+"""Streamed text: whole characters only, and nothing from a stop string on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ mixed = st.text(st.sampled_from("a é€😀\n\u0301"), max_size=20)
 
 
 @given(mixed.flatmap(lambda text: st.tuples(st.just(text), cut(text.encode()))))
-def test_every_chunk_has_whole_characters_however_they_are_cut_into_tokens(case) -> None:
+def test_chunks_have_whole_characters_however_they_are_cut_into_tokens(case) -> None:
     text, pieces = case
     chunks, rest = pushed(pieces)
     assert "".join(chunks) == text
@@ -51,19 +51,19 @@ def test_every_chunk_has_whole_characters_however_they_are_cut_into_tokens(case)
 
 
 @given(st.binary(max_size=20).flatmap(cut))
-def test_bytes_that_are_no_text_read_the_same_however_they_are_cut(pieces) -> None:
+def test_invalid_bytes_give_the_same_text_however_they_are_cut(pieces) -> None:
     chunks, rest = pushed(pieces)
     assert "".join(chunks) + rest == b"".join(pieces).decode(errors="replace")
 
 
 @pytest.mark.parametrize("character", "é€😀")
-def test_a_character_that_never_becomes_whole_is_shown_at_the_end(character: str) -> None:
+def test_an_incomplete_character_is_shown_at_the_end(character: str) -> None:
     for missing in range(1, len(character.encode())):
         chunks, rest = pushed([b"ok", character.encode()[:-missing]])
         assert ("".join(chunks), rest) == ("ok", "\ufffd")
 
 
-def test_the_space_that_sentencepiece_adds_is_no_part_of_the_text() -> None:
+def test_the_space_that_sentencepiece_adds_is_stripped() -> None:
     tokenizer = load_for_gguf(tiny_spm(("▁he", 1), ("<|x|>", CONTROL)))
     ids = tokenizer.tokenize("he he")
     at_start, later = (Detokenizer(tokenizer, at_start=start) for start in (True, False))
@@ -73,7 +73,7 @@ def test_the_space_that_sentencepiece_adds_is_no_part_of_the_text() -> None:
     assert two.push(tokenizer.tokenize("  he")) == "  he"
 
 
-def test_control_tokens_are_no_text_and_end_no_start() -> None:
+def test_control_tokens_have_no_text_and_do_not_end_the_start() -> None:
     tokenizer = load_for_gguf(tiny_spm(("▁he", 1), ("<|x|>", CONTROL)))
     x = tokenizer.control_tokens()["<|x|>"]
     detokenizer = Detokenizer(tokenizer, at_start=True)
@@ -82,7 +82,7 @@ def test_control_tokens_are_no_text_and_end_no_start() -> None:
 
 
 def until_first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Read character by character: the text before the stop string that is complete first."""
+    """The text before the stop string that is complete first, read character by character."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -107,7 +107,7 @@ def test_text_ends_where_the_first_stop_begins_however_it_is_cut(pieces, stops) 
 
 
 @pytest.mark.parametrize("pieces", [["xabcd"], ["xab", "cd"], [*"xabcd"]])
-def test_of_two_stops_the_one_that_is_complete_first_counts(pieces: list[str]) -> None:
+def test_the_stop_string_that_is_complete_first_counts(pieces: list[str]) -> None:
     stop = StopFilter(["abcd", "bc"])
     assert "".join(stop.push(piece) for piece in pieces[:4]) == "xa"
     assert stop.stopped

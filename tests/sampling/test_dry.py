@@ -1,4 +1,4 @@
-"""DRY: the penalty against repetitions, against its definition in plain Python, and in an engine's answers."""
+"""The DRY penalty, compared with its definition in plain Python, and in an engine's answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BREAKERS = ("\n", ":", "<stop>")
 
 
 def repetitive(seed: int, length: int) -> list[int]:
-    """Ids of words that go on, again and again, with a piece of what has been there."""
+    """Ids that repeatedly copy an earlier piece."""
     rng = np.random.default_rng(seed)
     words = rng.choice(len(WORDS), rng.integers(1, len(WORDS) + 1), replace=False)
     ids = rng.choice(words, rng.integers(1, 5)).tolist()
@@ -85,7 +85,7 @@ def breaker_ends_in(ids: Sequence[int], s: Sampling) -> bool:
 )  # behind it, "b" alone
 @example([0, 1, 2, 0, 1, 2, 0, 1], 8, {"dry_multiplier": 1.0, "dry_base": 2.0})  # 2 is 2 · 2^(5 - 2), no less
 @example([7] * 90, 1, {"dry_multiplier": 1.0, "dry_base": 1000.0})  # beyond what a float32 holds
-def test_penalties_are_those_of_the_definition(ids: list[int], prompt: int, values: dict[str, float]) -> None:
+def test_penalties_match_the_definition(ids: list[int], prompt: int, values: dict[str, float]) -> None:
     chain = sampling(**values)
     dry = Dry(chain, WORDS.__getitem__)
     for count in range(min(prompt, len(ids)), len(ids) + 1):
@@ -99,21 +99,21 @@ def test_penalties_are_those_of_the_definition(ids: list[int], prompt: int, valu
 
 
 def test_the_example_of_a_phrase() -> None:
-    """Behind "a b c" has come "d"; three tokens repeated, one more than allowed."""
+    """After "a b c" came "d"; three tokens are repeated, one more than allowed."""
     chain = sampling(dry_multiplier=0.8, dry_sequence_breakers=())
     penalties = Dry(chain, WORDS.__getitem__).penalties([0, 1, 2, 3, 9, 0, 1, 2])
     assert penalties is not None
     assert dict(zip(penalties.ids.tolist(), penalties.amounts.tolist(), strict=True)) == {3: 0.8 * 1.75}
 
 
-def test_a_penalty_lowers_a_logit_behind_the_others_and_leaves_the_row_as_it_was() -> None:
+def test_a_penalty_lowers_a_logit_and_does_not_modify_the_row() -> None:
     logits = np.array([3.0, 2.9, 1.0], np.float32)
     draw = Draw(sampling(temperature=0), [], 0.5, 3, dry=Penalties(np.array([0]), np.array([0.2])))
     assert sample(logits, draw) == 1
     assert logits.tolist() == np.array([3.0, 2.9, 1.0], np.float32).tolist()
 
 
-def test_it_comes_behind_the_other_penalties() -> None:
+def test_dry_comes_after_the_other_penalties() -> None:
     chain = sampling(temperature=0, repeat_penalty=2.0)
     draw = Draw(chain, [0], 0.5, 2, dry=Penalties(np.array([0]), np.array([0.5])))
     assert sample(np.array([2.0, 0.6], np.float32), draw) == 1  # 2 / 2 - 0.5, not (2 - 0.5) / 2
@@ -124,7 +124,7 @@ def test_the_largest_penalties_leave_a_token_to_draw() -> None:
     assert sample(np.zeros(2, np.float32), Draw(sampling(), [], 0.5, 2, dry=penalties)) in (0, 1)
 
 
-def test_an_engines_answer_leaves_its_circle(tiny: Engine) -> None:
+def test_an_answer_stops_repeating_itself(tiny: Engine) -> None:
     ids = tiny.tokenize("the rain the rain the rain the rain")
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias=dict.fromkeys(ids, 9.0))
     plain = tiny.generate(ids, params).token_ids
@@ -132,8 +132,8 @@ def test_an_engines_answer_leaves_its_circle(tiny: Engine) -> None:
     assert longest_repetition(dry) <= 2 < longest_repetition(plain)
 
 
-def test_a_prompt_is_read_while_others_have_the_engine(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long one takes tenths of a second, in which every stream would stand still."""
+def test_a_prompt_is_read_without_the_engine_lock(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a long prompt takes tenths of a second, which would stall every stream."""
     extend, taken = Repeats.extend, []
 
     def watched(self: Repeats, ids: Sequence[int]) -> None:
@@ -155,7 +155,7 @@ def longest_repetition(ids: Sequence[int]) -> int:
 
 
 def test_the_answer_alone() -> None:
-    """What the prompt says may be said again, by `-2`."""
+    """With -2, text of the prompt may be repeated."""
     alone = Dry(sampling(dry_multiplier=1.0, dry_penalty_last_n=-2), WORDS.__getitem__, prompt=8)
     ids = [0, 1, 2, 5, 0, 1, 2, 5]
     for token in [0, 1, 2, 5, 0, 1]:
@@ -172,8 +172,8 @@ def test_off_computes_nothing(tiny: Engine, off: dict[str, float], monkeypatch: 
     tiny.generate("the rain", SamplingParams(max_tokens=3, **off))
 
 
-def test_a_step_costs_no_more_than_in_proportion_to_the_context() -> None:
-    """Also where everything repeats, which is where comparing each place anew would cost the square."""
+def test_the_cost_of_a_step_is_linear_in_the_context() -> None:
+    """Even for a sequence of equal tokens, where comparing each place anew would be quadratic."""
 
     def seconds(count: int) -> float:
         dry, ids, best = Dry(sampling(dry_multiplier=1.0), lambda token: b"a"), [1, 2] * (count // 2), 1e9

@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens: of the model's own distribution, one to one with the ids, for who asks."""
+"""Log-probabilities of generated tokens: of the model's own distribution, one for each id, only if asked for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows_of(engine: Engine, prompt: list[int], answer: Completion) -> np.ndarray
 
 
 def tolerance(logits: np.ndarray) -> float:
-    """A prompt sees its own K/V exactly, and `score` sees them in half precision, off by 2^-11 of themselves at most.
+    """A prompt reads its own K/V in float32, `score` in half precision, with a relative error of 2^-11 at most.
 
     So may be what is summed of them, and with it the logits, by their spread; a log-probability moves by twice as much,
     once with its own logit and once with the sum of all.
@@ -49,7 +49,7 @@ def tolerance(logits: np.ndarray) -> float:
 
 
 def agree(told: Completion, logits: np.ndarray) -> None:
-    """What was told of the answer's tokens is the log-softmax of these logits."""
+    """The reported log-probabilities are the log-softmax of these logits."""
     expected, allowed = log_softmax(logits), tolerance(logits)
     assert allowed < 0.05
     for token, row in zip(told.logprobs, expected, strict=True):
@@ -63,7 +63,7 @@ def agree(told: Completion, logits: np.ndarray) -> None:
 
 @pytest.mark.parametrize("length", [1, BLOCK, len(PROMPT)])
 @pytest.mark.parametrize("count", [0, 1, MOST_LOGPROBS])
-def test_they_are_those_of_teacher_forcing(engine: Engine, length: int, count: int) -> None:
+def test_logprobs_match_teacher_forcing(engine: Engine, length: int, count: int) -> None:
     prompt = PROMPT[:length]
     answer = engine.generate(prompt, asking(count))
     scored = engine.score([*prompt, *answer.token_ids]).logprobs[length - 1 :]
@@ -83,7 +83,7 @@ def test_they_are_those_of_teacher_forcing(engine: Engine, length: int, count: i
         {"logit_bias": dict.fromkeys(range(5, 60), -math.inf)},
     ],
 )
-def test_whatever_a_token_is_drawn_from_they_are_of_the_raw_distribution(engine: Engine, chain: dict[str, Any]) -> None:
+def test_logprobs_are_of_the_raw_distribution_whatever_the_sampling(engine: Engine, chain: dict[str, Any]) -> None:
     params = asking(5, seed=3, **chain)
     answer = engine.generate(PROMPT, params)
     agree(answer, rows_of(engine, PROMPT, answer))
@@ -94,7 +94,7 @@ LOGITS = st.lists(st.integers(-40, 40).map(lambda i: i / 4), min_size=1, max_siz
 
 
 @given(LOGITS, st.data())
-def test_the_most_likely_come_first_and_of_equal_ones_the_first_id(logits: np.ndarray, data: st.DataObject) -> None:
+def test_the_most_likely_come_first_ties_by_id(logits: np.ndarray, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, MOST_LOGPROBS))
     token = data.draw(st.integers(0, len(logits) - 1))
     told = token_logprob(logits, token, count)
@@ -107,20 +107,20 @@ def test_the_most_likely_come_first_and_of_equal_ones_the_first_id(logits: np.nd
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0, -3e4, 1e30])
-def test_large_logits_are_no_trouble(offset: float) -> None:
-    """Exponentials of these have no number, and differences of the last one are lost in its rounding."""
+def test_large_logits_do_not_overflow(offset: float) -> None:
+    """Exponentials of these overflow, and the rounding of the largest hides their differences."""
     logits = np.float32([offset, offset, offset - 8, -3e38])
     told = token_logprob(logits, 3, 4)
     assert [logprob for _, logprob in told.top] == pytest.approx(log_softmax(logits).tolist(), rel=1e-12)
     assert told.logprob < -1e37
 
 
-def test_tokens_that_cannot_come_are_not_told() -> None:
+def test_tokens_of_probability_zero_are_left_out() -> None:
     logits = np.float32([-math.inf, 1.0, -math.inf, 2.0])
     assert [i for i, _ in token_logprob(logits, 1, 4).top] == [3, 1]
 
 
-def test_rows_of_the_head_that_are_no_tokens_have_no_part(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_head_that_are_not_tokens_are_left_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.model.tokenizer, "vocab_size", 20)
     answer = engine.generate([5, 6, 7], asking(20, temperature=50.0, top_k=0))
     for token in answer.logprobs:
@@ -132,7 +132,7 @@ def test_rows_of_the_head_that_are_no_tokens_have_no_part(engine: Engine, monkey
 # -- for whom they are, and where they come ----------------------------------------------------------------------
 
 
-def test_who_does_not_ask_gets_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_logprobs_unless_asked_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> None:
         raise AssertionError("computed without being asked for")
 
@@ -142,14 +142,14 @@ def test_who_does_not_ask_gets_none(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert len(answer.token_ids) == 30
 
 
-def test_asking_changes_no_token(engine: Engine) -> None:
+def test_asking_for_logprobs_changes_no_token(engine: Engine) -> None:
     plain, told = (engine.generate(PROMPT, asking(count, temperature=1.5, seed=5)) for count in (None, 3))
     assert told.token_ids == plain.token_ids
     assert told.text == plain.text
     assert tuple(token.id for token in told.logprobs) == told.token_ids
 
 
-def test_each_of_a_batch_gets_what_it_asks_for(engine: Engine) -> None:
+def test_each_request_of_a_batch_gets_the_logprobs_it_asks_for(engine: Engine) -> None:
     asks = [None, 0, 3, None, MOST_LOGPROBS]
     jobs = [([5 + number] * (7 + 3 * number), asking(count)) for number, count in enumerate(asks)]
     alone = [engine.generate(*job) for job in jobs]
@@ -175,7 +175,7 @@ def paired(chunks: list[Chunk]) -> list[Chunk]:
 
 
 @pytest.mark.parametrize("at", [0, 5, 12])
-def test_tokens_of_a_stop_string_have_theirs_too(engine: Engine, at: int) -> None:
+def test_tokens_of_a_stop_string_have_logprobs(engine: Engine, at: int) -> None:
     whole = engine.generate(PROMPT, asking(2))
     stop = whole.text[at : at + 4]
     assert len(stop) == 4
@@ -187,7 +187,7 @@ def test_tokens_of_a_stop_string_have_theirs_too(engine: Engine, at: int) -> Non
     assert any(chunk.token_ids and not chunk.text for chunk in chunks)  # held back, its log-probability was not
 
 
-def test_tokens_of_half_a_character_have_theirs(engine: Engine) -> None:
+def test_tokens_of_an_incomplete_character_have_logprobs(engine: Engine) -> None:
     euro = engine.tokenize("€")
     assert len(euro) == 3
     banned = {i: -math.inf for i in range(VOCABULARY) if i not in euro[:1]}
@@ -196,12 +196,12 @@ def test_tokens_of_half_a_character_have_theirs(engine: Engine) -> None:
     assert fold(chunks).token_ids == (euro[0],) * 3
 
 
-def test_an_end_of_sequence_token_is_no_part_of_the_answer_and_not_told(engine: Engine) -> None:
+def test_an_end_token_has_no_logprob(engine: Engine) -> None:
     answer = engine.generate(PROMPT, asking(2, ignore_eos=False, logit_bias={2: 1e6}))
     assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ((), (), "stop")
 
 
-def test_who_gives_way_is_told_of_every_token_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_request_gets_each_logprob_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[5 + number] * 20 for number in range(3)]
     alone = [engine.generate(prompt, asking(2)) for prompt in prompts]
     preempted = preemptions(engine, monkeypatch)

@@ -1,4 +1,4 @@
-"""Where the end of a sequence repeats what stands earlier, and when that is going round in circles."""
+"""Repetitions at the end of a sequence, and sequences that repeat one piece endlessly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def repetitive(seed: int, length: int) -> list[int]:
-    """Ids that go on, again and again, with a piece of what has been there."""
+    """Ids that repeatedly copy an earlier piece."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(1, 9)
     ids = rng.integers(0, kinds, rng.integers(1, 5)).tolist()
@@ -25,7 +25,7 @@ def repetitive(seed: int, length: int) -> list[int]:
 
 
 @given(st.builds(repetitive, SEEDS, st.integers(1, 90)), st.integers(1, 90), st.one_of(st.none(), st.integers(1, 20)))
-def test_runs_are_counted_place_by_place(ids: list[int], first: int, furthest: int | None) -> None:
+def test_runs_match_a_comparison_of_each_place(ids: list[int], first: int, furthest: int | None) -> None:
     repeats = Repeats(furthest)
     repeats.extend(ids[:first])
     for token in ids[first:]:
@@ -52,7 +52,7 @@ def test_arrays_grow_with_the_sequence(period: int) -> None:
 
 
 @given(st.builds(repetitive, SEEDS, st.integers(1, 90)), st.integers(1, 20), st.integers(2, 4))
-def test_a_circle_is_the_same_piece_again_and_again(ids: list[int], tokens: int, rounds: int) -> None:
+def test_a_circle_repeats_one_piece(ids: list[int], tokens: int, rounds: int) -> None:
     repeats = Repeats()
     repeats.extend(ids[:1])
     for count, token in enumerate(ids[1:], 2):
@@ -66,7 +66,7 @@ def test_a_circle_is_the_same_piece_again_and_again(ids: list[int], tokens: int,
 
 
 ITEMS = [token for number in range(200) for token in (1000 + number, 1, 2, 3, 4, 5)]
-"""A list whose items differ in a number alone."""
+"""A list whose items differ only in a number."""
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ ITEMS = [token for number in range(200) for token in (1000 + number, 1, 2, 3, 4,
         ([*range(500), *[1, 2, 3] * 100], True),
     ],
 )  # fmt: skip
-def test_what_only_looks_alike_is_no_circle(ids: list[int], found: bool) -> None:
+def test_similar_pieces_are_not_a_circle(ids: list[int], found: bool) -> None:
     repeats = Repeats()
     for token in ids:
         repeats.extend([token])
     assert repeats.circle(300, 3) == found
 
 
-def test_nothing_is_no_circle() -> None:
+def test_an_empty_sequence_is_not_a_circle() -> None:
     assert not Repeats().circle(1, 1)

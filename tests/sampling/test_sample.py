@@ -1,4 +1,4 @@
-"""Sampling: llama.cpp's chain, against the same chain in plain Python, and sentences for values without sense."""
+"""Sampling: llama.cpp's chain against the same chain in plain Python, and error messages for invalid values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penal
 
 
 def sampling(**values) -> Sampling:
-    """Everything off but `values`."""
+    """Everything off except `values`."""
     return resolve(SamplingParams(**{**OFF, **values}), GenerationDefaults())
 
 
@@ -81,7 +81,7 @@ settings_of_the_chain = st.fixed_dictionaries(
     st.lists(st.integers(0, V - 1), max_size=80),
     st.floats(0, 1, exclude_max=True),
 )
-def test_a_draw_is_that_of_the_plain_chain(logits, values, recent, drawn) -> None:
+def test_a_draw_matches_the_plain_chain(logits, values, recent, drawn) -> None:
     chain = sampling(**values)
     expected = distribution(logits, chain, recent)
     # Where rounding may decide what top-p and min-p keep, both are right.
@@ -95,7 +95,7 @@ def test_a_draw_is_that_of_the_plain_chain(logits, values, recent, drawn) -> Non
 
 
 @given(st.lists(quarters, min_size=V, max_size=V), settings_of_the_chain, st.lists(st.integers(0, V - 1), max_size=80))
-def test_logits_are_left_as_they_were(logits, values, recent) -> None:
+def test_logits_are_not_modified(logits, values, recent) -> None:
     before = np.array(logits, np.float32)
     given = before.copy()
     drawn_with(given, sampling(**values), recent, 0.5)
@@ -103,18 +103,18 @@ def test_logits_are_left_as_they_were(logits, values, recent) -> None:
 
 
 def support(logits, values, recent=()) -> set[int]:
-    """Tokens that come out for some draw."""
+    """The tokens that some draw returns."""
     chain = sampling(**values)
     return {drawn_with(np.float32(logits), chain, recent, i / 1000) for i in range(1000)}
 
 
 def test_top_k_keeps_the_first_of_equal_tokens() -> None:
-    """Enough of them that a partial sort would pick others."""
+    """So many that a partial sort would pick others."""
     chain = sampling(top_k=2)
     assert {drawn_with(np.zeros(400, np.float32), chain, [], i / 50) for i in range(50)} == {0, 1}
 
 
-def test_top_p_looks_at_what_top_k_left() -> None:
+def test_top_p_is_applied_after_top_k() -> None:
     even = [1.0] * 4 + [0.0] * 4  # of all tokens, two have 0.365; of the best four, they have half
     assert support(even, {"top_k": 4, "top_p": 0.5}) == {0, 1}
     assert support(even, {"top_k": 0, "top_p": 0.5}) == {0, 1, 2}
@@ -134,7 +134,7 @@ def test_bias_comes_before_the_penalties() -> None:
     assert support(logits, values, recent=[1]) == {0}
 
 
-def test_penalties_forget_what_is_further_back_than_their_window() -> None:
+def test_penalties_ignore_tokens_before_their_window() -> None:
     logits, values = [1.0, 0.5, 0.0], {"temperature": 0, "presence_penalty": 1.0}
     assert support(logits, values, [0, *[2] * (PENALTY_WINDOW - 1)]) == {1}
     assert support(logits, values, [0, *[2] * PENALTY_WINDOW]) == {0}
@@ -146,19 +146,19 @@ def test_greedy_takes_the_first_of_the_best() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e4])
-def test_extreme_temperatures_are_no_trouble(temperature: float) -> None:
+def test_extreme_temperatures(temperature: float) -> None:
     expected = {1} if temperature < 1 else {0, 1, 2}
     assert support([0.0, 3.0, -80.0], {"temperature": temperature}) == expected
 
 
-def test_a_token_with_a_bias_of_minus_infinity_never_comes() -> None:
+def test_a_token_with_a_bias_of_minus_infinity_is_never_drawn() -> None:
     logits = np.zeros(4, np.float32)
     chain = sampling(logit_bias={0: -math.inf, 3: -math.inf})
     draws = [0.0, 0.5, 1 - 2**-53]
     assert [drawn_with(logits, chain, [], drawn) for drawn in draws] == [1, 2, 2]
 
 
-def test_logits_of_minus_infinity_are_tokens_that_never_come() -> None:
+def test_tokens_with_logits_of_minus_infinity_are_never_drawn() -> None:
     logits = [-math.inf, 0.0, 0.0, -math.inf]
     assert support(logits, {}) == {1, 2}
     assert support(logits, {"repeat_penalty": 2.0, "presence_penalty": 1.0}, recent=[0, 1]) == {1, 2}
@@ -166,7 +166,7 @@ def test_logits_of_minus_infinity_are_tokens_that_never_come() -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("broken", [[0.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf]])
-def test_logits_that_are_no_numbers_are_an_error(broken, temperature: float) -> None:
+def test_nan_or_infinite_logits_are_an_error(broken, temperature: float) -> None:
     with pytest.raises(EngineError, match="not finite"):
         support(broken, {"temperature": temperature})
 
@@ -214,7 +214,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG for value in values])
-def test_values_without_sense_are_named(name: str, value) -> None:
+def test_refuses_invalid_values_by_name(name: str, value) -> None:
     with pytest.raises(EngineError, match=f"^{name} is .* but must be ") as raised:
         resolve(SamplingParams(**{name: value}), GenerationDefaults())
     assert raised.value.code == "invalid_request"
@@ -228,16 +228,16 @@ def test_values_without_sense_are_named(name: str, value) -> None:
         {"logprobs": None}, {"logprobs": 0}, {"logprobs": 20},
     ],
 )  # fmt: skip
-def test_values_at_the_edge_are_taken(values) -> None:
+def test_accepts_values_at_the_limits(values) -> None:
     resolve(SamplingParams(**values), GenerationDefaults())
 
 
-def test_a_bias_for_a_token_outside_the_vocabulary_is_named() -> None:
+def test_refuses_a_bias_for_a_token_outside_the_vocabulary() -> None:
     with pytest.raises(EngineError, match="token 12, but the vocabulary has 12"):
         resolve(SamplingParams(logit_bias={11: 1.0, 12: 1.0}), GenerationDefaults(), vocab_size=12)
 
 
-def test_what_is_not_given_comes_from_the_model_and_then_from_the_usual_values() -> None:
+def test_defaults_come_from_the_model_and_then_from_the_engine() -> None:
     of_model = GenerationDefaults(temperature=0.3, top_k=7)
     chosen = resolve(SamplingParams(top_k=9), of_model)
     assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p) == (0.3, 9, 0.95, 0.05)
