@@ -1,4 +1,4 @@
-"""What a model is, independent of the file format it came from."""
+"""The configuration of a model, independent of its file format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding in the half-split form: channel j turns with channel j + D/2.
+    """Rotary position embedding in the half-split form: it rotates channel j with channel j + D/2.
 
     `kind` is one of "default", "linear", "llama3", "yarn", "longrope"; the other fields are read only by the kinds that
     have them.
@@ -18,8 +18,8 @@ class RopeConfig:
 
     theta: float = 10_000.0
     kind: str = "default"
-    factor: float = 1.0  # linear, llama3, yarn, longrope: how much longer than trained
-    original_context: int = 0  # llama3, yarn, longrope: tokens the model was first trained on
+    factor: float = 1.0  # linear, llama3, yarn, longrope: context over trained context
+    original_context: int = 0  # llama3, yarn, longrope: the first trained context, in tokens
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -32,7 +32,7 @@ class RopeConfig:
     short_divisors: tuple[float, ...] = field(default=(), repr=False)  # longrope: within the original context
 
     def for_context(self, tokens: int) -> RopeConfig:
-        """For sequences of at most so many tokens: a longrope within its original context takes the short divisors."""
+        """RoPE for a context of `tokens`: within its original context, longrope takes the short divisors."""
         is_short = 0 < tokens <= self.original_context and self.short_divisors
         return replace(self, divisors=self.short_divisors) if is_short else self
 
@@ -62,10 +62,10 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over D on q and k, before RoPE
     tied_head: bool = False  # the output head is the embedding
     windows: tuple[int | None, ...] = ()  # per layer: attend to this many last tokens (itself included); None: all
-    # Not in `repr`, which files of a model are known by: `engine.model.weights.fingerprint` adds what is no default.
+    # Not in `repr`, which identifies a model; `engine.model.weights.fingerprint` adds those that are not defaults.
     wide_qk_norm: bool = field(default=False, repr=False)  # qk_norm is over all heads together, weights (H·D), (K·D)
-    pre_norms: bool = field(default=True, repr=False)  # RMSNorm of what attention and feed-forward take
-    post_norms: bool = field(default=False, repr=False)  # RMSNorm of what they give, before it is added
+    pre_norms: bool = field(default=True, repr=False)  # RMSNorm of the inputs of attention and feed-forward
+    post_norms: bool = field(default=False, repr=False)  # RMSNorm of their outputs, before the residual is added
     activation: Activation = field(default="silu", repr=False)
     embedding_scale: float = field(default=1.0, repr=False)  # of embeddings, not of the head
     attention_scale: float | None = field(default=None, repr=False)  # of q·k; None: D^-½
@@ -73,22 +73,22 @@ class ModelConfig:
     ropes: tuple[RopeConfig | None, ...] = field(default=(), repr=False)  # per layer, None: no RoPE; empty: `rope`
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of `layer` in tokens, None where it attends to everything."""
+        """Sliding window of `layer` in tokens, None if it has none."""
         return self.windows[layer] if self.windows else None
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
-        """RoPE of `layer`, None where it has none."""
+        """RoPE of `layer`, None if it has none."""
         return self.ropes[layer] if self.ropes else self.rope
 
     def for_context(self, tokens: int) -> ModelConfig:
-        """The model for sequences of at most so many tokens."""
+        """The configuration for a context of `tokens`."""
         ropes = tuple(rope and rope.for_context(tokens) for rope in self.ropes)
         return replace(self, rope=self.rope.for_context(tokens), ropes=ropes)
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a model's own generation_config asks for; None where it says nothing.
+    """Sampling defaults from a model's generation_config; None for a key that it lacks.
 
     Those files know no DRY: it is for the demonstration model.
     """
@@ -101,4 +101,4 @@ class GenerationDefaults:
     dry_multiplier: float | None = None
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: tuple[str, ...] | None = None
-    greedy: bool = False  # do_sample: false was written down
+    greedy: bool = False  # the file says do_sample: false

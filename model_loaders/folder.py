@@ -36,7 +36,7 @@ def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
 def generation_defaults(folder: Path) -> GenerationDefaults:
     """The defaults in `generation_config.json`; all None if it does not exist.
 
-    `do_sample: false` means greedy only without a temperature beside it: many files have it as a leftover.
+    `do_sample: false` means greedy only if there is no temperature: many files have it as a leftover.
     """
     path = folder / "generation_config.json"
     fields = Fields(read_json(path, required=False), path)
@@ -56,7 +56,7 @@ def _number(fields: Fields, key: str, maximum: float) -> float | None:
 
 
 def _refuse_other_layouts(folder: Path) -> None:
-    """Raises LoadError, with advice, for a folder without a complete model in safetensors."""
+    """Raises LoadError, with advice, unless the folder has a configuration and safetensors."""
     has_config = (folder / "config.json").is_file()
     if has_config and any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return

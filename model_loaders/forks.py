@@ -1,6 +1,6 @@
-"""Renewing threads, locks and pipes in a forked child, which cannot share them with its parent.
+"""Replaces threads, locks and pipes in a forked child, which cannot share them with its parent.
 
-A forked process has a copy of all memory, but of the threads only the one that forked.
+A forked child has a copy of all memory, but only the thread that forked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Renewable(Protocol):
     """An object with threads, locks or pipes."""
 
     def renew(self) -> None:
-        """Make them anew in a child process, which was just forked and has one thread."""
+        """Replace them, in a child that has just been forked and has one thread."""
 
 
 _holders: WeakSet[Renewable] = WeakSet()
@@ -30,5 +30,5 @@ def _renew_all() -> None:
         holder.renew()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has none
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
     os.register_at_fork(after_in_child=_renew_all)

@@ -55,7 +55,7 @@ class GgufFile:
     """An open GGUF file.
 
     `metadata` maps each key to a str, int, float, bool, or a list of one of these (`tokenizer.ggml.tokens`: list of
-    str). Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError where the header is inconsistent or
+    str). Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError if the header is inconsistent or
     exceeds the file.
     """
 
@@ -81,7 +81,7 @@ class GgufFile:
             raise LoadError(f"{self.path} is not a GGUF file: it does not begin with the letters GGUF.")
         if version not in (2, 3):
             raise LoadError(
-                f"{self.path} is a GGUF file of a kind that is not read here (version field {version:#x}); "
+                f"{self.path} is a GGUF file of a version that is not supported (version field {version:#x}); "
                 "convert it to little-endian GGUF version 3."
             )
         tensor_count, entry_count = cursor.count(_SMALLEST_TENSOR), cursor.count(_SMALLEST_ENTRY)
@@ -96,7 +96,7 @@ class GgufFile:
         self._place(entries, cursor.position)
 
     def _place(self, entries: list[_Entry], header_end: int) -> None:
-        """Turns offsets into the data section into offsets into the file, and checks them."""
+        """Converts offsets into the data section to offsets into the file, and checks them."""
         alignment = self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise LoadError(f"{self.path} has the alignment {alignment!r}, which is not a power of two.")
@@ -117,7 +117,7 @@ class GgufFile:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor as in the header: the fastest dimension first, the offset from the start of the data."""
+    """A tensor's entry in the header: dimensions with the fastest first, offset from the start of the data."""
 
     name: str
     dims: tuple[int, ...]
@@ -157,7 +157,7 @@ def _tensor_entry(cursor: _Cursor) -> _Entry:
 
 
 class _Cursor:
-    """Reads the header from front to back; every length is checked against the file before memory is taken for it."""
+    """Reads the header from front to back; every length is checked against the file before memory is allocated."""
 
     def __init__(self, source: FileBytes) -> None:
         self.path = source.path
@@ -174,7 +174,7 @@ class _Cursor:
             self._buffer += self._source.read(have, max(end - have, _READ_AHEAD))
         if end > len(self._buffer):
             raise LoadError(
-                f"{self.path} is truncated or damaged: its header reaches past byte {self._source.size:,}, "
+                f"{self.path} is truncated or damaged: its header extends beyond byte {self._source.size:,}, "
                 "the end of the file; download it again."
             )
 
@@ -188,7 +188,7 @@ class _Cursor:
         return np.frombuffer(self.take(np.dtype(dtype).itemsize), dtype)[0].item()
 
     def count(self, item_bytes: int) -> int:
-        """A 64-bit count of items, which take at least `item_bytes` each of the rest of the file."""
+        """A 64-bit count of items that take at least `item_bytes` each. Raises LoadError if the file is too short."""
         count = self.number("<u8")
         if count * item_bytes > self._source.size - self.position:
             raise LoadError(
@@ -227,7 +227,7 @@ class _Cursor:
             ) from None
 
     def _strings(self, count: int) -> list[object]:
-        """`count` strings, without a call for each: a vocabulary has hundreds of thousands."""
+        """`count` strings, without a function call for each: a vocabulary has hundreds of thousands."""
         unpack, buffer, position = struct.Struct("<Q").unpack_from, self._buffer, self.position
         strings: list[object] = []
         for _ in range(count):

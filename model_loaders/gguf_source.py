@@ -1,4 +1,4 @@
-"""Configuration and weights from a GGUF file, translated into Hugging Face's vocabulary."""
+"""Configuration and weights from a GGUF file, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from model_loaders.weights import fit
 if TYPE_CHECKING:
     from model_loaders.gguf_file import GgufFile
 
-_KEYS = {  # ours (Hugging Face's): the file's, after the architecture and a dot
+_KEYS = {  # Hugging Face's key → the file's, without the architecture and the dot
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -45,7 +45,7 @@ _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fa
 
 
 def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
-    """Raises LoadError for an architecture or a feature that is not supported, and for tensors that do not fit."""
+    """Configuration and weights. Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
     arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
     if not isinstance(arch, str) or arch not in layouts:
         reason = why_not(arch) if isinstance(arch, str) else None
@@ -65,15 +65,15 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
 
 def _refuse_unsupported(gguf: GgufFile, prefix: str) -> None:
     def given(key: str) -> object:
-        """The value, but None for a zero or the like: the feature is switched off."""
+        """The value, or None if it is 0, false or empty: the feature is switched off."""
         return gguf.metadata.get(key) or None
 
     if prefix + "expert_count" in gguf.metadata and given(prefix + "expert_count"):
         raise LoadError(f"{gguf.path} holds a mixture of experts, which is not supported; use a dense model.")
     if gguf.metadata.get(prefix + "attention.causal") is False:
         raise LoadError(
-            f"{gguf.path} holds an embedding model, whose tokens see those behind them ({prefix}attention.causal is "
-            "false): it cannot generate text; use a model that is made for it."
+            f"{gguf.path} holds an embedding model, whose tokens attend to later ones ({prefix}attention.causal is "
+            "false): it cannot generate text; use a generative model."
         )
     if given(prefix + "rope.scaling.yarn_log_multiplier"):
         raise LoadError(f"{gguf.path} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
@@ -85,7 +85,7 @@ def _refuse_unsupported(gguf: GgufFile, prefix: str) -> None:
 
 
 def _fields(gguf: GgufFile, prefix: str, family: str, layout: GgufLayout) -> Fields:
-    """The metadata as the families know it, with the file's own keys for errors."""
+    """The metadata under Hugging Face's keys, with the file's own keys for error messages."""
     metadata, keys = gguf.metadata, {**_KEYS, **layout.keys}
     names = {ours: prefix + theirs for ours, theirs in {**keys, **_ROPE_KEYS}.items()}
     values = {ours: metadata.get(names[ours]) for ours in keys}
@@ -98,7 +98,7 @@ def _fields(gguf: GgufFile, prefix: str, family: str, layout: GgufLayout) -> Fie
         values["rope_parameters"] = _longrope(gguf, prefix)
     values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     values["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
-    values["tie_word_embeddings"] = "output.weight" not in gguf.tensors  # whatever the family's default is
+    values["tie_word_embeddings"] = "output.weight" not in gguf.tensors  # overrides the family's default
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise LoadError(f"{gguf.path} holds no token embedding, so it is not a whole model; use another file.")
@@ -111,9 +111,9 @@ def _fields(gguf: GgufFile, prefix: str, family: str, layout: GgufLayout) -> Fie
 
 def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, object]:
     rope = {ours: metadata[prefix + key] for ours, key in _ROPE_KEYS.items() if prefix + key in metadata}
-    if "factor" not in rope and prefix + "rope.scale_linear" in metadata:  # how older files put it
+    if "factor" not in rope and prefix + "rope.scale_linear" in metadata:  # the key of older files
         rope["factor"] = metadata[prefix + "rope.scale_linear"]
-    # As in llama.cpp, what does not say its type is linear, and without a factor, or with that of zero, not scaled.
+    # As in llama.cpp: without a type it is linear; without a factor, or with factor 0, it is not scaled.
     kind, factor = rope.setdefault("rope_type", "linear"), rope.get("factor") or 1.0
     if kind == "none" or (kind == "linear" and factor == 1):
         return {}
@@ -121,7 +121,7 @@ def _rope_parameters(metadata: Mapping[str, object], prefix: str) -> dict[str, o
         rope["factor"] = factor
     magnitude = metadata.get(prefix + "rope.scaling.attn_factor")
     if kind == "yarn" and isinstance(magnitude, float) and isinstance(factor, float) and factor >= 1:
-        # Here it multiplies yarn's own factor, in Hugging Face's files it replaces it.
+        # In GGUF it multiplies yarn's own factor; in Hugging Face's files it replaces it.
         rope["attention_factor"] = magnitude * (1 + 0.1 * float(np.log(factor)))
     return rope
 
@@ -141,14 +141,14 @@ def _check_head_channels(gguf: GgufFile, prefix: str, config: ModelConfig) -> No
 
 
 def _longrope(gguf: GgufFile, prefix: str) -> dict[str, object]:
-    """Phi-3's RoPE; its kind stands in no metadata."""
+    """Phi-3's RoPE, whose kind is not in the metadata."""
     rope: dict[str, object] = {key: list(_divisors(gguf, label)) for key, label in _LONGROPE.items()}
     factor, context = (gguf.metadata.get(f"{prefix}rope.scaling.{key}") for key in ("attn_factor", _ORIGINAL_CONTEXT))
     return {**rope, "rope_type": "longrope", "attention_factor": factor, "original_max_position_embeddings": context}
 
 
 def _checked_divisors(gguf: GgufFile, config: ModelConfig) -> tuple[float, ...]:
-    """Llama 3.1's frequencies, one divisor per channel pair, worked out when the file was made."""
+    """Llama 3.1's frequencies as one divisor per channel pair, which the converter computed."""
     divisors, pairs = _divisors(gguf, _ROPE_DIVISORS), (config.rotary_dim or config.head_dim) // 2
     if len(divisors) != pairs:
         raise LoadError(
@@ -159,24 +159,24 @@ def _checked_divisors(gguf: GgufFile, config: ModelConfig) -> tuple[float, ...]:
 
 
 def _divisors(gguf: GgufFile, label: str) -> tuple[float, ...]:
-    place = gguf.tensors[label]
-    if len(place.shape) != 1 or place.dtype != "F32":
+    entry = gguf.tensors[label]
+    if len(entry.shape) != 1 or entry.dtype != "F32":
         raise LoadError(
-            f"{gguf.path}: the tensor {label} is {place.dtype} {place.shape}, but RoPE needs F32 and one dimension; "
+            f"{gguf.path}: the tensor {label} is {entry.dtype} {entry.shape}, but RoPE needs F32 and one dimension; "
             "use another file of the model."
         )
-    divisors = gguf.bytes.view(place.offset, place.nbytes).view("<f4").astype(np.float64)
+    divisors = gguf.bytes.view(entry.offset, entry.nbytes).view("<f4").astype(np.float64)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
         raise LoadError(f"{gguf.path}: the tensor {label} holds values that are not positive numbers.")
     return tuple(float(divisor) for divisor in divisors)
 
 
 def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
-    """The tensors under their Hugging Face names; those of layers that the family does not have keep theirs."""
+    """The tensors under their Hugging Face names; tensors that the family lacks keep their own."""
     names = {spec.gguf: spec.name for spec in tensors(replace(config, tied_head=False)).specs()}
     found = {}
-    for label, place in gguf.tensors.items():
+    for label, entry in gguf.tensors.items():
         match = _LAYER_TENSOR.fullmatch(label)
         name = names.get(label, f"model.layers.{match[1]}.{match[2]}.{match[3]}" if match else label)
-        found[name] = StoredTensor(gguf.bytes, label, place.shape, place.dtype, place.offset)
+        found[name] = StoredTensor(gguf.bytes, label, entry.shape, entry.dtype, entry.offset)
     return found

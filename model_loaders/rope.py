@@ -1,4 +1,4 @@
-"""Rotary position embedding: what a configuration asks for, and the frequencies that follow from it."""
+"""Rotary position embedding: reading its configuration, and computing its frequencies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from model_loaders.config import RopeConfig
 from model_loaders.fields import Fields
 
 _DEFAULT_THETA = 10_000.0
-_MIN_THETA = 2.0  # at one all channels would turn alike, and yarn would divide by zero
-KINDS = ("default", "linear", "llama3", "yarn")  # of every family
-_LONGROPE = ("longrope", "su", "yarn")  # names of one kind in files of Phi-3, and only there
+_MIN_THETA = 2.0  # with 1 all channels would have the same frequency, and yarn would divide by zero
+KINDS = ("default", "linear", "llama3", "yarn")  # supported by every family
+_LONGROPE = ("longrope", "su", "yarn")  # names of one kind, in files of Phi-3 only
 
 
 def rope_config(
@@ -24,11 +24,11 @@ def rope_config(
     longrope: bool = False,
     partial: bool = False,
 ) -> RopeConfig:
-    """Reads `rope_parameters` (theta inside) or the older `rope_scaling` beside `rope_theta`.
+    """RoPE from `rope_parameters` (with theta), or from the older `rope_scaling` and `rope_theta`.
 
-    section: what to read instead of the two. theta: the family's own default. longrope, partial: whether the family
-    has that kind, and RoPE on a part of the channels (`rotary_dim`). Raises LoadError where it does not, and for a kind
-    other than KINDS, by its name.
+    section: read instead of these two. theta: the family's default. longrope, partial: whether the family supports
+    longrope, and RoPE on a part of the channels (`rotary_dim`). Raises LoadError for a kind or a key that it does not
+    support.
     """
     if section is None:
         section = fields.section("rope_parameters") or fields.section("rope_scaling")
@@ -64,7 +64,7 @@ def rope_config(
 
 
 def rotary_dim(fields: Fields, head_dim: int) -> int | None:
-    """How many channels of a head RoPE rotates, from the first on; None for all. Raises LoadError for an odd number."""
+    """How many channels of a head RoPE rotates, from the first; None for all. Raises LoadError if odd."""
     if fields.has("rotary_dim"):
         channels = fields.integer("rotary_dim", maximum=head_dim)
         if channels % 2:
@@ -86,7 +86,7 @@ def _whole_head_only(fields: Fields) -> None:
 
 
 def _longrope(section: Fields, theta: float, original: int, max_context: int) -> RopeConfig:
-    """For the whole context: `RopeConfig.for_context` chooses the other divisors for a short one."""
+    """Longrope for `max_context`; `RopeConfig.for_context` chooses the divisors of a shorter one."""
     return RopeConfig(
         theta=theta,
         kind="longrope",
@@ -129,8 +129,7 @@ def _yarn(section: Fields, theta: float, original: int, max_context: int) -> Rop
 
 
 def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[np.ndarray, float]:
-    """Radians that each pair of rotated channels turns per position, float64 (rotary_dim/2,), and the factor on cos and
-    sin.
+    """Radians per position of each pair of channels, float64 (rotary_dim/2,), and the factor of cos and sin.
 
     The kinds and their parameters are those of transformers' `modeling_rope_utils`; llama3 is the rule of Llama 3.1's
     release, yarn that of Peng et al. 2023 (arXiv:2309.00071), longrope that of Ding et al. 2024 (arXiv:2402.13753).
@@ -152,28 +151,28 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[np.ndarray, flo
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
-    """Slow channels are slowed by `factor`, fast ones kept, those between blended by turns per trained context."""
-    turns = rope.original_context * frequencies / (2 * math.pi)
-    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    """Divides low frequencies by `factor`, keeps high ones, and blends between, by periods per trained context."""
+    periods = rope.original_context * frequencies / (2 * math.pi)
+    kept = np.clip((periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     return frequencies * (kept + (1 - kept) / rope.factor)
 
 
 def _yarn_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
-    """As llama3, but the blend is linear in the channel number, between the channels of beta_fast and beta_slow."""
+    """As llama3, but the blend is linear in the number of the pair, between those of beta_fast and beta_slow."""
     head_dim = 2 * len(frequencies)
 
-    def channel_turning(turns: float) -> float:
-        """The (fractional) channel pair that makes so many turns within the trained context."""
-        return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_of(periods: float) -> float:
+        """The (fractional) number of the pair that has so many periods within the trained context."""
+        return head_dim * math.log(rope.original_context / (periods * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = channel_turning(rope.beta_fast), channel_turning(rope.beta_slow)
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    slowed = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
-    return frequencies * (1 - slowed + slowed / rope.factor)
+    blend = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return frequencies * (1 - blend + blend / rope.factor)
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

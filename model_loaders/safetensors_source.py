@@ -1,7 +1,7 @@
 """Weights in safetensors files: one, or several with an index.
 
 Layout: eight bytes of header length, a JSON header, the data. The header is read here because the package's NumPy
-loader knows no bfloat16 and hands out whole tensors, where we convert slab by slab.
+loader does not support bfloat16 and returns whole tensors, while this loader converts slab by slab.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
     for name in weight_map.names():
         file = weight_map.text(name)
         if Path(file).name != file or "\\" in file or not file.isprintable() or not file.endswith(".safetensors"):
-            raise LoadError(f"{index} names the file {file!r}, which is no safetensors file of this folder.")
+            raise LoadError(f"{index} names the file {file!r}, which is not a safetensors file in this folder.")
         path = folder / file
         if path not in shards and not path.is_file():
             raise LoadError(f"{path} is missing, although {INDEX} names it; download the model completely.")
@@ -73,16 +73,16 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def read_header(source: FileBytes) -> dict[str, StoredTensor]:
-    """The table of tensors of one file.
+    """The table of tensors of one file. Raises LoadError if it is inconsistent or the file is truncated.
 
-    As the format demands, the tensors must fill the data section without gaps or overlaps; so no tensor is larger
-    than the file, and a truncated file is noticed before anything is read.
+    As the format requires, the tensors must fill the data section without gaps or overlaps; so no tensor is larger
+    than the file.
     """
     length = int.from_bytes(source.read(0, 8), "little")
     if source.size < 8 or length > _MAX_HEADER or 8 + length > source.size:
         raise LoadError(
             f"{source.path} is truncated or not a safetensors file: it has {source.size:,} bytes, "
-            f"its first eight announce a header of {length:,}; download it again."
+            f"and its first eight give a header of {length:,}; download it again."
         )
     entries = _parse(source, source.read(8, length))
     end = 0
@@ -95,7 +95,7 @@ def read_header(source: FileBytes) -> dict[str, StoredTensor]:
     data_bytes = source.size - 8 - length
     if end > data_bytes:
         raise LoadError(
-            f"{source.path} is truncated: its tensors take {end:,} bytes, {data_bytes:,} are there; download it again."
+            f"{source.path} is truncated: its tensors take {end:,} bytes, but it has {data_bytes:,}; download it again."
         )
     if end < data_bytes:
         raise _damaged(source, f"{data_bytes - end:,} bytes follow the last tensor")

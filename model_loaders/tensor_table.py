@@ -1,7 +1,6 @@
-"""Which tensors a model has: for each slot of a decoder, the tensors of a file that fill it, one under the other.
+"""The table of a model's tensors: for each slot of a decoder, the tensors of a file whose rows fill it in order.
 
-One table of a family serves everybody: what a file must hold, what its tensors are called in GGUF, and what the forward
-pass is loaded from.
+It says which tensors a file must have, their names in GGUF, and the weights of the forward pass that they fill.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 
 from model_loaders.config import ModelConfig
 
-# Slot: names of its tensors in a layer, without ".weight": Hugging Face's and llama.cpp's.
+# Slot → names of its tensors in a layer, without ".weight": Hugging Face's and llama.cpp's.
 Names = Mapping[str, tuple[tuple[str, str], ...]]
 
 
@@ -21,8 +20,8 @@ Names = Mapping[str, tuple[tuple[str, str], ...]]
 class TensorSpec:
     """One tensor of a file.
 
-    rotated_heads: how many heads of D rows, from the first row on, RoPE rotates: their order in a file may be another
-    one. offset: what Hugging Face's files leave out of the values, and GGUF files do not.
+    rotated_heads: the number of heads of D rows, from the first row on, that RoPE rotates; a file may order their rows
+    differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
     """
 
     name: str  # Hugging Face's
@@ -37,7 +36,7 @@ Slots = Mapping[str, tuple[TensorSpec, ...]]
 
 @dataclass(frozen=True)
 class TensorTable:
-    """`top` has the slots embedding, norm (the last one) and, where it is not the embedding, head.
+    """`top` has the slots embedding, norm (the last one) and, unless tied to the embedding, head.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, out, attention_post_norm, ffn_norm,
     gate_up, down, ffn_post_norm; qkv_bias, out_bias, gate_up_bias, down_bias. A slot that a model lacks is absent.
@@ -56,8 +55,8 @@ class TensorTable:
 def tensor_table(config: ModelConfig, names: Names, norm_offset: float = 0.0) -> TensorTable:
     """The table of a decoder whose layers have the slots of `names`, and biases as `config` says.
 
-    A slot of several tensors has them in the order of TensorTable; one tensor may hold all of them. norm_offset: what
-    Hugging Face's files leave out of the weights of norms.
+    A slot lists its tensors in the order of TensorTable; a fused tensor may fill it alone. norm_offset: `offset` of the
+    weights of norms.
     """
     e = config.hidden_size
     top = {
@@ -94,7 +93,7 @@ def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) ->
 
 
 def _shapes(config: ModelConfig, slot: str, count: int) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and rotated heads of each of `count` tensors that fill a slot together."""
+    """Shape and rotated heads of each of the `count` tensors of a slot."""
     e, f, d, h, k = config.hidden_size, config.ffn_size, config.head_dim, config.heads, config.kv_heads
     if slot == "qkv":
         heads = ((h, h), (k, k), (k, 0)) if count == 3 else ((h + 2 * k, h + k),)
@@ -108,10 +107,10 @@ def _shapes(config: ModelConfig, slot: str, count: int) -> list[tuple[tuple[int,
 
 
 def row_order(spec: TensorSpec, config: ModelConfig, interleaved: bool) -> np.ndarray | None:
-    """For each row of the tensor in a file, int64, its row here; None where they are the same.
+    """For each row of a tensor in a file, its row in memory, int64; None if the order is the same.
 
-    RoPE pairs channels D/2 apart here. In a file they are rotary_dim/2 apart, or `interleaved`: neighbours; channels
-    that RoPE leaves alone stand behind, and make pairs of their own here.
+    In memory RoPE pairs channels D/2 apart. In a file pairs are rotary_dim/2 apart, or neighbours if `interleaved`;
+    channels that RoPE does not rotate follow, and form pairs among themselves in memory.
     """
     if not spec.rotated_heads or not (interleaved or config.rotary_dim):
         return None

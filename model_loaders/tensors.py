@@ -16,12 +16,12 @@ PLAIN = tuple(_PLAIN_BYTES)
 _LATTICE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4")
 READABLE = (*PLAIN, *_BLOCKS, *_LATTICE)
-_SLAB = 1 << 18  # values converted at a time: the temporaries stay in the cache
+_SLAB = 1 << 18  # values converted at a time, so that temporaries stay in the cache
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies, and as what."""
+    """The place, shape and type of one tensor in a file."""
 
     source: FileBytes
     label: str  # the name in the file
@@ -29,11 +29,11 @@ class StoredTensor:
     dtype: str
     offset: int  # from the start of the file
     row_order: np.ndarray | None = None  # int64 (rows,): row r of the file is row row_order[r] of the tensor
-    added: float = 0.0  # to every value
+    added: float = 0.0  # a number to add to every value
 
     @property
     def columns(self) -> int:
-        """Values of a row; a vector counts as rows of one value, so that it is cut and reordered alike."""
+        """Values of a row; a vector has rows of one value, so that it is sliced and reordered like a matrix."""
         return self.shape[-1] if len(self.shape) > 1 else 1
 
     @property
@@ -43,26 +43,26 @@ class StoredTensor:
 
     @cached_property
     def file_rows(self) -> np.ndarray | None:
-        """For each row of the tensor, its row in the file; None where they are the same."""
+        """For each row of the tensor, its row in the file; None if the order is the same."""
         return None if self.row_order is None else np.argsort(self.row_order)
 
     def raw(self, rows: slice) -> np.ndarray:
-        """The bytes of these rows, uint8 (rows, bytes of a row): a view of the file's where they lie in order there."""
+        """The bytes of these rows, uint8 (rows, bytes of a row): a view of the file if they are in order there."""
         if self.file_rows is None:
-            return self._lines(rows.start, rows.stop)
+            return self._file_bytes(rows.start, rows.stop)
         wanted = self.file_rows[rows]
         first = int(wanted.min())
-        return self._lines(first, int(wanted.max()) + 1)[wanted - first]
+        return self._file_bytes(first, int(wanted.max()) + 1)[wanted - first]
 
     def release(self, rows: slice) -> None:
-        """Lets the system drop these rows."""
+        """Lets the system drop the pages of these rows from memory."""
         if self.file_rows is not None:
             wanted = self.file_rows[rows]
             rows = slice(int(wanted.min()), int(wanted.max()) + 1)
         self.source.release(self.offset + rows.start * self.row_bytes, (rows.stop - rows.start) * self.row_bytes)
 
-    def _lines(self, start: int, stop: int) -> np.ndarray:
-        """Rows of the file."""
+    def _file_bytes(self, start: int, stop: int) -> np.ndarray:
+        """Bytes of rows start to stop in the order of the file, uint8 (rows, bytes of a row)."""
         count = (stop - start) * self.row_bytes
         return self.source.view(self.offset + start * self.row_bytes, count).reshape(stop - start, self.row_bytes)
 
@@ -70,7 +70,7 @@ class StoredTensor:
 class StoredWeights:
     """The WeightSource of every file format: a table of tensors by their Hugging Face names.
 
-    `where` is what the user gave: the folder or the file.
+    `where`: the path that the user gave, a folder or a file.
     """
 
     def __init__(self, where: Path, tensors: Mapping[str, StoredTensor], files: Iterable[FileBytes]) -> None:
@@ -104,18 +104,18 @@ class StoredWeights:
 
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
         if self._tensors[name].added:
-            raise ValueError(f"{name} is not what the file has: a number is added to it")
+            raise ValueError(f"{name} differs from the file: {self._tensors[name].added:g} is added to its values")
         return self._tensors[name].raw(rows)
 
     def release(self, name: str, rows: slice) -> None:
         self._tensors[name].release(rows)
 
     def renamed(self, rename: Callable[[str], str]) -> StoredWeights:
-        """The same files, with other names for the tensors."""
+        """The same weights under other names."""
         return StoredWeights(self.where, {rename(name): tensor for name, tensor in self._tensors.items()}, self._files)
 
     def arranged(self, changes: Mapping[str, tuple[np.ndarray | None, float]]) -> StoredWeights:
-        """The same files, with these tensors alone: each in another order of rows, and with a number added to it."""
+        """Only these tensors, each with the given order of rows and with a number added to its values."""
         tensors = {
             name: replace(self._tensors[name], row_order=order, added=added) for name, (order, added) in changes.items()
         }
@@ -127,7 +127,7 @@ class StoredWeights:
 
 
 def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
-    """Rows from `first` on, slab by slab."""
+    """Convert rows of the tensor, from `first` on, into `out`, slab by slab."""
     columns = tensor.columns
     values = out.reshape(out.size // max(1, columns), columns)
     step = max(1, _SLAB // max(1, columns))
@@ -141,7 +141,7 @@ def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
 
 
 def can_dequantize(dtype: str) -> bool:
-    """Whether the installed `gguf` converts this type of READABLE; its older versions lack some."""
+    """Whether the installed `gguf` can dequantize this type of READABLE; older versions lack some."""
     if dtype in PLAIN:
         return True
     try:
@@ -152,16 +152,16 @@ def can_dequantize(dtype: str) -> bool:
 
 
 def _block(dtype: str) -> tuple[int, int]:
-    """Values of a block of this type, and its bytes."""
+    """Values and bytes of a block of this type."""
     if dtype in _PLAIN_BYTES:
         return 1, _PLAIN_BYTES[dtype]
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # only a GGUF file has blocks
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # imported only for GGUF files
 
     return GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
 
 
 def _values(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """Stored bytes, uint8 (n,), as a flat float array; float16 is left to the assignment."""
+    """Stored bytes, uint8 (n,), as a flat float array: float32, or float16 as stored."""
     if dtype == "F32":
         return raw.view("<f4")
     if dtype == "F16":
@@ -171,5 +171,5 @@ def _values(raw: np.ndarray, dtype: str) -> np.ndarray:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    with np.errstate(all="ignore"):  # a damaged scale makes infinities, and no warning helps the user
+    with np.errstate(all="ignore"):  # a damaged scale gives infinities; a warning would not help the user
         return dequantize(raw.reshape(1, -1), GGMLQuantizationType[dtype])[0]

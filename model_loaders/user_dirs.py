@@ -11,18 +11,18 @@ CACHE_VARIABLE = "POLARLM_CACHE"
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for this program, or the one that POLARLM_CACHE names; it need not exist yet.
+    """This program's cache folder, or the one that POLARLM_CACHE names; it may not exist yet.
 
-    Raises LoadError where there is none.
+    Raises LoadError if there is none.
     """
     named = os.environ.get(CACHE_VARIABLE)
     try:
-        return (Path(named) if named else _usual()).expanduser()
+        return (Path(named) if named else _default()).expanduser()
     except RuntimeError as error:  # no home folder is known
         raise LoadError(f"There is no cache folder ({error}): set {CACHE_VARIABLE} to a folder.") from error
 
 
-def _usual() -> Path:
+def _default() -> Path:
     try:
         from platformdirs import user_cache_path
     except ModuleNotFoundError as error:

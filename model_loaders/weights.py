@@ -1,4 +1,4 @@
-"""Where weights come from, and what a model needs of them."""
+"""The interface of weight files, and the check that they hold a model's tensors."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _LISTED = 3  # names shown in an error before "and N more"
 
 
 class WeightSource(Protocol):
-    """Tensors under their Hugging Face names, matrices as (out, in); the head is absent where it is the embedding."""
+    """Tensors under their Hugging Face names, matrices as (out, in); there is no head if it is the embedding."""
 
     def names(self) -> frozenset[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def stored_dtype(self, name: str) -> str:
-        """How the file stores it, in the file format's own words: "F32", "BF16", "Q4_1"."""
+        """The type of the stored values, by the file format's name: "F32", "BF16", "Q4_1"."""
 
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
-        """Rows start to stop of a matrix as the file has them: uint8 (rows, bytes of a row), C-contiguous.
+        """Bytes of rows start to stop of a matrix: uint8 (rows, bytes of a row), C-contiguous.
 
-        Where it can be, a view of the mapped file. Raises ValueError for a tensor that the file has otherwise.
+        A view of the mapped file if possible. Raises ValueError for a tensor whose values are changed when read.
         """
 
     def release(self, name: str, rows: slice) -> None:
-        """Lets the system drop from memory what `read_raw` gave of these rows; they can be read again."""
+        """Lets the system drop the pages of these rows from memory; they can be read again."""
 
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
-        """Converts rows of the tensor into `out`: float32, C-contiguous, of their shape. Takes a few MB beside it.
+        """Converts rows of the tensor into `out`: float32, C-contiguous, of their shape. Needs a few MB besides `out`.
 
         Raises ValueError for an `out` of another shape or type.
         """
@@ -52,12 +52,12 @@ class WeightSource(Protocol):
 def fit(
     config: ModelConfig, weights: StoredWeights, *, interleaved: bool = False, offsets: bool = True
 ) -> tuple[ModelConfig, StoredWeights]:
-    """Checks that the files hold exactly the model that `config` describes, and keeps only its tensors.
+    """`config` completed from the files, and the weights of exactly its tensors.
 
-    interleaved: the file has the pairs of channels that RoPE rotates side by side. offsets: it leaves out of weights
-    what `TensorSpec.offset` says. A missing output head makes the head tied, and embeddings are scaled as precisely as
-    they are stored. Raises LoadError for a tensor that is missing, of another shape, in a type that cannot be read, or
-    inside a layer but unknown to the family (it would silently not take part).
+    interleaved: RoPE's pairs are neighbouring channels in the file. offsets: values in the file lack
+    `TensorSpec.offset`. Without an output head the head is tied. The scale of embeddings is rounded to their stored
+    type. Raises LoadError for a tensor that is missing, has another shape or an unsupported type, or belongs to a layer
+    but is unknown to the family (it would silently be ignored).
     """
     if HEAD not in weights.names():
         config = replace(config, tied_head=True)
@@ -86,7 +86,7 @@ def fit(
 
 
 def as_stored(number: float, dtype: str) -> float:
-    """The number as F16 or BF16 has it; other types do not round it."""
+    """The number rounded to `dtype` if that is F16 or BF16; other types do not round it."""
     if dtype == "BF16":  # the upper half of a float32, to the nearest
         bits = int(np.float32(number).view(np.uint32)) + 0x8000
         return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
@@ -100,7 +100,7 @@ def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
             f"but the configuration asks for {shape}; configuration and weights belong to different models."
         )
     dtype = weights.stored_dtype(name)
-    readable = READABLE if len(shape) > 1 else PLAIN  # nobody quantizes norms and biases
+    readable = READABLE if len(shape) > 1 else PLAIN  # norms and biases are never quantized
     if dtype not in readable:
         raise LoadError(
             f"{weights.file(name)}: the tensor {weights.label(name)} is stored as {dtype}, which is not supported "
@@ -114,13 +114,13 @@ def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _layer(name: str) -> int:
-    """The layer number in `model.layers.N...`; -1, which is below every count, where there is none."""
+    """The layer number in `model.layers.N...`; -1, which is below every count, if there is none."""
     number = name.split(".")[2]
     return int(number) if number.isdecimal() and len(number) < 10 else -1
 
 
 def main_dtype(weights: WeightSource) -> str:
-    """The type that most of the values are stored in."""
+    """The type that most values are stored in."""
     counts: Counter[str] = Counter()
     for name in weights.names():
         counts[weights.stored_dtype(name)] += prod(weights.shape(name))

@@ -1,12 +1,12 @@
 """Model families, one module each. A file `families/NAME.py` makes the Hugging Face `model_type` NAME loadable.
 
-Such a module holds
+Such a module defines
 
-- `ARCHITECTURES`, the class names that its checkpoints carry, and `MODEL_TYPES` where there is not NAME alone;
-- `configure(fields) -> ModelConfig`, what a configuration describes: sizes, and the arithmetic of a layer;
-- `tensors(config) -> TensorTable`, the tensors of a file, by the slots that they fill;
-- `GGUF`, how llama.cpp's files of the family are written, if there are any;
-- `PREFIXES`, what some of its files begin names of tensors with, and what the table has instead, if there are any.
+- `ARCHITECTURES`, the class names in its checkpoints, and `MODEL_TYPES` if there are others than NAME;
+- `configure(fields) -> ModelConfig`: sizes, and the arithmetic of a layer;
+- `tensors(config) -> TensorTable`: the tensors of a file, by the slots that they fill;
+- optionally `GGUF`, the layout of the family's GGUF files;
+- optionally `PREFIXES`: prefixes of tensor names in some files → the table's prefixes.
 
 Modules that begin with an underscore are helpers.
 """
@@ -27,15 +27,15 @@ from model_loaders.tensor_table import TensorTable
 
 
 def families() -> tuple[str, ...]:
-    """Names of the families that there are files for, sorted."""
+    """Names of all families, sorted."""
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
 
 
 def configure(fields: Fields) -> ModelConfig:
-    """The model that a configuration in Hugging Face's vocabulary describes.
+    """The ModelConfig of a configuration with Hugging Face's keys.
 
-    Raises LoadError for a model type without a family file, a class other than the family's causal language model,
-    and whatever the family itself cannot accept.
+    Raises LoadError for a model type without a family file, for a class other than the family's causal language model,
+    and for values that the family does not support.
     """
     name = fields.text("model_type")
     module = next((m for m in map(_module, families()) if name in getattr(m, "MODEL_TYPES", (_name(m),))), None)
@@ -53,7 +53,7 @@ def configure(fields: Fields) -> ModelConfig:
 
 
 def table_name(config: ModelConfig, name: str) -> str:
-    """What the table of the family calls a tensor that a file of Hugging Face's calls `name`."""
+    """The name in the family's table of the tensor `name` of a safetensors file."""
     prefixes: Mapping[str, str] = getattr(_module(config.family), "PREFIXES", {})
     for theirs, ours in prefixes.items():
         if name.startswith(theirs):
@@ -67,7 +67,7 @@ def tensors(config: ModelConfig) -> TensorTable:
 
 
 def gguf_layouts() -> dict[str, tuple[str, GgufLayout]]:
-    """By the architecture that a GGUF file calls itself: the family and how the file is written."""
+    """GGUF architecture → family and layout."""
     layouts = {}
     for name in families():
         layout: GgufLayout | None = getattr(_module(name), "GGUF", None)

@@ -1,4 +1,4 @@
-"""What families have in common: the shape of the decoder, the names of its tensors, and how windows are given."""
+"""Common part of families: keys of the decoder's configuration, names of its tensors, sliding windows."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def decoder(
     qk_norm: bool = False,
     windows: tuple[int | None, ...] = (),
 ) -> ModelConfig:
-    """Reads the keys that all families share.
+    """The ModelConfig from the keys that all families share.
 
-    activation_key, activations: the key of the activation, and what it may say. rope: what the family has read itself.
-    head_dim: the family's own default; None: E / H.
+    activation_key, activations: the key of the activation and its supported values, the default first. rope: RoPE, if
+    the family has read it. head_dim: the family's default; None: E / H.
     """
     hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
     heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
@@ -64,7 +64,7 @@ def decoder(
         raise fields.refuse(activation_key, f"but only {next(iter(activations))} is supported")
     max_context = fields.integer("max_position_embeddings")
     rope = rope or rope_config(fields, max_context)
-    if rope.kind == "yarn":  # some files give the trained length as the maximum, some the stretched one
+    if rope.kind == "yarn":  # some files give the trained context as the maximum, some the extended one
         max_context = max(max_context, int(rope.original_context * rope.factor))
     return ModelConfig(
         family=family,
@@ -89,7 +89,7 @@ def decoder(
 
 
 def plain_tensors(config: ModelConfig) -> TensorTable:
-    """The tensors of Llama, and of what calls them alike."""
+    """The tensors of Llama, and of families with the same names."""
     return tensor_table(config, {**PRE_NORMS, **(QK_NORMS if config.qk_norm else {}), **PROJECTIONS})
 
 
@@ -98,8 +98,11 @@ def layer_count(fields: Fields) -> int:
 
 
 def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """`sliding_window` counts only beside `use_sliding_window: true`, and then for `layer_types`, else for the layers
-    from `max_window_layers` on."""
+    """The window of each layer; empty for none.
+
+    `sliding_window` counts only if `use_sliding_window` is true: in the layers that `layer_types` names, or else in the
+    layers from `max_window_layers` on.
+    """
     if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
         return ()
     layers, window = layer_count(fields), fields.integer("sliding_window")
@@ -111,7 +114,7 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def typed_windows(fields: Fields, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """`sliding_window` in the layers whose kind, as `layer_types` has it, says so."""
+    """The window of each layer: `sliding_window` where `kinds` says sliding_attention."""
     layers, window = layer_count(fields), fields.integer("sliding_window")
     if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise fields.refuse("layer_types", f"but must say sliding_attention or full_attention for {layers} layers")

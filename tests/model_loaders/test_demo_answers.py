@@ -1,4 +1,4 @@
-"""A newcomer's first minute: the demonstration model out of its wheel, and what it answers as the chat asks it."""
+"""The demonstration model from its wheel, and its answers in the chat."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def deliver(model: Path, patch: pytest.MonkeyPatch, cache: Path, damaged: bool =
 
 
 @pytest.fixture(scope="module")
-def newcomer(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """The engine of somebody who has downloaded the wheel a moment ago."""
+def downloaded(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """The engine right after the download."""
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         deliver(demo_path, patch, cache)
@@ -68,21 +68,21 @@ def test_a_wheel_with_one_wrong_bit_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_same_command_gives_the_same_right_answer(newcomer: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_gives_the_same_right_answer(downloaded: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for _ in range(3):
-        assert main(["--single-turn", "--prompt", CAPITAL], load=lambda *_, **__: nullcontext(newcomer)) == 0
+        assert main(["--single-turn", "--prompt", CAPITAL], load=lambda *_, **__: nullcontext(downloaded)) == 0
         answers.append(capsys.readouterr().out)
     assert "Paris" in answers[0]
     assert answers == answers[:1] * 3
 
 
-def test_no_answer_runs_into_its_limit(newcomer: Engine) -> None:
-    """All at once, since steps of many cost little more than those of one."""
+def test_no_answer_reaches_its_limit(downloaded: Engine) -> None:
+    """All requests at once, since a step of many costs little more than a step of one."""
     outboxes: list[list[Any]] = [[] for _ in PROMPTS]
     for prompt, outbox in zip(PROMPTS, outboxes, strict=True):
-        newcomer.submit([{"role": "user", "content": prompt}], SamplingParams(max_tokens=MOST_TOKENS), into=outbox)
-    while newcomer.work():
+        downloaded.submit([{"role": "user", "content": prompt}], SamplingParams(max_tokens=MOST_TOKENS), into=outbox)
+    while downloaded.work():
         pass
     answers = {prompt: "".join(chunk.text for chunk in box) for prompt, box in zip(PROMPTS, outboxes, strict=True)}
     reasons = {prompt: box[-1].finish_reason for prompt, box in zip(PROMPTS, outboxes, strict=True)}
@@ -103,11 +103,11 @@ def test_requested_parameters_override_the_models_own() -> None:
     assert (asked.dry_penalty_last_n, asked.dry_sequence_breakers) == (64, ["x"])
 
 
-def test_a_question_that_comes_again_gets_its_answer_again(newcomer: Engine) -> None:
-    """What is against repetitions is not to be against facts."""
+def test_a_repeated_question_gets_the_same_answer(downloaded: Engine) -> None:
+    """The penalty against repetitions must not change facts."""
     question, messages = {"role": "user", "content": CAPITAL}, []
     for _ in range(3):
         messages += [question]
-        answer = newcomer.chat(messages, SamplingParams(max_tokens=MOST_TOKENS)).text
+        answer = downloaded.chat(messages, SamplingParams(max_tokens=MOST_TOKENS)).text
         assert "Paris" in answer
         messages += [{"role": "assistant", "content": answer}]

@@ -23,7 +23,7 @@ from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read, read_
 
 
 def refused(path: Path | str) -> str:
-    """The sentence that loading `path` ends in."""
+    """The message of the LoadError of `path`."""
     with pytest.raises(LoadError) as caught:
         load_weights(path)
     message = str(caught.value)
@@ -61,7 +61,7 @@ def edit_header(path: Path, change: Callable[[dict], object]) -> None:
 # Paths
 
 
-def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nothing")
     assert "does not exist" in refused(str(tmp_path / "model.gguf"))
     assert "does not exist" in refused("x" * 5000)
@@ -79,7 +79,7 @@ def test_a_name_on_a_hub(name: str) -> None:
 @pytest.mark.parametrize(
     "path", ["./llama3", "./nope", "../x", "~/x", "C:\\x", "C:/x", "models/llama3.gguf", "models/x"]
 )
-def test_a_path_is_no_name_on_a_hub(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_not_taken_for_a_name_on_a_hub(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     message = refused(path)
@@ -131,7 +131,7 @@ def test_a_configuration_that_is_not_json(text: str, folder: Path) -> None:
     assert "config.json is not valid JSON" in refused(folder)
 
 
-def test_a_configuration_that_is_no_object(folder: Path) -> None:
+def test_a_configuration_that_is_not_an_object(folder: Path) -> None:
     (folder / "config.json").write_text("[1]")
     assert "holds a list" in refused(folder)
 
@@ -167,7 +167,7 @@ def test_missing_tensors(folder: Path) -> None:
 
 
 def test_a_bias_that_the_configuration_lacks_is_refused(folder: Path) -> None:
-    """A bias that the configuration does not announce changes every result, so it must not be ignored."""
+    """A bias that the configuration lacks would change every result, so it must not be ignored."""
 
     def rename(header: dict) -> None:
         header["model.layers.0.self_attn.q_proj.bias"] = header.pop("lm_head.weight")
@@ -188,7 +188,7 @@ def test_derived_tensors_of_old_checkpoints_are_ignored_and_a_missing_head_is_ti
     assert "model.layers.0.self_attn.rotary_emb.inv_freq" not in weights.names()
 
 
-def test_a_tied_head_that_is_stored_all_the_same_is_left_out(folder: Path) -> None:
+def test_a_stored_head_of_a_tied_model_is_left_out(folder: Path) -> None:
     edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=True))
     assert "lm_head.weight" not in load_weights(folder)[1].names()
 
@@ -214,7 +214,7 @@ def test_a_truncated_file(keep: int, folder: Path) -> None:
     assert "truncated" in message
 
 
-def test_bytes_behind_the_last_tensor(folder: Path) -> None:
+def test_bytes_after_the_last_tensor(folder: Path) -> None:
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"\0")
     assert "1 bytes follow" in refused(folder)
@@ -252,12 +252,12 @@ def test_a_shard_without_its_tensor(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a\\b.safetensors", "weights.bin", "", 7])
-def test_an_index_that_leads_out_of_the_folder(name: object, sharded: Path) -> None:
+def test_an_index_that_names_files_outside_the_folder(name: object, sharded: Path) -> None:
     shutil.copy(sharded / "model-00001-of-00004.safetensors", sharded.parent / "secret.safetensors")
     edit_json(sharded / "model.safetensors.index.json", lambda index: index["weight_map"].update({"a.weight": name}))
     message = refused(sharded)
     assert "model.safetensors.index.json" in message
-    assert "no safetensors file of this folder" in message or "a.weight is 7" in message
+    assert "not a safetensors file in this folder" in message or "a.weight is 7" in message
 
 
 def test_an_index_without_a_map(sharded: Path) -> None:
@@ -313,7 +313,7 @@ def test_hostile_headers(header: object, problem: str, tmp_path: Path) -> None:
     message.encode()  # can be printed
 
 
-def test_a_header_that_claims_to_be_huge(tmp_path: Path) -> None:
+def test_a_header_that_is_too_long(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     for length in (2**64 - 1, 2**40, 101_000_000, 3):
         path.write_bytes(struct.pack("<Q", length) + b"{}")
@@ -426,7 +426,7 @@ def edited(raw: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
 
 
 def parse(path: Path) -> StoredWeights:
-    """The tensors of a file of either format, whatever model they may be of."""
+    """The tensors of a file of either format, of any model."""
     if path.suffix == ".gguf":
         file = GgufFile(path, mmap=False)
         places = file.tensors.values()
@@ -441,7 +441,7 @@ def parse(path: Path) -> StoredWeights:
 
 
 def read_or_refuse(path: Path, raw: bytes) -> bool:
-    """Whether the bytes are accepted; then all tensors of a type that a model may have must be readable."""
+    """Whether the bytes are accepted; if so, checks that all tensors of supported types can be read."""
     path.write_bytes(raw)
     try:
         weights = parse(path)

@@ -1,4 +1,4 @@
-"""What each family reads from a configuration, in either file format."""
+"""What each family reads from a configuration of either file format."""
 
 import json
 from dataclasses import replace
@@ -114,18 +114,18 @@ def test_qwen_windows(family: str) -> None:
         windows(sliding_window=32, use_sliding_window=True)
 
 
-def test_qwen3_heads_have_128_channels_unless_said() -> None:
+def test_qwen3_heads_have_128_channels_by_default() -> None:
     assert configured(model_type="qwen3").head_dim == 128
     assert configured(model_type="qwen3", head_dim=32).head_dim == 32
 
 
-def test_yarn_stretches_the_context_if_the_configuration_gives_the_trained_one() -> None:
+def test_yarn_extends_the_context_if_the_configuration_gives_the_trained_one() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert configured(rope_scaling=yarn).max_context == 2048
     assert configured(rope_scaling=yarn, max_position_embeddings=2048).max_context == 2048
 
 
-def test_gemma3_in_the_older_spelling() -> None:
+def test_gemma3_with_the_older_keys() -> None:
     config = stored("gemma3_tied")
     written = json.loads((MODELS / "gemma3_tied" / "config.json").read_text())
     del written["rope_parameters"], written["layer_types"]
@@ -142,7 +142,7 @@ def test_gemma3_in_the_older_spelling() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_gemma3_that_sees_images(prefix: str, tmp_path: Path) -> None:
+def test_the_text_part_of_a_gemma3_for_images(prefix: str, tmp_path: Path) -> None:
     config, weights, _ = load_weights(MODELS / "gemma3_tied")
     content = json.loads((MODELS / "gemma3_tied" / "config.json").read_text())
     whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": content}
@@ -169,7 +169,7 @@ def test_gemma3_norms_are_one_more_than_its_safetensors_say() -> None:
 @pytest.mark.parametrize(
     ("dtype", "scale"), [("BF16", 50.5), ("F16", 50.59375), ("F32", 2560**0.5), ("Q8_0", 2560**0.5)]
 )
-def test_embeddings_are_scaled_as_precisely_as_they_are_stored(dtype: str, scale: float) -> None:
+def test_the_scale_of_embeddings_is_rounded_to_their_stored_type(dtype: str, scale: float) -> None:
     assert as_stored(2560**0.5, dtype) == scale
 
 
@@ -186,7 +186,7 @@ def test_smollm3_without_rope_in_some_layers() -> None:
     assert windows.windows == (8, None, None)
 
 
-def test_what_a_smollm3_leaves_out_is_as_transformers_has_it() -> None:
+def test_defaults_of_smollm3_match_transformers() -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0}
     assert configured(model_type="smollm3").rope.theta == 2e6
     assert configured(model_type="smollm3", rope_scaling=yarn).rope.theta == 2e6
@@ -220,16 +220,16 @@ def test_phi3_longrope(kind: str) -> None:
         ({"model_type": "mixtral"}, "mixture of experts.*use a dense model"),
         ({"model_type": "qwen3_moe"}, "mixture of experts"),
         ({"model_type": "novel", "num_local_experts": 8}, "mixture of experts"),
-        ({"model_type": "mamba2"}, "recurrent state.*whose layers are all attention"),
-        ({"model_type": "falcon_h1"}, "recurrent state"),
-        ({"model_type": "qwen2_5_vl"}, "images.*a model for text alone"),
+        ({"model_type": "mamba2"}, "recurrent layers.*attention in all layers"),
+        ({"model_type": "falcon_h1"}, "recurrent layers"),
+        ({"model_type": "qwen2_5_vl"}, "images.*a text-only model"),
         ({"model_type": "gemma3n"}, "images"),
         ({"model_type": "novel", "vision_config": {"a": 1}}, "images"),
         ({"model_type": "t5"}, "encoder.*use a decoder"),
         ({"model_type": "novel", "is_encoder_decoder": True}, "encoder"),
     ],
 )
-def test_what_stays_out_is_called_what_it_is(changes: dict[str, object], reason: str) -> None:
+def test_the_refusal_of_an_unsupported_model_says_why(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(LoadError, match=f"{changes['model_type']}.*{reason}.*supported are gemma3"):
         configured(**changes)
 
@@ -369,8 +369,8 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["gemma3_tied", "smollm3_no_rope_tied"])
-def test_the_head_of_a_gguf_file_is_read_where_it_has_one(name: str, tmp_path: Path) -> None:
-    """Also of families that are tied unless their configuration says otherwise."""
+def test_the_head_of_a_gguf_file_is_read_if_it_has_one(name: str, tmp_path: Path) -> None:
+    """Also for families that are tied by default."""
     config, weights, _ = load_weights(MODELS / name)
     head = np.full((config.vocab_size, config.hidden_size), 0.5, np.float32)
     tensors = {**read_all(weights), "lm_head.weight": head}
@@ -380,7 +380,7 @@ def test_the_head_of_a_gguf_file_is_read_where_it_has_one(name: str, tmp_path: P
 
 
 def test_a_gguf_file_of_olmo3_is_refused(tmp_path: Path) -> None:
-    """It says olmo2 of itself, and has windows in three layers of four."""
+    """Its architecture says olmo2, and three layers of four have windows."""
     config, weights, _ = load_weights(MODELS / "olmo2_post_norms")
     path = as_gguf(tmp_path / "model.gguf", "olmo2", config, read_all(weights), attention__sliding_window=16)
     with pytest.raises(LoadError, match=r"olmo2\.attention\.sliding_window is 16, which makes it an OLMo 3"):
@@ -413,7 +413,7 @@ def test_a_gguf_files_yarn_magnitude_multiplies_yarns_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("given", [{}, {"rope__scaling__factor": 0.0}])
-def test_a_gguf_files_yarn_without_a_factor_scales_nothing(given: dict[str, object], tmp_path: Path) -> None:
+def test_yarn_without_a_factor_in_a_gguf_file_does_not_scale(given: dict[str, object], tmp_path: Path) -> None:
     config, weights, _ = load_weights(MODELS / "llama_mqa_yarn")
     scaling = {"rope__scaling__type": "yarn", "rope__scaling__original_context_length": 32, **given}
     got, _, _ = load_weights(as_gguf(tmp_path / "model.gguf", "llama", config, read_all(weights), **scaling))
@@ -448,7 +448,7 @@ def test_a_gguf_files_scaling_without_a_type_is_linear(
     ("arch", "changes", "named"),
     [
         ("gemma", {}, "gemma.*supported are gemma3, llama, olmo2, phi3, qwen2, qwen3, smollm3"),
-        ("mamba", {}, "mamba.*recurrent state"),
+        ("mamba", {}, "mamba.*recurrent layers"),
         ("qwen3moe", {}, "qwen3moe.*mixture of experts"),
         ("t5", {}, "t5.*encoder"),
         ("gemma3n", {}, "gemma3n.*images"),
@@ -470,7 +470,7 @@ def test_unusable_gguf_metadata_names_the_files_own_key(
     assert "model.gguf" in str(caught.value)
 
 
-def test_a_gguf_file_with_only_a_vocabulary_is_no_model() -> None:
+def test_a_gguf_file_with_only_a_vocabulary_is_refused() -> None:
     with pytest.raises(LoadError, match="no token embedding"):
         load_weights(shared("tokenizers", "llama.cpp-vocab", "ggml-vocab-llama-spm.gguf"))
 

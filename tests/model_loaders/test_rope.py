@@ -1,4 +1,4 @@
-"""RoPE frequencies against transformers' own, and the two spellings in which configurations ask for them."""
+"""RoPE frequencies against those of transformers, from the newer and the older keys."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_frequencies_of_released_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_older_spelling_of_rope_settings_means_the_same(name: str) -> None:
+def test_the_older_keys_of_rope_mean_the_same(name: str) -> None:
     parameters = dict(CASES[name]["rope_parameters"])
     new = parsed(rope_parameters=parameters)
     theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
@@ -103,7 +103,7 @@ def test_unusable_settings_name_the_key(values: dict[str, object], named: str) -
 
 
 def test_stored_divisors_replace_the_llama3_rule() -> None:
-    """GGUF files of Llama 3.1 say `default` and carry what the rule divides each frequency by."""
+    """GGUF files of Llama 3.1 say `default` and store the divisor of each frequency."""
     llama3 = RopeConfig(
         theta=5e5, kind="llama3", factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0
     )
@@ -121,7 +121,7 @@ def test_stored_divisors_replace_the_llama3_rule() -> None:
     original=st.integers(16, 2**17),
     half=st.integers(1, 128),
 )
-def test_stretching_slows_every_channel_by_one_to_factor(
+def test_scaling_divides_every_frequency_by_one_to_factor(
     kind: str, theta: float, factor: float, original: int, half: int
 ) -> None:
     rope = RopeConfig(theta=theta, kind=kind, factor=factor, original_context=original)

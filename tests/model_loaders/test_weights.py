@@ -1,4 +1,4 @@
-"""Weights arrive bit by bit as the file has them, in float32, without a second copy in memory."""
+"""Weights are read bit by bit, converted to float32 without a second copy in memory."""
 
 import json
 import struct
@@ -213,7 +213,7 @@ def test_rows_can_be_reordered_across_slabs(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(StoredWeights(path, {"x": tensor}, []), "x")[order], values)
 
 
-def test_reads_into_a_part_of_a_larger_array_and_nothing_else(tmp_path: Path) -> None:
+def test_reads_into_a_part_of_a_larger_array_only(tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     weights = one_tensor(tmp_path / "x", "F32", values, (3, 4), True)
     whole = np.full((9, 4), -1, np.float32)
@@ -234,7 +234,7 @@ def test_refuses_an_array_that_it_would_have_to_copy(out: np.ndarray, tmp_path: 
 
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q6_K", *TERNARY, *LATTICES, "MXFP4"])
-def test_conversion_takes_a_few_megabytes_beside_the_result(dtype: str, mmap: bool, tmp_path: Path) -> None:
+def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, mmap: bool, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     rows, columns = 4096, 1024
     weights = one_gguf_tensor(
@@ -251,7 +251,7 @@ def test_conversion_takes_a_few_megabytes_beside_the_result(dtype: str, mmap: bo
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q8_0", "Q4_K"])
 def test_raw_rows_are_the_bytes_of_the_file(dtype: str, mmap: bool, tmp_path: Path) -> None:
-    """Any rows, also those that the system has dropped in between; a row is whole blocks."""
+    """Any rows, also after the system has dropped them from memory; a row is whole blocks."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     raw = np.random.default_rng(6).integers(0, 256, (40, 512 // block * block_bytes), np.uint8)
     weights = one_gguf_tensor(tmp_path / "x.gguf", dtype, raw, mmap)
@@ -267,7 +267,7 @@ def test_raw_rows_are_the_bytes_of_the_file(dtype: str, mmap: bool, tmp_path: Pa
 
 @BOTH_WAYS
 def test_raw_rows_come_in_the_order_of_the_tensor(mmap: bool, tmp_path: Path) -> None:
-    """Within heads, as Llama's files have them, and in any order; read as numbers, a part gives the same."""
+    """Reordered within heads, as in Llama's GGUF files, and in any order; converted rows are the same."""
     values = np.random.default_rng(7).normal(size=(24, 8)).astype(np.float32)
     path = tmp_path / "x"
     one_tensor(path, "F32", values, values.shape, True)
@@ -286,7 +286,7 @@ def test_raw_rows_come_in_the_order_of_the_tensor(mmap: bool, tmp_path: Path) ->
             np.testing.assert_array_equal(part, wanted[rows])
 
 
-def test_a_number_that_is_added_goes_to_every_row_in_whatever_order(tmp_path: Path) -> None:
+def test_the_offset_is_added_to_every_row_in_any_order(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32)
     path = tmp_path / "x"
     one_tensor(path, "F32", values, values.shape, True)
@@ -295,7 +295,7 @@ def test_a_number_that_is_added_goes_to_every_row_in_whatever_order(tmp_path: Pa
     tensor = StoredTensor(plain.source, "x", plain.shape, "F32", plain.offset, order, added=1.0)
     weights = StoredWeights(path, {"x": tensor}, [])
     np.testing.assert_array_equal(read(weights, "x")[order], values + 1)
-    with pytest.raises(ValueError, match="a number is added"):
+    with pytest.raises(ValueError, match="is added to its values"):
         weights.read_raw("x", slice(0, 2))
 
 
@@ -312,7 +312,7 @@ def test_a_closed_source_is_closed(name: str, mmap: bool) -> None:
 
 
 def test_gguf_metadata(tmp_path: Path) -> None:
-    """Against what was written, and against the package's own, slower reader."""
+    """Equal to what was written, and to the result of the package's reader."""
     path = tmp_path / "x.gguf"
     tokens = [f"▁wört{i}" for i in range(5000)] + ["", "\n", "<|end|>", "語" * 200_000]  # beyond the read-ahead
     writer = gguf.GGUFWriter(path, "qwen2")
