@@ -1,4 +1,4 @@
-"""What each --device gives on machines with and without what CUDA takes, and the sentences about it."""
+"""The backend of each --device on machines with and without driver, CuPy and GPU, and its note."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("machine_has", "reason"), REASONS)
-def test_a_gpu_that_is_not_used_is_mentioned(machine, machine_has: dict, reason: str) -> None:
+def test_auto_says_why_it_does_not_use_a_gpu(machine, machine_has: dict, reason: str) -> None:
     machine(**machine_has)
     ops, sentence = select("auto", 0)
     assert isinstance(ops, NumpyOps)
@@ -61,7 +61,7 @@ def test_a_gpu_that_is_not_used_is_mentioned(machine, machine_has: dict, reason:
     assert "\n" not in sentence
 
 
-def test_where_there_is_no_driver_nothing_is_said_of_the_cpu(machine) -> None:
+def test_auto_without_a_driver_takes_the_cpu_without_a_note(machine) -> None:
     machine(driver=None)
     ops, sentence = select("auto", 0)
     assert isinstance(ops, NumpyOps)
@@ -69,7 +69,7 @@ def test_where_there_is_no_driver_nothing_is_said_of_the_cpu(machine) -> None:
 
 
 @pytest.mark.parametrize(("machine_has", "reason"), [({"driver": None}, "No NVIDIA driver found"), *REASONS])
-def test_without_a_gpu_cuda_is_an_error(machine, machine_has: dict, reason: str) -> None:
+def test_cuda_without_a_usable_gpu_is_an_error(machine, machine_has: dict, reason: str) -> None:
     machine(**machine_has)
     with pytest.raises(EngineError) as caught:
         select("cuda", 0)
@@ -79,24 +79,24 @@ def test_without_a_gpu_cuda_is_an_error(machine, machine_has: dict, reason: str)
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_that_works_is_taken(machine, device: str) -> None:
+def test_a_usable_gpu_is_selected(machine, device: str) -> None:
     machine(driver=13000, opens=lambda: SimpleNamespace(name="NVIDIA H200"))
     ops, sentence = select(device, 0)
     assert ops.name == "NVIDIA H200"
     assert sentence == ""
 
 
-def test_the_cpu_asks_for_nothing(machine) -> None:
+def test_cpu_needs_neither_driver_nor_cupy(machine) -> None:
     machine(driver=13000, opens=no_gpu)
     assert select("cpu", 0)[1] == ""
 
 
-def test_other_devices_are_an_error() -> None:
+def test_an_unknown_device_is_an_error() -> None:
     with pytest.raises(EngineError, match="there are auto, cpu and cuda"):
         select("tpu", 0)
 
 
-def test_a_machine_without_a_driver_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_version_is_none_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

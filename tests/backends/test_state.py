@@ -1,4 +1,4 @@
-"""No op keeps state: what an ops object has is the same after a whole generation as before anything was loaded."""
+"""No op keeps state: an ops object is the same after a generation as before a model was loaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import signed_hadamard
 from tests.cuda.emulated import open_device
 
-# What an ops object knows of the machine, which is no state of an op: its memory and what it has compiled and recorded,
-# the cores and how fast steps were on them.
+# Attributes about the machine, which are no state of an op: device memory, compiled kernels and recordings, the cores
+# and how fast steps ran on them.
 MACHINE = {"_device", "_cores", "_steps"}
 
 
 def state(value: object, seen: tuple[int, ...] = ()) -> object:
-    """Something that compares as equal as long as nothing in `value` has changed; objects of other packages are told by
-    their identity."""
+    """A snapshot that compares equal as long as nothing in `value` changes; objects of other packages count by
+    identity."""
     if id(value) in seen:
         return "itself"
     seen = (*seen, id(value))
@@ -42,7 +42,7 @@ def state(value: object, seen: tuple[int, ...] = ()) -> object:
 
 @pytest.mark.parametrize("device", ["cpu", "emulated GPU"])
 @pytest.mark.parametrize("types", ["balanced", "polarquant"])
-def test_a_whole_generation_changes_nothing_in_the_ops(
+def test_generating_and_scoring_leave_the_ops_unchanged(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, types: str
 ) -> None:
     ops = NumpyOps() if device == "cpu" else CudaOps(open_device(checked=False))
@@ -54,14 +54,14 @@ def test_a_whole_generation_changes_nothing_in_the_ops(
         assert state(ops) == before
 
 
-def test_what_is_prepared_stays_when_the_host_lets_go() -> None:
+def test_prepared_transforms_do_not_depend_on_the_host_array() -> None:
     ops, rng = CudaOps(open_device(checked=False)), np.random.default_rng(0)
-    qkv, turns = rng.standard_normal((2, 4, 16), np.float32), tuple(rng.standard_normal((2, 2, 8), np.float32))
+    qkv, rope = rng.standard_normal((2, 4, 16), np.float32), tuple(rng.standard_normal((2, 2, 8), np.float32))
 
     def keys(rotation: np.ndarray) -> np.ndarray:
         (transform,) = ops.prepare([HeadTransform(1, None, rotation, None)])
         rotation[:] = np.nan
-        return ops.to_host(ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, turns)), transform)[1])
+        return ops.to_host(ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform)[1])
 
-    wanted = NumpyOps().transform_heads(qkv.copy(), turns, HeadTransform(1, None, signed_hadamard(16)))[1]
+    wanted = NumpyOps().transform_heads(qkv.copy(), rope, HeadTransform(1, None, signed_hadamard(16)))[1]
     np.testing.assert_allclose(keys(signed_hadamard(16).copy()), wanted, atol=1e-5)

@@ -105,19 +105,19 @@ def assert_appended(x: np.ndarray, spans: np.ndarray, count: int, block_size: in
 def test_a_step_writes_one_token_of_each_sequence(
     rng: np.random.Generator, block_size: int, dim: int, threads: int
 ) -> None:
-    """Each into a slot of its own, next to tokens that stay as they are."""
+    """Each into its own slot, whose other tokens stay unchanged."""
     x = rng.standard_normal((3, 5, dim), np.float32)
     rows = [[0, 1, 2 * block_size, 4, 2], [1, 1, block_size - 1, 1, 0], [2, 1, 5 * block_size + 10, 0, 5]]
     assert_appended(x, spans_of(rows), 5, block_size, threads)
 
 
-def test_one_sequence_in_a_step(rng: np.random.Generator) -> None:
+def test_a_step_of_one_sequence_writes_one_token(rng: np.random.Generator) -> None:
     assert_appended(rng.standard_normal((1, 3, 64), np.float32), spans_of([[0, 1, 77, 2, 1]]), 3, 64)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_a_step_writes_several_tokens_of_each_sequence(rng: np.random.Generator, block_size: int) -> None:
-    """Over the end of a block into a slot anywhere, over a multiple of 16 within one, from the begin of one on."""
+    """Across a block end into any other slot, across a multiple of 16, and from the start of a block."""
     x = rng.standard_normal((16 + 3 + 1 + 7, 5, 24), np.float32)
     rows = [[0, 16, 3 * block_size - 9, 4, 2], [16, 3, 14, 1, 0], [19, 1, block_size, 6, 1], [20, 7, block_size, 5, 1]]
     assert_appended(x, spans_of(rows, [0, 2]), 7, block_size)
@@ -125,8 +125,8 @@ def test_a_step_writes_several_tokens_of_each_sequence(rng: np.random.Generator,
 
 @pytest.mark.parametrize("position", [0, 15, 16, 37])
 @pytest.mark.parametrize("rows", [2, 16, 17, 50])
-def test_a_prompt_from_any_position(rng: np.random.Generator, position: int, rows: int) -> None:
-    """Groups of 16 positions may begin before the first row and end behind the last one."""
+def test_a_prompt_writes_from_any_position(rng: np.random.Generator, position: int, rows: int) -> None:
+    """Groups of 16 positions may start before the first row and end after the last."""
     block_size = 32
     first = position // block_size
     x = rng.standard_normal((rows, 3, 24), np.float32)
@@ -135,12 +135,12 @@ def test_a_prompt_from_any_position(rng: np.random.Generator, position: int, row
 
 
 @pytest.mark.parametrize(("block_size", "dim"), [(128, 16), (64, 144), (16, 256)])
-def test_blocks_of_several_parts(rng: np.random.Generator, block_size: int, dim: int) -> None:
+def test_blocks_of_several_parts_are_written(rng: np.random.Generator, block_size: int, dim: int) -> None:
     x = rng.standard_normal((block_size + 3, 3, dim), np.float32)
     assert_appended(x, spans_of([[0, len(x), 5, 1, 0]]), 3, block_size, 256)
 
 
-def test_rounds_to_even_and_saturates() -> None:
+def test_halves_are_rounded_to_even_and_saturate() -> None:
     """65520 is half way to what would be the next half, had it more exponents; 1 + 2⁻¹¹ half way from 1."""
     x = np.zeros((1, 3, 8), np.float32)
     x[:] = [1e9, -np.inf, 65519, 65520, 1 + 2**-11, 1 + 3 * 2**-11, 2**-25, -(2**-24)]
@@ -152,7 +152,9 @@ def test_rounds_to_even_and_saturates() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 8, 17, 63, 64])
 @pytest.mark.parametrize(("block_size", "dim"), [(64, 24), (64, 136)])
-def test_copy_exact(rng: np.random.Generator, block_size: int, dim: int, tokens: int) -> None:
+def test_copy_full_copies_the_first_tokens_only(
+    rng: np.random.Generator, block_size: int, dim: int, tokens: int
+) -> None:
     """What has no token in the copy is zero, whatever it was on either side."""
     kv_heads = 2
     shape = (3, kv_heads, block_size, padded(dim))
@@ -172,7 +174,7 @@ def test_copy_exact(rng: np.random.Generator, block_size: int, dim: int, tokens:
             assert (pool[0] == 0xFF).all()
 
 
-def test_copy_within_one_pool(rng: np.random.Generator) -> None:
+def test_copy_full_copies_within_one_pool(rng: np.random.Generator) -> None:
     halves = rng.standard_normal((2, 2, 1, 16, 16)).astype(np.float16)
     pool_k, pool_v = packed(halves[0], False), packed(halves[1], True)
     wanted = pool_k[0].copy(), pool_v[0].copy()

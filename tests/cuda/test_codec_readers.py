@@ -44,7 +44,7 @@ def random_codes(layout: Layout, rng: np.random.Generator) -> tuple[np.ndarray, 
 
 
 @pytest.mark.parametrize(("name", "values", "head_dim", "block_size"), cases())
-def test_tiles_are_the_points_and_norms_the_stored_ones(
+def test_readers_give_the_points_of_codes_and_the_stored_norms(
     rng: np.random.Generator, name: str, values: bool, head_dim: int, block_size: int
 ) -> None:
     codec = codecs.get(name)
@@ -63,7 +63,9 @@ def test_tiles_are_the_points_and_norms_the_stored_ones(
 
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(128, 64), (8, 16), (136, 32)])
-def test_tiles_of_halves_are_the_values(rng: np.random.Generator, values: bool, head_dim: int, block_size: int) -> None:
+def test_readers_of_halves_give_the_values(
+    rng: np.random.Generator, values: bool, head_dim: int, block_size: int
+) -> None:
     layout = records.layout(codecs.get("f16"), values, block_size, head_dim)
     x = rng.standard_normal((block_size, head_dim)).astype(np.float16)
     got, factors, _ = read(layout, layout.pack({"values": x}))
@@ -73,7 +75,7 @@ def test_tiles_of_halves_are_the_values(rng: np.random.Generator, values: bool, 
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("name", "head_dim"), [("ring3", 48), ("f16", 8), ("turbo4", 136)])
-def test_means_of_keys(rng: np.random.Generator, name: str, head_dim: int, bits: int) -> None:
+def test_readers_give_the_stored_means(rng: np.random.Generator, name: str, head_dim: int, bits: int) -> None:
     codec = codecs.get(name)
     layout = records.layout(codec, False, 16, head_dim, bits)
     keys = rng.standard_normal((16, head_dim)).astype(np.float32) + 100 * rng.standard_normal(head_dim)
@@ -83,7 +85,7 @@ def test_means_of_keys(rng: np.random.Generator, name: str, head_dim: int, bits:
 
 
 @pytest.mark.parametrize(("name", "values", "head_dim", "block_size"), cases())
-def test_the_device_packs_the_same_bytes(
+def test_packing_on_the_device_gives_the_bytes_of_numpy(
     rng: np.random.Generator, name: str, values: bool, head_dim: int, block_size: int
 ) -> None:
     codec = codecs.get(name)
@@ -100,7 +102,7 @@ def test_the_device_packs_the_same_bytes(
 
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(128, 64), (8, 16), (136, 32)])
-def test_the_device_rounds_halves_to_the_same_bytes(
+def test_rounding_to_halves_on_the_device_gives_the_bytes_of_numpy(
     rng: np.random.Generator, values: bool, head_dim: int, block_size: int
 ) -> None:
     codec = codecs.get("f16")
@@ -137,7 +139,9 @@ extern "C" __global__ void __launch_bounds__(256) both_kernel(
 
 
 @pytest.mark.parametrize(("key_name", "value_name"), [("ring4", "turbo3"), ("ring5", "ring3"), ("f16", "ring3.5")])
-def test_tables_of_both_sides_lie_side_by_side(rng: np.random.Generator, key_name: str, value_name: str) -> None:
+def test_tables_of_both_sides_share_rows_without_overlap(
+    rng: np.random.Generator, key_name: str, value_name: str
+) -> None:
     outs, packed, tables, layouts, expected = [], [], [], [], []
     for name, values in ((key_name, False), (value_name, True)):
         layout = records.layout(codecs.get(name), values, 32, 32)

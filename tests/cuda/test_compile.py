@@ -39,7 +39,7 @@ def row(variant: Variant, usage: Usage) -> str:
 
 
 @pytest.mark.parametrize(("variant", "arch"), COVERING, ids=lambda value: str(value).replace(" ", "-"))
-def test_compiles(variant: Variant, arch: int) -> None:
+def test_variants_compile_within_the_limits_of_each_architecture(variant: Variant, arch: int) -> None:
     compiled = compile_text(variant.text(), arch)
     assert compiled
     for usage in compiled:
@@ -48,13 +48,13 @@ def test_compiles(variant: Variant, arch: int) -> None:
 
 
 @pytest.mark.parametrize("weight", ["f16", "bf16"])
-def test_a_product_of_one_row_keeps_its_loads_in_registers(weight: str) -> None:
+def test_gemv_of_one_row_keeps_its_loads_in_registers(weight: str) -> None:
     """The one with the fewest registers to spare: a few bytes of norm more, and weights on their way are spilled."""
     variants = [v for v in VARIANTS["gemv"] if v.defines["WEIGHT"] == weight and v.defines["ROWS"] == 1]
     tight = [v for v in variants if v.defines["NORMED"] and not v.defines["ADD"] and "ACTIVATION" not in v.defines]
     assert len(tight) == 4
     for variant in tight:
-        test_compiles(variant, 90)
+        test_variants_compile_within_the_limits_of_each_architecture(variant, 90)
 
 
 def test_every_kernel_has_variants() -> None:
@@ -97,11 +97,11 @@ extern "C" __global__ void planted(float *y, const int *x) {
         ('extern "C" __global__ void planted() {}', 100 << 10, 86, "of 101376"),
     ],
 )
-def test_faults_are_found(text: str, dynamic: int, arch: int, words: str) -> None:
+def test_faulty_kernels_fail_the_checks(text: str, dynamic: int, arch: int, words: str) -> None:
     (usage,) = compile_text(text, arch)
     assert any(words in fault for fault in faults(Variant("planted", {}, dynamic_shared=dynamic), usage))
 
 
-def test_a_kernel_that_does_not_compile_says_where() -> None:
+def test_a_compile_error_names_file_and_line() -> None:
     with pytest.raises(AssertionError, match=r"cuda/planted\.cu\(7\): error"):
         compile_text('#line 7 "cuda/planted.cu"\nnonsense;', 80)

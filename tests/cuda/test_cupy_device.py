@@ -66,7 +66,7 @@ def silu_of(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4), (600, 1000)])
-def test_what_goes_up_comes_back(device, rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+def test_an_upload_reads_back(device, rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     x = rng.standard_normal(shape).astype(np.float32)
     before, y = x.copy(), device.from_host(x)
     x[...] = 0
@@ -75,13 +75,13 @@ def test_what_goes_up_comes_back(device, rng: np.random.Generator, shape: tuple[
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((3, 5), np.uint8), ((2,), np.float32), ((0, 4), np.uint8)])
-def test_zeros(device, shape: tuple[int, ...], dtype: type) -> None:
+def test_zeros_are_zero(device, shape: tuple[int, ...], dtype: type) -> None:
     x = device.to_host(device.zeros(shape, dtype))
     np.testing.assert_array_equal(x, np.zeros(shape, dtype))
     assert x.dtype == dtype
 
 
-def test_memory_counts_what_the_pool_has(device) -> None:
+def test_free_memory_includes_free_blocks_of_the_pool(device) -> None:
     before = device.memory()
     assert before == (1 << 30, 2 << 30)
     x = device.empty((1000,), np.float32)
@@ -101,12 +101,12 @@ def test_a_launch_writes_its_output(device, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, 3.0, np.float64(3), np.int8(3), np.zeros(3), "3"])
-def test_only_what_a_kernel_takes_is_passed_on(device, wrong: object) -> None:
+def test_arguments_of_other_types_are_a_type_error(device, wrong: object) -> None:
     with pytest.raises(TypeError, match="a kernel takes device arrays"):
         device.launch("activate_mul_kernel", SILU, (1,), (32,), (None, wrong, np.int32(8)))
 
 
-def test_shared_memory_is_asked_for(device, machine: Machine) -> None:
+def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
     text = 'extern "C" __global__ void f(int *y) { DYNAMIC_SHARED(int, s); s[0] = 1; y[0] = s[0]; }'
     text = text.replace("void f", "void __launch_bounds__(32) f")
     y = device.from_host(np.zeros(1, np.int32))
@@ -119,7 +119,7 @@ def test_shared_memory_is_asked_for(device, machine: Machine) -> None:
 
 @pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
 @pytest.mark.parametrize("add", [False, True])
-def test_gemm(device, rng: np.random.Generator, kind: str, add: bool) -> None:
+def test_gemm_equals_the_product(device, rng: np.random.Generator, kind: str, add: bool) -> None:
     x, w = (store(rng.standard_normal(shape), kind) for shape in ((5, 24), (7, 24)))
     before = rng.standard_normal((5, 7)).astype(np.float32)
     y = device.from_host(before)
@@ -131,7 +131,7 @@ def test_gemm(device, rng: np.random.Generator, kind: str, add: bool) -> None:
 # -- recorded work -----------------------------------------------------------------------------------------------
 
 
-def test_work_is_recorded_once_and_then_launched(device, machine: Machine, rng: np.random.Generator) -> None:
+def test_work_is_run_once_recorded_once_and_then_replayed(device, machine: Machine, rng: np.random.Generator) -> None:
     calls: list[int] = []
 
     def work(x, offset):
@@ -148,7 +148,7 @@ def test_work_is_recorded_once_and_then_launched(device, machine: Machine, rng: 
     assert machine.launches == ["activate_mul_kernel"] * 5
 
 
-def test_other_keys_shapes_and_dtypes_are_other_work(device) -> None:
+def test_other_keys_shapes_and_dtypes_have_their_own_recordings(device) -> None:
     calls: list[tuple] = []
 
     def work(x):
@@ -160,7 +160,7 @@ def test_other_keys_shapes_and_dtypes_are_other_work(device) -> None:
     assert len(calls) == 8
 
 
-def test_inputs_are_the_ones_of_the_call(device) -> None:
+def test_a_replay_reads_the_inputs_of_its_call(device) -> None:
     """Of all sizes in one buffer, each in a place of its own."""
     for _ in range(3):
         inputs = [np.arange(n, dtype=t) for n, t in [(1, np.int32), (100, np.float32), (3, np.uint8), (7, np.int32)]]
@@ -204,7 +204,7 @@ def rows(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.standard_normal((count, 16)).astype(np.float32)
 
 
-def test_the_recording_that_was_used_least_lately_goes(
+def test_the_least_recently_used_recording_is_dropped(
     device, machine: Machine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", 3)
@@ -238,7 +238,7 @@ def test_the_recording_that_was_used_least_lately_goes(
     assert len(device._recordings._kept) == 3
 
 
-def test_recordings_share_the_memory_that_is_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
+def test_recordings_share_the_memory_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
     """The result and everything in between, of as many shapes as there are: as much as the largest of them takes."""
     device.set_aside((32 + 8) * 4 * 40 + 20 * 512 * 6)
     before, work = machine.allocated, doubled(device)
@@ -250,7 +250,7 @@ def test_recordings_share_the_memory_that_is_set_aside(device, machine: Machine,
     assert machine.allocated == before
 
 
-def test_a_gpu_without_memory_keeps_what_graphs_work_on(device, machine: Machine, rng: np.random.Generator) -> None:
+def test_out_of_memory_does_not_free_the_memory_of_graphs(device, machine: Machine, rng: np.random.Generator) -> None:
     work, x = doubled(device), rows(rng, 2)
     for _ in range(2):
         device.run_graph("key", work, [x])
@@ -264,7 +264,7 @@ def test_a_gpu_without_memory_keeps_what_graphs_work_on(device, machine: Machine
     np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
 
 
-def test_what_is_uploaded_while_work_is_done_for_the_first_time_lasts(device, rng: np.random.Generator) -> None:
+def test_uploads_of_the_first_call_outlive_it(device, rng: np.random.Generator) -> None:
     """Rotations come to the device when they are first wanted: never where a graph works."""
     kept: list = []
     x, work = rows(rng, 30), doubled(device)
@@ -282,7 +282,7 @@ def test_what_is_uploaded_while_work_is_done_for_the_first_time_lasts(device, rn
 
 
 @pytest.mark.parametrize("kept", [24, 1])
-def test_a_whole_model_says_the_same_recorded_or_not(
+def test_a_model_answers_the_same_recorded_or_not(
     device, machine: Machine, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps over the end of a block: a graph launched again must find all that has changed in its inputs."""
@@ -293,7 +293,7 @@ def test_a_whole_model_says_the_same_recorded_or_not(
         np.testing.assert_array_equal(given, wanted)
 
 
-def test_a_recorded_step_draws_with_the_lists_of_its_call(device, machine: Machine) -> None:
+def test_a_replayed_step_samples_with_the_lists_of_its_call(device, machine: Machine) -> None:
     """Biases, penalties and masks that grow, shrink and go from step to step: few recordings, and the same tokens."""
     model = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16"))
     vocabulary = model.config.vocab_size
@@ -322,7 +322,7 @@ def test_a_recorded_step_draws_with_the_lists_of_its_call(device, machine: Machi
 
 
 @pytest.mark.parametrize("error", [CUDARuntimeError(2), CUDADriverError(2), CUBLASError(3)])
-def test_a_gpu_without_memory_is_a_memory_error(device, error: Exception) -> None:
+def test_out_of_memory_is_a_memory_error(device, error: Exception) -> None:
     def work(x):
         raise error
 
@@ -331,7 +331,7 @@ def test_a_gpu_without_memory_is_a_memory_error(device, error: Exception) -> Non
 
 
 @pytest.mark.parametrize("error", [CUDARuntimeError(700), CUBLASError(13)])
-def test_other_errors_stay_what_they_are(device, error: Exception) -> None:
+def test_other_errors_are_not_changed(device, error: Exception) -> None:
     def work(x):
         raise error
 
@@ -339,7 +339,7 @@ def test_other_errors_stay_what_they_are(device, error: Exception) -> None:
         device.run_graph("key", work, [np.zeros(3)])
 
 
-def test_open_device(fake: tuple[Machine, ModuleType]) -> None:
+def test_open_device_returns_a_working_gpu(fake: tuple[Machine, ModuleType]) -> None:
     machine, module = fake
     device = module.open_device()
     assert (device.name, device.processors, device.shared_memory) == ("Fake GPU", 4, 228 << 10)
@@ -364,7 +364,9 @@ NO_GPU: list[tuple[Callable[[Machine], object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "reason"), NO_GPU)
-def test_a_gpu_that_cannot_be_used_says_why(fake: tuple[Machine, ModuleType], spoil: Callable, reason: str) -> None:
+def test_open_device_says_why_a_gpu_cannot_be_used(
+    fake: tuple[Machine, ModuleType], spoil: Callable, reason: str
+) -> None:
     machine, module = fake
     spoil(machine)
     with pytest.raises(EngineError, match=reason) as caught:

@@ -112,7 +112,7 @@ CACHES = [
 
 
 @pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
-def test_ragged_batches(
+def test_sequences_of_any_lengths_attend(
     rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
 ) -> None:
     lengths = [5 * block + 3, 1, block - 1, block, block + 1, 2 * block]
@@ -127,7 +127,7 @@ def test_ragged_batches(
 
 @pytest.mark.parametrize(("keys", "mean_bits"), [("ring4", 8), ("f16", 0)])
 @pytest.mark.parametrize(("splits", "warps"), [(1, 1), (2, 1), (1, 3), (13, 3)])
-def test_any_number_of_splits_and_warps(
+def test_any_number_of_splits_and_warps_gives_attention(
     rng: np.random.Generator, keys: str, mean_bits: int, splits: int, warps: int
 ) -> None:
     """A warp that does it all has three groups of means; 39 warps are more than the units of the short sequences."""
@@ -137,10 +137,10 @@ def test_any_number_of_splits_and_warps(
 
 
 @pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
-def test_several_rows_of_a_sequence(
+def test_several_rows_of_a_sequence_attend(
     rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
 ) -> None:
-    """As many as each likes: in the first block and over its end, over ends of later ones, from the begin of one on."""
+    """Within the first block and across its end, across later block ends, from the start of a block."""
     lengths = [5 * block + 3, 4, block - 1, block + 2, 2 * block + 5, 3 * block]
     shape = {"head_dim": dim, "block_size": block, "mean_bits": mean_bits, "kv_heads": 2}
     cache = random_cache(rng, keys, values, lengths, step_rows=[5, 4, 1, 9, 5, 3], **shape)
@@ -156,7 +156,7 @@ def test_several_rows_of_a_sequence(
     [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128), ("ring4", "ring4", 16)],
 )
 @pytest.mark.parametrize(("blocks", "tokens"), [(0, 1), (0, 17), (1, 0), (1, 1), (2, 7), (3, -9), (40, 0)])
-def test_windows_of_several_rows(
+def test_every_row_has_its_own_window(
     rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int
 ) -> None:
     """Every row has a window of its own, which may begin in another block than the next row's. A CTA has two rows, or
@@ -172,7 +172,7 @@ def test_windows_of_several_rows(
 
 
 @pytest.mark.parametrize("splits", [1, 3, 13])
-def test_several_rows_with_any_number_of_splits(rng: np.random.Generator, splits: int) -> None:
+def test_several_rows_attend_with_any_number_of_splits(rng: np.random.Generator, splits: int) -> None:
     cache = random_cache(rng, "ring4", "ring3", [16 * 43 - 5, 16 * 18, 40, 3], step_rows=[16, 1, 2, 3], **SMALL)
     q = queries(rng, cache, 3)
     cache.assert_attention(attend(cache, q, splits=splits, warps=3), q)
@@ -185,7 +185,9 @@ SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
     ("keys", "values", "block"), [("ring4", "ring3.5", 32), ("f16", "f16", 32), ("turbo3", "f16", 128)]
 )
 @pytest.mark.parametrize(("blocks", "tokens"), [(0, 1), (0, 17), (1, -1), (1, 0), (1, 1), (2, 7), (3, -9), (40, 0)])
-def test_windows(rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int) -> None:
+def test_a_window_hides_older_tokens(
+    rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int
+) -> None:
     """The sink, the tail and any quantized block may be cut or hidden, and blocks behind every window are gone."""
     window, longest = blocks * block + tokens, block * 7 + 5
     dropped = max(0, (longest - window) // block - 1)
@@ -195,7 +197,7 @@ def test_windows(rng: np.random.Generator, keys: str, values: str, block: int, b
     cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
 
 
-def test_what_a_split_without_tokens_writes(rng: np.random.Generator) -> None:
+def test_a_split_without_tokens_writes_zero_weight(rng: np.random.Generator) -> None:
     cache = random_cache(rng, "ring4", "ring4", [20], **SMALL)  # a sink's and a tail's slice
     acc, ml = parts(cache, queries(rng, cache, 2), splits=4, warps=2)
     assert np.isfinite(ml[:, :, :2]).all()
@@ -203,8 +205,8 @@ def test_what_a_split_without_tokens_writes(rng: np.random.Generator) -> None:
     assert (acc[:, :, 2:] == 0).all()
 
 
-def test_a_sequence_without_rows(rng: np.random.Generator) -> None:
-    """It fills up a batch, and gives zeros."""
+def test_a_sequence_without_rows_gives_zeros(rng: np.random.Generator) -> None:
+    """It pads a batch."""
     cache = random_cache(rng, "ring4", "ring4", [70, 70], **SMALL)
     q = queries(rng, cache, 2)
     full = attend(cache, q, splits=2, warps=2)
@@ -214,15 +216,15 @@ def test_a_sequence_without_rows(rng: np.random.Generator) -> None:
     assert (out[1] == 0).all()
 
 
-def test_scores_of_any_size(rng: np.random.Generator) -> None:
-    """One token takes all the weight; the maximum rises from block to block."""
+def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
+    """One token gets all the weight; the maximum rises from block to block."""
     cache = random_cache(rng, "ring4", "ring4", [200], **SMALL)
     q = 300 * queries(rng, cache, 2)
     cache.assert_attention(attend(cache, q, splits=2, warps=2), q)
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
-def test_the_tables_are_where_the_kernel_thinks(arch: int) -> None:
+def test_tables_are_at_the_shared_address_that_the_kernel_assumes(arch: int) -> None:
     """Where it knows the shared memory's address to be another one, the compiler leaves a kernel that only stops."""
     cache = Cache("ring4", "ring4", 64)
     shape, _ = launch_configs.decode_attention(*cache.layouts(), 4)
@@ -235,7 +237,7 @@ def test_the_tables_are_where_the_kernel_thinks(arch: int) -> None:
     ("word", "window"),
     [("sink", 0), ("first_quantized", 64), ("quantized", 0), ("current", 0), ("current_block", 64), (0, 0), (2, 0)],
 )
-def test_a_wrong_span_is_noticed(rng: np.random.Generator, word: str | int, window: int) -> None:
+def test_a_wrong_span_fails_the_comparison(rng: np.random.Generator, word: str | int, window: int) -> None:
     """Off by one: a member of the header, or the id of a quantized block."""
     column = HEADER + word if isinstance(word, int) else SpanHeader._fields.index(word)
     cache = random_cache(rng, "ring4", "ring4", [16 * 6 + 5], **SMALL)
@@ -249,7 +251,7 @@ def test_a_wrong_span_is_noticed(rng: np.random.Generator, word: str | int, wind
 
 @pytest.mark.parametrize("dim", [8, 80, 128, 256])
 @pytest.mark.parametrize("splits", [1, 5, 40])
-def test_combine(rng: np.random.Generator, dim: int, splits: int) -> None:
+def test_combine_merges_splits_scales_and_rotates(rng: np.random.Generator, dim: int, splits: int) -> None:
     sequences, heads, padded = 2, 3, -(-dim // 16) * 16
     of_split = sequences, heads, splits
     acc = rng.standard_normal((*of_split, padded)).astype(np.float32)

@@ -107,7 +107,7 @@ def section_rows() -> Iterator[Row]:
             yield record, section, *(f"{number:,}" for number in (*wide[section], *narrow[section]))
 
 
-def test_sections_lie_where_the_document_says() -> None:
+def test_offsets_of_sections_match_the_document() -> None:
     assert table("Record", "Section", "D = 128: at", "bytes", "D = 64: at", "bytes") == list(section_rows())
 
 
@@ -119,7 +119,7 @@ def size_rows() -> Iterator[Row]:
         yield record, str(head_dim), *itertools.chain(*((f"{n:,}", f"{8 * n / BLOCK / head_dim:.4f}") for n in sizes))
 
 
-def test_sizes_are_those_of_the_layouts() -> None:
+def test_sizes_match_the_layouts() -> None:
     assert table("Record", "D", "Fields, bytes", "bits/value", "Record, bytes", "bits/value") == list(size_rows())
 
 
@@ -160,11 +160,11 @@ def where(record: str, what: str) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("record", "what", "places", "bits"), table("Record", "What", "Bytes", "Bits of each"))
-def test_the_example_is_where_the_document_says(record: str, what: str, places: str, bits: str) -> None:
+def test_the_example_matches_the_record(record: str, what: str, places: str, bits: str) -> None:
     assert list(where(record, what).items()) == [(int(place), int(bits, 16)) for place in places.split(",")]
 
 
-def test_the_steps_of_the_example_are_in_the_text() -> None:
+def test_the_steps_of_the_example_match_the_text() -> None:
     """Both computations end at the byte that the table has."""
     ends = re.findall(r"Byte ((?:\d+ · \d+ \+ )+\d+ · \d+ \+ \d+) = (\d+)", TEXT)
     assert [int(end) for _, end in ends] == [
@@ -189,7 +189,7 @@ def _both(keys: str, values: str) -> tuple[str, str]:
     return f"{keys} keys", f"{values} values"
 
 
-def test_tables_take_what_the_document_says() -> None:
+def test_bytes_of_tables_match_the_document() -> None:
     assert table("Keys/values", "Rows, keys", "Rows, values", "Bytes of a CTA") == list(shared_rows())
 
 
@@ -217,14 +217,14 @@ def roofline_rows(bandwidth: float) -> Iterator[Row]:
         yield f"{context:,}", name, f"{size:,}", f"{kv_bytes('f16', 'f16', context) / size:.2f}", *floors
 
 
-def test_the_floor_of_a_step_follows_from_records() -> None:
+def test_the_least_time_of_a_step_follows_from_the_sizes_of_records() -> None:
     (bandwidth,) = re.findall(r"bandwidth of (\d+\.\d+) TB/s", TEXT)
     written = table("Context", "Cache", "KV bytes of a step", "f16 / this", "KV, ms", "KV and weights, ms")
     assert written == list(roofline_rows(float(bandwidth)))
     assert f"{weight_bytes():,} bytes" in TEXT
 
 
-def test_the_default_is_the_type_that_the_layouts_are_of() -> None:
+def test_the_document_s_layouts_are_those_of_the_default_type() -> None:
     assert _both(*cache_types.PRESETS[EngineConfig().cache_type]) == tuple(RECORDS[:2])
 
 
@@ -251,7 +251,7 @@ def draws_rows() -> Iterator[Row]:
         yield name, f"{lists:,}", f"{draws.pack_draws([draw]).table.nbytes:,}"
 
 
-def test_lists_of_draws_take_what_the_document_says() -> None:
+def test_bytes_of_draws_match_the_document() -> None:
     assert table("The row asks for", "In its lists", "Table of draws") == list(draws_rows())
 
 
@@ -282,7 +282,7 @@ def parts_of(rows: Sequence[Row], layers: int) -> list[str]:
     return order
 
 
-def test_launches_are_those_of_the_document() -> None:
+def test_launches_match_the_document() -> None:
     """Of a prompt, without its head, and of a step that fills a block."""
     device = Listed()
     model, ids = model_of(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")), [1] * (6 * N - 1)
@@ -303,7 +303,7 @@ def test_launches_are_those_of_the_document() -> None:
     assert device.recorded == parts_of([row[1:3] for row in rows if row[0] == "yes"], layers)
 
 
-def test_numbers_between_the_tables_are_those_of_the_code() -> None:
+def test_numbers_in_the_text_match_the_code() -> None:
     few, more = launch_configs.GEMV_ROWS, launch_configs.SMALL_ROWS
     *archs, last = SHARED_LIMIT
     llama = f"{LLAMA_8B.layers} layers, {LLAMA_8B.heads} query heads, {LLAMA_8B.kv_heads} KV heads"
@@ -319,14 +319,14 @@ def test_numbers_between_the_tables_are_those_of_the_code() -> None:
         assert phrase in " ".join(TEXT.split())
 
 
-def test_every_file_and_kernel_is_named() -> None:
+def test_the_document_names_every_file_and_kernel() -> None:
     for file in sorted(kernel_source.folder().rglob("*.cu*")):
         assert f"`{file.stem}`" in TEXT or f"`{file.name}`" in TEXT or f"/{file.name}`" in TEXT, file.name
         for kernel in re.findall(r"\b(\w+)_kernel\(", file.read_text(encoding="utf-8")):
             assert f"`{kernel}`" in TEXT, kernel
 
 
-def test_files_that_are_named_are_there() -> None:
+def test_files_that_the_document_names_exist() -> None:
     root = kernel_source.folder().parent
     for name in re.findall(r"`((?:cuda|engine|tests|bench|scripts)/[\w./]+\.\w+)`", TEXT):
         assert (root / name).is_file(), name

@@ -138,7 +138,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 @pytest.mark.parametrize("backend", ["NumPy", "device"])
 @given(st.lists(rows, min_size=1, max_size=3))
-def test_tokens_are_those_of_the_plain_chain(backend: str, batch: list[Row]) -> None:
+def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[Row]) -> None:
     """Masks, biases, penalties and DRY before every sampler; rows with and without them in one batch."""
     wanted = [row.distribution() for row in batch]
     # Where rounding may decide what top-p and min-p keep, both are right.
@@ -157,7 +157,7 @@ def test_tokens_are_those_of_the_plain_chain(backend: str, batch: list[Row]) -> 
 
 
 @pytest.mark.parametrize("asked", ["logit_bias", "penalties", "dry", "all"])
-def test_logits_are_changed_to_the_last_bit(ops: Ops, rng: np.random.Generator, asked: str) -> None:
+def test_changes_of_logits_are_exact_to_the_last_bit(ops: Ops, rng: np.random.Generator, asked: str) -> None:
     """By amounts that no binary number has: beside a token with the very logit that comes of it, the first one wins."""
     logits, draws, wanted = [], [], []
     for _ in range(100):
@@ -185,7 +185,7 @@ def test_logits_are_changed_to_the_last_bit(ops: Ops, rng: np.random.Generator, 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 33, V - 1])
-def test_logits_that_are_not_finite_are_damage_whatever_the_mask_hides(ops: Ops, value: float, place: int) -> None:
+def test_logits_that_are_not_finite_are_an_error_even_behind_a_mask(ops: Ops, value: float, place: int) -> None:
     logits = np.zeros((4, V), np.float32)
     logits[:3, place] = value
     chain = resolve(SamplingParams(logit_bias={place: -math.inf}, presence_penalty=1.0), GenerationDefaults())
@@ -202,7 +202,7 @@ def test_logits_that_are_not_finite_are_damage_whatever_the_mask_hides(ops: Ops,
     assert sound in (1, 2)
 
 
-def test_possible_tokens_that_are_banned_are_no_damage(ops: Ops) -> None:
+def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> None:
     """The model finds one token possible: without it, by a bias, DRY's largest or a mask, nothing is left."""
     logits = np.full((3, V), -np.inf, np.float32)
     logits[:, 40] = 1.0
@@ -219,7 +219,7 @@ def test_possible_tokens_that_are_banned_are_no_damage(ops: Ops) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 30, 700]), st.sampled_from([0.0, 300.0, -3e4, 1e30]))
-def test_log_probabilities_are_those_of_the_whole_row(seed: int, vocabulary: int, offset: float) -> None:
+def test_log_probabilities_are_normalised_over_the_whole_row(seed: int, vocabulary: int, offset: float) -> None:
     """Flat and peaked rows, many equal logits, some that never come, more asked for than there are."""
     rng = np.random.default_rng(seed)
     logits = (np.round(rng.standard_normal((3, vocabulary)) * 4) / rng.choice([1, 4, 64]) + offset).astype(np.float32)
@@ -243,12 +243,12 @@ def asking(**values: Any) -> Draw:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_rows_without_lists_are_64_bytes(rows: int) -> None:
+def test_rows_without_lists_take_64_bytes(rows: int) -> None:
     """Less than what they were when the last tokens came with every row."""
     assert pack_draws([asking(temperature=0.5)] * rows).table.shape == (rows, 16)
 
 
-def test_lists_take_what_is_in_them_in_few_sizes() -> None:
+def test_tables_with_lists_have_few_sizes() -> None:
     bias = dict.fromkeys(range(30), 1.0)
     sizes = [len(pack_draws([asking(logit_bias=dict(list(bias.items())[:count]))]).table) for count in range(1, 31)]
     assert set(sizes) == {16 + 256}
@@ -287,7 +287,7 @@ def stepped(model: Transformer, draws: Sequence[Draw]) -> list[Sampled]:
     return tokens
 
 
-def test_nothing_of_the_logits_of_a_step_comes_back() -> None:
+def test_a_step_copies_no_logits_to_the_host() -> None:
     device = Counting(checked=False)
     ops = CudaOps(device)
     model = model_of(ops, "llama_gqa_linear", ("f16", "f16"))

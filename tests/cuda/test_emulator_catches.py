@@ -58,7 +58,7 @@ REVERSE = """
 """
 
 
-def test_missing_block_barrier() -> None:
+def test_a_missing_block_barrier_is_caught() -> None:
     y, x = arrays()
     assert_caught(REVERSE.format(barrier=""), "race: load of shared memory|uninitialised", y, x)
     assert_passes(REVERSE.format(barrier="__syncthreads();"), y, x)
@@ -77,7 +77,7 @@ def test_a_shuffle_does_not_order_memory() -> None:
     assert_caught(body, "race", y, x, block=(32,))
 
 
-def test_missing_barrier_before_shared_memory_is_used_again() -> None:
+def test_a_missing_barrier_before_reuse_of_shared_memory_is_caught() -> None:
     body = """
     __shared__ float s[64];
     for (int i = 0; i < 2; ++i) {
@@ -109,7 +109,7 @@ def test_a_thread_may_change_what_others_read_before_a_barrier(barrier: str, thr
     assert_caught(body.replace("BARRIER", ""), "race: (load|store) of shared memory", y, x, block=(threads,))
 
 
-def test_race_between_threads_of_a_block_in_global_memory() -> None:
+def test_a_race_in_global_memory_within_a_block_is_caught() -> None:
     body = """
     y[threadIdx.x] = x[threadIdx.x];  // here
     BARRIER
@@ -120,14 +120,14 @@ def test_race_between_threads_of_a_block_in_global_memory() -> None:
     assert_passes(body.replace("BARRIER", "__syncthreads();"), y, x)
 
 
-def test_race_between_blocks() -> None:
+def test_a_race_between_blocks_is_caught() -> None:
     y, x = arrays()
     assert_caught("\nif (threadIdx.x == 0) y[0] = y[0] + x[blockIdx.x];  // here\n", "between blocks", y, x, grid=(3,))
     assert_passes("if (threadIdx.x == 0) atomicAdd(y, x[blockIdx.x]);", y, x, grid=(3,))
     assert y[0] == len(SEEDS) * (0 + 1 + 2)
 
 
-def test_a_block_reads_what_another_overwrites() -> None:
+def test_reading_what_another_block_overwrites_is_caught() -> None:
     y, x = arrays()
     body = "\nif (blockIdx.x) x[0] = y[1];  // here\nelse y[0] = x[0];\n"
     planted, _ = program(body, "float *y, float *x")
@@ -136,7 +136,7 @@ def test_a_block_reads_what_another_overwrites() -> None:
             planted.launch("planted", (2,), (1,), y, x, seed=seed)
 
 
-def test_misaligned_vector_load() -> None:
+def test_a_misaligned_vector_load_is_caught() -> None:
     body = """
     const float4 v = *reinterpret_cast<const float4 *>(x + threadIdx.x + OFFSET);  // here
     y[threadIdx.x] = v.x + v.w;
@@ -146,13 +146,13 @@ def test_misaligned_vector_load() -> None:
     assert_passes(body.replace("threadIdx.x + OFFSET", "4 * threadIdx.x"), y, x, block=(8,))
 
 
-def test_index_past_a_buffer() -> None:
+def test_an_index_past_a_buffer_is_caught() -> None:
     y, x = arrays()
     body = "\ny[threadIdx.x + 1] = x[threadIdx.x];  // here\n"
     assert_caught(body, r"out of bounds: store of 4 bytes at byte 256 of a buffer of 256 bytes", y, x)
 
 
-def test_index_past_a_shared_array() -> None:
+def test_an_index_past_a_shared_array_is_caught() -> None:
     body = """
     __shared__ float s[64];
     s[threadIdx.x + 1] = x[threadIdx.x];  // here
@@ -163,7 +163,7 @@ def test_index_past_a_shared_array() -> None:
     assert_caught(body, "out of bounds", y, x)
 
 
-def test_index_past_dynamic_shared_memory() -> None:
+def test_an_index_past_dynamic_shared_memory_is_caught() -> None:
     body = """
     DYNAMIC_SHARED(float, s);
     s[threadIdx.x] = x[threadIdx.x];  // here
@@ -174,7 +174,7 @@ def test_index_past_dynamic_shared_memory() -> None:
     assert_passes(body, y, x, shared=256)
 
 
-def test_uninitialised_shared_memory() -> None:
+def test_reading_uninitialised_shared_memory_is_caught() -> None:
     body = """
     __shared__ float s[64];
     if (threadIdx.x < COUNT) s[threadIdx.x] = x[threadIdx.x];
@@ -199,7 +199,7 @@ COPY = """
 """
 
 
-def test_unwaited_copy() -> None:
+def test_reading_before_a_copy_is_waited_for_is_caught() -> None:
     y, x = arrays()
     once = "\n".join(line for line in COPY.splitlines() if "x + 64" not in line)
     assert_caught(once.replace("LEFT", "2"), "cp.async has not been waited for", y, x)
@@ -207,20 +207,20 @@ def test_unwaited_copy() -> None:
     np.testing.assert_array_equal(y, x[:64])
 
 
-def test_a_copy_that_overtakes_another() -> None:
+def test_a_copy_that_overtakes_another_is_caught() -> None:
     y, x = arrays()
     body = COPY.replace("LEFT", "0").replace("x + 64 + 4 * threadIdx.x);", "x + 64 + 4 * threadIdx.x);  // here", 1)
     body = body.replace("s[threadIdx.x];  // here", "s[threadIdx.x];")
     assert_caught(body, "cp.async has not been waited for", y, x)
 
 
-def test_copy_without_barrier() -> None:
+def test_a_copy_without_a_barrier_is_caught() -> None:
     y, x = arrays()
     once = "\n".join(line for line in COPY.splitlines() if "x + 64" not in line and "syncthreads" not in line)
     assert_caught(once.replace("LEFT", "0"), "race|has not been waited for|uninitialised", y, x)
 
 
-def test_barrier_in_divergent_code() -> None:
+def test_a_barrier_in_divergent_code_is_caught() -> None:
     body = """
     __shared__ float s[64];
     s[threadIdx.x] = x[threadIdx.x];
@@ -236,7 +236,7 @@ def test_barrier_in_divergent_code() -> None:
             planted.launch("planted", (1,), (64,), y, x, seed=seed)
 
 
-def test_barrier_after_some_threads_have_returned() -> None:
+def test_a_barrier_after_some_threads_have_returned_is_caught() -> None:
     y, x = arrays()
     planted, _ = program("\nif (threadIdx.x >= 40) return;\n__syncthreads();\ny[threadIdx.x] = x[0];\n")
     for seed in SEEDS:
@@ -244,7 +244,7 @@ def test_barrier_after_some_threads_have_returned() -> None:
             planted.launch("planted", (1,), (64,), y, x, seed=seed)
 
 
-def test_shuffle_in_divergent_code() -> None:
+def test_a_shuffle_in_divergent_code_is_caught() -> None:
     y, x = arrays()
     body = "\nfloat v = x[threadIdx.x];\nif (threadIdx.x < 16) v += __shfl_xor_sync(MASK, v, 1);\ny[threadIdx.x] = v;\n"
     planted, _ = program(body.replace("MASK", "0xffffffffu"))
@@ -254,12 +254,12 @@ def test_shuffle_in_divergent_code() -> None:
     assert_passes(body.replace("MASK", "0xffffu"), y, x, block=(32,))
 
 
-def test_store_to_a_const_argument() -> None:
+def test_a_store_to_a_const_argument_is_caught() -> None:
     y, x = arrays()
     assert_caught("\nconst_cast<float *>(x)[0] = 1.0f;  // here\n", "declared const", y, x)
 
 
-def test_a_shift_without_meaning() -> None:
+def test_an_undefined_shift_is_caught() -> None:
     y, x = arrays()
     assert_caught("\ny[threadIdx.x] = 1 << (int)x[threadIdx.x];  // here\n", "shift", y, x)
 
@@ -278,18 +278,18 @@ def test_a_shift_without_meaning() -> None:
         ((np.zeros((4, 4), np.float32).T, np.zeros(4, np.float32), np.int32(4)), "not next to each other"),
     ],
 )
-def test_arguments_fit_the_signature(args: tuple[Any, ...], words: str) -> None:
+def test_arguments_that_do_not_fit_the_signature_are_refused(args: tuple[Any, ...], words: str) -> None:
     planted, _ = program("y[0] = x[0];", "float *y, const float *x, int n")
     with pytest.raises(EmulatorError, match=words):
         planted.launch("planted", (1,), (1,), *args)
 
 
-def test_a_text_that_does_not_compile() -> None:
+def test_a_text_that_does_not_compile_is_an_error() -> None:
     with pytest.raises(AssertionError, match=r"planted\.cu:1:.*nonsense"):
         program("nonsense;")
 
 
-def test_more_threads_than_the_launch_bounds() -> None:
+def test_more_threads_than_the_launch_bounds_are_refused() -> None:
     text = '#define MOST 64\nextern "C" __global__ void __launch_bounds__(MOST, 1) planted(float *y) {}\n'
     planted, y = Program(text), np.zeros(1, np.float32)
     planted.launch("planted", (1,), (64,), y)

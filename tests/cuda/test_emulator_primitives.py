@@ -68,7 +68,7 @@ def test_half_arithmetic_rounds_once(rng: np.random.Generator) -> None:
         ("__shfl_down_sync(~0u, x[t], 3, 16)", np.where(LANES % 16 > 12, LANES, LANES + 3)),
     ],
 )
-def test_shuffles(call: str, source: np.ndarray) -> None:
+def test_shuffles_exchange_values_of_lanes(call: str, source: np.ndarray) -> None:
     x = np.arange(32, dtype=np.float32) + 100
     y = np.zeros(32, np.float32)
     for seed in (0, 1, 2):
@@ -76,7 +76,7 @@ def test_shuffles(call: str, source: np.ndarray) -> None:
         np.testing.assert_array_equal(y, x[source])
 
 
-def test_votes_and_reductions() -> None:
+def test_votes_and_reductions_cover_the_warp() -> None:
     x = np.arange(64, dtype=np.int32) * 7 % 64
     y = np.zeros((8, 64), np.uint32)
     body = """
@@ -107,7 +107,7 @@ def test_votes_and_reductions() -> None:
     np.testing.assert_array_equal(y, np.stack(expected).astype(np.uint32))
 
 
-def test_atomics() -> None:
+def test_atomics_lose_no_update() -> None:
     sums, extremes = np.zeros(2, np.float32), np.array([0, 0], np.int32)
     body = """
     atomicAdd(sums, (float)t);
@@ -123,7 +123,7 @@ def test_atomics() -> None:
     assert extremes.tolist() == [95, 192]
 
 
-def test_byte_perm_and_shifts(rng: np.random.Generator) -> None:
+def test_byte_perm_and_shifts_equal_their_definition(rng: np.random.Generator) -> None:
     a, b = (rng.integers(0, 2**32, 32, dtype=np.uint32) for _ in range(2))
     y = np.zeros((3, 32), np.uint32)
     body = (
@@ -140,7 +140,7 @@ def test_byte_perm_and_shifts(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
-def test_matrix_product_of_a_warp(rng: np.random.Generator, kind: str) -> None:
+def test_mma_equals_the_matrix_product(rng: np.random.Generator, kind: str) -> None:
     """Fragments by hand, as the PTX ISA draws them: lane l has row l / 4 and columns 2 · (l % 4), + 1 of each tile."""
     a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
     d = np.zeros((16, 8), np.float32)
@@ -207,7 +207,7 @@ def test_seeds_change_the_order_of_threads() -> None:
     assert orders[2] != orders[3]
 
 
-def test_launches_without_checks_give_the_same() -> None:
+def test_launches_without_checks_give_the_same_result() -> None:
     text = source("activate_mul", ACT="float", ACTIVATION="silu")
     gate_up = np.linspace(-4, 4, 32, dtype=np.float32).reshape(1, 32)
     results = []

@@ -147,7 +147,9 @@ SHAPES = [
 
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize(("number", "name"), list(enumerate([*CODECS, "ring4+norm16"])))
-def test_plain_codes_are_those_of_numpy(rng: np.random.Generator, number: int, name: str, values: bool) -> None:
+def test_codes_without_a_metric_equal_those_of_numpy(
+    rng: np.random.Generator, number: int, name: str, values: bool
+) -> None:
     side = Side(values, name, SHAPES[number % len(SHAPES)])
     x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=2.0)
     assert_same(side, x, seed=number % 3)
@@ -155,7 +157,7 @@ def test_plain_codes_are_those_of_numpy(rng: np.random.Generator, number: int, n
 
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize("name", ["f16", "polarquant"])
-def test_codecs_without_a_table_encode_the_block_themselves(rng: np.random.Generator, name: str, values: bool) -> None:
+def test_codecs_without_a_table_give_the_codes_of_numpy(rng: np.random.Generator, name: str, values: bool) -> None:
     for shape in (LaunchConfig(64, 16, 16, 8), LaunchConfig(80, 32, 16, 16)):
         side = Side(values, name, shape)
         assert_same(side, halves(rng, 1, 2, shape.size, shape.dim, bias=2.0))
@@ -176,7 +178,7 @@ def edges(shape: LaunchConfig) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3", "ring4+norm16"])
-def test_exceptional_blocks(name: str) -> None:
+def test_exceptional_blocks_have_the_codes_of_numpy(name: str) -> None:
     for shape in (LaunchConfig(16, 16, 16, 8), LaunchConfig(64, 32, 32, 16)):
         for values in (False, True):
             assert_same(Side(values, name, shape), edges(shape))
@@ -243,7 +245,9 @@ def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> 
 
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize(("number", "name"), list(enumerate(CODECS)))
-def test_codes_with_a_metric(rng: np.random.Generator, number: int, name: str, values: bool) -> None:
+def test_codes_with_a_metric_equal_those_of_numpy(
+    rng: np.random.Generator, number: int, name: str, values: bool
+) -> None:
     side = Side(values, name, SHAPES[number % len(SHAPES)])
     x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=0.5)
     assert_as_good(side, x, metric_of(side, 2), seed=number % 3)
@@ -251,7 +255,7 @@ def test_codes_with_a_metric(rng: np.random.Generator, number: int, name: str, v
 
 
 @pytest.mark.parametrize("name", ["ring3.5", "turbo2"])
-def test_exceptional_blocks_with_a_metric(name: str) -> None:
+def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy(name: str) -> None:
     shape = LaunchConfig(64, 32, 32, 16)
     for values in (False, True):
         side, x = Side(values, name, shape), edges(shape)
@@ -259,7 +263,7 @@ def test_exceptional_blocks_with_a_metric(name: str) -> None:
             assert_as_good(side, x[:, block : block + 1], metric_of(side, 1))
 
 
-def test_as_the_engine_launches_it(rng: np.random.Generator) -> None:
+def test_the_engine_s_launch_gives_the_codes_of_numpy(rng: np.random.Generator) -> None:
     size, dim = 64, 128
     layouts = [records.layout(codecs.get("ring4"), values, size, dim, 8 * (not values)) for values in (False, True)]
     plan = launch_configs.encode_blocks(*layouts)

@@ -89,7 +89,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("act", "weight", "most", "warps_out", "shape", "normed", "more"), CASES)
-def test_product(
+def test_gemm_small_equals_the_product(
     rng: np.random.Generator,
     act: str,
     weight: str,
@@ -115,7 +115,7 @@ def test_product(
 
 @pytest.mark.parametrize("weight", FORMATS)
 @pytest.mark.parametrize("kernel", ["gemv", "gemm_small", "gemm_small_sum"])
-def test_a_product_may_be_columns_of_wider_rows(rng: np.random.Generator, kernel: str, weight: str) -> None:
+def test_the_output_may_be_columns_of_a_wider_array(rng: np.random.Generator, kernel: str, weight: str) -> None:
     """Nothing beside them is written."""
     rows, n, out = 3, 264, 21
     x, w, bias, _, _ = case = made(rng, "float", weight, (rows, n, out), 0, True)
@@ -141,7 +141,7 @@ def test_a_product_may_be_columns_of_wider_rows(rng: np.random.Generator, kernel
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
 @pytest.mark.parametrize("more", [False, True])
-def test_parts_of_the_inputs_add_up(rng: np.random.Generator, parts: int, more: bool) -> None:
+def test_sums_of_parts_add_up_to_the_product(rng: np.random.Generator, parts: int, more: bool) -> None:
     """Parts of several stages, and more parts than stages."""
     shape = rows, n, out = 20, 1000, 70
     case = made(rng, "__half", "__half", shape, 0, more)
@@ -167,7 +167,7 @@ def test_parts_of_the_inputs_add_up(rng: np.random.Generator, parts: int, more: 
     assert (np.abs(y - exact) <= allowed).all()
 
 
-def test_what_half_precision_cannot_hold_becomes_its_largest_number() -> None:
+def test_inputs_beyond_half_precision_saturate() -> None:
     x = np.zeros((3, 8), np.float32)
     x[0, 1], x[1, 2], x[2, 3] = 1e6, -1e6, np.nan
     w, y = np.ones((1, 8), np.float16), np.full((3, 1), 7, np.float32)
@@ -191,7 +191,7 @@ def test_what_half_precision_cannot_hold_becomes_its_largest_number() -> None:
 @pytest.mark.parametrize(
     ("split", "shape"), [(1, (1, 4104, 33)), (2, (2, 1032, 21)), (4, (3, 1800, 9)), (8, (4, 72, 3)), (8, (4, 2104, 5))]
 )
-def test_gemv_joins_the_warps_of_its_columns(
+def test_gemv_adds_the_sums_of_warps_that_share_an_output(
     rng: np.random.Generator, split: int, shape: tuple[int, int, int], normed: int
 ) -> None:
     """Split over warps that have a part of the inputs each (or none), and added to what is in y."""
@@ -226,7 +226,7 @@ def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarra
         (64, 4, (50, 520, 70), 3, 0, True),
     ],
 )
-def test_a_gated_product(
+def test_gemm_small_applies_the_activation(
     rng: np.random.Generator,
     rows: int,
     warps_out: int,
@@ -280,7 +280,7 @@ def test_a_gated_product(
 
 @pytest.mark.parametrize(("normed", "biased"), [(1, True), (0, False)])
 @pytest.mark.parametrize(("split", "shape"), [(1, (1, 1032, 35)), (2, (3, 520, 8)), (8, (4, 2104, 5))])
-def test_a_gated_gemv(
+def test_gemv_applies_the_activation(
     rng: np.random.Generator, split: int, shape: tuple[int, int, int], normed: int, biased: bool
 ) -> None:
     rows, n, out = shape

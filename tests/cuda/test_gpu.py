@@ -1,4 +1,4 @@
-"""What only a GPU can show: recorded work, long contexts, whole models, memory that ends.
+"""Tests that need a GPU: CUDA graphs, long contexts, whole models, running out of memory.
 
 The other tests of this folder run on a GPU as well where the environment has POLARLM_TEST_GPU; these need one.
 """
@@ -103,7 +103,7 @@ def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("count", [1, 3, 12])
 @pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
-def test_recorded_steps_are_the_steps_that_they_stand_for(types: tuple[str, str], count: int) -> None:
+def test_replayed_steps_equal_launched_steps(types: tuple[str, str], count: int) -> None:
     """Over ends of blocks, and where block tables grow: tokens and logits are the same to the bit."""
     recorded, logits = steps(small_model(CudaOps(open_device()), types), count)
     plain, plain_logits = steps(small_model(Unrecorded(open_device()), types), count)
@@ -113,7 +113,7 @@ def test_recorded_steps_are_the_steps_that_they_stand_for(types: tuple[str, str]
 
 
 @pytest.mark.parametrize("kept", [24, 2])
-def test_sequences_may_join_and_leave(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number of sequences has a recording of its own, and they take turns; some are let go and made again."""
     monkeypatch.setattr("engine.backends.cuda.cupy_recording.MOST_RECORDINGS", kept)
     tokens = []
@@ -213,7 +213,7 @@ def demonstration() -> Path:
 
 
 @pytest.mark.parametrize(("find", "prompt"), [(stories, "Once upon a time"), (demonstration, "The old lighthouse")])
-def test_the_text_is_that_of_the_cpu(find: Callable[[], Path], prompt: str) -> None:
+def test_the_text_equals_that_of_the_cpu(find: Callable[[], Path], prompt: str) -> None:
     """The GPU's own answer, fed to both: nearly every time the same token comes first.
 
     Weights are rounded to half precision, and so are K/V: two tokens that are nearly as likely may change places.
@@ -251,7 +251,7 @@ def no_more_memory() -> Iterator[None]:
         pool.set_limit(size=before)
 
 
-def test_a_request_that_finds_no_memory_ends_and_the_engine_lives_on(tiny_path: Path) -> None:
+def test_a_request_out_of_memory_fails_and_the_engine_goes_on(tiny_path: Path) -> None:
     params = SamplingParams(max_tokens=8, temperature=0)
     with Engine.load(tiny_path, device="cuda", cache_type="f16", ctx_size=256, kept_sequences=0) as engine:
         wanted = engine.generate(list(range(5, 25)), params).token_ids

@@ -41,7 +41,7 @@ def i32(value: int) -> np.int32:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("act", ["float", "__half", "__nv_bfloat16"])
-def test_activate_mul(rng: np.random.Generator, act: str, activation: str) -> None:
+def test_activate_mul_is_that_of_numpy(rng: np.random.Generator, act: str, activation: str) -> None:
     tokens, f = 3, 1032
     gate_up = rng.standard_normal((tokens, 2 * f)) * 4
     gate_up[0, :6] = [-100, -88, 80, 0, -8, 8]  # e^100 overflows
@@ -55,7 +55,7 @@ def test_activate_mul(rng: np.random.Generator, act: str, activation: str) -> No
 
 
 @pytest.mark.parametrize(("act", "weight"), TYPES)
-def test_embed(rng: np.random.Generator, act: str, weight: str) -> None:
+def test_embed_is_that_of_numpy(rng: np.random.Generator, act: str, weight: str) -> None:
     table = store(rng.standard_normal((11, 72)), weight)
     ids = np.array([10, 0, 3, 3], np.int32)
     for seed, scale in zip(SEEDS, (1.0, 2.5, 8.0), strict=True):
@@ -68,7 +68,7 @@ def test_embed(rng: np.random.Generator, act: str, weight: str) -> None:
 
 @pytest.mark.parametrize("add", [0, 1])
 @pytest.mark.parametrize(("rows", "n"), [(1, 1032), (3, 264), (2, 8)])
-def test_rms_norm(rng: np.random.Generator, add: int, rows: int, n: int) -> None:
+def test_rms_norm_is_that_of_numpy(rng: np.random.Generator, add: int, rows: int, n: int) -> None:
     """Of columns of wider rows, in place, or added to other rows."""
     x = rng.standard_normal((rows, n + 16)).astype(np.float32)
     norm = store(rng.standard_normal(n), "float")
@@ -110,7 +110,9 @@ ROTATED = [
 
 @pytest.mark.parametrize(("dim", "matrix", "backwards"), ROTATED)
 @pytest.mark.parametrize("act", ["float", "__half"])
-def test_rotate(rng: np.random.Generator, dim: int, matrix: Callable, backwards: bool, act: str) -> None:
+def test_rotate_is_the_product_with_the_matrix(
+    rng: np.random.Generator, dim: int, matrix: Callable, backwards: bool, act: str
+) -> None:
     vectors = 9
     order, before, behind = hadamard_signs(matrix(dim))
     rotation = matrix(dim).T if backwards else matrix(dim)
@@ -128,7 +130,7 @@ def test_rotate(rng: np.random.Generator, dim: int, matrix: Callable, backwards:
         assert_as_exact_as_numpy(y, exact, plain, act)
 
 
-def test_rotate_with_a_dense_matrix(rng: np.random.Generator) -> None:
+def test_rotate_dense_takes_any_matrix(rng: np.random.Generator) -> None:
     x = rng.standard_normal((5, 64)).astype(np.float32)
     exact, plain = both(rotate, x, dense(64))
     y = np.full_like(x, np.nan)
@@ -140,7 +142,9 @@ def test_rotate_with_a_dense_matrix(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("normed", [0, 1])
 @pytest.mark.parametrize(("act", "weight"), TYPES)
 @pytest.mark.parametrize(("rows", "n", "out"), [(1, 576, 13), (3, 264, 9), (2, 8, 1)])
-def test_gemv(rng: np.random.Generator, act: str, weight: str, normed: int, rows: int, n: int, out: int) -> None:
+def test_gemv_equals_the_product(
+    rng: np.random.Generator, act: str, weight: str, normed: int, rows: int, n: int, out: int
+) -> None:
     x = store(rng.standard_normal((rows, n)), act)
     w = store(rng.standard_normal((out, n)), weight)
     bias = store(rng.standard_normal(out), "float") if rows > 1 else None

@@ -1,4 +1,4 @@
-"""What prompts and steps take of a GPU's memory is what the plan of the KV store leaves for them."""
+"""The plan of the KV store leaves the GPU memory that prompts and steps need."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("config", [LLAMA, ODD, GEMMA], ids=["8B", "odd", "norms behind"])
 @pytest.mark.parametrize("tokens", [70, 2048, 9000])
-def test_a_prompt_takes_what_is_counted_for_it(config: ModelConfig, types: tuple[str, str], tokens: int) -> None:
+def test_prompt_bytes_bounds_the_peak_of_a_prompt(config: ModelConfig, types: tuple[str, str], tokens: int) -> None:
     """Never more, and at least two thirds of it, since what is counted in vain is missing in the store. Logits of all
     rows of a block are what scoring asks for."""
     device = Counting()
@@ -170,7 +170,7 @@ def test_a_prompt_takes_what_is_counted_for_it(config: ModelConfig, types: tuple
 
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("config", [LLAMA, ODD, GEMMA], ids=["8B", "odd", "norms behind"])
-def test_steps_take_what_is_set_aside_for_them(config: ModelConfig, types: tuple[str, str]) -> None:
+def test_step_bytes_bounds_the_peak_of_steps(config: ModelConfig, types: tuple[str, str]) -> None:
     """Of every number of sequences that there may be; results and inputs included."""
     device, most = Counting(), 70
     model = model_of(device, config, types, 64, most)
@@ -197,7 +197,7 @@ WEIGHTS = 8_030_261_248  # numbers of Llama 3 8B
 
 @pytest.mark.parametrize("parallel", [1, 8, 64])
 @pytest.mark.parametrize("ctx_size", [8192, 65536, 131072])
-def test_a_prompt_of_the_context_fits_beside_the_store(ctx_size: int, parallel: int) -> None:
+def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int, parallel: int) -> None:
     """On 24 GB, by what is known of the model alone: x, a layer's keys and values, cosines and sines of every token,
     gate and up of a chunk, logits of a step."""
     config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
@@ -215,8 +215,8 @@ def test_a_prompt_of_the_context_fits_beside_the_store(ctx_size: int, parallel: 
     assert plan.tokens >= min(ctx_size, 90_000)
 
 
-def test_a_short_context_leaves_more_to_the_store() -> None:
-    """What a prompt never needs is not kept free."""
+def test_a_short_context_leaves_more_memory_to_the_store() -> None:
+    """Memory is kept free only for prompts that the context admits."""
     ops, model = CudaOps(OfSize()), LLAMA_8B
     shape = assembly._cache_shape(EngineConfig(), assembly.WHOLE, ops, model)
     short, long = (ops.work_bytes(Load(model, shape.format(0), tokens, 8)) for tokens in (8192, 131072))
@@ -232,7 +232,7 @@ def test_an_engine_sets_the_memory_of_its_steps_aside(tiny_path: Path, monkeypat
         assert device.aside == step_bytes(Load(config, shape.format(0), engine.context, 5), device)
 
 
-def test_room_for_work_comes_before_the_store() -> None:
+def test_the_plan_leaves_memory_for_activations() -> None:
     shape = CacheShape(64, 8, 128, (LayerShape(codecs.get("f16"), codecs.get("f16")),) * 4)
     least = plan_for_tokens(shape, 128, 1).bytes
     plan = plan_for_memory(shape, 4 * least, 100_000, 1, lambda tokens: least + 1000 * tokens)

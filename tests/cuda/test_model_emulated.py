@@ -173,7 +173,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("fixture", "types"), CASES)
-def test_logits_are_those_of_numpy(fixture: str, types: tuple[str, str]) -> None:
+def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> None:
     device = CudaOps(open_device(checked=False))
     given = talk(device, fixture, types)
     close(given, talk(SameWeights(device), fixture, types), talk(Rounded(device), fixture, types))
@@ -200,7 +200,7 @@ def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch
 
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("types", ["balanced", "polarquant", "f16"])
-def test_the_size_of_keys_and_values_changes_no_bit(
+def test_powers_of_two_in_keys_and_values_change_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str, types: str
 ) -> None:
     """As served and with every token coded. bfloat16 holds weights of any size alike; half precision does not."""

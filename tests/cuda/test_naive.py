@@ -22,21 +22,21 @@ def faults(setting: Setting, stored: Stored, launched: Stored | None = None) -> 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 64, 16), (3, 3, 128, 32), (8, 1, 256, 16), (2, 1, 64, 4)]
 )
-def test_it_is_attention_over_the_codes(heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+def test_the_naive_kernel_is_attention_over_codes(heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
     """Ragged lengths: one token, whole blocks, one more, and codes in between."""
     lengths = [1, block_size, block_size + 1, 2 * block_size, 7 * block_size + 3]
     setting = random_setting(1, lengths, heads, kv_heads, head_dim, block_size)
     assert faults(setting, store(setting)) == []
 
 
-def test_scores_of_any_size() -> None:
+def test_large_scores_do_not_overflow() -> None:
     setting = random_setting(2, [100])
     setting = replace(setting, q=100 * setting.q)
     assert faults(setting, store(setting)) == []
 
 
 @pytest.mark.parametrize("pool", range(8))
-def test_every_array_counts(pool: int) -> None:
+def test_a_fault_in_any_array_is_found(pool: int) -> None:
     """With one of them wrong in a block that is read, the result is."""
     setting = random_setting(3, [100])
     stored = store(setting)
@@ -45,7 +45,7 @@ def test_every_array_counts(pool: int) -> None:
     assert faults(setting, stored, replace(stored, pools=tuple(pools)))
 
 
-def test_the_command_says_that_it_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_confirms_a_correct_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_naive.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1 launch"
@@ -53,13 +53,17 @@ def test_the_command_says_that_it_is_right(capsys: pytest.CaptureFixture[str]) -
     assert lines[-1] == "The kernel computes attention over the codes."
 
 
-def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_which_packages_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "pytest", None)
     assert run_naive.main() == 1
     assert "run `make lint` once" in capsys.readouterr().err
 
 
-def test_the_command_says_that_it_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_a_wrong_kernel(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(run_naive, "launch", lambda setting, stored: np.zeros_like(setting.q))
     assert run_naive.main() == 1
     assert capsys.readouterr().out.endswith("The kernel is wrong.\n")

@@ -69,7 +69,7 @@ def same(result: np.ndarray, wanted: np.ndarray, *, sums: int = 1) -> None:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_matrices_of_16_bits_are_on_the_device_as_the_file_has_them(
+def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
     ops: CudaOps, rng: np.random.Generator, stored: str
 ) -> None:
     file = StoredArray(normal(rng, 5, 24), stored)
@@ -89,7 +89,7 @@ def test_a_float32_matrix_is_rounded_to_half_precision(ops: CudaOps) -> None:
 
 
 @pytest.mark.parametrize("stored", ["f32", *STORED])
-def test_large_matrices_come_in_parts(
+def test_large_matrices_are_uploaded_in_parts(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, stored: str
 ) -> None:
     x = normal(rng, 7, 16)
@@ -103,7 +103,7 @@ def test_rows_that_kernels_cannot_read_are_refused(ops: CudaOps) -> None:
         load(ops, np.zeros((8, 12), np.float32), "f16")
 
 
-def test_numbers_come_back_as_float32(ops: CudaOps, rng: np.random.Generator) -> None:
+def test_to_host_gives_float32(ops: CudaOps, rng: np.random.Generator) -> None:
     x = rng.standard_normal((3, 4, 5))
     np.testing.assert_array_equal(ops.to_host(ops.to_device(x)), x.astype(np.float32))
     np.testing.assert_array_equal(ops.to_host(ops.to_device(x)[:, 1:3]), x[:, 1:3].astype(np.float32))
@@ -122,7 +122,7 @@ def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_embed(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
+def test_embed_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
     table, host = matrix(ops, rng, 11, 24, stored=stored)
     ids = np.array([10, 0, 3], np.int32)
     np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(ids))), host[ids])
@@ -131,7 +131,7 @@ def test_embed(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
-def test_rms_norm(ops: CudaOps, rng: np.random.Generator, rows: int) -> None:
+def test_rms_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rows: int) -> None:
     """In place in a part of each row, or added to a residual."""
     x, residual = normal(rng, rows, 56), normal(rng, rows, 24)
     norm, host_norm = vector(ops, rng, 24)
@@ -165,7 +165,7 @@ ROWS = [
     (True, False, True, "f16"),
     (False, True, True, "bf16"),
 ])  # fmt: skip
-def test_linear(
+def test_linear_is_that_of_numpy(
     ops: CudaOps,
     rng: np.random.Generator,
     rows: int,
@@ -207,7 +207,7 @@ def test_linear(
 
 @pytest.mark.parametrize(("rows", "recorded"), ROWS)
 @pytest.mark.parametrize(("normed", "biased"), [(True, False), (False, True)])
-def test_gated_linear(
+def test_linear_with_an_activation_is_that_of_numpy(
     ops: CudaOps, rng: np.random.Generator, rows: int, recorded: bool, normed: bool, biased: bool
 ) -> None:
     n, out = 48, 24
@@ -309,7 +309,7 @@ def heads_of(rng: np.random.Generator, rows: int, dim: int) -> tuple[np.ndarray,
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("keys", "values"), list(zip(ROTATIONS, [*list(ROTATIONS)[1:], "none"], strict=True)))
-def test_condition(
+def test_transform_heads_is_that_of_numpy(
     ops: CudaOps, rng: np.random.Generator, dim: int, scaled: bool, normed: bool, keys: str, values: str
 ) -> None:
     qkv, rope = heads_of(rng, 3, dim)
@@ -329,7 +329,7 @@ def test_condition(
 
 
 @pytest.mark.skipif(not hasattr(open_device(), "launches"), reason="what a GPU was asked to do is not known")
-def test_matrices_of_hadamard_are_not_multiplied_out(ops: CudaOps, rng: np.random.Generator) -> None:
+def test_signed_hadamard_matrices_take_no_dense_product(ops: CudaOps, rng: np.random.Generator) -> None:
     qkv, rope = heads_of(rng, 2, 64)
     for keys, values, launches in (
         (twice_signed_hadamard(64).T, signed_hadamard(64), []),
@@ -353,7 +353,7 @@ def sampled(ops: Ops, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled
 
 
 @pytest.mark.parametrize("width", [96, 98])
-def test_sample(ops: CudaOps, rng: np.random.Generator, width: int) -> None:
+def test_sampled_ids_equal_those_of_numpy(ops: CudaOps, rng: np.random.Generator, width: int) -> None:
     logits = normal(rng, 3, width)
     best = int(logits[2, :90].argmax())
     draws = [
@@ -364,13 +364,13 @@ def test_sample(ops: CudaOps, rng: np.random.Generator, width: int) -> None:
     assert sampled(ops, logits, draws) == sampled(HOST, logits, draws)
 
 
-def test_a_bias_is_added(ops: CudaOps, rng: np.random.Generator) -> None:
+def test_a_logit_bias_is_added(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 1, 96)
     draws = [Draw(replace(GREEDY, logit_bias={7: 1e5}), [], 0.5, 96)]
     assert sampled(ops, logits, draws) == [7]
 
 
-def test_what_dry_asks_for_is_subtracted(ops: CudaOps, rng: np.random.Generator) -> None:
+def test_dry_amounts_are_subtracted(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 2, 96)
     first, second = np.argsort(-logits[1])[:2].tolist()
     dry = Penalties(np.array([first]), np.array([100.0]))
@@ -378,7 +378,7 @@ def test_what_dry_asks_for_is_subtracted(ops: CudaOps, rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("bias", [{}, {7: 1.0}])
-def test_log_probabilities_are_those_of_numpy_for_rows_that_ask(
+def test_log_probabilities_of_rows_that_ask_equal_those_of_numpy(
     ops: CudaOps, rng: np.random.Generator, bias: dict[int, float]
 ) -> None:
     logits = 4 * normal(rng, 4, 98)
@@ -408,7 +408,7 @@ def test_only_ids_and_the_numbers_that_rows_ask_for_leave_the_device(
     assert left[1][0, 4::2].tolist() == np.argsort(-logits[1, :90])[:2].tolist()
 
 
-def test_logits_that_are_not_finite_are_that_row_s_error(ops: CudaOps, rng: np.random.Generator) -> None:
+def test_logits_that_are_not_finite_are_an_error_of_their_row_only(ops: CudaOps, rng: np.random.Generator) -> None:
     logits = normal(rng, 3, 96)
     logits[0, 5], logits[2, 6] = np.nan, np.inf
     for asked in (None, 3):
@@ -513,7 +513,7 @@ TYPES = [("f16", "f16"), ("ring4", "ring3.5"), ("turbo4", "f16"), ("polarquant",
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_tokens_see_what_they_see_on_the_host(types: tuple[str, str]) -> None:
+def test_prefill_and_steps_attend_as_on_the_host(types: tuple[str, str]) -> None:
     """Everything that goes in is exact in half precision, so that codes are the same, and only sums are not."""
     ops = CudaOps(open_device(checked=False))
     on_device, on_host = ([*everything_seen(at, types), *drafts_seen(at, types)] for at in (ops, HOST))
@@ -527,7 +527,9 @@ PLACED = [("signs", "signs on both sides"), ("none", "signs"), ("dense", "none")
 
 @pytest.mark.parametrize(("keys", "values"), PLACED)
 @pytest.mark.parametrize("sequences", [1, 2])
-def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, values: str, sequences: int) -> None:
+def test_attention_rotates_back_what_place_kv_has_rotated(
+    rng: np.random.Generator, keys: str, values: str, sequences: int
+) -> None:
     """Prompts and steps, over the end of a block, as on the host: whichever kernels serve them, the result is the same
     as of three ops, one after the other."""
     rotations = ROTATIONS[keys](D), ROTATIONS[values](D)
@@ -558,7 +560,7 @@ def test_heads_are_placed_and_turned_back(rng: np.random.Generator, keys: str, v
 
 
 @pytest.mark.parametrize("count", [N, 5, 1])
-def test_the_current_block_is_seen_as_it_reads_back(ops: CudaOps, count: int) -> None:
+def test_round_trip_replaces_tokens_by_their_decoded_block(ops: CudaOps, count: int) -> None:
     pair = []
     for backend in (ops, HOST):
         store = store_of(backend, ("ring4", "ring3.5"), (None,))
@@ -568,7 +570,7 @@ def test_the_current_block_is_seen_as_it_reads_back(ops: CudaOps, count: int) ->
     assert np.abs(pair[0] - pair[1]).max() <= 4 * STEP["__half"] * np.abs(pair[1]).max()
 
 
-def test_a_metric_is_what_errors_cost(rng: np.random.Generator) -> None:
+def test_encoding_with_a_metric_gives_the_codes_of_numpy(rng: np.random.Generator) -> None:
     """Nearly all codes are NumPy's, and they are not the nearest ones."""
     types = codecs.get("ring4"), codecs.get("ring3.5")
     directions = rng.standard_normal((KV_HEADS, 5 * D, D)) * np.geomspace(1, 0.1, D) + 0.2
@@ -604,7 +606,7 @@ def format_of(k: str, v: str, block_size: int = 64, head_dim: int = 128) -> Cach
     return CacheFormat(codecs.get(k), codecs.get(v), None, None, 8, block_size, 8, head_dim)
 
 
-def test_bytes_of_the_cache_are_those_of_records(ops: CudaOps) -> None:
+def test_cache_bytes_are_those_of_records(ops: CudaOps) -> None:
     quantized, exact = ops.cache_bytes(format_of("ring4", "ring3.5"))
     assert exact == 2 * 8 * 64 * 128 * 2
     values = 64 * 128
@@ -622,7 +624,7 @@ def test_bytes_of_the_cache_are_those_of_records(ops: CudaOps) -> None:
         (format_of("f16", "f16", head_dim=20), "multiple of 8"),
     ],
 )
-def test_what_has_no_kernel_is_refused(ops: CudaOps, format: CacheFormat, words: str) -> None:
+def test_formats_without_a_kernel_are_refused(ops: CudaOps, format: CacheFormat, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         ops.cache_bytes(format)
     assert "\n" not in str(caught.value)

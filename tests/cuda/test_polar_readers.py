@@ -51,7 +51,7 @@ def encoded(of: Layout, x: np.ndarray, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 48, 64, 72, 80, 96, 128, 256])
 @both_sides
-def test_a_record_of_polarquant_has_all_that_its_fields_have(values: bool, head_dim: int, block_size: int) -> None:
+def test_a_record_of_polarquant_unpacks_to_its_fields(values: bool, head_dim: int, block_size: int) -> None:
     codec, of = codecs.get("polarquant"), side("polarquant", values, block_size, head_dim)
     fields = codec.encode(gaussian(2, 3, block_size, head_dim))
     records = of.pack(fields)
@@ -65,7 +65,7 @@ def test_a_record_of_polarquant_has_all_that_its_fields_have(values: bool, head_
 
 @every_shape
 @both_sides
-def test_polarquant_reads_what_its_codec_decodes(values: bool, block_size: int, head_dim: int) -> None:
+def test_the_polarquant_reader_decodes_as_its_codec(values: bool, block_size: int, head_dim: int) -> None:
     """To the roundings of the unit, the factor and two products to half."""
     codec, of = codecs.get("polarquant"), side("polarquant", values, block_size, head_dim)
     fields = codec.encode(vectors(block_size, head_dim))
@@ -79,7 +79,7 @@ def test_polarquant_reads_what_its_codec_decodes(values: bool, block_size: int, 
 
 @every_shape
 @both_sides
-def test_polarquant_encodes_as_its_codec_to_the_last_bit(values: bool, block_size: int, head_dim: int) -> None:
+def test_the_polarquant_encoder_gives_the_bytes_of_its_codec(values: bool, block_size: int, head_dim: int) -> None:
     codec, of = codecs.get("polarquant"), side("polarquant", values, block_size, head_dim)
     x = vectors(block_size, head_dim)
     x[5] *= np.float32(1e22)  # squares that are infinite
@@ -127,7 +127,7 @@ def keys_with_a_bias(block_size: int, head_dim: int) -> np.ndarray:
 @pytest.mark.parametrize("group", ["", "+g16", "+g32"])
 @pytest.mark.parametrize("head_dim", [8, 16, 48, 64, 80, 128, 256])
 @every_pair_codec
-def test_a_record_of_polarpair_has_all_that_its_fields_have(name: str, group: str, head_dim: int) -> None:
+def test_a_record_of_polarpair_unpacks_to_its_fields(name: str, group: str, head_dim: int) -> None:
     for block_size in (32, 64, 128):
         codec, of = codecs.get(name + group), side(name + group, False, block_size, head_dim)
         fields = codec.encode(gaussian(2, 3, block_size, head_dim))
@@ -142,7 +142,7 @@ def test_a_record_of_polarpair_has_all_that_its_fields_have(name: str, group: st
 
 
 @every_kernel
-def test_polarpair_reads_what_its_codec_decodes(name: str, head_dim: int) -> None:
+def test_the_polarpair_reader_decodes_as_its_codec(name: str, head_dim: int) -> None:
     """Of a radius: the roundings of the direction, of (code + ½) · step + low and of the product to half.
 
     An angle in float32 is off by its own roundings, and its sine and cosine by 2^-21 each.
@@ -160,7 +160,7 @@ def test_polarpair_reads_what_its_codec_decodes(name: str, head_dim: int) -> Non
 
 
 @every_kernel
-def test_polarpair_encodes_as_its_codec(name: str, head_dim: int) -> None:
+def test_the_polarpair_encoder_gives_the_fields_of_its_codec(name: str, head_dim: int) -> None:
     """To the last bit, but for the arc tangents of a GPU."""
     codec, of = codecs.get(name), side(name, False, 64, head_dim)
     x = keys_with_a_bias(64, head_dim)
@@ -213,7 +213,7 @@ def assert_as_near_as_atan2f(
 
 
 @pytest.mark.parametrize("name", ["polarpair-m4n4+minmax", "polarpair-m4n2+minmax+g16"])
-def test_what_is_allowed_of_angles(name: str) -> None:
+def test_the_tolerance_admits_only_neighbouring_cells_at_a_border(name: str) -> None:
     """A cell more or less next to a border, and nothing else."""
     codec = codecs.get(name)
     turns = np.tile(np.arange(17, dtype=np.float64), 4)[:64] / 16 * 3  # borders of cells, but for roundings
@@ -244,7 +244,7 @@ def test_what_is_allowed_of_angles(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "values"), [("polarpair-m4n4", True), ("polarpair-m4n4+g8", False), ("polarpair-m4n2+g48", False)]
 )
-def test_groups_that_cut_tiles_have_no_kernel_nor_have_values(name: str, values: bool) -> None:
+def test_polarpair_has_no_record_for_values_or_groups_that_cut_tiles(name: str, values: bool) -> None:
     assert records.record_of(codecs.get(name), Geometry(values, 192, 64)) is None
 
 

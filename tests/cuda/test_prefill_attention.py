@@ -100,14 +100,14 @@ def check(
         (144, 1, 33, 32, 1),
     ],
 )
-def test_a_prompt_from_its_beginning(
+def test_a_first_prompt_attends_to_itself(
     rng: np.random.Generator, dim: int, group: int, rows: int, block_size: int, kv_heads: int
 ) -> None:
     check(rng, "f16", "f16", rows, rows, group, block_size=block_size, head_dim=dim, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 32, 33])
-def test_ends_and_blocks_of_any_length(rng: np.random.Generator, rows: int) -> None:
+def test_prompts_of_any_length_attend(rng: np.random.Generator, rows: int) -> None:
     check(rng, "f16", "f16", rows, rows, 1, block_size=16, head_dim=16, seeds=[0, 2])
 
 
@@ -131,7 +131,7 @@ CODED = [
 
 
 @pytest.mark.parametrize(("codec_k", "codec_v", "dim", "group", "length", "rows", "block_size", "mean_bits"), CODED)
-def test_behind_coded_blocks(
+def test_a_prompt_attends_to_quantized_blocks(
     rng: np.random.Generator,
     codec_k: str,
     codec_v: str,
@@ -147,29 +147,29 @@ def test_behind_coded_blocks(
 
 
 @pytest.mark.parametrize("length", [100, 128, 129, 191])
-def test_a_second_turn_within_or_at_the_end_of_a_block(rng: np.random.Generator, length: int) -> None:
+def test_a_prompt_may_continue_within_or_at_the_end_of_a_block(rng: np.random.Generator, length: int) -> None:
     check(rng, "ring4", "ring3.5", length, 3, 1, head_dim=16, seeds=[0, 2])
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 64, 100, 1000])
 @pytest.mark.parametrize(("rows", "dropped"), [(45, 0), (170, 0), (20, 4)])
-def test_windows(rng: np.random.Generator, window: int, rows: int, dropped: int) -> None:
-    """Over blocks that are hidden from some rows, from all, or not there any more."""
+def test_a_window_hides_older_tokens(rng: np.random.Generator, window: int, rows: int, dropped: int) -> None:
+    """With blocks hidden from some rows, hidden from all, or dropped."""
     dropped = dropped if window <= 64 else 0
     check(rng, "ring4", "turbo3", 190, rows, 2, window, [1], block_size=16, head_dim=16, dropped=dropped, mean_bits=8)
 
 
 @pytest.mark.parametrize(("codec", "dim"), [("f16", 16), ("f16", 64), ("f16", 80), ("f16", 128), ("ring4", 64)])
-def test_warps_of_32_rows(rng: np.random.Generator, codec: str, dim: int) -> None:
+def test_warps_of_32_rows_give_attention(rng: np.random.Generator, codec: str, dim: int) -> None:
     check(rng, codec, codec, 150, 45, 2, block_size=32, head_dim=dim, warps=(1, 32), seeds=[0, 3])
 
 
 @pytest.mark.parametrize(("codec_k", "codec_v", "dim"), [("f16", "f16", 128), ("ring4", "ring3.5", 128)])
-def test_the_shapes_that_are_launched(rng: np.random.Generator, codec_k: str, codec_v: str, dim: int) -> None:
+def test_the_engine_s_launch_gives_attention(rng: np.random.Generator, codec_k: str, codec_v: str, dim: int) -> None:
     check(rng, codec_k, codec_v, 330, 70, 3, head_dim=dim, warps=None, seeds=[2])
 
 
-def test_without_coded_blocks_layouts_of_f16_do(rng: np.random.Generator) -> None:
+def test_without_quantized_blocks_layouts_of_f16_give_attention(rng: np.random.Generator) -> None:
     paged = random_cache(rng, "ring4", "ring3.5", [100], rows=60, head_dim=32)
     q = rng.standard_normal((60, 3, 32), np.float32)
     assert paged.headers[0].quantized == 0
@@ -177,7 +177,7 @@ def test_without_coded_blocks_layouts_of_f16_do(rng: np.random.Generator) -> Non
     paged.assert_attention(attend(paged, q, layouts=exact), q[:, :-1])
 
 
-def test_scores_that_rise_and_fall_steeply(rng: np.random.Generator) -> None:
+def test_scores_that_rise_and_fall_steeply_do_not_overflow(rng: np.random.Generator) -> None:
     """Maxima change from part to part, by more than half precision can weigh."""
     paged = random_cache(rng, "f16", "f16", [96], rows=96, block_size=16, head_dim=16)
     q = rng.standard_normal((96, 2, 16), np.float32) * 12
@@ -188,7 +188,7 @@ SINK = SpanHeader._fields.index("sink")
 
 
 @pytest.mark.parametrize("column", [SINK, HEADER, HEADER + 2])
-def test_another_block_is_noticed(rng: np.random.Generator, column: int) -> None:
+def test_a_wrong_block_fails_the_comparison(rng: np.random.Generator, column: int) -> None:
     """The comparison fails when the sink or a quantized block is the next record of its pool."""
     paged = random_cache(rng, "ring4", "ring3.5", [220], rows=20, block_size=32, head_dim=16)
     q = rng.standard_normal((20, 2, 16), np.float32)
@@ -198,15 +198,15 @@ def test_another_block_is_noticed(rng: np.random.Generator, column: int) -> None
         paged.assert_attention(attend(dataclasses.replace(paged, spans=spans), q), q[:, :-1])
 
 
-def test_new_blocks_in_another_order_are_noticed(rng: np.random.Generator) -> None:
+def test_new_blocks_in_another_order_fail_the_comparison(rng: np.random.Generator) -> None:
     paged = random_cache(rng, "ring4", "ring3.5", [64], rows=64, block_size=32, head_dim=16)
     q = rng.standard_normal((64, 2, 16), np.float32)
-    turned = dataclasses.replace(paged, now_values=paged.now_values[::-1].copy())
+    swapped = dataclasses.replace(paged, now_values=paged.now_values[::-1].copy())
     with pytest.raises(AssertionError, match="off by"):
-        paged.assert_attention(attend(turned, q), q[:, :-1])
+        paged.assert_attention(attend(swapped, q), q[:, :-1])
 
 
-def test_heads_are_multiplied_by_their_factors(rng: np.random.Generator) -> None:
+def test_results_are_multiplied_by_the_factor_of_their_head(rng: np.random.Generator) -> None:
     """Powers of two, to the bit."""
     paged = random_cache(rng, "ring4", "ring3.5", [100], rows=30, block_size=32, head_dim=32, kv_heads=2)
     q = rng.standard_normal((30, 5, 32), np.float32)

@@ -116,7 +116,7 @@ def logits_of_models(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(logits_of_models(), CHAINS, UNIFORM, st.integers(0, 100), st.integers(0, 2**32), st.sampled_from([64, 128, 512]))
-def test_ids_are_those_of_the_host(
+def test_ids_equal_those_of_the_host(
     logits: np.ndarray, chain: Sampling, drawn: float, tokens: int, seed: int, threads: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -143,7 +143,7 @@ def test_sequences_of_a_batch_have_their_own_parameters(rng: np.random.Generator
         assert ids[i] == on_host(logits[i], chain, recent[i], drawn[i])
 
 
-def test_every_draw_of_equal_logits_is_by_id() -> None:
+def test_equal_logits_are_drawn_in_order_of_ids() -> None:
     """More equal values than the list of the best has room for: the places of tokens decide, by id alone."""
     vocab = 5000
     logits = np.full((4, vocab), 3.0, np.float32)
@@ -173,7 +173,7 @@ EXACT_CASES = [
 
 
 @pytest.mark.parametrize(("logits", "chain", "recent", "drawn", "expected"), EXACT_CASES)
-def test_edges_that_rounding_does_not_move(
+def test_cases_without_rounding_give_the_expected_token(
     logits: list[float], chain: Sampling, recent: list[int], drawn: float, expected: int
 ) -> None:
     assert on_host(np.array(logits, np.float32), chain, recent, drawn) == expected
@@ -198,12 +198,12 @@ def test_an_output_that_is_not_finite_gives_no_token(value: float, place: int, t
     assert ids[1] >= 0
 
 
-def test_no_token_where_all_are_impossible() -> None:
+def test_a_row_of_minus_infinity_gives_no_token() -> None:
     assert launch(np.full((1, 9), -np.inf, np.float32), [params(PLAIN, 0.5)], [NO_TOKENS])[0] == -1
 
 
 @pytest.mark.parametrize("temperature", [1e-44, 1e-30, 1e4])
-def test_extreme_temperatures_are_no_trouble(temperature: float, rng: np.random.Generator) -> None:
+def test_extreme_temperatures_give_a_right_token(temperature: float, rng: np.random.Generator) -> None:
     logits = (20 + rng.standard_normal((1, 90))).astype(np.float32)
     chain = replace(PLAIN, temperature=near(temperature), top_p=near(0.9))
     id_ = launch(logits, [params(chain, 0.5)], [NO_TOKENS])[0]

@@ -67,7 +67,7 @@ H100, A100, RTX_4090 = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)
     [(H100, 2, (2, 4, 8, 4)), (A100, 1, (1, 1, 3, 3)), (RTX_4090, 1, (1, 2, 4, 4))],
     ids=["H100", "A100", "RTX 4090"],
 )
-def test_all_parts_of_a_product_run_at_the_same_time(
+def test_all_parts_of_a_product_are_resident_at_once(
     machine: tuple[int, int], blocks_each: int, parts: tuple[int, ...]
 ) -> None:
     """No more blocks than multiprocessors have shared memory and registers for: others would be a second turn."""
@@ -80,7 +80,7 @@ def test_all_parts_of_a_product_run_at_the_same_time(
         assert parallel_map * (shape.shared + 1024) <= machine[1]
 
 
-def test_few_rows_are_not_multiplied_as_sixteen() -> None:
+def test_up_to_eight_rows_are_not_padded_to_sixteen() -> None:
     shapes = [launch_configs.gemm_small(rows, 4096, 4096, *H100)[0].defines["ROWS"] for rows in (1, 8, 9, 16, 17, 64)]
     assert shapes == [8, 8, 16, 16, 32, 64]
     assert launch_configs.gemv(GEMV_ROWS, 4096, 4096, 132)[0].defines["ROWS"] == GEMV_ROWS

@@ -24,7 +24,7 @@ TYPES = [("ring4", "ring3.5"), ("polarquant", "polarquant")]
 IDS = np.random.default_rng(3).integers(5, 96, 90).tolist()
 
 
-def test_copy_records(rng: np.random.Generator) -> None:
+def test_copy_records_gathers_and_scatters(rng: np.random.Generator) -> None:
     """Scattered records into an array without gaps, and from there to other places; nothing else is written."""
     kv_heads, nbytes = 3, 384
     pool = rng.integers(0, 256, (7, kv_heads, nbytes), np.uint8)
@@ -71,7 +71,7 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_logits_go_on_bit_for_bit(types: tuple[str, str]) -> None:
+def test_a_restored_sequence_gives_the_same_logits_bit_for_bit(types: tuple[str, str]) -> None:
     device = CudaOps(open_device(checked=False))
     original, other = talk(device, types), Talk(model_of(device, "qwen2_mixed_windows", types))
     snapshot = saved(original)
@@ -87,7 +87,7 @@ def test_logits_go_on_bit_for_bit(types: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_what_a_gpu_has_saved_goes_on_on_the_cpu_and_back(types: tuple[str, str]) -> None:
+def test_a_snapshot_of_a_gpu_restores_on_the_cpu_and_back(types: tuple[str, str]) -> None:
     """Codes stay as they are, and so do full-precision slots, which are in half precision now."""
     device = CudaOps(open_device(checked=False))
     on_gpu = talk(device, types)
@@ -100,7 +100,7 @@ def test_what_a_gpu_has_saved_goes_on_on_the_cpu_and_back(types: tuple[str, str]
     assert_same(as_fields(gpu, third), as_fields(gpu, first))
 
 
-def test_what_a_cpu_has_saved_becomes_half_precision_where_it_is_exact() -> None:
+def test_full_precision_slots_of_a_cpu_snapshot_become_half_precision_on_a_gpu() -> None:
     device = CudaOps(open_device(checked=False))
     on_cpu = talk(SameWeights(device), ("ring4", "ring3.5"))
     gpu = model_of(device, "qwen2_mixed_windows", ("ring4", "ring3.5")).store
@@ -111,7 +111,7 @@ def test_what_a_cpu_has_saved_becomes_half_precision_where_it_is_exact() -> None
 
 
 @pytest.mark.parametrize("types", [*TYPES, ("polarpair-m4n4", "turbo3"), ("ring4+norm16", "f16")])
-def test_nothing_but_codes_leaves_the_device(types: tuple[str, str]) -> None:
+def test_padding_of_records_is_zero(types: tuple[str, str]) -> None:
     """Between the fields of a record and behind them are zeros, and not what was in the GPU's memory before."""
     store = talk(CudaOps(open_device(checked=False)), types).model.store
     for layer in range(len(store.shape.layers)):
@@ -132,7 +132,7 @@ WRONG = {
 
 @pytest.mark.parametrize("change", WRONG)
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_what_are_no_such_records_is_refused(change: str, on_gpu: bool) -> None:
+def test_records_of_another_shape_or_type_are_refused(change: str, on_gpu: bool) -> None:
     format = model_of(NumpyOps(), "qwen2_mixed_windows", ("ring4", "ring3.5")).store.shape.format(0)
     keys, values = (np.zeros((3, format.kv_heads, of.nbytes), np.uint8) for of in transfer.layouts(format))
     ops: Ops = CudaOps(open_device()) if on_gpu else NumpyOps()
@@ -140,7 +140,7 @@ def test_what_are_no_such_records_is_refused(change: str, on_gpu: bool) -> None:
         ops.write_blocks(ops.cache(format, 4, 2), [2, 0, 1], WRONG[change]({"keys": keys, "values": values}))
 
 
-def test_infinite_values_in_an_exact_slot_are_refused() -> None:
+def test_infinite_values_in_a_full_precision_slot_are_refused() -> None:
     format = replace(model_of(NumpyOps(), "qwen2_mixed_windows", ("f16", "f16")).store.shape.format(0), block_size=N)
     ops = CudaOps(open_device())
     wrong = np.full((format.kv_heads, 3, format.head_dim), np.inf, np.float32)
@@ -148,9 +148,7 @@ def test_infinite_values_in_an_exact_slot_are_refused() -> None:
         ops.write_full(ops.cache(format, 1, 1), 0, wrong, wrong)
 
 
-def test_a_session_of_an_engine_goes_on_on_either_device(
-    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_continues_on_either_device(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fitted to the model once: the weights are the same on both."""
     devices = {"gpu": CudaOps(open_device(checked=False)), "cpu": NumpyOps()}
 

@@ -26,7 +26,7 @@ def twins() -> list[str]:
 
 @given(st.data())
 @pytest.mark.parametrize("name", twins())
-def test_fields_survive_records(name: str, data: st.DataObject) -> None:
+def test_records_unpack_to_the_fields_they_were_packed_from(name: str, data: st.DataObject) -> None:
     codec = codecs.get(name)
     head_dim, block_size = data.draw(st.sampled_from(HEAD_DIMS)), data.draw(st.sampled_from(BLOCK_SIZES))
     values = data.draw(st.booleans()) and "v" in codec.serves
@@ -49,7 +49,7 @@ def test_fields_survive_records(name: str, data: st.DataObject) -> None:
     np.testing.assert_array_equal(layout.pack(*layout.unpack(packed)), packed)
 
 
-def test_only_what_fills_a_line_is_added() -> None:
+def test_a_record_adds_less_than_a_line_to_the_codec_s_bits() -> None:
     """A record has the bits of the codec's own fields, where tiles and words are full, and less than a line more."""
     for name, values in itertools.product(["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo3"], [False, True]):
         codec = codecs.get(name)
@@ -81,7 +81,7 @@ def test_sections_and_tables_are_aligned(name: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [24, 64, 144])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_tiles_of_keys(head_dim: int, block_size: int) -> None:
+def test_keys_are_in_fragment_order(head_dim: int, block_size: int) -> None:
     shape = Geometry(False, block_size, head_dim)
     part, steps = min(block_size, 64 if head_dim <= 128 else 32), -(-head_dim // 16)
     x = np.arange(1, block_size * head_dim + 1).reshape(block_size, head_dim)
@@ -99,7 +99,7 @@ def test_tiles_of_keys(head_dim: int, block_size: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [24, 64, 144])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_tiles_of_values(head_dim: int, block_size: int) -> None:
+def test_values_are_in_fragment_order(head_dim: int, block_size: int) -> None:
     shape = Geometry(True, block_size, head_dim)
     part, steps = min(block_size, 64 if head_dim <= 128 else 32), -(-head_dim // 16)
     x = np.zeros((block_size, 16 * steps))
@@ -115,7 +115,7 @@ def test_tiles_of_values(head_dim: int, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("values", [False, True])
-def test_norms_lie_by_row_and_means_by_column(values: bool) -> None:
+def test_norms_are_ordered_by_row_and_means_by_column(values: bool) -> None:
     shape = Geometry(values, 128, 24)
     norms = shape.tokens(np.arange(128)).reshape(2, 8, 8)
     for part, g, i, h in itertools.product(range(2), range(8), range(4), range(2)):
@@ -138,7 +138,7 @@ def lane_words(packed: np.ndarray, lane: int, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("bits", PAIR_BITS)
 @pytest.mark.parametrize("tiles", [1, 3, 6, 8, 20, 32])
-def test_words_of_codes(rng: np.random.Generator, bits: int, tiles: int) -> None:
+def test_codes_are_packed_in_words_as_documented(rng: np.random.Generator, bits: int, tiles: int) -> None:
     codes = rng.integers(0, 2**bits, (2, tiles, 32, 4)).astype(np.uint16)
     packed = pack_pairs(codes, bits)
     count = word_count(bits, tiles)

@@ -29,14 +29,14 @@ def dequantized(name: str, raw: np.ndarray) -> np.ndarray:
     return out
 
 
-def test_there_is_a_format_for_each_file_and_nothing_else() -> None:
+def test_every_module_is_a_format() -> None:
     folder = Path(weight_formats.__file__).parent
     assert set(NAMES) == {path.stem for path in folder.glob("*.py") if not path.name.startswith("_")}
     assert {"f32", "f16", "bf16"} <= set(NAMES)
     assert [get(name).name for name in NAMES] == list(NAMES)
 
 
-def test_a_file_s_word_finds_its_format() -> None:
+def test_find_takes_the_names_of_files() -> None:
     assert find("BF16") is get("bf16")
     assert find("F8_E4M3") is None
     with pytest.raises(KeyError):
@@ -44,7 +44,7 @@ def test_a_file_s_word_finds_its_format() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_are_those_of_blocks(name: str, rng: np.random.Generator) -> None:
+def test_sizes_count_whole_blocks(name: str, rng: np.random.Generator) -> None:
     stored = get(name)
     assert stored.values >= 1
     assert stored.size(stored.values) == stored.nbytes
@@ -57,7 +57,7 @@ def test_sizes_are_those_of_blocks(name: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_dequantized_by_themselves(name: str, rng: np.random.Generator) -> None:
+def test_rows_are_dequantized_independently(name: str, rng: np.random.Generator) -> None:
     """Read-only bytes at any address, into a part of a larger array, whatever they say."""
     stored = get(name)
     raw = rng.integers(0, 256, (5, 4 * stored.nbytes), np.uint8)
@@ -71,7 +71,7 @@ def test_rows_are_dequantized_by_themselves(name: str, rng: np.random.Generator)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values_are_those_of_the_definition(name: str, rng: np.random.Generator) -> None:
+def test_dequantized_values_equal_the_definition(name: str, rng: np.random.Generator) -> None:
     """Every bit pattern of 16 bits: NaN whatever it carries, infinities, subnormals, both zeros; many of 32, and of
     larger blocks.
     """
@@ -93,6 +93,6 @@ def test_values_are_those_of_the_definition(name: str, rng: np.random.Generator)
     np.testing.assert_array_equal(np.signbit(given[numbers]), np.signbit(wanted[numbers]))
 
 
-def test_bfloat16_keeps_what_a_nan_carries() -> None:
+def test_bfloat16_keeps_the_payload_of_nan() -> None:
     raw = np.array([[0x7F81, 0xFFC3, 0x7FFF]], "<u2").view(np.uint8)
     np.testing.assert_array_equal(dequantized("bf16", raw).view(np.uint32)[0] >> 16, [0x7F81, 0xFFC3, 0x7FFF])

@@ -27,8 +27,8 @@ class Library:
         return {"architecture": "Haswell"}
 
 
-def test_the_number_is_back_when_the_last_of_two_threads_is_done() -> None:
-    """In the order in which saving and restoring by each of them leaves one thread for good."""
+def test_the_last_thread_to_finish_restores_the_number() -> None:
+    """Two threads overlap in the order in which saving and restoring by each would leave one thread forever."""
     library = Library(4)
     shared = Cores([library])  # type: ignore[list-item]
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
@@ -52,7 +52,7 @@ def test_the_number_is_back_when_the_last_of_two_threads_is_done() -> None:
     assert (library.num_threads, shared.number) == (4, 4)
 
 
-def test_a_number_that_is_set_meanwhile_holds_afterwards() -> None:
+def test_a_number_set_inside_one_each_holds_afterwards() -> None:
     library = Library(4)
     shared = Cores([library])  # type: ignore[list-item]
     with shared.one_each():
@@ -61,7 +61,7 @@ def test_a_number_that_is_set_meanwhile_holds_afterwards() -> None:
     assert (library.num_threads, shared.number) == (3, 3)
 
 
-def test_work_goes_to_as_many_threads_and_is_waited_for() -> None:
+def test_parallel_map_uses_all_threads_and_waits_for_them() -> None:
     shared = Cores([Library(2)])  # type: ignore[list-item]
     together = threading.Barrier(2)
 
@@ -83,7 +83,7 @@ def test_work_goes_to_as_many_threads_and_is_waited_for() -> None:
     assert done == [1]
 
 
-class OfEachThread(Library):
+class PerThreadLibrary(Library):
     """A BLAS on OpenMP, which keeps a number for each thread; a new one has as many as there are cores."""
 
     threading_layer = "openmp"
@@ -99,8 +99,8 @@ class OfEachThread(Library):
         self._own.number = number
 
 
-def test_each_part_has_one_core_where_every_thread_has_a_number_of_its_own() -> None:
-    library, together = OfEachThread(), threading.Barrier(3)
+def test_each_part_has_one_thread_where_the_library_has_a_number_per_thread() -> None:
+    library, together = PerThreadLibrary(), threading.Barrier(3)
     shared = Cores([library])  # type: ignore[list-item]
 
     def work(i: int) -> int:
@@ -111,14 +111,14 @@ def test_each_part_has_one_core_where_every_thread_has_a_number_of_its_own() -> 
     assert (library.num_threads, shared.number) == (4, 4)
 
 
-def test_one_core_does_it_all_in_order_and_in_this_thread() -> None:
+def test_with_one_core_parallel_map_runs_in_order_in_this_thread() -> None:
     shared = Cores([Library(1)])  # type: ignore[list-item]
     assert shared.parallel_map(lambda i: (i, threading.get_ident()), 3) == [
         (i, threading.get_ident()) for i in range(3)
     ]
 
 
-def test_without_a_library_that_can_be_asked_there_is_one_thread() -> None:
+def test_without_a_known_blas_library_there_is_one_thread() -> None:
     shared = Cores([])
     with shared.one_each():
         assert shared.number == 1
@@ -126,7 +126,7 @@ def test_without_a_library_that_can_be_asked_there_is_one_thread() -> None:
 
 
 @pytest.mark.skipif(not cores().kernels, reason="NumPy's BLAS here has no number of threads that can be set")
-def test_any_thread_sets_the_number_for_all_of_them() -> None:
+def test_any_thread_can_set_the_number_for_all() -> None:
     """The thread of a server that works is not the one that loaded the model and set -t."""
     before = cores().number
 

@@ -36,14 +36,14 @@ def layer(types: tuple[str, str], rng: np.random.Generator, *, mean_bits: int, m
 @pytest.mark.parametrize("most", [1, 5 * K * N * D, 1 << 20])
 @pytest.mark.parametrize("metrics", [False, True])
 @pytest.mark.parametrize("mean_bits", [0, 8])
-def test_layers_are_encoded_together_as_they_are_alone(
+def test_layers_encoded_together_have_the_codes_of_each_alone(
     metrics: bool, mean_bits: int, most: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "_VALUES", most)
     types = [("ring4", "ring3.5")] * 5 + [("turbo3", "ring3")] * 2 + [("ring4", "ring3.5"), ("f16", "turbo3")]
     ops = NumpyOps()
-    forms = [layer(of, rng, mean_bits=mean_bits, metrics=metrics) for of in types]
-    alone, together = ([ops.cache(format, 6, 4) for format in forms] for _ in range(2))
+    formats = [layer(of, rng, mean_bits=mean_bits, metrics=metrics) for of in types]
+    alone, together = ([ops.cache(format, 6, 4) for format in formats] for _ in range(2))
     for one, other in zip(alone, together, strict=True):
         for slot in range(4):
             k, v = rng.standard_normal((2, K, N, D)).astype(np.float32)
@@ -58,10 +58,10 @@ def test_layers_are_encoded_together_as_they_are_alone(
         assert any(one.quantized[name][:, BLOCKS].any() for name in one.quantized)
 
 
-def test_a_codec_that_learns_from_a_layer_is_not_shared(rng: np.random.Generator) -> None:
+def test_layers_of_a_per_layer_codec_are_encoded_alone(rng: np.random.Generator) -> None:
     ops = NumpyOps()
-    forms = [layer(("polarquant-online", "ring4"), rng, mean_bits=0, metrics=False) for _ in range(3)]
-    caches = [ops.cache(format, 1, 1) for format in forms]
+    formats = [layer(("polarquant-online", "ring4"), rng, mean_bits=0, metrics=False) for _ in range(3)]
+    caches = [ops.cache(format, 1, 1) for format in formats]
     for cache in caches:
         ops.write_full(cache, 0, *rng.standard_normal((2, K, N, D)).astype(np.float32))
     ops.encode_blocks(caches, [0], [Place(None, 0)])

@@ -72,11 +72,13 @@ V1_LINES = "5:cpu,cpuacct:/a\n4:hugetlb,memory:/docker/abc\n1:name=systemd:/\n"
         ("no such line\n::\n", v2("", 700, 200), None),
     ],
 )
-def test_the_room_in_a_cgroup(tmp_path: Path, groups: str, files: dict[str, object], room: int | None) -> None:
+def test_cgroup_room_is_the_tightest_limit_less_what_is_used(
+    tmp_path: Path, groups: str, files: dict[str, object], room: int | None
+) -> None:
     assert cgroup_room(tree(tmp_path, groups, files)) == room
 
 
-def test_other_systems_have_no_cgroups(tmp_path: Path) -> None:
+def test_without_proc_there_is_no_cgroup_limit(tmp_path: Path) -> None:
     assert cgroup_room(tmp_path) is None
 
 
@@ -91,14 +93,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return given
 
 
-def test_half_of_what_is_available_beside_the_weights_is_for_the_store(machine: SimpleNamespace) -> None:
+def test_the_store_gets_half_of_the_memory_left_by_the_weights(machine: SimpleNamespace) -> None:
     assert NumpyOps().room_beside(0) == 4 * GIB
     assert NumpyOps().room_beside(4 * GIB) == 2 * GIB
     machine.limit = 3 * GIB
     assert NumpyOps().room_beside(GIB) == GIB
 
 
-def test_weights_that_cannot_fit_are_refused_with_both_numbers(machine: SimpleNamespace) -> None:
+def test_weights_that_cannot_fit_are_an_error_with_both_sizes(machine: SimpleNamespace) -> None:
     with pytest.raises(EngineError, match=r"10\.0 GiB .* 8\.0 GiB .*smaller model") as raised:
         NumpyOps().room_beside(10 * GIB)
     assert raised.value.code == "out_of_memory"
@@ -107,7 +109,9 @@ def test_weights_that_cannot_fit_are_refused_with_both_numbers(machine: SimpleNa
         NumpyOps().room_beside(4 * GIB)
 
 
-def test_swap_makes_it_possible(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_fit_only_with_swap_are_accepted(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.swap = 4 * GIB
     monkeypatch.setattr(sys, "platform", "linux")
     assert NumpyOps().room_beside(10 * GIB) == 0
@@ -119,7 +123,7 @@ def test_swap_makes_it_possible(machine: SimpleNamespace, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_a_system_without_sysconf_loads_and_answers(
+def test_an_engine_loads_and_answers_without_sysconf(
     tiny_path: Path, machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:
     monkeypatch.delattr(os, "sysconf")
@@ -130,7 +134,7 @@ def test_a_system_without_sysconf_loads_and_answers(
         assert len(engine.generate([7, 8, 9], params).token_ids) == 4
 
 
-def test_the_weights_are_not_read_where_they_cannot_fit(
+def test_weights_that_cannot_fit_are_not_read(
     tiny_path: Path, machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.available = 100
@@ -139,7 +143,7 @@ def test_the_weights_are_not_read_where_they_cannot_fit(
         Engine.load(tiny_path, device="cpu")
 
 
-def test_a_context_cut_for_lack_of_memory_is_mentioned(tiny_path: Path, machine: SimpleNamespace) -> None:
+def test_a_context_reduced_for_lack_of_memory_is_a_warning(tiny_path: Path, machine: SimpleNamespace) -> None:
     def load(available: int) -> tuple[int, list[str]]:
         machine.available, said = available, []
         with Engine.load(tiny_path, device="cpu", block_size=8, verbose=said.append) as engine:
@@ -154,6 +158,6 @@ def test_a_context_cut_for_lack_of_memory_is_mentioned(tiny_path: Path, machine:
     assert f"of the {CONTEXT} tokens of context that the model has, {context} fit in memory" in warning
 
 
-def test_this_machine_has_memory() -> None:
+def test_available_memory_is_positive_and_below_the_total() -> None:
     assert 0 < host_memory.available() <= psutil.virtual_memory().total
     assert host_memory.most() > 0

@@ -64,10 +64,10 @@ def alone(store: KVStore, layer: int, spans: list[Span], q: np.ndarray, window: 
 @pytest.mark.parametrize("counts", [[1] * 8, [5] * 8, [1, 3, 2, 16, N, 9, 6, 7]], ids=["one", "five", "ragged"])
 @pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
 @pytest.mark.parametrize("most", [4, 9, 64])
-def test_attention_of_all_is_that_of_each(
+def test_attending_together_equals_attending_alone(
     types: tuple[str, str], most: int, counts: list[int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one row and of several: over ends of blocks, within windows, with sinks that are complete or not."""
+    """One row and several, across block ends, with windows, with complete and incomplete sinks."""
     monkeypatch.setattr(steps, "_MOST_BLOCKS", most)
     windows = (None, 11, 3 * N)
     store = make_store(*types, windows=windows, sequences=len(LENGTHS), step_rows=16)
@@ -84,8 +84,8 @@ def test_attention_of_all_is_that_of_each(
 
 
 @pytest.mark.parametrize("counts", [[1] * 8, [4, 1, 9, 2, 16, 3, N, 5]], ids=["one", "ragged"])
-def test_what_is_left_in_a_slot_reaches_nobody(counts: list[int], rng: np.random.Generator) -> None:
-    """A sequence whose numbers went wrong has gone, and another one has its slots."""
+def test_nan_left_in_a_slot_does_not_reach_its_next_sequence(counts: list[int], rng: np.random.Generator) -> None:
+    """As after a sequence of a damaged model, whose slots another one gets."""
     store = make_store(sequences=len(LENGTHS), step_rows=16)
     cache = store.cache(0)
     cache.full_k[:], cache.full_v[:] = np.nan, np.inf
@@ -96,7 +96,7 @@ def test_what_is_left_in_a_slot_reaches_nobody(counts: list[int], rng: np.random
 
 @pytest.mark.parametrize("rows", [2, 3, 8, 16, 32])
 @pytest.mark.parametrize("shape", [(5, 3), (96, 64), (1000, 576), (40, 5000)])
-def test_a_thin_product_is_the_product(rows: int, shape: tuple[int, int], rng: np.random.Generator) -> None:
+def test_thin_product_equals_the_product(rows: int, shape: tuple[int, int], rng: np.random.Generator) -> None:
     weight = rng.standard_normal(shape).astype(np.float32)
     x = rng.standard_normal((rows, shape[1])).astype(np.float32)
     y = steps.thin_product(x, weight)
@@ -105,7 +105,7 @@ def test_a_thin_product_is_the_product(rows: int, shape: tuple[int, int], rng: n
     assert y.flags.c_contiguous
 
 
-def test_only_steps_take_the_short_way() -> None:
+def test_is_step_holds_for_several_sequences_in_slots_only() -> None:
     step = SpanView(slice(0, 1), 5, Place(None, 0), 0, None, [], N)
     other = SpanView(slice(1, 2), 5, Place(None, 1), 0, None, [], N)
     prompt = SpanView(slice(1, 3), 5, Place((np.zeros(1), np.zeros(1)), 0), 0, None, [], N)
@@ -116,6 +116,6 @@ def test_only_steps_take_the_short_way() -> None:
 
 
 @pytest.mark.parametrize(("architecture", "gains"), [("SkylakeX", True), ("Haswell", False), ("", False)])
-def test_only_kernels_known_to_gain_take_products_in_pieces(architecture: str, gains: bool) -> None:
+def test_thin_products_are_for_2_to_32_rows_on_known_kernels(architecture: str, gains: bool) -> None:
     assert steps.multiplies_in_place(architecture) == gains
     assert [steps.is_thin(rows) for rows in (1, 2, 32, 33)] == [False, True, True, False]
