@@ -1,4 +1,4 @@
-"""The engine's stream: what comes out, when it ends, and what it leaves behind when it ends in another way."""
+"""Streams of the engine: chunks, ends, errors, and the state of the engine after a stream that did not finish."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_text_is_that_of_the_ids(tiny: Engine) -> None:
     assert answer.text == tiny.detokenize(answer.token_ids)
 
 
-def test_text_messages_and_ids_say_the_same(tiny: Engine) -> None:
+def test_text_messages_and_ids_of_the_same_prompt_get_the_same_answer(tiny: Engine) -> None:
     messages = [{"role": "user", "content": "the end"}]
     written = "<|im_start|>user\nthe end<|im_end|>\n<|im_start|>assistant\n"
     by_ids = tiny.generate(tiny.tokenize(written, control=True), GREEDY)
@@ -62,7 +62,7 @@ def test_text_messages_and_ids_say_the_same(tiny: Engine) -> None:
     assert tiny.generate("the", GREEDY).token_ids == tiny.generate(tiny.tokenize("the"), GREEDY).token_ids
 
 
-def test_text_begins_with_bos_where_the_model_wants_one(tiny: Engine, monkeypatch) -> None:
+def test_text_begins_with_bos_if_the_model_has_one(tiny: Engine, monkeypatch) -> None:
     monkeypatch.setattr(tiny.model.tokenizer, "bos_id", 1)
     assert tiny.generate("the", GREEDY).usage.prompt_tokens == 1 + len(tiny.tokenize("the"))
     assert tiny.generate("", GREEDY).usage.prompt_tokens == 1
@@ -86,7 +86,7 @@ def test_max_tokens(tiny: Engine, count: int) -> None:
     assert answer.token_ids == tiny.generate(PROMPT, GREEDY).token_ids[:count]
 
 
-def test_an_end_of_sequence_token_ends_the_answer_and_is_no_part_of_it(tiny: Engine) -> None:
+def test_an_eos_token_ends_the_answer_and_is_not_part_of_it(tiny: Engine) -> None:
     free = tiny.generate(PROMPT, with_max(4))
     params = SamplingParams(temperature=0, logit_bias={EOS[1]: 100.0}, max_tokens=4)
     answer = tiny.generate(PROMPT, params)
@@ -98,7 +98,7 @@ def test_an_end_of_sequence_token_ends_the_answer_and_is_no_part_of_it(tiny: Eng
 
 @given(st.integers(0, 30), st.integers(1, 8))
 @settings(max_examples=20)
-def test_a_stop_string_ends_the_answer_before_it_even_across_tokens(tiny_engine, start: int, length: int) -> None:
+def test_the_answer_ends_before_a_stop_string_even_across_tokens(tiny_engine, start: int, length: int) -> None:
     whole = tiny_engine.generate(PROMPT, with_max(40)).text
     stop = whole[start : start + length]
     if "\ufffd" in stop:
@@ -112,12 +112,12 @@ def test_a_stop_string_ends_the_answer_before_it_even_across_tokens(tiny_engine,
 
 @pytest.fixture(scope="module")
 def tiny_engine(tiny_path: Path):
-    """For properties: one engine for all examples, keeping nothing, so that none depends on the one before."""
+    """One engine for all examples of a property, without kept sequences, so that no example depends on another."""
     with Engine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0) as engine:
         yield engine
 
 
-def test_what_was_held_back_for_a_stop_string_comes_at_the_end(tiny: Engine) -> None:
+def test_text_held_back_for_a_stop_string_comes_at_the_end(tiny: Engine) -> None:
     whole = tiny.generate(PROMPT, GREEDY).text
     stop = whole[-1] + "never"
     answer = tiny.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,)))
@@ -136,7 +136,7 @@ def test_a_seed_repeats_an_answer(tiny: Engine) -> None:
     assert len({draw(3), draw(4), draw(-1), draw(-1)}) == 4
 
 
-def test_rows_of_the_head_that_are_no_tokens_never_come(tiny: Engine, monkeypatch) -> None:
+def test_padding_rows_of_the_head_are_never_sampled(tiny: Engine, monkeypatch) -> None:
     monkeypatch.setattr(tiny.model.tokenizer, "vocab_size", 20)
     answer = tiny.generate([5, 6, 7], SamplingParams(temperature=100.0, top_k=0, max_tokens=50, ignore_eos=True))
     assert max(answer.token_ids) < 20
@@ -161,7 +161,7 @@ def test_progress_grows_to_the_length_of_the_prompt(tiny: Engine, monkeypatch) -
     assert not any(chunk.prompt_tokens for chunk in tiny.stream(PROMPT, with_max(3)))
 
 
-def test_a_real_model_tells_the_story_of_the_reference() -> None:
+def test_a_real_model_generates_the_text_of_the_reference() -> None:
     folder = shared("models", "stories260K")
     reference = json.loads((folder / "reference_greedy.json").read_text(encoding="utf-8"))
     with Engine.load(folder, device="cpu", cache_type_k="f16", cache_type_v="f16") as real:
@@ -183,7 +183,7 @@ def test_a_prompt_must_leave_room_for_a_token(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 30, CONTEXT - 2, CONTEXT - 1])
-def test_generation_ends_where_the_context_is_full(tiny: Engine, length: int) -> None:
+def test_generation_ends_when_the_context_is_full(tiny: Engine, length: int) -> None:
     for most in (-1, CONTEXT, 10_000):
         answer = tiny.generate([7] * length, with_max(most))
         assert answer.finish_reason == "length"
@@ -191,7 +191,7 @@ def test_generation_ends_where_the_context_is_full(tiny: Engine, length: int) ->
     assert tiny.generate([8] * length, with_max(2)).finish_reason == "length"
 
 
-def test_generation_ends_where_the_store_is_full(tiny: Engine) -> None:
+def test_generation_ends_when_the_store_is_full(tiny: Engine) -> None:
     with blocks_left(tiny, 3):
         answer = tiny.generate(PROMPT, with_max(-1))
     assert answer.finish_reason == "length"
@@ -224,7 +224,7 @@ def test_generation_ends_where_the_store_is_full(tiny: Engine) -> None:
         ([{"role": "user", "content": "x"}, {"role": "bot", "content": "x"}], ["messages[1].role is 'bot'", "user"]),
     ],
 )
-def test_a_prompt_that_is_none_is_refused_in_a_sentence(tiny: Engine, prompt, words) -> None:
+def test_an_invalid_prompt_is_refused_with_a_sentence(tiny: Engine, prompt, words) -> None:
     refused(lambda: tiny.stream(prompt), *words)
 
 
@@ -239,22 +239,22 @@ def test_a_prompt_that_is_none_is_refused_in_a_sentence(tiny: Engine, prompt, wo
         {"top_k": 1.5},
     ],
 )
-def test_wrong_sampling_values_are_refused_when_they_are_made(values) -> None:
+def test_invalid_sampling_params_cannot_be_constructed(values) -> None:
     refused(lambda: SamplingParams(**values), *values)
 
 
-def test_a_bias_for_a_token_that_there_is_not_is_refused_before_anything_runs(tiny: Engine) -> None:
+def test_a_bias_for_an_unknown_token_is_refused_before_the_prefill(tiny: Engine) -> None:
     refused(lambda: tiny.stream(PROMPT, SamplingParams(logit_bias={96: 1.0})), "logit_bias", "token 96")
 
 
 @pytest.mark.parametrize(
     ("ids", "words"), [([], ["empty"]), ([5], ["2", "1"]), ([5, 96], ["96"]), ([5, True], ["True"]), ("ab", ["'a'"])]
 )
-def test_score_refuses_what_it_cannot_score(tiny: Engine, ids, words) -> None:
+def test_score_refuses_invalid_ids(tiny: Engine, ids, words) -> None:
     refused(lambda: tiny.score(ids), *words)
 
 
-def test_score_takes_a_whole_context_and_no_more(tiny: Engine) -> None:
+def test_score_takes_at_most_a_whole_context(tiny: Engine) -> None:
     tiny.generate(PROMPT, GREEDY)  # kept, and given up for it
     result = tiny.score([7] * CONTEXT, logits=True)
     assert result.logprobs.shape == (CONTEXT - 1,)
@@ -278,7 +278,7 @@ def test_score_holds_few_rows_of_logits_at_a_time(tiny: Engine, monkeypatch) -> 
     np.testing.assert_allclose(result.logprobs, whole.logprobs, atol=1e-5)
 
 
-def test_score_says_when_there_is_not_enough_memory(tiny: Engine, monkeypatch) -> None:
+def test_score_without_enough_memory_is_an_error(tiny: Engine, monkeypatch) -> None:
     def none_left(hidden):
         raise MemoryError
 
@@ -288,18 +288,18 @@ def test_score_says_when_there_is_not_enough_memory(tiny: Engine, monkeypatch) -
     assert len(tiny.score([7] * 20).logprobs) == 19
 
 
-def test_score_says_when_others_hold_the_store(tiny: Engine) -> None:
+def test_score_while_others_hold_the_store_is_an_error(tiny: Engine) -> None:
     with blocks_left(tiny, 0):
         refused(lambda: tiny.score([7] * 100), "in use", code="out_of_memory")
 
 
-def test_detokenize_refuses_what_is_no_token(tiny: Engine) -> None:
+def test_detokenize_refuses_unknown_ids(tiny: Engine) -> None:
     assert tiny.detokenize([]) == ""
     refused(lambda: tiny.detokenize([5, 96]), "96")
 
 
 @pytest.mark.parametrize("taken", [1, 3, 20])
-def test_a_closed_stream_leaves_nothing_running_and_keeps_what_was_computed(tiny: Engine, taken: int) -> None:
+def test_a_closed_stream_stops_and_keeps_what_was_computed(tiny: Engine, taken: int) -> None:
     chunks = tiny.stream(PROMPT, GREEDY)
     ids = [i for _ in range(taken) for i in next(chunks).token_ids]
     chunks.close()
@@ -308,7 +308,7 @@ def test_a_closed_stream_leaves_nothing_running_and_keeps_what_was_computed(tiny
     assert tiny.generate([*PROMPT, *ids, 50], with_max(1)).usage.cached_tokens == len(PROMPT) + taken - 1
 
 
-def test_a_stream_that_is_dropped_is_a_closed_one(tiny: Engine) -> None:
+def test_dropping_a_stream_closes_it(tiny: Engine) -> None:
     chunks = tiny.stream(PROMPT, GREEDY)
     next(chunks)
     del chunks
@@ -324,7 +324,7 @@ def test_breaking_out_of_a_loop_closes_the_stream(tiny: Engine) -> None:
     assert runs_nothing(tiny)
 
 
-def test_a_prompt_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> None:
+def test_a_prefill_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> None:
     monkeypatch.setattr(NumpyOps, "prefill_rows", 4)
     chunks = tiny.stream([*PROMPT] * 6, GREEDY, progress=True)
     assert next(chunks).prefilled < len(PROMPT) * 6
@@ -332,7 +332,7 @@ def test_a_prompt_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> N
     assert tiny.cache_stats().tokens == 0
 
 
-def test_a_stream_that_is_never_begun_costs_nothing(tiny: Engine) -> None:
+def test_a_stream_that_is_never_read_is_not_queued(tiny: Engine) -> None:
     chunks = tiny.stream(PROMPT, GREEDY)
     assert runs_nothing(tiny)
     chunks.close()
@@ -342,7 +342,7 @@ def test_a_stream_that_is_never_begun_costs_nothing(tiny: Engine) -> None:
 
 
 def fail_at(monkeypatch, target: Engine, call: int, error: BaseException) -> None:
-    """The `call`-th matrix product from now on raises, once."""
+    """Make the `call`-th matrix product from now on raise, once."""
     linear, calls = target._model.ops.linear, iter(range(1, 1_000_000))
 
     def failing(*arguments, **options):
@@ -357,7 +357,7 @@ PER_TOKEN = 2 * 4 + 1  # products of a pass: four in each layer, and the head
 
 
 @pytest.mark.parametrize("call", [1, 4, 6, PER_TOKEN, PER_TOKEN + 1, PER_TOKEN + 6, 3 * PER_TOKEN, 9 * PER_TOKEN + 5])
-def test_an_error_ends_its_request_alone(tiny: Engine, monkeypatch, call: int) -> None:
+def test_an_error_fails_only_its_own_request(tiny: Engine, monkeypatch, call: int) -> None:
     expected = tiny.generate(PROMPT, GREEDY)
     forget(tiny)
     fail_at(monkeypatch, tiny, call, ZeroDivisionError("broken"))
@@ -370,14 +370,14 @@ def test_an_error_ends_its_request_alone(tiny: Engine, monkeypatch, call: int) -
     assert tiny.generate(PROMPT, GREEDY).token_ids == expected.token_ids
 
 
-def test_an_error_in_score_loses_no_block(tiny: Engine, monkeypatch) -> None:
+def test_an_error_in_score_leaks_no_block(tiny: Engine, monkeypatch) -> None:
     fail_at(monkeypatch, tiny, PER_TOKEN + 3, ZeroDivisionError("broken"))
     with pytest.raises(ZeroDivisionError):
         tiny.score([7] * 50)
     assert_idle(tiny)
 
 
-def test_memory_that_is_not_there_is_an_error_of_the_engine(tiny: Engine, monkeypatch) -> None:
+def test_a_memory_error_becomes_an_engine_error(tiny: Engine, monkeypatch) -> None:
     fail_at(monkeypatch, tiny, 3, MemoryError())
     refused(lambda: tiny.generate(PROMPT, GREEDY), "memory", code="out_of_memory")
 
@@ -392,7 +392,7 @@ def test_ctrl_c_ends_the_request_and_the_engine_goes_on(tiny: Engine, monkeypatc
         assert len(tiny.generate(PROMPT, GREEDY).token_ids) == 24
 
 
-def test_a_closed_engine_says_so(tiny_path: Path) -> None:
+def test_calls_of_a_closed_engine_are_errors(tiny_path: Path) -> None:
     with Engine.load(tiny_path, device="cpu") as closed:
         begun, waiting = closed.stream(PROMPT, GREEDY), closed.stream(PROMPT, GREEDY)
         assert isinstance(next(begun), Chunk)
@@ -410,7 +410,7 @@ def test_a_closed_engine_says_so(tiny_path: Path) -> None:
     assert "tokens fit" in closed.fit_line()
 
 
-def test_a_closed_engine_lets_go_of_its_memory(tiny_path: Path) -> None:
+def test_a_closed_engine_frees_its_memory(tiny_path: Path) -> None:
     closed = Engine.load(tiny_path, device="cpu")
     chunks = closed.stream(PROMPT, GREEDY)
     next(chunks)
@@ -421,7 +421,7 @@ def test_a_closed_engine_lets_go_of_its_memory(tiny_path: Path) -> None:
     assert (store(), weights()) == (None, None)
 
 
-def test_a_stream_may_be_closed_by_the_garbage_collector_in_the_middle_of_a_step(tiny: Engine, monkeypatch) -> None:
+def test_the_garbage_collector_may_close_a_stream_in_the_middle_of_a_step(tiny: Engine, monkeypatch) -> None:
     other, chunks = tiny.stream(PROMPT, GREEDY), tiny.stream([7, 8, 9], GREEDY)
     next(other)
     linear, closed = tiny._model.ops.linear, []

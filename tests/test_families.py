@@ -18,7 +18,7 @@ IDS = list(range(5, 85))
 
 @pytest.mark.parametrize("name", NEW)
 def test_a_fitted_quantized_cache_answers_as_full_precision_does(name: str, tmp_path: Path) -> None:
-    """Models of random weights: what is compared is how far apart the logits are, not what they say."""
+    """With random weights, so the test compares logits and not text."""
     path, scores = make_model(tmp_path, name), {}
     for types in ("f16", "ring5"):
         with Engine.load(path, device="cpu", block_size=16, ctx_size=128, cache_type=types) as engine:
@@ -31,7 +31,7 @@ def test_a_fitted_quantized_cache_answers_as_full_precision_does(name: str, tmp_
 
 
 def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
-    """Those for short contexts up to the original one, here 32 tokens; the others for every prompt beyond it."""
+    """The short factors for contexts up to the original one, here 32 tokens, else the long ones for every prompt."""
     path, found = make_model(tmp_path, "phi3_longrope_partial"), {}
     for tokens in (32, 33, 0):
         with Engine.load(path, device="cpu", ctx_size=tokens, cache_type="f16", calibration=False) as engine:

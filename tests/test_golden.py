@@ -23,7 +23,7 @@ def reference(model: str) -> list[dict]:
 
 
 def decided(case: dict) -> int:
-    """Generated tokens before the first step that may fall either way."""
+    """The number of generated tokens before the first step at which the two best logits are nearly equal."""
     margins = [top[0][1] - top[1][1] for top in case["top5_per_step"]]
     return next((i for i, margin in enumerate(margins) if margin < MARGIN), len(case["generated_ids"]))
 
@@ -69,7 +69,7 @@ def test_perplexity_is_that_of_the_reference(model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_quantized_text_is_still_a_story(model: str) -> None:
-    """At head dims 8 and 48 codes are coarse: the text may part from the reference, its likelihood hardly falls."""
+    """At head dims 8 and 48 codes are coarse: the text may differ from the reference, but is hardly less likely."""
     folder = shared("models", model)
     with (
         Engine.load(folder, block_size=16) as coded,
@@ -93,8 +93,8 @@ def test_the_demonstration_model_knows_paris(demo: Engine) -> None:
     assert greedy(demo, QUESTION) == ANSWER
 
 
-def test_it_knows_paris_behind_codes(demo: Engine) -> None:
-    """Behind a preamble of more than three blocks the answer comes from codes."""
+def test_it_knows_paris_with_a_quantized_cache(demo: Engine) -> None:
+    """After a preamble of more than three blocks, attention reads codes."""
     facts = "The bakery opens at seven, and the market on the square is held on Saturdays. " * 16
     preamble = [
         {"role": "user", "content": facts + "Say hello."},
@@ -114,13 +114,13 @@ def resaved(demo: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_it_knows_paris_out_of_bf16_shards(resaved: Path, mmap: bool) -> None:
+def test_it_knows_paris_from_bf16_shards(resaved: Path, mmap: bool) -> None:
     assert len(list(resaved.glob("model-*.safetensors"))) > 1
     with Engine.load(resaved, ctx_size=512, mmap=mmap) as engine:
         assert engine.model.dtype == "BF16"
         assert greedy(engine, QUESTION) == ANSWER
 
 
-def test_it_knows_paris_without_a_map(demo_path: Path) -> None:
+def test_it_knows_paris_without_mmap(demo_path: Path) -> None:
     with Engine.load(demo_path, ctx_size=512, mmap=False) as engine:
         assert greedy(engine, QUESTION) == ANSWER

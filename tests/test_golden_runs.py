@@ -1,4 +1,4 @@
-"""What small models answer with every kind of cache is what they have answered before: in any clone, without a network.
+"""Small models give the answers and scores that they gave before, with every kind of cache; needs no network.
 
 `scripts.make_golden` wrote the file, on one machine. With another BLAS the last bit of a float32 may be rounded the
 other way, and then a value in the cache, too: a half by 2⁻¹¹ of itself, or one code out of thousands.
@@ -34,7 +34,7 @@ def test_every_run_is_in_the_file_and_every_family_of_codecs_in_a_run() -> None:
 
 
 @pytest.mark.parametrize(("model", "cache_type"), RUNS)
-def test_answers_and_scores_are_what_they_were(model: str, cache_type: str) -> None:
+def test_answers_and_scores_have_not_changed(model: str, cache_type: str) -> None:
     golden, prompt = GOLDEN[model]["types"][cache_type], GOLDEN[model]["prompt"]
     try:
         with opened(model, cache_type) as engine:
@@ -48,7 +48,7 @@ def test_answers_and_scores_are_what_they_were(model: str, cache_type: str) -> N
 
 
 def test_the_cache_types_are_further_apart_than_the_tolerance() -> None:
-    """What one type gives is not taken for what another gives."""
+    """So that a result of one cache type cannot pass for that of another."""
     for found in GOLDEN.values():
         for one, other in itertools.combinations(found["types"].values(), 2):
             size = min(len(one["scores"]), len(other["scores"])) - 1  # without the mean

@@ -1,4 +1,4 @@
-"""Settings an engine cannot be loaded with: one sentence that names the setting, before anything heavy happens."""
+"""Settings that an engine cannot be loaded with: a sentence that names the setting, before the weights are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tiny import CONTEXT, assert_idle, make_model
 
 
 def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
-    """The error of a load, and what was said before it."""
+    """The error of a load, and the sentences before it."""
     said: list[str] = []
     with pytest.raises(EngineError) as raised:
         Engine.load(path, verbose=said.append, **settings)
@@ -45,7 +45,7 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
         ({"device": "tpu"}, ["device=tpu"]),
     ],
 )
-def test_settings_are_looked_at_before_the_model(settings, words) -> None:
+def test_settings_are_checked_before_the_model(settings, words) -> None:
     # The path is looked at later: that there is nothing does not come up.
     error, said = refusal(Path("nowhere"), **settings)
     assert all(word in str(error) for word in words), str(error)
@@ -64,7 +64,7 @@ def test_a_cache_type_that_cannot_serve_the_model_is_named_before_the_weights_ar
     assert all(word in str(error) for word in ("cache_type_v=polarquant", "head dimension", "4"))
 
 
-def test_too_little_memory_is_told_with_numbers(tiny_path: Path) -> None:
+def test_the_error_for_too_little_memory_has_numbers(tiny_path: Path) -> None:
     error, _ = refusal(tiny_path, device="cpu", kv_memory="2K")
     assert error.code == "out_of_memory"
     assert "2.0 KiB" in str(error)
@@ -83,7 +83,7 @@ def test_memory_limits_the_context(tiny_path: Path) -> None:
         assert_idle(small)
 
 
-def test_a_context_beyond_the_models_own_is_mentioned_and_served(tiny_path: Path) -> None:
+def test_a_context_beyond_the_models_own_is_allowed_with_a_warning(tiny_path: Path) -> None:
     said: list[str] = []
     with Engine.load(tiny_path, device="cpu", ctx_size=CONTEXT + 44, verbose=said.append) as large:
         assert large.context == CONTEXT + 44
@@ -94,7 +94,7 @@ def test_a_context_beyond_the_models_own_is_mentioned_and_served(tiny_path: Path
         )
 
 
-def test_a_context_that_does_not_fit_is_mentioned_with_both_numbers(tiny_path: Path) -> None:
+def test_a_context_that_does_not_fit_is_reduced_with_a_warning(tiny_path: Path) -> None:
     said: list[str] = []
     settings = {"kv_memory": "16K", "ctx_size": CONTEXT, "block_size": 8}
     with Engine.load(tiny_path, device="cpu", **settings, verbose=said.append) as small:
@@ -103,14 +103,16 @@ def test_a_context_that_does_not_fit_is_mentioned_with_both_numbers(tiny_path: P
 
 
 @pytest.mark.parametrize("ctx_size", [0, CONTEXT, CONTEXT - 8])
-def test_a_context_of_the_model_is_no_reason_to_warn(tiny_path: Path, ctx_size: int) -> None:
+def test_the_models_own_context_gives_no_warning(tiny_path: Path, ctx_size: int) -> None:
     said: list[str] = []
     Engine.load(tiny_path, device="cpu", ctx_size=ctx_size, verbose=said.append).close()
     assert not [line for line in said if "warning" in line]
 
 
 @pytest.mark.parametrize(("ctx_size", "advised"), [(0, False), (CONTEXT - 8, True), (CONTEXT + 8, False)])
-def test_a_context_is_only_to_be_raised_up_to_the_models_own(tiny_path: Path, ctx_size: int, advised: bool) -> None:
+def test_errors_advise_a_larger_context_only_below_the_models_own(
+    tiny_path: Path, ctx_size: int, advised: bool
+) -> None:
     engine = Engine.load(tiny_path, device="cpu", ctx_size=ctx_size)
     with engine, pytest.raises(EngineError, match="shorten it") as caught:
         engine.generate([7] * 1000)
@@ -119,7 +121,7 @@ def test_a_context_is_only_to_be_raised_up_to_the_models_own(tiny_path: Path, ct
 
 
 @pytest.mark.parametrize("context", [2, 5, 8, 9, 17])
-def test_a_small_context_works_to_its_end(tiny_path: Path, context: int) -> None:
+def test_a_small_context_can_be_filled(tiny_path: Path, context: int) -> None:
     with Engine.load(tiny_path, device="cpu", ctx_size=context, block_size=8) as small:
         for _ in range(3):
             answer = small.generate([7], SamplingParams(ignore_eos=True))

@@ -1,4 +1,4 @@
-"""What `Engine.load` says of a model that it cannot load: always an EngineError."""
+"""`Engine.load` raises EngineError for every model that it cannot load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored already is not computed again, and no block is ever lost."""
+"""The engine's prefix cache: stored tokens are not computed again, answers do not change, no block leaks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine(tiny_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def fresh(tiny_path: Path) -> Iterator[Engine]:
-    """An engine that finds nothing."""
+    """An engine without a prefix cache."""
     with load(tiny_path, kept_sequences=0) as engine:
         yield engine
 
@@ -45,7 +45,7 @@ def ids(seed: int, count: int) -> list[int]:
 
 
 def assert_agrees(answer: Sequence[int], alone: Sequence[int], prompt: Sequence[int], fresh: Engine) -> None:
-    """Equal up to the first step at which the two best tokens are so close that rounding may decide."""
+    """Assert that the answers are equal up to the first step at which the two best tokens are nearly equal."""
     assert len(answer) == len(alone)
     for at, (a, b) in enumerate(zip(answer, alone, strict=True)):
         if a != b:
@@ -58,7 +58,7 @@ def assert_as_alone(answer: Completion, prompt: Sequence[int], fresh: Engine) ->
     assert_agrees(answer.token_ids, fresh.generate(prompt, GREEDY).token_ids, prompt, fresh)
 
 
-def test_a_second_turn_prefills_only_what_is_new(engine: Engine, fresh: Engine) -> None:
+def test_a_second_turn_prefills_only_new_tokens(engine: Engine, fresh: Engine) -> None:
     prompt = ids(1, 29)
     first = engine.generate(prompt, GREEDY)
     second_prompt = [*prompt, *first.token_ids, *ids(2, 7)]
@@ -70,7 +70,7 @@ def test_a_second_turn_prefills_only_what_is_new(engine: Engine, fresh: Engine) 
     assert_as_alone(second, second_prompt, fresh)
 
 
-def test_a_second_turn_of_a_chat_finds_the_first(tiny: Engine) -> None:
+def test_a_second_turn_of_a_chat_hits_the_first(tiny: Engine) -> None:
     messages = [{"role": "user", "content": "hello there"}]
     first = tiny.chat(messages, GREEDY)
     messages += [
@@ -101,7 +101,7 @@ def test_a_second_turn_over_polarquant_reads_the_codes_of_the_first(tiny: Engine
 
 
 @pytest.mark.parametrize("length", [3, N, N + 1, 4 * N, 4 * N + 3])
-def test_asking_again_prefills_a_block_at_most(engine: Engine, fresh: Engine, length: int) -> None:
+def test_the_same_prompt_again_prefills_a_block_at_most(engine: Engine, fresh: Engine, length: int) -> None:
     prompt = ids(length, length)
     first = engine.generate(prompt, GREEDY)
     again = engine.generate(prompt, GREEDY)
@@ -110,7 +110,7 @@ def test_asking_again_prefills_a_block_at_most(engine: Engine, fresh: Engine, le
     assert_as_alone(again, prompt, fresh)
 
 
-def test_branches_share_what_they_have_in_common(engine: Engine, fresh: Engine) -> None:
+def test_branches_share_their_common_prefix(engine: Engine, fresh: Engine) -> None:
     stem = ids(1, 5 * N)
     engine.generate(stem, GREEDY)
     for seed in (2, 3):
@@ -120,7 +120,7 @@ def test_branches_share_what_they_have_in_common(engine: Engine, fresh: Engine) 
         assert_as_alone(answer, branch, fresh)
 
 
-def test_requests_under_way_share_the_blocks_of_a_system_prompt(engine: Engine, fresh: Engine) -> None:
+def test_running_requests_share_the_blocks_of_a_system_prompt(engine: Engine, fresh: Engine) -> None:
     system = ids(1, 5 * N + 3)
     prompts = [[*system, *ids(seed, 9)] for seed in (2, 3, 4)]
     streams = [engine.stream(prompt, GREEDY) for prompt in prompts]
@@ -135,7 +135,7 @@ def test_requests_under_way_share_the_blocks_of_a_system_prompt(engine: Engine, 
         assert_agrees(answer.token_ids, alone, prompt, fresh)
 
 
-def test_a_branch_leaves_the_stem_as_it_was(engine: Engine, fresh: Engine) -> None:
+def test_a_branch_does_not_change_the_sequence_that_it_shares(engine: Engine, fresh: Engine) -> None:
     stem = ids(1, 43)
     first = engine.generate(stem, GREEDY)
     engine.generate([*stem, *ids(2, 30)], GREEDY)
@@ -145,7 +145,7 @@ def test_a_branch_leaves_the_stem_as_it_was(engine: Engine, fresh: Engine) -> No
     assert_as_alone(answer, further, fresh)
 
 
-def test_the_least_recently_used_one_goes_first(tiny_path: Path) -> None:
+def test_the_least_recently_used_sequence_is_overwritten_first(tiny_path: Path) -> None:
     with load(tiny_path, kept_sequences=1, parallel=1) as engine:  # five full-precision blocks
         a, b, c = (ids(seed, 20) for seed in (1, 2, 3))
         for prompt in (a, b, a, c):
@@ -158,13 +158,13 @@ def _cached(engine: Engine, prompt: list[int]) -> int:
     return engine.generate(prompt, SamplingParams(max_tokens=0)).usage.cached_tokens
 
 
-def test_nothing_is_found_where_nothing_may_be(fresh: Engine) -> None:
+def test_an_engine_without_kept_sequences_hits_nothing(fresh: Engine) -> None:
     fresh.generate(ids(1, 20), GREEDY)
     assert held(fresh) == [(0, 0)]
     assert _cached(fresh, ids(1, 20)) == 0
 
 
-def test_what_is_kept_for_others_is_never_in_the_way(engine: Engine, fresh: Engine) -> None:
+def test_kept_blocks_never_block_a_request(engine: Engine, fresh: Engine) -> None:
     for seed in (1, 2, 3):
         prompt = ids(seed, 200)
         answer = engine.generate(prompt, GREEDY)
@@ -173,7 +173,7 @@ def test_what_is_kept_for_others_is_never_in_the_way(engine: Engine, fresh: Engi
         assert_as_alone(answer, prompt, fresh)
 
 
-def test_the_newest_sequence_is_the_one_whose_cache_is_shown(tiny: Engine) -> None:
+def test_cache_stats_are_those_of_the_newest_sequence(tiny: Engine) -> None:
     tiny.generate(ids(1, 60), SamplingParams(max_tokens=0))
     tiny.generate(ids(2, 20), SamplingParams(max_tokens=0))
     stats = tiny.cache_stats()
@@ -194,7 +194,7 @@ events = st.lists(
 
 @pytest.fixture(scope="module", params=["llama_gqa_linear", "mistral_window_sharded", "qwen2_mixed_windows"])
 def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
-    """An engine and one that finds nothing, of a model without windows, with one, and with different ones."""
+    """An engine with a prefix cache and one without, for a model without windows, with one, and with different ones."""
     path = make_model(tmp_path_factory.mktemp("model"), request.param)
     with load(path, kept_sequences=2, ctx_size=160) as engine, load(path, kept_sequences=0, ctx_size=160) as fresh:
         yield engine, fresh
@@ -202,7 +202,7 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
 
 @given(events)
 @settings(max_examples=20)
-def test_conversations_in_any_order_lose_no_block_and_answer_as_if_alone(pair, events) -> None:
+def test_conversations_in_any_order_leak_no_block_and_get_the_answers_that_they_get_alone(pair, events) -> None:
     engine, fresh = pair
     conversations = [ids(0, 20)]
     for seed, (event, which, count) in enumerate(events):
@@ -225,8 +225,8 @@ def test_conversations_in_any_order_lose_no_block_and_answer_as_if_alone(pair, e
 
 
 @pytest.mark.parametrize("place", ["sink", "coded", "tail"])
-def test_what_ends_with_damaged_numbers_is_not_found_again(tiny: Engine, place: str) -> None:
-    """Neither the block that holds them nor what was computed behind it, nor a tail of which a part was copied."""
+def test_damaged_sequences_are_not_found_again(tiny: Engine, place: str) -> None:
+    """Neither the damaged block, nor the blocks after it, nor a current block that was copied in part."""
     past = ids(1, 44)
     tiny.generate(past, SamplingParams(max_tokens=0))
     kv = tiny._prefixes.match_prefix(past)
@@ -248,7 +248,7 @@ def test_what_ends_with_damaged_numbers_is_not_found_again(tiny: Engine, place: 
 
 
 def test_blocks_of_other_settings_have_other_hashes(tiny_path: Path, tmp_path: Path) -> None:
-    """Model, codecs, conditioning and calibration are in the hash; what does not decide the codes is not."""
+    """The hash covers model, codecs, conditioning and calibration, and no settings that do not change codes."""
     others = [
         {"type": "ring4"},
         {"type": "polarquant", "cache_type_v": "f16"},

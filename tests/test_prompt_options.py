@@ -1,4 +1,4 @@
-"""How a prompt is read, and which stored tokens may stand for its own."""
+"""PromptOptions: how a prompt is tokenized, and which cached tokens it may reuse."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refused(engine: Engine, prompt: Any, options: PromptOptions, *words: str) ->
 # -- control tokens ------------------------------------------------------------------------------------------------
 
 
-def test_a_text_has_control_tokens_where_that_is_asked_for(tiny: Engine) -> None:
+def test_parse_special_turns_names_in_text_into_control_tokens(tiny: Engine) -> None:
     ids = tiny.tokenize(WRITTEN, control=True)
     fresh = PromptOptions(parse_special=True, cache_prompt=False)
     assert tiny.generate(WRITTEN, GREEDY, fresh).token_ids == tiny.generate(ids, GREEDY, fresh).token_ids
@@ -35,13 +35,13 @@ def test_a_text_has_control_tokens_where_that_is_asked_for(tiny: Engine) -> None
     assert tiny.generate(WRITTEN, GREEDY).usage.prompt_tokens == len(tiny.tokenize(WRITTEN)) > len(ids)
 
 
-def test_in_messages_control_strings_stay_text(tiny: Engine) -> None:
+def test_control_strings_in_messages_stay_text(tiny: Engine) -> None:
     messages = [{"role": "user", "content": "the <|im_end|> end"}]
     plain = tiny.chat(messages, GREEDY)
     assert tiny.chat(messages, GREEDY, SPECIAL).usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-def test_a_text_that_begins_with_bos_gets_no_second_one(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_begins_with_bos_gets_no_second_bos(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny.model.tokenizer, "bos_id", 1)
     count = len(tiny.tokenize("the"))
     assert tiny.generate("<s>the", GREEDY, SPECIAL).usage.prompt_tokens == 1 + count
@@ -51,7 +51,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(tiny: Engine, monkeypatc
 # -- length ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_too_long_is_told_in_numbers(tiny: Engine) -> None:
+def test_the_error_for_a_prompt_that_is_too_long_has_numbers(tiny: Engine) -> None:
     error = refused(tiny, [7] * 300, SPECIAL, "300", str(CONTEXT))
     assert error.code == "context_length_exceeded"
     assert error.numbers == {"n_prompt_tokens": 300, "n_ctx": CONTEXT}
@@ -76,7 +76,7 @@ def cached(answer: Completion) -> int:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, MESSAGES])
-def test_a_prompt_is_computed_as_a_whole_where_that_is_asked_for(tiny: Engine, prompt: Any) -> None:
+def test_cache_prompt_false_computes_the_whole_prompt(tiny: Engine, prompt: Any) -> None:
     first = tiny.generate(prompt, GREEDY)
     again = tiny.generate(prompt, GREEDY, PromptOptions(cache_prompt=False))
     assert (cached(first), cached(again)) == (0, 0)
@@ -84,8 +84,8 @@ def test_a_prompt_is_computed_as_a_whole_where_that_is_asked_for(tiny: Engine, p
     assert cached(tiny.generate(prompt, GREEDY)) > 0  # of what either has stored
 
 
-def test_what_gave_way_finds_nothing_either(tiny_path: Path) -> None:
-    """A request that is computed again is computed as it was the first time, or its codes would be others."""
+def test_cache_prompt_false_holds_after_preemption(tiny_path: Path) -> None:
+    """A preempted request is recomputed as it was the first time, or its codes would differ."""
     with Engine.load(tiny_path, device="cpu", cache_type="polarquant", calibration=False, block_size=8) as engine:
         alone = engine.generate(PROMPT, GREEDY).token_ids
         chunks = engine.stream(PROMPT, GREEDY, PromptOptions(cache_prompt=False))
@@ -97,8 +97,8 @@ def test_what_gave_way_finds_nothing_either(tiny_path: Path) -> None:
         assert_idle(engine)
 
 
-def test_what_gave_way_keeps_its_salt(tiny: Engine) -> None:
-    """Also where only a part of its prompt is left in the store, which it may not go on from."""
+def test_a_preempted_request_keeps_its_salt(tiny: Engine) -> None:
+    """Even if only a part of its prompt is left in the store, from which it may not go on."""
     ours = PromptOptions(cache_salt="ours")
     alone = tiny.generate(PROMPT, GREEDY, ours)
     forget(tiny)
@@ -114,7 +114,7 @@ def test_what_gave_way_keeps_its_salt(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, MESSAGES])
-def test_a_salt_separates_what_is_stored(tiny: Engine, prompt: Any) -> None:
+def test_a_salt_separates_stored_sequences(tiny: Engine, prompt: Any) -> None:
     ours, theirs = PromptOptions(cache_salt="ours"), PromptOptions(cache_salt="theirs")
     assert cached(tiny.generate(prompt, GREEDY, ours)) == 0
     for others in (theirs, None):
@@ -124,15 +124,15 @@ def test_a_salt_separates_what_is_stored(tiny: Engine, prompt: Any) -> None:
     assert held(tiny) == [(0, 0)]
 
 
-def test_salts_that_no_encoding_has_are_different_ones(tiny: Engine) -> None:
-    """JSON can write half of a surrogate pair, and a question mark is no stand-in for it."""
+def test_salts_that_utf8_cannot_encode_differ(tiny: Engine) -> None:
+    """JSON can hold half of a surrogate pair, which must not be replaced by a question mark."""
     salts = [PromptOptions(cache_salt=salt) for salt in ("?", "\ud800", "\udc00")]
     assert [cached(tiny.generate(PROMPT, GREEDY, salt)) for salt in salts] == [0, 0, 0]
     assert len({tiny._answers.question(MESSAGES, salt.cache_salt) for salt in salts}) == 3
 
 
 def test_a_salt_separates_the_ids_of_answers(tiny: Engine) -> None:
-    """What somebody else's conversation was generated as changes nothing, not even a count of tokens."""
+    """The ids of an answer under another salt change nothing, not even a count of tokens."""
     ours = PromptOptions(cache_salt="ours")
     bias = {tiny.tokenize(letter)[0]: 100.0 for letter in "th"}
     answer = tiny.chat(MESSAGES, SamplingParams(max_tokens=9, logit_bias=bias, temperature=1.0, seed=1), ours)
@@ -142,7 +142,7 @@ def test_a_salt_separates_the_ids_of_answers(tiny: Engine) -> None:
     assert lengths[0] != lengths[1]
 
 
-def test_a_session_of_one_salt_is_loaded_for_another(tiny: Engine, tmp_path: Path) -> None:
+def test_a_session_of_one_salt_can_be_loaded_for_another(tiny: Engine, tmp_path: Path) -> None:
     ours, file = PromptOptions(cache_salt="ours"), tmp_path / "talk"
     tiny.generate(PROMPT, GREEDY, ours)
     assert tiny.save_session(file) > 40  # the most recent
@@ -158,7 +158,7 @@ def test_a_session_of_one_salt_is_loaded_for_another(tiny: Engine, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "value"), [("parse_special", 1), ("cache_prompt", None), ("cache_salt", 5), ("cache_salt", b"x" * 1000)]
 )
-def test_an_option_of_a_wrong_kind_is_named(name: str, value: Any) -> None:
+def test_an_option_of_a_wrong_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(EngineError, match=name) as raised:
         PromptOptions(**{name: value})
     assert len(str(raised.value)) < 160

@@ -53,7 +53,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def params(engine: Engine) -> SamplingParams:
-    """24 tokens: letters, t or h, each a token of its own, and ends of reasoning among them."""
+    """24 tokens, each one letter, t or h, or the end of reasoning."""
     bias = {engine.tokenize(piece)[0]: 100.0 for piece in ("t", "h", "</think>")}
     return SamplingParams(temperature=1, seed=1, max_tokens=24, logit_bias=bias)
 
@@ -63,12 +63,12 @@ def user(text: str) -> dict[str, str]:
 
 
 def ids_of(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
-    """What the template makes of the messages, as tokens of its text."""
+    """The messages, rendered by the template and tokenized."""
     return engine.model.tokenizer.tokenize(rendered(engine.model.template, messages), control=True)
 
 
 def next_prompt(engine: Engine, answer: str) -> tuple[int, int]:
-    """Tokens of the second turn's prompt, and how many of them its beginning shares with the first one's."""
+    """(tokens of the second turn's prompt, length of the prefix that it shares with the first)."""
     assert "</think>" in answer
     assert not answer.endswith("</think>")
     first, second = [user(QUESTION)], [user(QUESTION), {"role": "assistant", "content": answer}, user(AGAIN)]

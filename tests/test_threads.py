@@ -1,4 +1,4 @@
-"""One engine for many threads, and for many streams in one thread: nobody hangs, nobody gets another's text."""
+"""One engine for many threads, and for many streams in one thread: no stream hangs or gets another's text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE = 60  # seconds until a test that hangs fails
 
 @pytest.fixture
 def shared_engine(tiny_path: Path) -> Iterator[Engine]:
-    """Keeps nothing, so that an answer does not depend on those before it."""
+    """An engine without kept sequences, so that no answer depends on those before it."""
     with Engine.load(tiny_path, device="cpu", block_size=8, kept_sequences=0) as engine:
         yield engine
         assert_idle(engine)
@@ -34,7 +34,7 @@ def job(number: int) -> tuple[list[int], SamplingParams]:
 
 
 def in_threads(*calls: Callable[[], object]) -> list[object]:
-    """All results; an error for a call that never returns."""
+    """The results of `calls`, each in its own thread; raises TimeoutError if one does not return."""
     pool = ThreadPoolExecutor(len(calls))
     try:
         return [future.result(PATIENCE) for future in [pool.submit(call) for call in calls]]
@@ -50,7 +50,7 @@ def same(answer: Completion, alone: Completion) -> bool:
     return (answer.text, answer.token_ids, answer.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
 
 
-def test_every_thread_gets_what_it_gets_alone(shared_engine: Engine) -> None:
+def test_every_thread_gets_the_answer_that_it_gets_alone(shared_engine: Engine) -> None:
     alone = answers_alone(shared_engine)
     calls = [
         lambda number=number: [shared_engine.generate(*job(number)) for _ in range(3)] for number in range(THREADS)
@@ -70,7 +70,7 @@ def test_chats_in_threads_share_the_template(tiny: Engine) -> None:
     assert [a.usage.prompt_tokens for a in answers] == [a.usage.prompt_tokens for a in alone]
 
 
-def test_streams_in_turn_in_one_thread(shared_engine: Engine) -> None:
+def test_streams_read_alternately_in_one_thread(shared_engine: Engine) -> None:
     alone = answers_alone(shared_engine)
     streams = [shared_engine.stream(*job(number), progress=True) for number in range(THREADS)]
     chunks = list(zip_longest(*streams))
@@ -78,14 +78,14 @@ def test_streams_in_turn_in_one_thread(shared_engine: Engine) -> None:
         assert same(fold(chunk for chunk in own if chunk is not None), expected)
 
 
-def test_a_stream_that_is_read_no_further_does_not_stop_the_others(shared_engine: Engine) -> None:
+def test_a_stream_that_is_no_longer_read_does_not_stop_the_others(shared_engine: Engine) -> None:
     paused = shared_engine.stream([5], SamplingParams(ignore_eos=True))
     next(paused)
     assert fold(shared_engine.stream(*job(1))).token_ids
     paused.close()
 
 
-def test_streams_that_are_closed_do_not_disturb_the_others(shared_engine: Engine) -> None:
+def test_closed_streams_do_not_change_the_others(shared_engine: Engine) -> None:
     alone = answers_alone(shared_engine)
 
     def closing(number: int) -> None:
@@ -110,7 +110,7 @@ def test_score_beside_streams(shared_engine: Engine) -> None:
     assert all((one.logits == scored.logits).all() for one in result)
 
 
-def test_closing_the_engine_ends_the_streams_of_other_threads(tiny_path: Path) -> None:
+def test_closing_the_engine_fails_the_streams_of_other_threads(tiny_path: Path) -> None:
     engine = Engine.load(tiny_path, device="cpu", block_size=8)
     begun = threading.Barrier(3)
 
@@ -133,7 +133,7 @@ def test_closing_the_engine_ends_the_streams_of_other_threads(tiny_path: Path) -
 
 
 def interrupting(engine: Engine, monkeypatch, call: int) -> None:
-    """Ctrl-C in the middle of the `call`-th matrix product from now on."""
+    """Raise KeyboardInterrupt in the `call`-th matrix product from now on."""
     linear, calls = engine._model.ops.linear, iter(range(1, 1_000_000))
 
     def interrupted(*arguments, **options):
@@ -145,10 +145,10 @@ def interrupting(engine: Engine, monkeypatch, call: int) -> None:
 
 
 @pytest.mark.parametrize(("call", "reason"), [(1, "cancelled"), (6, "cancelled"), (12, "length")])
-def test_ctrl_c_ends_what_is_worked_on_and_who_waits_for_it(
+def test_ctrl_c_ends_the_requests_of_the_unit_and_the_stream_that_is_read(
     shared_engine: Engine, monkeypatch, call: int, reason: str
 ) -> None:
-    """A step of the first stream has nine products; behind it comes the prompt of the second."""
+    """A step of the first stream has nine products; the prompt of the second comes after it."""
     by_count(shared_engine, monkeypatch)
     first, second = shared_engine.stream(*job(2)), shared_engine.stream(*job(3))
     alone = shared_engine.generate(*job(1))
@@ -186,8 +186,8 @@ def test_score_waits_for_the_streams_before_it(shared_engine: Engine) -> None:
     assert same(fold(chunks), shared_engine.generate(*job(5)))
 
 
-def test_nobody_is_kept_out_by_a_long_answer(tiny_path: Path) -> None:
-    """Whoever wants the engine for a moment gets it between two tokens, however fast they come."""
+def test_a_long_answer_does_not_starve_other_threads(tiny_path: Path) -> None:
+    """A thread that needs the engine for a moment gets it between two tokens of another, however fast they come."""
     with Engine.load(tiny_path, device="cpu", ctx_size=2000, block_size=8) as engine:
         begun, seen = threading.Event(), []
 
