@@ -1,4 +1,4 @@
-"""What both commands do with their command line: cache types, output files, errors as sentences."""
+"""The command line of the benchmarks: cache types, notes, errors as sentences, exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES_HELP = (
 
 @dataclass(frozen=True)
 class CacheType:
-    """How keys and values are stored in one row of a table."""
+    """The cache type of one row of a table, for keys and for values."""
 
     label: str
     key: str
@@ -51,7 +51,7 @@ class CacheType:
         return cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
 
     def check(self, head_dim: int) -> None:
-        """Raises FlagError where a codec cannot serve this head dim."""
+        """Raises FlagError if a codec does not support this head dim."""
         for name in (self.key, self.value):
             try:
                 codecs.get(name).check(head_dim, EngineConfig().block_size)
@@ -64,7 +64,7 @@ class CacheType:
 
 
 def at_least(least: int) -> Check:
-    """For `engine.flags`: what is wrong with a number below `least`."""
+    """A check for `engine.flags` that refuses numbers below `least`."""
     return lambda number: None if number >= least else f"must be at least {least}"
 
 
@@ -98,5 +98,5 @@ def run(work: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> in
 
 
 def note(sentence: str) -> None:
-    """What happens while a command runs, above a progress bar that may be there: standard output carries the result."""
+    """Writes a message to standard error, above a progress bar; standard output is for results."""
     tqdm.write(sentence, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a measurement leaves behind: a JSON file that says where it was made, and a table."""
+"""Reports of measurements: a JSON file with the machine and the command, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from engine.config import setting
 from engine.flags import FlagError
 
 _RESULTS = Path(__file__).parent / "results"
-_LOCAL = _RESULTS / "local"  # which git ignores
+_LOCAL = _RESULTS / "local"  # ignored by git
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where a measurement goes."""
+    """The destination of a measurement."""
 
     output: str | None = setting(
         None,
@@ -39,9 +39,9 @@ class Output:
     )
 
     def path(self, kind: str, subject: str) -> Path:
-        """The file of --output, else <kind>-<subject>-<date>.json in the folder for such files.
+        """The file of --output, or else <kind>-<subject>-<date>.json in the results folder.
 
-        Raises FlagError before anything is measured if no file can be made there.
+        Raises FlagError if it cannot be written, so that nothing is measured in vain.
         """
         if self.output is not None:
             if self.publish:
@@ -59,7 +59,7 @@ class Output:
 
 
 def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What speed depends on: CPU, cores this process may use, the libraries that compute, and the GPU that is used."""
+    """The machine: CPU, cores that this process may use, versions of numerical libraries, and the GPU."""
     blas = [
         f"{library['internal_api']} {library['version']} ({library.get('architecture', 'unknown kernels')})"
         for library in threadpool_info()
@@ -78,12 +78,12 @@ def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def blas_threads() -> int:
-    """How many threads matrix products use at this moment."""
+    """The number of threads of matrix products."""
     return max((library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"), default=1)
 
 
 def duration(seconds: float) -> str:
-    """A duration as people say it.
+    """A duration in words.
 
     >>> duration(40), duration(200), duration(5400)
     ('40 s', '3 min', '1.5 h')
@@ -106,7 +106,7 @@ def today() -> str:
 
 
 def slug(text: str) -> str:
-    """A part of a file name.
+    """`text` as part of a file name.
 
     >>> slug("AMD EPYC (Zen 5)")
     'amd-epyc-zen-5'
@@ -123,10 +123,10 @@ def write(
     *,
     complete: bool = True,
 ) -> None:
-    """`result` with the machine, the date and the command line that made it. Raises EngineError.
+    """Writes `result` with the machine, the date and the command line. Raises EngineError.
 
-    complete: whether the measurement has come to its end; what there is so far is written as it comes, so that a
-    measurement that is stopped leaves what it had.
+    complete: whether the measurement is finished. Partial results are written during a measurement, so that they are
+    kept if it is stopped.
     """
     about = {
         "benchmark": kind,
@@ -142,7 +142,7 @@ def write(
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up: the first one to the left, the others to the right.
+    """A Markdown table with aligned columns: the first to the left, the others to the right.
 
     >>> print(table(["type", "KL"], [["f16", "0.1"]]))
     | type |  KL |

@@ -1,1 +1,1 @@
-"""What cache types cost."""
+"""The quality of cache types."""

@@ -1,8 +1,8 @@
-"""`python -m bench.quality`: what each cache type costs in perplexity and in divergence from full precision.
+"""`python -m bench.quality`: perplexity and divergence from full precision of each cache type.
 
 A text is cut into consecutive windows of tokens, and every token of a window is predicted from those before it. "As
-served" is what steps see: complete blocks as codes, the first and the current one exact. "Every token coded" reads
-the current block as codes too. The reference is a plain prefill in float32 that never meets a code.
+served" is what steps read: complete blocks as codes, the first and the current one in full precision. "Every token
+coded" reads the current block as codes, too. The reference is a prefill in float32 without quantization.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from bench import report
 from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, note, run
 from bench.quality import angles, needle, plots
-from bench.quality.exact import Exact
+from bench.quality.reference import Reference
 from bench.quality.scores import SCORINGS, Quality, format_table, measure, one_line, passes, windows
 from bench.quality.types import FULL_PRECISION, all_types, chosen_types
 from bench.report import Output
@@ -27,7 +27,7 @@ from engine.flags import FlagError, parse
 
 @dataclass(frozen=True)
 class Options:
-    """What is scored, and with which cache types."""
+    """The text, the model and the cache types to score."""
 
     text: str | None = setting(None, "--text", metavar="FILE", help="UTF-8 text to score; this flag is needed")
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
@@ -35,20 +35,20 @@ class Options:
     windows: int = setting(4, "--windows", metavar="N", help="windows to score at most, from the start of the text")
     window: int = setting(2048, "--window", metavar="N", help="tokens in a window, the one that starts it included")
     key_conditioning: bool = setting(
-        True, "--no-key-conditioning", help="quantize the keys of every type as they come, as :plain does for one"
+        True, "--no-key-conditioning", help="quantize keys without conditioning in every type, as :plain does for one"
     )
     ablate: str | None = setting(
-        None, "--ablate", metavar="TYPE", help="one type with the parts of encoding left out, each alone and all"
+        None, "--ablate", metavar="TYPE", help="one type with parts of the encoding switched off, each alone and all"
     )
     key_bias: float = setting(
         0.0, "--key-bias", metavar="X", help="measure the model with X times the keys' RMS added to its keys"
     )
-    needle: bool = setting(False, "--needle", help="hide a sentence in the text and ask for it, too; takes minutes")
+    needle: bool = setting(False, "--needle", help="also hide a sentence in the text and ask for it; takes minutes")
     needle_lengths: str = setting(
         "512,1024,2048,4096", "--needle-lengths", metavar="N,N", help="tokens of the prompts that hide one"
     )
     needle_depths: str = setting(
-        "0,25,50,75,100", "--needle-depths", metavar="P,P", help="how deep it lies, percent of the text"
+        "0,25,50,75,100", "--needle-depths", metavar="P,P", help="its place in the text, in percent"
     )
 
 
@@ -67,28 +67,28 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     )
     types = chosen_types(options.types, options.ablate, key_conditioning=options.key_conditioning)
     text = _read(options.text)
-    with Exact(options.weights, options.window) as exact:
-        name = exact.model.name + (f" with key bias {options.key_bias:g}" if options.key_bias else "")
+    with Reference(options.weights, options.window) as reference:
+        name = reference.model.name + (f" with key bias {options.key_bias:g}" if options.key_bias else "")
         output = destination.path("quality", name)
-        _check_context("--window", options.window, exact)
-        ids = exact.tokenize(text)
-        cut = windows(ids, options.window, exact.model.tokenizer.bos_id)[: options.windows]
+        _check_context("--window", options.window, reference)
+        ids = reference.tokenize(text)
+        cut = windows(ids, options.window, reference.model.tokenizer.bos_id)[: options.windows]
         if not cut:
             raise FlagError(f"--text {options.text} is too short: there is no token to predict")
-        types = types or all_types(exact.model.config.head_dim, key_conditioning=options.key_conditioning)
-        prompts = _prompts(options, exact, ids)
+        types = types or all_types(reference.model.config.head_dim, key_conditioning=options.key_conditioning)
+        prompts = _prompts(options, reference, ids)
         if options.key_bias:
-            exact.bias_keys(options.key_bias, cut[0])
+            reference.bias_keys(options.key_bias, cut[0])
         about = {
             "model": name,
-            "weights": exact.model.dtype,
+            "weights": reference.model.dtype,
             "text": Path(str(options.text)).name,
             "threads": report.blas_threads(),
             "window": options.window,
             "windows": len(cut),
         }
         started = time.perf_counter()
-        recording = exact.record(cut[0])
+        recording = reference.record(cut[0])
         seconds = time.perf_counter() - started
         expected = report.duration(seconds * len(types) * passes(len(cut)))
         note(
@@ -102,10 +102,10 @@ def _measure_and_report(argv: Sequence[str]) -> None:
             for row in quality.rows[-len(SCORINGS) :]:
                 note(one_line(row, quality.exact_perplexity))
 
-        quality = measure(exact, types, cut, recording, keep)
+        quality = measure(reference, types, cut, recording, keep)
         result |= asdict(quality)
         del recording
-        cells = needle.find(exact, _with_full_precision(types), prompts) if prompts else []
+        cells = needle.find(reference, _with_full_precision(types), prompts) if prompts else []
         result["needle"] = [asdict(cell) for cell in cells]
     report.write(output, "quality", argv, {**about, **result})
     note(f"Written to {output}")
@@ -113,14 +113,14 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     _print(quality, cells, about)
 
 
-def _prompts(options: Options, exact: Exact, ids: Sequence[int]) -> list[needle.Prompt]:
+def _prompts(options: Options, reference: Reference, ids: Sequence[int]) -> list[needle.Prompt]:
     """All cells of the needle's grid; none without --needle. Raises FlagError."""
     if not options.needle:
         return []
     lengths = _numbers("--needle-lengths", options.needle_lengths, 2**31)
     depths = _numbers("--needle-depths", options.needle_depths, 100)
-    _check_context("--needle-lengths", max(lengths), exact)
-    return [needle.hide(exact, ids, length, depth) for length in lengths for depth in depths]
+    _check_context("--needle-lengths", max(lengths), reference)
+    return [needle.hide(reference, ids, length, depth) for length in lengths for depth in depths]
 
 
 def _numbers(flag: str, text: str, most: int) -> list[int]:
@@ -135,14 +135,14 @@ def _times(number: float) -> str | None:
     return None if 0 <= number <= 1000 else "must be from 0 to 1000"
 
 
-def _check_context(flag: str, tokens: int, exact: Exact) -> None:
-    context = exact.model.config.max_context
+def _check_context(flag: str, tokens: int, reference: Reference) -> None:
+    context = reference.model.config.max_context
     if tokens > context:
-        raise FlagError(f"{flag} {tokens} is more than the {context} tokens of context that {exact.model.name} has")
+        raise FlagError(f"{flag} {tokens} is more than the {context} tokens of context that {reference.model.name} has")
 
 
 def _with_full_precision(types: Sequence[CacheType]) -> list[CacheType]:
-    """What no cache type can be blamed for is what full precision does not find either."""
+    """The types, full precision first: a needle that it does not find is no fault of a cache type."""
     rest = [one for one in types if one.label != FULL_PRECISION]
     return [CacheType.read(FULL_PRECISION), *rest]
 
@@ -159,7 +159,7 @@ def _print(quality: Quality, cells: Sequence[needle.Cell], about: dict[str, Any]
         f"{about['model']} ({about['weights']} weights, float32 arithmetic) on {about['text']}: {about['windows']} "
         f"windows of up to {about['window']} tokens, {quality.scored_tokens} tokens scored.\n"
         "KL: of the float32 prefill's distributions against the cache type's, nats. Bits/value: of complete blocks.\n"
-        "Attention error: relative, of each layer's attention given its exact input; the mean of all layers.\n"
+        "Attention error: relative, of each layer's attention given the reference's input; the mean of all layers.\n"
     )
     print(format_table(quality))
 

@@ -1,4 +1,4 @@
-"""Angles of the polar transform of a model's keys, as they are and after preconditioning."""
+"""Angles of the polar transform of a model's keys, before and after preconditioning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _BINS = 64
 
 
 def histograms(keys: Sequence[np.ndarray]) -> list[dict[str, Any]] | None:
-    """keys (T, K, D) of every layer → for each level of the transform its densities; None for a head dim it lacks.
+    """keys (T, K, D) of every layer → densities of angles for each level of the transform; None for an unsupported head
+    dim.
 
     A level has "edges" (radians, equal steps) and two densities over them, "as they are" and "preconditioned".
     """

@@ -1,8 +1,8 @@
-"""How far each layer's attention output is from the exact one, every layer being given its exact input.
+"""The error of each layer's attention output, when every layer is given the reference's input.
 
-A `Recorder` watches the model in full precision; a `Replay` watches it with a quantized cache, puts the recorded input
-in front of every layer, and compares what attention gives before the output projection. What earlier layers lost is
-no part of a layer's figure then.
+A `Recorder` taps the model in full precision. A `Replay` taps it with a quantized cache: it replaces the input of every
+layer by the recorded one and compares the attention output before the output projection. So a layer's figure does not
+include errors of earlier layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.model.forward import Transformer
 
 @dataclass(frozen=True)
 class Recording:
-    """What went through each layer in full precision, float32 on the host: for L layers 4·L·T·(E + H·D + K·D) bytes."""
+    """Arrays of each layer in full precision, float32 on the host: for L layers 4·L·T·(E + H·D + K·D) bytes."""
 
     inputs: list[np.ndarray]  # (T, E)
     keys: list[np.ndarray]  # (T, K, D), after RoPE
@@ -30,7 +30,7 @@ class _Watch:
     """Taps of a model, in place while it scores `ids`."""
 
     def install(self, model: Transformer) -> None:
-        """Watch `model` from now on."""
+        """Use `model` in `run`."""
         self.model = model
 
     def run(self, engine: Engine, ids: Sequence[int], every_token_coded: bool = False) -> None:
@@ -46,7 +46,7 @@ class _Watch:
 
 
 class Recorder(_Watch):
-    """For a model whose cache is exact and unrotated."""
+    """For a model with a cache in full precision, not rotated."""
 
     def record(self, engine: Engine, ids: Sequence[int]) -> Recording:
         """One pass over `ids` (T,)."""
@@ -83,18 +83,18 @@ class Replay(_Watch):
     ) -> list[float]:
         """‖o − ô‖ / ‖o‖ over all rows, for each layer."""
         self._recording = recording
-        # The squares of each row by itself: rows may come from several threads.
-        self._wrong, self._whole = np.zeros((2, len(recording.inputs), len(ids)))
+        # Sums of squares are kept for each row, since several threads may write rows.
+        self._error, self._norm = np.zeros((2, len(recording.inputs), len(ids)))
         self.run(engine, ids, every_token_coded)
-        wrong, whole = self._wrong.sum(1), self._whole.sum(1)
-        # A layer whose attention gives nothing has nothing to lose.
-        return np.sqrt(wrong / np.where(whole > 0, whole, 1)).tolist()
+        error, norm = self._error.sum(1), self._norm.sum(1)
+        # The error of a layer whose attention output is 0 is 0.
+        return np.sqrt(error / np.where(norm > 0, norm, 1)).tolist()
 
     def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
         rows = slice(position, position + len(x))
         if name == "input":
             x[...] = self.model.ops.to_device(self._recording.inputs[layer][rows])
         elif name == "attention":
-            exact = self._recording.outputs[layer][rows].astype(np.float64)
-            self._wrong[layer, rows] = np.square(self.model.ops.to_host(x) - exact).sum(1)
-            self._whole[layer, rows] = np.square(exact).sum(1)
+            expected = self._recording.outputs[layer][rows].astype(np.float64)
+            self._error[layer, rows] = np.square(self.model.ops.to_host(x) - expected).sum(1)
+            self._norm[layer, rows] = np.square(expected).sum(1)

@@ -1,4 +1,4 @@
-"""How far one model's next-token distributions are from another's, from their logits, in float64."""
+"""The divergence of next-token distributions from a reference's, computed from logits in float64."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _SLAB = 64
 class Divergence:
     """One figure for each of T positions."""
 
-    kl: np.ndarray  # (T,) float64, nats: Σ p·ln(p/q), p being the exact distribution
-    same_top1: np.ndarray  # (T,) bool: both have the same most likely token
+    kl: np.ndarray  # (T,) float64, nats: Σ p·ln(p/q), p being the reference's distribution
+    same_top1: np.ndarray  # (T,) bool: whether both have the same most likely token
 
 
-def compare(exact: np.ndarray, logits: np.ndarray) -> Divergence:
-    """Distributions of `logits` (T, V) float32 against those of `exact` (T, V) float32, both finite."""
-    kl = np.empty(len(exact))
-    for first in range(0, len(exact), _SLAB):
+def compare(reference: np.ndarray, logits: np.ndarray) -> Divergence:
+    """Distributions of `logits` (T, V) float32 against those of `reference` (T, V) float32, both finite."""
+    kl = np.empty(len(reference))
+    for first in range(0, len(reference), _SLAB):
         rows = slice(first, first + _SLAB)
-        log_p, log_q = log_softmax(exact[rows]), log_softmax(logits[rows])
+        log_p, log_q = log_softmax(reference[rows]), log_softmax(logits[rows])
         log_q -= log_p
         kl[rows] = -(np.exp(log_p) * log_q).sum(axis=-1)
-    # Rounding takes a sum of terms near 0 a little below it, where no divergence is.
-    return Divergence(np.maximum(kl, 0), exact.argmax(axis=-1) == logits.argmax(axis=-1))
+    # Rounding may take a sum of terms close to 0 a little below 0.
+    return Divergence(np.maximum(kl, 0), reference.argmax(axis=-1) == logits.argmax(axis=-1))
 
 
 def perplexity(logprobs: np.ndarray) -> float:

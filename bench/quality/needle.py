@@ -1,7 +1,7 @@
-"""A needle in a haystack: one sentence hidden in a long text, asked for at its end.
+"""A needle in a haystack: one sentence hidden in a long text, with a question for it at the end.
 
-Each cell of the grid has a needle of its own. The answer is scored, not generated: the log-probability of its tokens
-behind a given start of the answer, and whether each of them is the most likely one.
+Each cell of the grid has its own needle. The answer is scored, not generated: the log-probability of its tokens after a
+given start of the answer, and whether each of them is the most likely one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bench import report
 from bench.command import CacheType
-from bench.quality.exact import Exact
+from bench.quality.reference import Reference
 from bench.quality.scores import SCORINGS
 from engine import Engine
 from engine.flags import FlagError
@@ -27,17 +27,17 @@ _PLACES = ("harbour", "lighthouse", "library", "castle", "bakery", "observatory"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One cell: everything up to the answer, and the answer."""
+    """The ids of one cell: the prompt up to the answer, and the answer."""
 
-    length: int  # tokens asked for; ids and answer have as many at most
-    depth: int  # percent of the haystack in front of the needle
+    length: int  # tokens asked for, the most that ids and answer have together
+    depth: int  # percent of the haystack before the needle
     ids: list[int]
     answer: list[int]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one cache type made of one prompt, scored in one way."""
+    """The result of one cache type on one prompt, scored in one way."""
 
     type: str
     scored_as: str
@@ -45,14 +45,14 @@ class Cell:
     depth: int
     tokens: int  # of the answer
     logprob: float  # of all of them, nats
-    correct: bool  # each is the most likely one
+    correct: bool  # whether each is the most likely one
 
 
-def hide(engine: Engine | Exact, haystack: Sequence[int], length: int, depth: int) -> Prompt:
+def hide(engine: Engine | Reference, haystack: Sequence[int], length: int, depth: int) -> Prompt:
     """A prompt of at most `length` tokens, with a needle at `depth` percent of the text of `haystack` (ids).
 
-    Through the chat template where the model has one; else the text is simply to be gone on with. Raises FlagError
-    where the haystack is too short, or the length leaves no room for one.
+    With the model's chat template if it has one; else the answer continues the text. Raises FlagError if the haystack
+    is too short, or the length leaves no room for one.
     """
     drawn = random.Random(f"{length} {depth}")
     place, number = drawn.choice(_PLACES), drawn.randint(10_000, 99_999)
@@ -68,7 +68,7 @@ def hide(engine: Engine | Exact, haystack: Sequence[int], length: int, depth: in
             prompt = [{"role": "user", "content": f"{text}\n\nWhat is the secret number of the {place}?"}]
         return prompt_ids(prompt, engine.model) + start
 
-    # Text that is cut out of another does not always have as many tokens as it had there.
+    # A piece of text may have another number of tokens than it had within the whole.
     count = length - len(answer) - len(ids_with(""))
     while True:
         if count < 1:
@@ -82,13 +82,13 @@ def hide(engine: Engine | Exact, haystack: Sequence[int], length: int, depth: in
         count -= excess
 
 
-def _detokenized(engine: Engine | Exact, ids: Sequence[int]) -> str:
-    """Without what is left of a character that the cut went through."""
+def _detokenized(engine: Engine | Reference, ids: Sequence[int]) -> str:
+    """The text without an incomplete last character."""
     return engine.detokenize(ids).rstrip("\ufffd")
 
 
 def _insert(text: str, needle: str, depth: int) -> str:
-    """`text` with the needle between two sentences, behind `depth` percent of it.
+    """`text` with the needle between two sentences, after `depth` percent of it.
 
     >>> _insert("One. Two. Three. Four.", "Here.", 50)
     'One. Two. Three. Here. Four.'
@@ -99,7 +99,7 @@ def _insert(text: str, needle: str, depth: int) -> str:
     return " ".join(part for part in (text[:at].rstrip(), needle, text[at:].lstrip()) if part)
 
 
-def find(exact: Exact, types: Sequence[CacheType], prompts: Sequence[Prompt]) -> list[Cell]:
+def find(reference: Reference, types: Sequence[CacheType], prompts: Sequence[Prompt]) -> list[Cell]:
     """Every prompt with every type, in both ways of scoring."""
     cells = []
     longest = max(len(prompt.ids) + len(prompt.answer) for prompt in prompts)
@@ -107,7 +107,7 @@ def find(exact: Exact, types: Sequence[CacheType], prompts: Sequence[Prompt]) ->
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
             settings = {"ctx_size": longest, "kept_sequences": 0, **cache_type.settings()}
-            with exact.open(encoding=cache_type.encoding, **settings) as engine:
+            with reference.open(encoding=cache_type.encoding, **settings) as engine:
                 for scoring in SCORINGS:
                     for prompt in prompts:
                         cells.append(_answered(engine, cache_type.label, scoring, prompt))
@@ -147,7 +147,7 @@ def _marks(row: Mapping[int, Cell], depths: Sequence[int]) -> list[str]:
 
 
 def retrieved(cells: Sequence[Cell], label: str) -> str:
-    """At which lengths a type finds how many needles, as served: "512 (5 of 5), 1,024 (4 of 5)"."""
+    """The needles that a type finds as served, by length: "512 (5 of 5), 1,024 (4 of 5)"."""
     served = [cell for cell in cells if cell.type == label and not SCORINGS[cell.scored_as]]
     by_length: dict[int, list[bool]] = {}
     for cell in served:

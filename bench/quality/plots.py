@@ -124,7 +124,7 @@ def attention(result: Result, name: str) -> Figure | None:
         ax.set_xlabel("layer")
         ax.margins(x=0.02)
     axes[0].set_ylabel("relative error of the attention output")
-    figure.suptitle(f"Attention of each layer, given its exact input: {name}", fontweight="bold")
+    figure.suptitle(f"Attention of each layer, given the reference's input: {name}", fontweight="bold")
     for ax, lines in zip(axes, by_scoring.values(), strict=True):
         ends = [row["attention_error"][-1] for row in lines]
         spread(ax, ends, [row["type"] for row in lines], [colour_of(row["type"]) for row in lines])

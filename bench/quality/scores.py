@@ -14,12 +14,12 @@ from bench import report
 from bench.command import CacheType
 from bench.quality.attention_error import Recording, Replay
 from bench.quality.divergence import Divergence, compare, perplexity
-from bench.quality.exact import Exact
+from bench.quality.reference import Reference
 from engine import Engine, Score
 
 _KEPT_LOGITS = 2 << 30  # bytes
 
-# The name of a way of scoring → `every_token_coded` of Engine.score.
+# Way of scoring → `every_token_coded` of Engine.score.
 SCORINGS = {"as served": False, "every token coded": True}
 
 
@@ -43,7 +43,7 @@ class Quality:
     """A whole measurement."""
 
     scored_tokens: int
-    exact_perplexity: float  # of the plain prefill
+    exact_perplexity: float  # of the reference
     rows: list[Row]
 
 
@@ -60,96 +60,98 @@ def windows(ids: Sequence[int], window: int, bos_id: int | None) -> list[list[in
 
 
 def measure(
-    exact: Exact,
+    reference: Reference,
     types: Sequence[CacheType],
     cut: Sequence[Sequence[int]],
     recording: Recording | None = None,
-    told: Callable[[Quality], None] = lambda quality: None,
+    on_progress: Callable[[Quality], None] = lambda quality: None,
 ) -> Quality:
     """Score the windows `cut` (ids, BOS included) with every type; `recording`, if there is one, is of the first.
 
-    told: called with all that is measured so far after each type.
+    on_progress: called after each type with all results so far.
 
-    Each type gets an engine of its own, one after the other, so that two copies of the weights are held at a time.
-    Exact logits, (window, V) float32 for each window, are kept for all types where they are no more than 2 GiB, and
-    computed again for each where they are more. Raises FlagError or EngineError.
+    Each type has its own engine, one after another, so that two copies of the weights are in memory. The reference's
+    logits, (window, V) float32 for each window, are kept for all types if they take at most 2 GiB, and otherwise
+    computed again for each. Raises FlagError or EngineError.
     """
     for cache_type in types:
-        cache_type.check(exact.model.config.head_dim)
-    recording = recording or exact.record(cut[0])
+        cache_type.check(reference.model.config.head_dim)
+    recording = recording or reference.record(cut[0])
     rows: list[Row] = []
 
-    def exact_score(window: int) -> Score:
-        return exact.score(cut[window])
+    def reference_score(window: int) -> Score:
+        return reference.score(cut[window])
 
-    if 4 * exact.model.config.vocab_size * sum(map(len, cut)) <= _KEPT_LOGITS:
-        exact_score = functools.cache(exact_score)
+    if 4 * reference.model.config.vocab_size * sum(map(len, cut)) <= _KEPT_LOGITS:
+        reference_score = functools.cache(reference_score)
 
     with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window") as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
-            exact_logprobs, of_type = _measure_type(exact, exact_score, cache_type, cut, recording, bar.update)
-            rows += of_type
-            quality = Quality(len(exact_logprobs), perplexity(exact_logprobs), list(rows))
-            told(quality)
+            reference_logprobs, type_rows = _measure_type(
+                reference, reference_score, cache_type, cut, recording, bar.update
+            )
+            rows += type_rows
+            quality = Quality(len(reference_logprobs), perplexity(reference_logprobs), list(rows))
+            on_progress(quality)
     return quality
 
 
 def passes(windows: int) -> int:
-    """Passes over a window for each type: exact and as each scoring sees it, and attention errors over the first."""
+    """Passes over windows for each type: the reference and each scoring, and attention errors over the first window."""
     return windows * (1 + len(SCORINGS)) + len(SCORINGS)
 
 
 def one_line(row: Row, exact_perplexity: float) -> str:
-    """A row in a line of text."""
+    """A row as a line of text."""
     change = 100 * (row.perplexity / exact_perplexity - 1)
     return f"{row.type}, {row.scored_as}: perplexity {change:+.2f} %, KL {_small(row.kl_mean)}"
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """One window, scored in one way: what every predicted token got."""
+    """The result of one window, scored in one way."""
 
     logprobs: np.ndarray  # (T − 1,) float32
     divergence: Divergence
 
 
 def _measure_type(
-    exact: Exact,
-    exact_score: Callable[[int], Score],
+    reference: Reference,
+    reference_score: Callable[[int], Score],
     cache_type: CacheType,
     cut: Sequence[Sequence[int]],
     recording: Recording,
     progress: Callable[[], Any],
 ) -> tuple[np.ndarray, list[Row]]:
-    """Exact log-probabilities of every predicted token, and the type's rows."""
-    exact_logprobs: list[np.ndarray] = []
+    """The reference's log-probabilities of every predicted token, and the rows of the type."""
+    reference_logprobs: list[np.ndarray] = []
     scored: dict[str, list[_Scored]] = {name: [] for name in SCORINGS}
     attention: dict[str, list[float]] = {}
-    run_graph = Replay()
+    replay = Replay()
     longest = max(map(len, cut))
     settings = {"ctx_size": longest, "kept_sequences": 0, **cache_type.settings()}
-    with exact.open(run_graph.install, encoding=cache_type.encoding, **settings) as engine:
+    with reference.open(replay.install, encoding=cache_type.encoding, **settings) as engine:
         for window, ids in enumerate(cut):
-            reference = exact_score(window)
-            exact_logprobs.append(reference.logprobs)
+            expected = reference_score(window)
+            reference_logprobs.append(expected.logprobs)
             progress()
             for name in SCORINGS:
-                scored[name].append(_score(engine, ids, name, reference.logits))
+                scored[name].append(_score(engine, ids, name, expected.logits))
                 progress()
-            del reference  # its logits, before the next ones are made
+            del expected  # frees its logits before the next ones
         for name, coded in SCORINGS.items():
-            attention[name] = run_graph.errors(engine, cut[0], recording, every_token_coded=coded)
+            attention[name] = replay.errors(engine, cut[0], recording, every_token_coded=coded)
             progress()
         bits = engine.cache_stats().bits_per_value
     rows = [_row(cache_type, bits, name, scored[name], attention[name]) for name in SCORINGS]
-    return np.concatenate(exact_logprobs), rows
+    return np.concatenate(reference_logprobs), rows
 
 
-def _score(engine: Engine, ids: Sequence[int], scoring: str, exact_logits: np.ndarray) -> _Scored:
-    """The logits behind the last id predict nothing of the text and are left out."""
+def _score(engine: Engine, ids: Sequence[int], scoring: str, reference_logits: np.ndarray) -> _Scored:
+    """The score of one window; logits after the last id predict nothing of the text and are left out."""
     score = engine.score(ids, every_token_coded=SCORINGS[scoring], logits=True)
-    return _Scored(score.logprobs, compare(exact_logits[:-1], score.logits[:-1]))
+    return _Scored(score.logprobs, compare(reference_logits[:-1], score.logits[:-1]))
 
 
 def _row(
@@ -171,10 +173,10 @@ def _row(
 
 
 def format_table(quality: Quality) -> str:
-    """All figures; the change of perplexity is against the float32 prefill."""
+    """A table of all figures; the change of perplexity is relative to the float32 prefill."""
     header = ["cache type", "scored", "bits/value", "PPL", "change", "KL mean", "KL 99 %", "same top-1"]
     header += ["attention error", "worst layer"]
-    exact = ("float32 prefill", "exact", "—", f"{quality.exact_perplexity:.3f}", "—", "0", "0", "100.0 %", "0", "0")
+    first = ("float32 prefill", "reference", "—", f"{quality.exact_perplexity:.3f}", "—", "0", "0", "100.0 %", "0", "0")
     rows = [
         (
             row.type,
@@ -190,7 +192,7 @@ def format_table(quality: Quality) -> str:
         )
         for row in quality.rows
     ]
-    return report.table(header, [exact, *rows])
+    return report.table(header, [first, *rows])
 
 
 def _small(figure: float) -> str:

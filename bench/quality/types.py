@@ -1,4 +1,4 @@
-"""Which cache types a quality measurement compares: those named, all there are, or one with parts of it left out."""
+"""The cache types that a quality measurement compares: the named ones, all, or one with parts switched off."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from engine.assembly import Encoding
 from engine.flags import FlagError
 from engine.kv.cache_types import PRESETS
 
-_OWN = ("ring", "trellis")  # designs of this project: there is no publication that leaves out conditioning
+_OWN = ("ring", "trellis")  # designs of this project, which are not published without conditioning
 FULL_PRECISION = codecs.FULL
 
 
 def chosen_types(types: str | None, ablate: str | None, *, key_conditioning: bool) -> list[CacheType]:
-    """The types of --types and of --ablate, none where neither is given. Raises FlagError."""
+    """The types of --types and of --ablate, none if neither is given. Raises FlagError."""
     chosen = [] if types is None else cache_types(types, key_conditioning=key_conditioning)
     return chosen if ablate is None else [*chosen, *_ablation(ablate)]
 
 
 def all_types(head_dim: int, *, key_conditioning: bool) -> list[CacheType]:
-    """Every codec that serves the head dim, those of a publication as published, too, and what presets mix."""
-    found = cache_types(",".join(_worth_a_look()), key_conditioning=key_conditioning)
+    """Every codec that supports the head dim, published ones also as published, and the mixed presets."""
+    found = cache_types(",".join(_labels()), key_conditioning=key_conditioning)
     return [one for one in found if _serves(one, head_dim)]
 
 
-def _worth_a_look() -> Iterator[str]:
-    """A codec for keys alone leaves values in half precision; presets that mix codecs come last."""
+def _labels() -> Iterator[str]:
+    """Labels of all types. With a codec for keys only, values are in half precision; mixed presets come last."""
     for name in codecs.available():
         label = name if "v" in codecs.get(name).serves else f"{name}/{FULL_PRECISION}"
         yield label
@@ -48,13 +48,13 @@ def _serves(cache_type: CacheType, head_dim: int) -> bool:
 
 
 def _ablation(text: str) -> list[CacheType]:
-    """The type with all parts of encoding on, without one after the other, and without any."""
+    """The type with all parts of the encoding, without each one, and without any."""
     try:
         whole = CacheType.read(text)
     except FlagError as error:
         raise FlagError(str(error).replace("--types", "--ablate", 1)) from None
     if not whole.key_conditioning:
-        raise FlagError(f"--ablate {text}: give a type without :plain, whose parts are left out one after the other")
+        raise FlagError(f"--ablate {text}: give a type without :plain, whose parts are switched off one after another")
     parts = [part.name for part in fields(Encoding)]
 
     def without(label: str, *off: str) -> CacheType:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.quality.attention_error import Recorder, Recording, Replay
-from bench.quality.exact import Change, Exact
+from bench.quality.reference import Change, Reference
 from engine import Engine
 from engine.flags import FlagError
 from engine.model.forward import Transformer
@@ -22,24 +22,24 @@ POLAR = {"cache_type_k": "polarquant", "cache_type_v": "polarquant"}
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exact]:
-    with Exact(str(make_model(tmp_path_factory.mktemp("model"))), len(IDS)) as exact:
-        yield exact
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    with Reference(str(make_model(tmp_path_factory.mktemp("model"))), len(IDS)) as reference:
+        yield reference
 
 
 @pytest.fixture(scope="module")
-def recording(exact: Exact) -> Recording:
-    return exact.record(IDS)
+def recording(reference: Reference) -> Recording:
+    return reference.record(IDS)
 
 
-def errors(exact: Exact, recording: Recording, *changes: Change, **settings: object) -> list[float]:
+def errors(reference: Reference, recording: Recording, *changes: Change, **settings: object) -> list[float]:
     run_graph = Replay()
-    with exact.open(run_graph.install, *changes, ctx_size=len(IDS), block_size=16, **settings) as engine:
+    with reference.open(run_graph.install, *changes, ctx_size=len(IDS), block_size=16, **settings) as engine:
         return run_graph.errors(engine, IDS, recording, every_token_coded=True)
 
 
-def test_a_recording_has_every_row_of_every_layer(exact: Exact, recording: Recording) -> None:
-    config = exact.model.config
+def test_a_recording_has_every_row_of_every_layer(reference: Reference, recording: Recording) -> None:
+    config = reference.model.config
     for of_layers, width in (
         (recording.inputs, (config.hidden_size,)),
         (recording.outputs, (config.heads * config.head_dim,)),
@@ -48,13 +48,13 @@ def test_a_recording_has_every_row_of_every_layer(exact: Exact, recording: Recor
         assert [x.shape for x in of_layers] == [(len(IDS), *width)] * config.layers
 
 
-def test_half_precision_errs_by_its_rounding(exact: Exact, recording: Recording) -> None:
+def test_half_precision_errs_by_its_rounding(reference: Reference, recording: Recording) -> None:
     """Keys and values within 2⁻¹¹ of what they are; scores of a few units turn that into a few times as much."""
-    found = errors(exact, recording, cache_type_k="f16", cache_type_v="f16")
+    found = errors(reference, recording, cache_type_k="f16", cache_type_v="f16")
     assert all(0 <= error < 20 * 2.0**-11 for error in found)
 
 
-def test_the_first_layer_errs_by_what_codes_do_to_its_attention(exact: Exact, recording: Recording) -> None:
+def test_the_first_layer_errs_by_what_codes_do_to_its_attention(reference: Reference, recording: Recording) -> None:
     """Nothing stands before it, so that it needs no replay."""
 
     class CodedRecorder(Recorder):
@@ -62,29 +62,29 @@ def test_the_first_layer_errs_by_what_codes_do_to_its_attention(exact: Exact, re
             super().run(engine, ids, every_token_coded=True)
 
     recorder = CodedRecorder()
-    with exact.open(recorder.install, ctx_size=len(IDS), block_size=16, **POLAR) as engine:
+    with reference.open(recorder.install, ctx_size=len(IDS), block_size=16, **POLAR) as engine:
         coded = recorder.record(engine, IDS).outputs[0]
     whole = recording.outputs[0]
     expected = np.linalg.norm(coded - whole) / np.linalg.norm(whole)
     assert expected > 0.01
-    assert errors(exact, recording, **POLAR)[0] == pytest.approx(expected, rel=1e-4)
+    assert errors(reference, recording, **POLAR)[0] == pytest.approx(expected, rel=1e-4)
 
 
-def test_no_layer_answers_for_another(exact: Exact, recording: Recording) -> None:
+def test_no_layer_answers_for_another(reference: Reference, recording: Recording) -> None:
     def ruin_what_the_first_layer_adds(model: Transformer) -> None:
         first, *others = model.weights.layers
         ruined = linear(-3 * model.ops.rows(first.down))
         model.weights = replace(model.weights, layers=[replace(first, down=ruined), *others])
 
-    whole = errors(exact, recording, **POLAR)
-    assert errors(exact, recording, ruin_what_the_first_layer_adds, **POLAR) == pytest.approx(whole, rel=1e-3)
+    whole = errors(reference, recording, **POLAR)
+    assert errors(reference, recording, ruin_what_the_first_layer_adds, **POLAR) == pytest.approx(whole, rel=1e-3)
 
 
-def test_scoring_goes_on_as_before_between_replays(exact: Exact, recording: Recording) -> None:
+def test_scoring_goes_on_as_before_between_replays(reference: Reference, recording: Recording) -> None:
     run_graph = Replay()
     with (
-        exact.open(run_graph.install, ctx_size=len(IDS), **POLAR) as engine,
-        exact.open(ctx_size=200, **POLAR) as other,
+        reference.open(run_graph.install, ctx_size=len(IDS), **POLAR) as engine,
+        reference.open(ctx_size=200, **POLAR) as other,
     ):
         run_graph.errors(engine, IDS, recording)
         np.testing.assert_allclose(engine.score(IDS).logprobs, other.score(IDS).logprobs, rtol=1e-5, atol=1e-5)
@@ -95,17 +95,17 @@ def test_scoring_goes_on_as_before_between_replays(exact: Exact, recording: Reco
 
 def test_a_key_bias_needs_keys_that_keep_it(tmp_path: Path) -> None:
     with (
-        Exact(str(make_model(tmp_path, "qwen3_qk_norm_tied")), len(IDS)) as exact,
+        Reference(str(make_model(tmp_path, "qwen3_qk_norm_tied")), len(IDS)) as reference,
         pytest.raises(FlagError, match="norm"),
     ):
-        exact.bias_keys(10, IDS)
+        reference.bias_keys(10, IDS)
 
 
 def test_a_key_bias_is_constant_on_the_slowest_pairs(tmp_path: Path) -> None:
-    with Exact(str(make_model(tmp_path, "llama_wide_heads_biases")), len(IDS)) as exact:
-        before = exact.record(IDS)
-        exact.bias_keys(10, IDS)
-        after = exact.record(IDS)
+    with Reference(str(make_model(tmp_path, "llama_wide_heads_biases")), len(IDS)) as reference:
+        before = reference.record(IDS)
+        reference.bias_keys(10, IDS)
+        after = reference.record(IDS)
         rms = np.sqrt(np.square(before.keys[0]).mean())
         added = after.keys[0] - before.keys[0]
         # RoPE turns the two channels of a pair, (j, j + D/2), and leaves their norm alone.
@@ -113,5 +113,5 @@ def test_a_key_bias_is_constant_on_the_slowest_pairs(tmp_path: Path) -> None:
         assert norms.shape[-1] > 4
         np.testing.assert_allclose(norms[..., -4:], np.sqrt(2) * 10 * rms, rtol=1e-3)
         np.testing.assert_allclose(norms[..., :-4], 0, atol=1e-3 * rms)
-        with exact.open(ctx_size=len(IDS), cache_type_k="f16", cache_type_v="f16") as engine:
-            np.testing.assert_allclose(engine.score(IDS).logprobs, exact.score(IDS).logprobs, atol=0.05)
+        with reference.open(ctx_size=len(IDS), cache_type_k="f16", cache_type_v="f16") as engine:
+            np.testing.assert_allclose(engine.score(IDS).logprobs, reference.score(IDS).logprobs, atol=0.05)

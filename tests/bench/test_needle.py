@@ -9,27 +9,27 @@ import pytest
 
 from bench.command import CacheType
 from bench.quality.__main__ import needle
-from bench.quality.exact import Exact
 from bench.quality.needle import Cell, Prompt
+from bench.quality.reference import Reference
 from tests.shared_data import shared
 
 DEPTHS = (0, 25, 50, 75, 100)
 
 
 @pytest.fixture(scope="module")
-def exact() -> Exact:
-    return Exact(str(shared("models", "stories260K")), 128)
+def reference() -> Reference:
+    return Reference(str(shared("models", "stories260K")), 128)
 
 
 @pytest.fixture(scope="module")
-def haystack(exact: Exact) -> list[int]:
-    return exact.tokenize(shared("text", "tinystories_dedup.txt").read_text(encoding="utf-8")[:4000])
+def haystack(reference: Reference) -> list[int]:
+    return reference.tokenize(shared("text", "tinystories_dedup.txt").read_text(encoding="utf-8")[:4000])
 
 
 @pytest.fixture(params=[False, True], ids=["base", "chat"])
-def prompts(request: pytest.FixtureRequest, exact: Exact, haystack: list[int]) -> list[Prompt]:
-    exact.model.template.is_default = not request.param
-    return [needle.hide(exact, haystack, 256, depth) for depth in DEPTHS]
+def prompts(request: pytest.FixtureRequest, reference: Reference, haystack: list[int]) -> list[Prompt]:
+    reference.model.template.is_default = not request.param
+    return [needle.hide(reference, haystack, 256, depth) for depth in DEPTHS]
 
 
 def test_a_prompt_is_as_long_as_it_should_be(prompts: list[Prompt]) -> None:
@@ -37,23 +37,23 @@ def test_a_prompt_is_as_long_as_it_should_be(prompts: list[Prompt]) -> None:
         assert 256 - 8 <= len(prompt.ids) + len(prompt.answer) <= 256
 
 
-def test_the_needle_lies_at_its_depth_and_the_answer_is_in_it(exact: Exact, prompts: list[Prompt]) -> None:
+def test_the_needle_lies_at_its_depth_and_the_answer_is_in_it(reference: Reference, prompts: list[Prompt]) -> None:
     places = []
     for prompt in prompts:
-        text = exact.detokenize([*prompt.ids, *prompt.answer])
+        text = reference.detokenize([*prompt.ids, *prompt.answer])
         begin = text.rindex("The secret number of the ")
         answer = text[begin:]
         places.append(text.index(f"{answer}.") / begin)
         assert text.count(answer) == 2
-        assert exact.detokenize(prompt.ids).endswith(" is")
+        assert reference.detokenize(prompt.ids).endswith(" is")
     assert places[0] < 0.15
     # Sentences are long in a text so short.
     assert all(abs(place - depth / 100) < 0.25 for place, depth in zip(places, DEPTHS, strict=True))
     assert places == sorted(places)
 
 
-def test_cells_have_needles_of_their_own_and_always_the_same(exact: Exact, haystack: list[int]) -> None:
-    answers = [needle.hide(exact, haystack, length, 50).answer for length in (128, 129, 130, 128)]
+def test_cells_have_needles_of_their_own_and_always_the_same(reference: Reference, haystack: list[int]) -> None:
+    answers = [needle.hide(reference, haystack, length, 50).answer for length in (128, 129, 130, 128)]
     assert answers[0] == answers[3]
     assert len({tuple(answer) for answer in answers}) == 3
 
@@ -76,10 +76,10 @@ def test_found_is_what_is_most_likely_token_by_token(expected: list[int], correc
     assert cell == Cell("f16", "as served", 8, 50, tokens=3, logprob=-1.5, correct=correct)
 
 
-def test_answers_are_scored_by_the_cache_type(exact: Exact, haystack: list[int]) -> None:
-    exact.model.template.is_default = True
-    prompts = [needle.hide(exact, haystack, length, 50) for length in (120, 200)]
-    cells = needle.find(exact, [CacheType.read("f16"), CacheType.read("polarquant")], prompts)
+def test_answers_are_scored_by_the_cache_type(reference: Reference, haystack: list[int]) -> None:
+    reference.model.template.is_default = True
+    prompts = [needle.hide(reference, haystack, length, 50) for length in (120, 200)]
+    cells = needle.find(reference, [CacheType.read("f16"), CacheType.read("polarquant")], prompts)
     assert [(c.type, c.scored_as, c.length) for c in cells] == [
         (label, scoring, length)
         for label in ("f16", "polarquant")
@@ -87,7 +87,7 @@ def test_answers_are_scored_by_the_cache_type(exact: Exact, haystack: list[int])
         for length in (120, 200)
     ]
     whole = [*prompts[0].ids, *prompts[0].answer]
-    answer = float(exact.score(whole).logprobs[-len(prompts[0].answer) :].sum())
+    answer = float(reference.score(whole).logprobs[-len(prompts[0].answer) :].sum())
     *same, coded = (c.logprob for c in cells if c.length == 120)
     # Half precision, and as served all but the first block is the current one; only codes tell.
     assert same == pytest.approx([answer] * 3, abs=0.02)

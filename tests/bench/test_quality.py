@@ -21,7 +21,7 @@ from bench.command import CacheType, cache_types
 from bench.quality import __main__ as quality
 from bench.quality import needle, plots, scores
 from bench.quality.divergence import compare, perplexity
-from bench.quality.exact import Exact
+from bench.quality.reference import Reference
 from bench.quality.scores import Quality, measure, windows
 from engine.flags import FlagError
 from tests.shared_data import shared
@@ -119,12 +119,12 @@ def reference() -> dict:
 def measured(reference: dict) -> Quality:
     """The reference's windows, scored with f16 and with polarquant as published and as served here."""
     text = shared("text", reference["text"]).read_text(encoding="utf-8")
-    with Exact(str(shared("models", "stories260K")), reference["window"]) as exact:
-        ids = exact.tokenize(text)[: reference["text_ids"]]
+    with Reference(str(shared("models", "stories260K")), reference["window"]) as model:
+        ids = model.tokenize(text)[: reference["text_ids"]]
         assert ids[: len(reference["first_ids"])] == reference["first_ids"]
-        cut = windows(ids, reference["window"], exact.model.tokenizer.bos_id)
+        cut = windows(ids, reference["window"], model.model.tokenizer.bos_id)
         assert [len(one) - 1 for one in cut] == [count for count, _ in reference["per_window"]]
-        return measure(exact, cache_types("f16,polarquant,polarquant:plain"), cut)
+        return measure(model, cache_types("f16,polarquant,polarquant:plain"), cut)
 
 
 def test_full_precision_reproduces_the_reference(measured: Quality, reference: dict) -> None:
@@ -275,17 +275,17 @@ def test_what_was_measured_is_kept_when_the_command_is_stopped(
     text, output, of_type = tmp_path / "story.txt", tmp_path / "out.json", scores._measure_type
     text.write_text(STORY, encoding="utf-8")
 
-    def stopped_at_the_second(exact, exact_score, cache_type, *rest):
+    def stopped_at_the_second(reference, score, cache_type, *rest):
         if cache_type.label != "f16":
             raise KeyboardInterrupt
-        return of_type(exact, exact_score, cache_type, *rest)
+        return of_type(reference, score, cache_type, *rest)
 
     monkeypatch.setattr(scores, "_measure_type", stopped_at_the_second)
     assert run(text, output, "--windows", "1", "--types", "f16,ring4,polarquant") == 130
     found = json.loads(output.read_text(encoding="utf-8"))
     assert [row["type"] for row in found["rows"]] == ["f16", "f16"]
     assert found["complete"] is False
-    told = capsys.readouterr().err
-    assert "3 cache types on 1 windows of 128 tokens" in told
-    assert "f16, every token coded: perplexity " in told
-    assert told.endswith("Stopped\n")
+    messages = capsys.readouterr().err
+    assert "3 cache types on 1 windows of 128 tokens" in messages
+    assert "f16, every token coded: perplexity " in messages
+    assert messages.endswith("Stopped\n")

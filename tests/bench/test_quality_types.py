@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.quality.exact import Exact
 from bench.quality.needle import Prompt, find
+from bench.quality.reference import Reference
 from bench.quality.scores import measure
 from bench.quality.types import all_types, chosen_types
 from engine import codecs
@@ -61,9 +61,9 @@ def test_an_ablation_is_measured_with_its_own_encoding(tiny_path: Path) -> None:
     whole, *others = chosen_types(None, "ring4", key_conditioning=True)
     (large_means,) = [one for one in others if one.label == "ring4 without small means"]
     ids = [*range(5, 85)] * 2  # a quantized block between the first and the current one
-    with Exact(str(tiny_path), len(ids)) as exact:
-        rows = measure(exact, [whole, large_means], [ids]).rows
-        cells = find(exact, [whole, large_means], [Prompt(len(ids), 50, ids[:-2], ids[-2:])])
+    with Reference(str(tiny_path), len(ids)) as reference:
+        rows = measure(reference, [whole, large_means], [ids]).rows
+        cells = find(reference, [whole, large_means], [Prompt(len(ids), 50, ids[:-2], ids[-2:])])
     bits = {row.type: row.bits_per_value for row in rows}
     assert bits[large_means.label] > bits[whole.label]
     assert len({cell.logprob for cell in cells if cell.scored_as == rows[0].scored_as}) == 2

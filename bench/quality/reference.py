@@ -1,4 +1,4 @@
-"""The model that everything is compared with: the same weights, scored without a code, and engines beside it."""
+"""The reference: the same weights scored in full precision, and engines of the same model to compare with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.model.forward import Transformer
 
 Change = Callable[[Transformer], None]
 
-_BIASED_PAIRS = 4  # rotary pairs of the lowest frequencies, which position hardly turns
+_BIASED_PAIRS = 4  # RoPE pairs of the lowest frequencies, which rotate little
 
 
 def open_engine(
@@ -28,15 +28,18 @@ def open_engine(
     verbose: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> Engine:
-    """`Engine.load`, with parts of encoding well left out, and `changes` made to the model before anything runs."""
+    """`Engine.load`, with the parts of the encoding that `encoding` has on, and `changes` applied to the model."""
     parts = assembly.assemble(assembly.settle(weights, None, settings), verbose, encoding)
     for change in changes:
         change(parts.model)
     return Engine(parts)
 
 
-class Exact:
-    """Scores up to `window` tokens without a code: all are in the first block, which stays exact. A context manager."""
+class Reference:
+    """Scores up to `window` tokens in full precision: all are in the first block, which is never quantized.
+
+    A context manager.
+    """
 
     def __init__(self, weights: str | None, window: int):
         """Raises LoadError or EngineError."""
@@ -67,15 +70,15 @@ class Exact:
         return self._engine.score(ids, logits=True)
 
     def record(self, ids: Sequence[int]) -> Recording:
-        """What goes through each layer for `ids` (T,)."""
+        """The arrays of each layer for `ids` (T,)."""
         return self._recorder.record(self._engine, ids)
 
     def bias_keys(self, times: float, ids: Sequence[int]) -> None:
-        """Add a constant of `times` the keys' RMS over `ids` to the keys, here and in all engines opened from now on.
+        """Add a constant of `times` the keys' RMS over `ids` to the keys, here and in all engines opened later.
 
-        On the rotary pairs of the lowest frequencies, and hence nearly the same for all tokens of a block: what a bias
-        of the key projection does in some model families. Statistics that an engine fits its cache to are taken without
-        the bias, which hardly changes them. Raises FlagError for a model that normalises its keys.
+        It is added to the RoPE pairs of the lowest frequencies, so it is nearly the same for all tokens of a block, as
+        a bias of the key projection is in some model families. Calibration runs without the bias, which changes its
+        statistics little. Raises FlagError for a model that normalizes its keys.
         """
         if self.model.config.qk_norm:
             raise FlagError(
@@ -95,7 +98,7 @@ class Exact:
         changes = (*([self._bias] if self._bias else []), *changes)
         return open_engine(str(self.model.path), *changes, encoding=encoding, **settings)
 
-    def __enter__(self) -> Exact:
+    def __enter__(self) -> Reference:
         return self
 
     def __exit__(self, *error: object) -> None:
