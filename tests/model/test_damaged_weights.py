@@ -63,6 +63,30 @@ def test_load(damaged: Damage, place: str, value: float, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("fixture", "name"),
+    [
+        ("llama_gqa_linear", "model.layers.1.self_attn.o_proj.weight"),
+        ("olmo2_post_norms", "model.layers.1.self_attn.k_proj.weight"),
+    ],
+)
+def test_what_codes_are_fitted_to_is_damaged(fixture: str, name: str, value: float, tmp_path: Path) -> None:
+    """One sentence, when the model is loaded or asked: NumPy's warnings are errors here."""
+    path = make_model(tmp_path, fixture)
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name] = tensors[name].copy()
+    tensors[name][3, 7] = value
+    save_file(tensors, file)
+    with (
+        pytest.raises(EngineError, match="not finite") as caught,
+        load(path, cache_type="balanced", calibration=True) as engine,
+    ):
+        engine.generate(GOOD, GREEDY)
+    assert caught.value.code == "model_damaged"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cache_type", ["polarquant", "f16"])
 def test_generate(damaged: Damage, place: str, value: float, cache_type: str, tmp_path: Path) -> None:
