@@ -1,59 +1,63 @@
-// Records: one block of one KV head, its keys or its values, in the order in which warps load them.
+// Records. A record is one block of one KV head, its keys or its values, in the order in which warps load them.
 // `engine/records/__init__.py` makes and reads the same bytes; a layout struct L has the constants of one side.
 //
-// Letters: N tokens of a block, D values of a vector, DP = D rounded up to 16, STEPS = DP / 16. lane = 4 g + tg, g < 8
-// and tg < 4. A *tile* is an A operand of mma.m16n8k16: registers a[r], r = 0 … 3, of two halves, the low one first.
+// Letters: N tokens of a block, D channels of a vector, DP = D rounded up to 16, STEPS = DP / 16. lane = 4g + tg, where
+// g < 8 and tg < 4. A *tile* is an A operand of mma.m16n8k16: registers a[0] … a[3] of two halves, the low one first.
 //
 // Keys. Tile (s, i): rows are tokens 16i …, columns are channels 16s …
 //   a[r] = token 16i + g + 8 (r & 1), channels 16s + 8 (r >> 1) + 2tg + {0, 1}: pair 8s + 4 (r >> 1) + tg of the token
 // Values, transposed. Tile (u, j): row g is channel 16j + 2g, row g + 8 channel 16j + 2g + 1; columns are tokens 16u …
 //   a[r] = channel 16j + 2g + (r & 1), tokens 16u + 8 (r >> 1) + 2tg + {0, 1}
 //   codes of pairs: c[r] = pair 8j + g of token 16u + 8 (r >> 1) + 2tg + (r & 1); a[0], a[1] = x and y of c[0], c[1]
-// PART tokens (of a block, or 64 at most; 32 for DP > 128) are what a warp holds at once, PT = PART / 16.
-// TILES = PT · STEPS tiles of a part, number t = s · PT + i of keys, u · STEPS + j of values; PARTS parts of a block.
+// A *part* is what a warp holds at once: PART tokens, the block or at most 64 (32 for DP > 128); PT = PART / 16. There
+// are PARTS in a block. A part has TILES = PT · STEPS tiles: number t = s · PT + i for keys, u · STEPS + j for values.
 //
-// A record: codes, norms, mean, scale of the mean, each at a multiple of 16 bytes; zeros up to NBYTES, a
-// multiple of 128.
+// The sections of a record are codes, norms, mean and scale of the mean, each at a multiple of 16 bytes; then zeros up
+// to NBYTES, a multiple of 128.
 //   codes       part after part, each at a multiple of 128 bytes
 //     f16       16 bytes for every tile and lane, at (tile · 32 + lane) · 16: a[0] … a[3]
 //     pairs     WORDS words for every lane, in chunks of four: chunk c at c · 512 + lane · 16; the last n < 4 words at
-//               lane · 4n of theirs. Byte r of a word belongs to c[r]. With m bits a pair, 4, 6, 7 or 8: word t has the
-//               code of tile t in the upper m bits of its bytes, and the tiles that are left have their codes in the
-//               8 − m bits below, cut into digits of 8 − m bits, the lowest digit first, word after word from word 0.
-//               m = 10: word t has the lower 8 bits of tile t, word TILES + w the upper two of tiles 4w + k in bits 2k.
-//   norms       one byte or half a token, [part][g][2i + h]: token 16i + 8h + g of the part
+//               lane · 4n of theirs. Byte r of a word belongs to c[r]. With m = 4, 6, 7 or 8 bits per pair, word t has
+//               the code of tile t in the upper m bits of its bytes. Codes of the remaining tiles are cut into digits
+//               of 8 − m bits, which fill the lower bits, lowest digit first, word after word from word 0.
+//               With m = 10, word t has the lower 8 bits of tile t, word TILES + w the upper 2 of tile 4w + k in bits
+//               2k, 2k + 1.
+//   norms       a byte or a half per token, [part][g][2i + h]: token 16i + 8h + g of the part
 //   mean        keys only: DP values, int8 or half, [tg][s][4]: channels 16s + 2tg + {0, 1, 8, 9}
 //   mean scale  one half, for a mean of int8
 // Channels from D to DP have codes, values and means of zero.
 //
-// Tables in shared memory. A row has 256 bytes: 128 for the keys' codec, then 128 for the values', and so a row number
-// in one byte and 4 · lane in the byte below are the whole address of a lookup, made by one byte permute and without a
-// bank conflict. A codec has ROWS rows of 128 bytes; both take SharedTables<KeyCodec, ValueCodec>::BYTES together.
+// Tables in shared memory. A row has 256 bytes: 128 for the keys' codec, then 128 for the values'. So the address of a
+// lookup is a row number in one byte and 4 · lane in the byte below: one byte permute makes it, and no banks conflict.
+// A codec has ROWS rows of 128 bytes; both codecs together take SharedTables<KeyCodec, ValueCodec>::BYTES.
 //
-// template <class L> struct <codec>, in cuda/codecs/<codec>.cuh:
-//   ROWS      rows of its tables, none for 0
-//   NORMED    whether a token's values still have to be multiplied by its norm
-//   fill(shared, tables)                all threads of the block, before a barrier. `shared` is the side's first row
-//   Codes, .load(record, part, lane)    the codes of a part in registers
-//   QUANTIZED whether records are anything else than full precision, which needs no decoding
-//   Decoder(codes, shared, lane), .next(t, a)   tile t into registers; t = 0, 1, … in order, constants after unrolling
-//   RANDOM_ACCESS   whether .next takes tiles in any order, without those before them
-//   norms(norm, record, part, lane, shared)     norm[2i + h] of token 16i + 8h + g; ones unless NORMED
-//   ROUNDED   whether codes are chosen among POINTS points of WIDTH values, at tables + POINTS_F32, and then packed by
-//   pack(record, codes, norms, tables, thread, threads)      codes [N][D / WIDTH], norms [N] ≥ 0, both in shared memory
-//   encode(record, x, scratch, tables, thread, threads)      where it is not ROUNDED: x [N][D] in shared memory
+// Members of template <class L> struct <codec>, in cuda/codecs/<codec>.cuh:
+//   ROWS            rows of its tables; 0 for a codec without tables
+//   QUANTIZED       false for full precision, which needs no decoding
+//   NORMED          whether decoded values are still to be multiplied by the token's norm
+//   RANDOM_ACCESS   whether Decoder::next takes tiles in any order
+//   fill(shared, tables)                        copies the tables; called by all threads, before a barrier. shared: the
+//                                               side's first row
+//   Codes, .load(record, part, lane)            loads the codes of a part into registers
+//   Decoder(codes, shared, lane), .next(t, a)   decodes tile t into registers; t is a constant after unrolling, and
+//                                               ascends from 0 unless RANDOM_ACCESS
+//   norms(norm, record, part, lane, shared)     norm[2i + h] = norm of token 16i + 8h + g; ones unless NORMED
+//   ROUNDED         whether encode_blocks.cu chooses codes among POINTS points of WIDTH values, at tables + POINTS_F32,
+//                   and stores them by `pack`; else `encode` chooses and stores them
+//   pack(record, codes, norms, tables, thread, threads)   codes [N][D / WIDTH] and norms [N] ≥ 0, in shared memory
+//   encode(record, x, scratch, tables, thread, threads)   x [N][D] in shared memory
 // PRECOND of all: records aligned to 128 bytes, tables to 16.
 
 constexpr int ROW_BYTES = 256;
 
-// Where the tables of both sides lie. `base`: BYTES of shared memory, aligned to 128.
+// Tables of both sides in shared memory. base: BYTES bytes, aligned to 128.
 template <class Keys, class Values>
 struct SharedTables {
     static constexpr int BYTES = ROW_BYTES * (Keys::ROWS > Values::ROWS ? Keys::ROWS : Values::ROWS);
 
     static __device__ __forceinline__ unsigned char *keys(unsigned char *base) { return base; }
     static __device__ __forceinline__ unsigned char *values(unsigned char *base) { return base + ROW_BYTES / 2; }
-    // By all threads of the block; a barrier must follow.
+    // Called by all threads of the block; a barrier must follow.
     static __device__ __forceinline__ void fill(unsigned char *base, const unsigned char *key_tables,
                                                 const unsigned char *value_tables) {
         Keys::fill(keys(base), key_tables);
@@ -61,7 +65,7 @@ struct SharedTables {
     }
 };
 
-// COUNT words in loads as wide as `p` allows, which is aligned to ALIGN bytes; ONCE: without keeping them in a cache.
+// Loads COUNT words in the widest accesses for p aligned to ALIGN bytes. ONCE: cache lines are evicted first.
 template <int ALIGN, int COUNT, bool ONCE = false>
 __device__ __forceinline__ void load_words(unsigned (&words)[COUNT], const unsigned char *p) {
     constexpr int width = ALIGN < 16 ? ALIGN / 4 : 4;
@@ -86,7 +90,7 @@ __device__ __forceinline__ void load_words(unsigned (&words)[COUNT], const unsig
     }
 }
 
-// A lane's words of a part, which are read once.
+// Loads a lane's words of a part, which are read once.
 template <int COUNT>
 __device__ __forceinline__ void load_chunks(unsigned (&words)[COUNT], const unsigned char *part, int lane) {
     constexpr int whole = COUNT / 4 * 4, rest = COUNT - whole;
@@ -116,7 +120,7 @@ __device__ __forceinline__ unsigned as_bits(__half2 pair) {
     return bits;
 }
 
-// The mean of a block of keys, for step s: channels 16s + 2tg + {0, 1}, and + {8, 9}, over mean_scale. Exact in half.
+// The mean of a block of keys, divided by mean_scale, for channels 16s + 2tg + {0, 1} and + {8, 9}. Exact in half.
 template <class L>
 __device__ __forceinline__ void mean_tile(unsigned (&mean)[2], const unsigned char *record, int s, int tg) {
     const int at = tg * L::STEPS + s;
@@ -135,7 +139,7 @@ __device__ __forceinline__ void mean_tile(unsigned (&mean)[2], const unsigned ch
     }
 }
 
-// What the means of mean_tile are to be multiplied by.
+// The factor by which the result of mean_tile is to be multiplied.
 template <class L>
 __device__ __forceinline__ float mean_scale(const unsigned char *record) {
     if constexpr (L::MEAN_BITS == 8) return __half2float(*reinterpret_cast<const __half *>(record + L::MEAN_SCALE));

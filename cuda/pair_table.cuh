@@ -1,8 +1,10 @@
-// Codecs whose codes name a pair of values in one table, with a norm for every token: what ring and turbo share.
-// Twin of engine/records/pair_table.py. L has, beside the geometry: BITS of a pair's code, WORDS of a lane and part;
-// NORMS offset, NORM_BYTES 1 or 2, LARGEST_NORM as the bits of a float; WIDTH, CODE_BITS, POINTS of what is rounded;
+// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: the base of ring and
+// turbo. Twin of engine/records/pair_table.py.
+//
+// L has, beside the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
+// LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;
 // offsets into the tables: PAIRS half2 [2^BITS], POINTS_F32 float [POINTS][WIDTH] and, for norms of one byte,
-// NORM_TABLE float [256], NORM_THRESHOLDS float [256], ascending (0 otherwise).
+// NORM_TABLE float [256] and NORM_THRESHOLDS float [256], ascending (else 0).
 
 template <class L>
 struct PairTable {
@@ -10,8 +12,8 @@ struct PairTable {
     static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false;
     static constexpr int ROUNDED = 1, WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 
-    // Row `byte` has, in every lane's column, the point whose code is on top of that byte. Ten bits: four groups of
-    // eight columns have the four points whose codes end in that byte. Behind: the 256 norms, 32 a row.
+    // Row `byte` has, in every lane's column, the point whose code is the upper BITS bits of that byte. With ten bits,
+    // four groups of eight columns have the four points whose codes end in that byte. The 256 norms follow, 32 per row.
     static __device__ void fill(unsigned char *shared, const unsigned char *tables) {
         const unsigned *pairs = reinterpret_cast<const unsigned *>(tables + L::PAIRS);
         for (int at = threadIdx.x; at < ROWS * 8; at += blockDim.x) {
@@ -41,8 +43,8 @@ struct PairTable {
 
         const Codes &codes;
         const unsigned char *table;
-        unsigned column;                    // what a lane adds to the address of a row; for ten bits in every byte
-        unsigned extra[EXTRA ? EXTRA : 1];  // words of digits, as far as they have been met
+        unsigned column;                    // the lane's offset in a row; with ten bits, in every byte
+        unsigned extra[EXTRA ? EXTRA : 1];  // words collected from the digits decoded so far
 
         __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *shared, int lane)
             : codes(codes), table(shared), column(L::BITS == 10 ? lane % 8 * 0x04040404u : lane * 4u) {}
@@ -61,7 +63,7 @@ struct PairTable {
             }
         }
 
-        // Bits below a code need not be masked: rows repeat over them.
+        // The bits below a code are not masked: rows that differ only in these bits are equal.
         __device__ __forceinline__ unsigned word(int t) {
             if (t >= L::WORDS) return extra[t < L::WORDS ? 0 : t - L::WORDS];
             const unsigned v = codes.words[t < L::WORDS ? t : 0];
@@ -81,7 +83,7 @@ struct PairTable {
 #pragma unroll
             for (int r = 0; r < 4; ++r) c[r] = point(__byte_perm(v, column, 0x5504 | r << 4));
         }
-        // Two addresses at a time: row in the upper byte; in the lower, two bits of the code and the column.
+        // Makes two addresses at a time: the row in the upper byte, two bits of the code and the column in the lower.
         __device__ __forceinline__ void ten_bits(unsigned low, unsigned high, int shift, unsigned (&c)[4]) const {
             const unsigned group = shift > 5 ? high >> max(shift - 5, 0) : high << max(5 - shift, 0);
             const unsigned columns = (group & 0x60606060u) | column;
@@ -113,7 +115,7 @@ struct PairTable {
         }
     }
 
-    // How a norm ≥ 0 is stored: a byte, or the bits of a half.
+    // The stored form of a norm ≥ 0: a byte, or the bits of a half.
     static __device__ __forceinline__ unsigned norm_code(float norm, const unsigned char *tables) {
         norm = fminf(norm, __int_as_float(L::LARGEST_NORM));
         if constexpr (L::NORM_BYTES == 2) {
@@ -130,13 +132,13 @@ struct PairTable {
         }
     }
 
-    // What a stored norm reads back as.
+    // The norm that a stored form reads back as.
     static __device__ __forceinline__ float stored_norm(unsigned code, const unsigned char *tables) {
         if constexpr (L::NORM_BYTES == 2) return __low2float(as_half2(code));
         return reinterpret_cast<const float *>(tables + L::NORM_TABLE)[code];
     }
 
-    // Codes [N][D / WIDTH] and norms [N] in shared memory to the sections of a record.
+    // Stores codes [N][D / WIDTH] and norms [N] from shared memory in a record.
     static __device__ void pack(unsigned char *record, const unsigned short *codes, const float *norms,
                                 const unsigned char *tables, int thread, int threads) {
         unsigned *words = reinterpret_cast<unsigned *>(record);

@@ -1,8 +1,9 @@
-// What every kernel may use. Written for NVRTC, which has no standard headers; the CPU emulator of the tests brings its
-// own versions of everything between #ifndef POLAR_EMULATOR and #endif.
+// Functions for all kernels. NVRTC compiles them, which has no standard headers. The tests' CPU emulator has its own
+// versions of everything between #ifndef POLAR_EMULATOR and #endif.
 //
-// Conventions: a block is a whole number of warps. ACT is the type of activations, WEIGHT that of weights: float,
-// __half or __nv_bfloat16. All sums are float. T rows (tokens); the other letters are those of the engine's op set.
+// Conventions: a block is a whole number of warps. ACT is the type of activations: float, __half or __nv_bfloat16.
+// WEIGHT is a weight format (plain_weights.cuh). All sums are float. T: rows (tokens); other letters are those of
+// engine/backends/ops.py.
 
 #ifndef POLAR_EMULATOR
 #include <cuda_bf16.h>
@@ -28,14 +29,14 @@ __device__ __forceinline__ unsigned shared_address(const void *p) {
 DEFINE_MMA(mma_m16n8k16_f16, "f16")
 DEFINE_MMA(mma_m16n8k16_bf16, "bf16")
 
-// An 8 × 8 tile of 16-bit values, two neighbours of a row per lane, transposed over the warp.
+// Transposes an 8 × 8 tile of 16-bit values over the warp; a lane has two neighbours of a row.
 __device__ __forceinline__ unsigned movmatrix_transposed(unsigned v) {
     unsigned r;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
     return r;
 }
 
-// 8 × 8 tiles of 16-bit values from shared memory; lane 8 · i + r gives the address of row r of tile i.
+// Loads 8 × 8 tiles of 16-bit values from shared memory; lane 8 · i + r has the address of row r of tile i.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&tiles)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
@@ -55,7 +56,7 @@ __device__ __forceinline__ void ldmatrix_x2(unsigned (&tiles)[2], const void *ro
                  : "memory");
 }
 
-// Copy 4, 8 or 16 bytes from global to shared memory while the thread goes on. A wait covers the thread's own copies.
+// Copies 4, 8 or 16 bytes from global to shared memory asynchronously. A wait covers the thread's own copies only.
 template <int BYTES>
 __device__ __forceinline__ void cp_async(void *shared, const void *global) {
     if constexpr (BYTES == 16)
@@ -70,7 +71,7 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS_LEFT) : "memory");
 }
 
-// 2^x in one instruction: relative error 2^-22, results below 2^-126 are 0.
+// 2^x in one instruction: relative error 2^-22; results below 2^-126 are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -93,7 +94,7 @@ __device__ __forceinline__ __half from_float<__half>(float x) { return __float2h
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
-// The nearest number that the type can hold; NaN stays.
+// x clipped to the largest finite numbers of the type; NaN stays.
 template <class T>
 __device__ __forceinline__ float within(float x) { return x; }
 template <>
@@ -101,7 +102,7 @@ __device__ __forceinline__ float within<__half>(float x) {
     return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
 }
 
-// Where the K/V of a sequence's new rows go, and what they see: a row of the int32 array `spans`. SpanHeader in
+// The new rows of one sequence and the blocks of its KV cache: a row of the int32 array `spans`. SpanHeader in
 // engine/backends/cuda/cache.py has the same members.
 struct Span {
     int first_row, rows, position;   // rows of q, k and v; the position of the first of them
@@ -110,10 +111,10 @@ struct Span {
     int current, current_block;      // record of the block that the new rows begin in, and its number
     int next;                        // record of the block behind that; further ones follow it
 
-    // Ids of the quantized blocks.
+    // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &next + 1; }
 
-    // Where a block of `current` lies; further ones follow `next`.
+    // The record of block number `block`, which is current_block or a later one.
     __device__ __forceinline__ int record(int block) const {
         return block == current_block ? current : next + block - current_block - 1;
     }
@@ -123,13 +124,13 @@ __device__ __forceinline__ const Span &span_at(const int *spans, int span_stride
     return *reinterpret_cast<const Span *>(spans + static_cast<long long>(index) * span_stride);
 }
 
-// What one 16-byte access moves.
+// The values of one 16-byte access.
 template <class T>
 struct __align__(16) Chunk {
     T at[16 / sizeof(T)];
 };
 
-// N neighbours as floats, in 16-byte loads: p is aligned to 16 bytes, N a multiple of 16 / sizeof(T).
+// Loads N neighbours as floats, 16 bytes at a time. PRECOND: p aligned to 16 bytes, N a multiple of 16 / sizeof(T).
 template <int N, class T>
 __device__ __forceinline__ void load_floats(float (&out)[N], const T *p) {
     constexpr int size = 16 / sizeof(T);
@@ -141,7 +142,7 @@ __device__ __forceinline__ void load_floats(float (&out)[N], const T *p) {
     }
 }
 
-// The same for memory that is read once: it does not push anything else out of the caches.
+// The same for memory that is read once: its cache lines are evicted first.
 template <int N, class T>
 __device__ __forceinline__ void load_floats_once(float (&out)[N], const T *p) {
     constexpr int size = 16 / sizeof(T);
@@ -166,14 +167,14 @@ __device__ __forceinline__ void store_floats(T *p, const float (&values)[N]) {
     }
 }
 
-// The sum over the 32 lanes, in all of them.
+// The sum over the 32 lanes, in all lanes.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
     return x;
 }
 
-// The sum over the block, in all threads. `partial`: 32 floats of shared memory, free to use again after the next
+// The sum over the block, in all threads. partial: 32 floats of shared memory, which may be reused after the next
 // barrier.
 __device__ __forceinline__ float block_sum(float x, float *partial) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -183,8 +184,8 @@ __device__ __forceinline__ float block_sum(float x, float *partial) {
     return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
 }
 
-// v · H/√SIZE for a vector that a warp holds, lane l its channels l, l + 32, …; Hadamard's matrix of that order, a
-// power of two, stands on the diagonal as often as it fits. Sizes above 32 need channels in whole 32s.
+// v = v · H/√SIZE in place, where a warp has one vector and lane l its channels l, l + 32, …. Hadamard's matrix of
+// order SIZE, a power of two, repeats along the diagonal. With SIZE above 32 the channels are a multiple of 32.
 // Cost: log2(SIZE) additions per channel.
 template <int SIZE, int N>
 __device__ __forceinline__ void hadamard(float (&v)[N]) {

@@ -1,4 +1,4 @@
-// Half precision: tiles are stored as the registers that they are loaded into. Twin of engine/codecs/f16.py.
+// Half precision: a tile is stored as the registers of an A operand. Twin of engine/codecs/f16.py.
 
 template <class L>
 struct f16 {
@@ -9,7 +9,7 @@ struct f16 {
 
     static __device__ __forceinline__ void fill(unsigned char *, const unsigned char *) {}
 
-    // A part would be up to 128 registers: tiles are loaded where they are asked for, as early as the compiler can.
+    // A part would take up to 128 registers, so `load` loads nothing: next(t) loads tile t.
     struct Codes {
         const unsigned char *first;
 
@@ -31,7 +31,7 @@ struct f16 {
         for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
     }
 
-    // x [N][D] in shared memory; values beyond ±65504 saturate.
+    // x [N][D] in shared memory; values are clipped to ±65504.
     static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *,
                                   int thread, int threads) {
         for (int at = thread; at < L::PARTS * L::TILES * 128; at += threads) {

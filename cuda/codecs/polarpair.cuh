@@ -1,10 +1,10 @@
-// Keys by RoPE pairs, each a radius and one of sixteen directions. Twin of engine/codecs/polarpair.py; only keys.
+// Each RoPE pair as a radius and one of sixteen angles; for keys only. Twin of engine/codecs/polarpair.py.
 //
-// Codes are those of pairs: BITS 8 (radius << 4 | angle) or 6 (radius << 4 | angle, two bits for the radius). RANGED 0:
-// radius = code · step; 1: radius = (code + ½) · step + low; 2: angles, too, (code + ½) · step + low.
-// Behind the codes, SCALES sections of halves: step and low of radii, step and low of angles, as far as there are any;
-// each [group][tg][s][h]: pair 8s + 4h + tg of the group, s < STEPS rounded up to 4. SCALED tokens are a group.
-// tables: half2 [2^BITS]: what a code decodes to at step 1, with RANGED 1 its direction; at TANGENTS two floats.
+// The code of a pair is radius << 4 | angle, with BITS 8, or 6 where the radius has two bits. With RANGED 0, radius =
+// code · step; with 1, radius = (code + ½) · step + low; with 2, the angle is (code + ½) · step + low, too.
+// Behind the codes are SCALES sections of halves: step and low of radii, step and low of angles, as RANGED needs them.
+// Each is [group][tg][s][h]: pair 8s + 4h + tg of a group of SCALED tokens, with s < STEPS rounded up to 4.
+// tables: half2 [2^BITS], the point of a code at step 1, or with RANGED 1 its direction; two floats at TANGENTS.
 template <class L>
 struct polarpair {
     static constexpr int ROWS = L::ROWS;
@@ -18,7 +18,7 @@ struct polarpair {
     static constexpr int SECTION = L::N / L::SCALED * 4 * WIDTH * 4;             // bytes of a section of scales
     static_assert(!L::VALUES, "values have no RoPE pairs");
 
-    // Codes are read as those of any pair table, from which no points are chosen.
+    // Codes are read as those of a pair table; no points are chosen from it.
     struct PairLayout : L {
         static constexpr int WORDS = L::PAIR_WORDS, WIDTH = 2, POINTS = 0, POINTS_F32 = 0;
     };
@@ -32,24 +32,24 @@ struct polarpair {
         }
     }
 
-    // Scales of one kind and group come with the codes. More of them would take too many registers: each is loaded
-    // where it is asked for, and `volatile` keeps the compiler from loading them all at once.
-    static constexpr bool HELD = SCALES * GROUPS == 1;
+    // Scales of one kind and group are loaded with the codes. More would take too many registers: each is loaded when
+    // it is used, and `volatile` keeps the compiler from loading them all at once.
+    static constexpr bool PRELOADED = SCALES * GROUPS == 1;
     struct Codes {
         typename Pairs::Codes pairs;
-        unsigned held[HELD ? WIDTH : 1];
-        const unsigned char *scales;  // the lane's first
+        unsigned preloaded[PRELOADED ? WIDTH : 1];
+        const unsigned char *scales;  // the lane's first one
 
         __device__ __forceinline__ void load(const unsigned char *record, int part, int lane) {
             pairs.load(record, part, lane);
             scales = record + L::SCALES_AT + (part * L::PART / L::SCALED * 4 + lane % 4) * WIDTH * 4;
-            if constexpr (HELD) load_words<16>(held, scales);
+            if constexpr (PRELOADED) load_words<16>(preloaded, scales);
         }
 
-        // Those of kind k for a tile: of its pairs tg and tg + 4.
+        // The scales of kind k for tile t: two halves, for its pairs tg and tg + 4.
         __device__ __forceinline__ unsigned scale(int k, int t) const {
             const int s = t / L::PT, group = t % L::PT * 16 / L::SCALED;
-            if constexpr (HELD) return held[s];
+            if constexpr (PRELOADED) return preloaded[s];
             return *reinterpret_cast<const volatile unsigned *>(scales + k * SECTION + (group * 4 * WIDTH + s) * 4);
         }
     };
@@ -92,7 +92,7 @@ struct polarpair {
             }
         }
 
-        // What a scale of a tile is for register r, in both halves.
+        // The scale for register r, in both halves.
         __device__ __forceinline__ __half2 both(unsigned scale, int r) const {
             return r < 2 ? __low2half2(as_half2(scale)) : __high2half2(as_half2(scale));
         }
@@ -107,17 +107,17 @@ struct polarpair {
         for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
     }
 
-    // x [N][D] in shared memory. Has a barrier: all threads of the block come.
+    // x [N][D] in shared memory. Called by all threads of the block: it has a barrier.
     static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *tables,
                                   int thread, int threads) {
         __half *scales = reinterpret_cast<__half *>(record + L::SCALES_AT);
         for (int at = thread; at < SECTION / 2; at += threads) {
             const int pair = at / 2 % WIDTH * 8 + at % 2 * 4 + at / 2 / WIDTH % 4, group = at / 2 / WIDTH / 4;
-            Range radii = {}, angles = {};
+            Bounds radii = {}, angles = {};
             for (int i = 0; i < L::SCALED && 2 * pair < L::D; ++i) {
                 const float *own = x + (group * L::SCALED + i) * L::D + 2 * pair;
-                radii.take(radius_of(own), i == 0);
-                if (L::RANGED == 2) angles.take(angle_of(own), i == 0);
+                radii.include(radius_of(own), i == 0);
+                if (L::RANGED == 2) angles.include(angle_of(own), i == 0);
             }
             if constexpr (L::RANGED == 0) {
                 scales[at] = __float2half_rn(radii.largest / RADIUS_MASK);
@@ -140,15 +140,15 @@ struct polarpair {
 
 private:
     static constexpr unsigned RADIUS_MASK = (1u << (L::BITS - 4)) - 1;  // the largest code of a radius
-    static constexpr int RADIUS_SHIFT = 12 - L::BITS;                   // where it begins in a byte
+    static constexpr int RADIUS_SHIFT = 12 - L::BITS;                   // its lowest bit in a byte
 
-    struct Range {
+    struct Bounds {
         float smallest, largest;
 
-        __device__ __forceinline__ void take(float value, bool first) {
+        __device__ __forceinline__ void include(float value, bool first) {
             smallest = first ? value : fminf(smallest, value), largest = first ? value : fmaxf(largest, value);
         }
-        // Step of `count` equal cells, and behind it the smallest, a section further.
+        // Stores the step of `count` equal cells and, one section further, the smallest value.
         __device__ __forceinline__ void store(__half *step, int count) const {
             step[0] = __float2half_rn((largest - smallest) / count);
             step[SECTION / 2] = __float2half_rn(smallest);
@@ -205,7 +205,7 @@ private:
         return radius << 4 | angle;
     }
 
-    // Byte r of a word: a code on top, and below it a digit of one of the codes that have no word of their own.
+    // Byte r of a word: a code in the upper bits, below it a digit of a code that has no word of its own.
     static __device__ __forceinline__ unsigned byte_of(const float *x, const __half *scales,
                                                        const unsigned char *tables, int part, int word, int lane,
                                                        int r) {

@@ -1,21 +1,22 @@
-// 16 values as a radius and the angles of four levels; 8 and three where the head dim is no multiple of 16.
-// Twin of engine/codecs/polarquant.py, whose words engine/records/polarquant.py makes.
+// 16 values as a radius and angles of four levels; 8 values and three levels if the head dim is no multiple of 16.
+// Twin of engine/codecs/polarquant.py; engine/records/polarquant.py makes its words.
 //
-//     value = unit(code of level 1) · factor(row of a half of 8 values, pair) · radius
+//     value = unit(code of level 1) · factor(row of 8 values, pair) · radius
 //
-// The angles above level 1 are a byte for every 8 values, the *row*: level 2 of the pairs 0, 1 << 6 | level 4 << 4 |
-// level 3 << 2 | level 2 of the pairs 2, 3, with level 4 complemented for a second half. So six bits of a row, upper or
-// lower, and the number of a pair name its factor. With four bits a pair and a half's radius: 4.0 bits a value.
+// The angles above level 1 are one byte for every 8 values, the *row*: level 2 of pairs 0, 1 << 6 | level 4 << 4 |
+// level 3 << 2 | level 2 of pairs 2, 3. For the second half of 16 values level 4 is complemented. So the upper or the
+// lower six bits of a row, and the number of a pair, select its factor. Bits per value: 2 of level 1, 1 of the row, and
+// 1 of the radius.
 //
 // A part of a record is WORDS words for every lane, in chunks of four:
-//   ANGLES  byte r of word w: codes of c[r] in tile 2w (low four bits) and in tile 2w + 1.
-//   UPPERS  what lanes share, each keeping some: byte r of word t, the row that c[r] of tile t belongs to. It serves
-//           the lanes of equal g (keys), or of equal tg and g >> 2 (values); word t / 4 of the (t % 4)th has it.
-//   RADII   likewise in halves, RADIUS_WORDS words a tile. Keys: tokens g and g + 8; with three levels, one word for
-//           either half. Values: word h has tokens 8h + 2tg + {0, 1}. With four levels values share them among the
-//           eight lanes of equal tg: then word n is word n / 8 of the (n % 8)th.
-// tables: half [64][4] factors by six bits and pair, half2 [16] units, float [4] tan² of a level's first threshold.
-// Rows in shared memory: 64 of the factor, twice, of the lane's own pair; 16 of units.
+//   ANGLES  byte r of word w: level 1 codes of c[r] in tile 2w (low four bits) and in tile 2w + 1.
+//   UPPERS  byte r of word t is the row that c[r] of tile t belongs to. Lanes with equal g (keys), or with equal tg and
+//           g >> 2 (values), need the same words and store a quarter each: word t is word t / 4 of the (t % 4)th lane.
+//   RADII   halves, RADIUS_WORDS words per tile. Keys: tokens g and g + 8; with three levels, one word for each half.
+//           Values: word h has tokens 8h + 2tg + {0, 1}. Lanes share them likewise; with four levels, the eight lanes
+//           of equal tg share those of values: word n is word n / 8 of the (n % 8)th lane.
+// tables: half [64][4] factors by six bits and pair; half2 [16] units; float [4] tan² of each level's first threshold.
+// Rows in shared memory: 64 of factors, twice in a word, in each lane's column that of its own pair; 16 of units.
 template <class L>
 struct polarquant {
     static constexpr int ROWS = 80;
@@ -23,7 +24,7 @@ struct polarquant {
     static constexpr int ROUNDED = 0;
     static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true;
 
-    static constexpr int SHARERS = L::VALUES && L::LEVELS == 4 ? 8 : 4;  // lanes that hold radii together
+    static constexpr int SHARERS = L::VALUES && L::LEVELS == 4 ? 8 : 4;  // lanes that share radii
     static constexpr int RADIUS_WORDS = L::VALUES || L::LEVELS == 3 ? 2 : 1;
     static constexpr int ANGLES = (L::TILES + 1) / 2;
     static constexpr int UPPERS = (L::TILES + 3) / 4;
@@ -58,22 +59,22 @@ struct polarquant {
         }
     };
 
-    // The whole warp takes every tile together: lanes tell each other what they share.
+    // The whole warp decodes a tile together: lanes exchange the words that they share by shuffles.
     struct Decoder {
         const Codes &codes;
         const unsigned char *table;
         int lane;
-        unsigned column, shift;  // address within a row; where the six bits of the lane's pair begin in a row
+        unsigned column, shift;  // address within a row; the lowest of the six bits of the lane's pair
 
         __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *shared, int lane)
             : codes(codes), table(shared), lane(lane), column(lane * 4u), shift(lane & (L::VALUES ? 8 : 2) ? 0 : 2) {}
 
         __device__ __forceinline__ void next(int t, unsigned (&a)[4]) {
             const unsigned angles = (t % 2 ? codes.words[t / 2] >> 4 : codes.words[t / 2]) & 0x0f0f0f0fu;
-            const unsigned six = held<4>(ANGLES, t) >> shift & 0x3f3f3f3fu;
+            const unsigned six = shared_word<4>(ANGLES, t) >> shift & 0x3f3f3f3fu;
             unsigned radii[2];
-            radii[0] = held<SHARERS>(ANGLES + UPPERS, RADIUS_WORDS * t);
-            radii[1] = RADIUS_WORDS == 2 ? held<SHARERS>(ANGLES + UPPERS, RADIUS_WORDS * t + 1) : radii[0];
+            radii[0] = shared_word<SHARERS>(ANGLES + UPPERS, RADIUS_WORDS * t);
+            radii[1] = RADIUS_WORDS == 2 ? shared_word<SHARERS>(ANGLES + UPPERS, RADIUS_WORDS * t + 1) : radii[0];
 #pragma unroll
             for (int h = 0; h < 4; h += 2) {
                 const __half2 radius = as_half2(radii[h / 2]);
@@ -92,15 +93,15 @@ struct polarquant {
             }
         }
 
-        // Word n of those that COUNT lanes hold together from word `first` on.
+        // Word n of those that COUNT lanes share from word `first` on.
         template <int COUNT>
-        __device__ __forceinline__ unsigned held(int first, int n) const {
+        __device__ __forceinline__ unsigned shared_word(int first, int n) const {
             const int others = L::VALUES ? lane & (COUNT == 4 ? 19 : 3) : lane & 28;
             const int source = others | n % COUNT << (L::VALUES ? 2 : 0);
             return __shfl_sync(0xffffffffu, codes.words[first + n / COUNT], source);
         }
 
-        // The lane's entry of a table from `row` on that byte r of `numbers` counts in.
+        // The lane's entry of the table that begins at `row`; its number is byte r of `numbers`.
         __device__ __forceinline__ unsigned entry(int row, unsigned numbers, int r) const {
             const unsigned address = __byte_perm(numbers, column, 0x5504 | r << 4);
             return *reinterpret_cast<const unsigned *>(table + row * ROW_BYTES + address);
@@ -113,7 +114,7 @@ struct polarquant {
         for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
     }
 
-    // x [N][D] in shared memory. Codes are those of the Python twin: every operation is rounded by itself.
+    // x [N][D] in shared memory. Codes equal those of the Python twin: no operations are fused.
     static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *tables,
                                   int thread, int threads) {
         Angles angles;
@@ -137,14 +138,14 @@ struct polarquant {
     }
 
 private:
-    // A lane's number among those with which it shares words.
+    // A lane's number among those that share its words.
     static __device__ __forceinline__ int member(int lane, int count) { return (L::VALUES ? lane >> 2 : lane) % count; }
 
-    // What becomes of x, tokens of a part from their first on.
+    // Chooses codes. x: the tokens of a part.
     struct Angles {
         float tan_squared[4];
 
-        // Code within a quadrant of b over a, which are squares, and their sum.
+        // The code of √b over √a within a quadrant; sum = a + b. a, b: squares.
         __device__ __forceinline__ unsigned quarter(float a, float b, int level, float &sum) const {
             const float tan = tan_squared[level - 1];
             sum = __fadd_rn(a, b);
@@ -154,7 +155,7 @@ private:
             const unsigned code = quarter(__fmul_rn(pair[0], pair[0]), __fmul_rn(pair[1], pair[1]), 1, squares);
             return code ^ (pair[0] < 0 ? 7 : 0) ^ (pair[1] < 0 ? 15 : 0);
         }
-        // The row of 8 values but for level 4, and their squared norm.
+        // The row of 8 values without level 4, and their squared norm.
         __device__ __forceinline__ unsigned half_row(const float *values, float &squares) const {
             float pairs[4], quads[2];
 #pragma unroll
@@ -163,7 +164,7 @@ private:
             const unsigned second = quarter(pairs[2], pairs[3], 2, quads[1]);
             return first << 6 | quarter(quads[0], quads[1], 3, squares) << 2 | second;
         }
-        // Rows of the 16 values of step s, and the radius of either half, 0 beyond D. The same one with four levels.
+        // The two rows of the 16 values of step s, and the radius of each half, equal with four levels; 0 from D on.
         __device__ __forceinline__ void group(const float *token, int s, unsigned (&rows)[2],
                                               float (&radius)[2]) const {
             float squares[2] = {};
@@ -178,7 +179,7 @@ private:
             radius[0] = fminf(__fsqrt_rn(squares[0]), 65504.0f), radius[1] = fminf(__fsqrt_rn(squares[1]), 65504.0f);
         }
 
-        // The codes of level 1 of a tile, a byte each; 0 behind the last tile.
+        // The level 1 codes of a tile, a byte each; 0 behind the last tile.
         __device__ unsigned directions(const float *x, int tile, int lane) const {
             unsigned packed = 0;
             for (int r = 0; r < 4 && tile < L::TILES; ++r) {
@@ -213,7 +214,7 @@ private:
         }
 
         static __device__ __forceinline__ int step_of(int tile) { return L::VALUES ? tile % L::STEPS : tile / L::PT; }
-        // The token of the part that c[r] is of.
+        // The token of the part that c[r] belongs to.
         static __device__ __forceinline__ int token_of(int tile, int r, int lane) {
             if (L::VALUES) return 16 * (tile / L::STEPS) + 8 * (r / 2) + lane % 4 * 2 + r % 2;
             return 16 * (tile % L::PT) + lane / 4 + 8 * (r % 2);

@@ -1,4 +1,4 @@
-// Pairs of channels as points on circles. Twin of engine/codecs/ring.py.
+// Pairs of channels, rounded to points on circles. Twin of engine/codecs/ring.py.
 
 template <class L>
 struct ring : PairTable<L> {};

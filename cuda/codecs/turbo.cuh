@@ -1,4 +1,4 @@
-// A scalar code for each value; two neighbours are read at once, from a table of pairs. Twin of engine/codecs/turbo.py.
+// A scalar code for each value; decoding looks up two neighbours at once. Twin of engine/codecs/turbo.py.
 
 template <class L>
 struct turbo : PairTable<L> {};
