@@ -16,10 +16,10 @@
 // to NBYTES, a multiple of 128.
 //   codes       part after part, each at a multiple of 128 bytes
 //     f16       16 bytes for every tile and lane, at (tile · 32 + lane) · 16: a[0] … a[3]
-//     pairs     WORDS words for every lane, in chunks of four: chunk c at c · 512 + lane · 16; the last n < 4 words at
-//               lane · 4n of theirs. Byte r of a word belongs to c[r]. With m = 4, 6, 7 or 8 bits per pair, word t has
-//               the code of tile t in the upper m bits of its bytes. Codes of the remaining tiles are cut into digits
-//               of 8 − m bits, which fill the lower bits, lowest digit first, word after word from word 0.
+//     pairs     WORDS words for every lane, in chunks of four: chunk c at c · 512 + lane · 16; a last chunk of n < 4
+//               words at c · 512 + lane · 4n. Byte r of a word belongs to c[r]. With m = 4, 6, 7 or 8 bits per pair,
+//               word t has the code of tile t in the upper m bits of its bytes. Codes of the remaining tiles are cut
+//               into digits of 8 − m bits, which fill the lower bits, lowest digit first, word after word from word 0.
 //               With m = 10, word t has the lower 8 bits of tile t, word TILES + w the upper 2 of tile 4w + k in bits
 //               2k, 2k + 1.
 //   norms       a byte or a half per token, [part][g][2i + h]: token 16i + 8h + g of the part

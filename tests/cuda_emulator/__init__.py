@@ -3,16 +3,17 @@
     program = Program(source("activate_mul", ACT="float", ACTIVATION="silu"))
     program.launch("activate_mul_kernel", (1, tokens), (256,), y, gate_up, np.int32(f), seed=2)
 
-`device.h` and what it includes make g++ read CUDA C++; `prelude.cuh` leaves its inline PTX to `matrix.h`. `fibers.cpp`
-runs the threads, `waiting.cpp` has barriers and warp operations, `memory.cpp` judges every access.
+With `device.h` and the files that it includes, g++ compiles CUDA C++; `matrix.h` replaces the inline PTX of
+`prelude.cuh`. `fibers.cpp` runs the threads, `waiting.cpp` has barriers and warp operations, `memory.cpp` checks every
+access.
 
-It is stricter than a GPU: only `__syncthreads` and `__syncwarp` put one thread's memory accesses before another's (no
-shuffle, vote or matrix operation does), and blocks of one launch may share nothing but atomics.
+It is stricter than a GPU: only `__syncthreads` and `__syncwarp` order memory accesses of different threads (no shuffle,
+vote or matrix operation does), and blocks of one launch may share nothing but atomics.
 
-It can't show: speed; what only fences, spinning or several launches order; wgmma, bulk copies and clusters; that NVRTC
-fuses a * b + c into one rounding (where bits count, write __fmul_rn, __fadd_rn or __fmaf_rn); the error of approximate
-intrinsics (__expf, rsqrtf, exp2_fast are right to a float here); loads of global memory that nobody has written (fill
-outputs and scratch with NaN).
+It can't show: speed; orders that only fences, spinning or several launches establish; wgmma, bulk copies and clusters;
+that NVRTC fuses a * b + c into one rounding (where bits count, write __fmul_rn, __fadd_rn or __fmaf_rn); the error of
+approximate intrinsics (__expf, rsqrtf, exp2_fast are correct floats here); loads of global memory that has not been
+written (fill outputs and scratch with NaN).
 """
 
 from tests.cuda_emulator.driver import EmulatorError, Program

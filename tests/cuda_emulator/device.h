@@ -1,5 +1,5 @@
-// CUDA C++ for g++: included before the text of a kernel. Here are the language itself, barriers, warp operations and
-// atomics; numbers.h has types and arithmetic, matrix.h the bodies of the wrappers around inline PTX in the prelude.
+// CUDA C++ for g++, included before the text of a kernel. This file has keywords, barriers, warp operations and
+// atomics; numbers.h has types and arithmetic; matrix.h replaces the wrappers around inline PTX in the prelude.
 #pragma once
 #define POLAR_EMULATOR 1
 #include "numbers.h"
@@ -17,7 +17,7 @@
 
 #define DYNAMIC_SHARED(type, name) type *name = reinterpret_cast<type *>(emulator::enter_dynamic_shared())
 
-// What a kernel enters here is built without checks and never inlined: errors name the line of the call.
+// Functions that a kernel calls here are built without checks and never inlined: errors name the line of the call.
 #define EMULATOR_UNCHECKED __attribute__((no_sanitize("thread", "undefined")))
 #define EMULATOR_PRIMITIVE EMULATOR_UNCHECKED __attribute__((noinline, unused))
 

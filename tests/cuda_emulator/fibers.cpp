@@ -58,7 +58,7 @@ Fiber *next_ready() {
     __builtin_unreachable();
 }
 
-// Who waits for whom: the error's place is that of the first thread that waits.
+// Reports a deadlock; the error's place is that of the first waiting thread.
 [[noreturn]] void deadlock() {
     std::string text;
     int shown = 0;
@@ -73,7 +73,7 @@ Fiber *next_ready() {
     fail("deadlock: %d threads are left and none can go on%s", alive, text.c_str());
 }
 
-// A fiber lives on from block to block: a new one costs two system calls.
+// A fiber is reused from block to block: a new one costs two system calls.
 void fiber_main() {
     for (;;) {
         kernel(arguments);
@@ -114,7 +114,7 @@ bool run_block(const unsigned *block, size_t dynamic_bytes) {
     begin_block_memory(dynamic_bytes);
     if (!_setjmp(launcher)) jump_to(next_ready());
     current = nullptr;
-    if (!message.empty()) {  // the fibers stand somewhere inside the kernel: never go on with them
+    if (!message.empty()) {  // the fibers are somewhere inside the kernel: they cannot be resumed
         for (Fiber &f : fibers) f.born = false;
         return false;
     }
@@ -170,13 +170,13 @@ using namespace emulator;
 
 extern "C" const char *emulator_error() { return message.c_str(); }
 
-// Where the error happened, as an offset into this library; 0 when no place is known.
+// The place of the error, as an offset into this library; 0 when it is not known.
 extern const char __ehdr_start __attribute__((visibility("hidden")));
 extern "C" size_t emulator_error_offset() {
     return error_address ? size_t(static_cast<const char *>(error_address) - &__ehdr_start) - 1 : 0;
 }
 
-// Run every block; 0, or 1 with a message.
+// Runs every block; returns 0, or 1 with a message.
 extern "C" int emulator_launch(void (*thunk)(void **), void **values, const unsigned *grid, const unsigned *block,
                                size_t dynamic_bytes, unsigned seed) {
     message.clear();

@@ -1,4 +1,4 @@
-// What g++ calls from a kernel that is built with -fsanitize=thread,alignment,…: our own checks instead of libtsan.
+// The functions that g++ calls from a kernel built with -fsanitize=thread,alignment,…: our checks instead of libtsan.
 #include "runtime.h"
 
 using emulator::Access;

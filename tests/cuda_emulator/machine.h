@@ -20,15 +20,15 @@ struct Fiber {
     State state;
     uint3 index;
     ThreadView view;
-    const char *operation;  // what it waits at
+    const char *operation;  // at which it waits
     int line;
-    void *place;            // what it called to wait, for messages
-    uint32_t time;          // grows at everything that orders this thread's accesses before others'
+    void *place;            // return address of that operation, for messages
+    uint32_t time;          // grows with every operation that orders this thread's accesses
     uint32_t barrier_time;  // `time` after the last block barrier
 };
 
-// Lanes that share a mask meet again and again. Two sets of slots: a fast lane may come to the next meeting while a
-// slow one still reads the results of the last, but never to the one after that.
+// Warp operations of lanes with one mask. There are two sets of slots: a fast lane may arrive at the next operation
+// while a slow one still reads the results of the last, but never at the one after that.
 struct Meeting {
     unsigned mask, arrived = 0;
     const char *operation = nullptr;
@@ -47,8 +47,8 @@ extern std::vector<Warp> warps;
 extern Fiber *current;
 extern int threads, alive;
 
-void yield();            // hand control to another fiber; returns when this one's turn comes again
-void wake(Fiber &fiber);  // it may go on
+void yield();             // passes control to another fiber; returns when this one is resumed
+void wake(Fiber &fiber);  // makes it ready to be resumed
 void begin_block_waits();
 
 }  // namespace emulator

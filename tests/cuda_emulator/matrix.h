@@ -17,7 +17,7 @@ struct MmaResult {
     float d[4];
 };
 
-// A (16, 16) · B (16, 8) of one warp: the last lane does the work of all.
+// A (16, 16) · B (16, 8) of one warp, computed by the last lane for all.
 template <class Small>
 EMULATOR_UNCHECKED void multiply_tiles(Slots slots) {
     float a[16][16], b[16][8];
@@ -56,7 +56,7 @@ EMULATOR_UNCHECKED inline unsigned pair_of(Slots slots, int row, int pair) {
     return v;
 }
 
-// The slots hold addresses of rows, 16 bytes each: lane 8 · i + r brings row r of tile i.
+// The slots have addresses of rows of 16 bytes: lane 8 · i + r has row r of tile i.
 template <int COUNT, bool TRANSPOSED>
 EMULATOR_UNCHECKED void read_tiles(Slots slots) {
     uint16_t tiles[COUNT][8][8];
@@ -115,7 +115,7 @@ EMULATOR_PRIMITIVE static void ldmatrix_x2(unsigned (&tiles)[2], const void *row
     emulator::load_tiles<2, false>("ldmatrix_x2", tiles, row);
 }
 
-// Copies from global to shared memory that go on while the thread does. `bytes` is 4, 8 or 16.
+// Asynchronous copies of 4, 8 or 16 bytes from global to shared memory.
 template <int BYTES>
 EMULATOR_PRIMITIVE void cp_async(void *shared, const void *global) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);

@@ -1,7 +1,7 @@
-// Memory of the emulated machine: buffers, shared memory, and the record of who touched each byte.
+// Memory of the emulated machine: buffers, shared memory, and a record of the accesses of each byte.
 //
-// A store and another access of the same byte by another thread are a race unless a barrier, or a warp operation of
-// both lanes, stands between them. The record keeps the last store of a byte and the loads since then.
+// A store and an access of the same byte by another thread are a race unless a block barrier, or a __syncwarp of both
+// lanes, is between them. A record has the last store of a byte and the loads since then.
 #include "runtime.h"
 
 #include <cstdlib>
@@ -12,15 +12,15 @@
 namespace emulator {
 namespace {
 
-constexpr size_t kGap = 64 << 10;  // between buffers: an index that runs out of one lands in no other
+constexpr size_t kGap = 64 << 10;  // between buffers, so that an index beyond one does not reach the next
 constexpr size_t kMostDynamic = 227 << 10;
 
-// Of one byte. Blocks have serial numbers, so a record of an earlier block reads as none.
+// Accesses of one byte. Blocks have serial numbers, so that a record of an earlier block counts as none.
 struct Record {
     uint64_t store_block, load_block;
     uint32_t store_time, load_time;
     int16_t store_thread;
-    int16_t load_warp;  // kSeveral: of more than one warp; load_time counts block barriers then, else the newest load
+    int16_t load_warp;  // kSeveral: more than one warp, and load_time counts block barriers; else it is the newest load
     uint32_t load_lanes;
     bool atomic, in_flight, many_blocks;
 };
@@ -90,7 +90,7 @@ void remember_load(Record &r) {
         r.load_block = me.block;
         r.load_lanes = 0;
     }
-    // Loads that lie before this one need no record: what comes after this one comes after them.
+    // Loads that are ordered before this one need no record: what is ordered after this one is ordered after them.
     if ((r.load_warp != me.warp || r.load_lanes & ~(1u << me.lane)) && ordered_after_loads(r)) r.load_lanes = 0;
     if (r.load_lanes == 0) {
         r.load_warp = int16_t(me.warp);
@@ -255,7 +255,7 @@ extern "C" void emulator_reset() {
     buffers.clear();
 }
 
-// Global memory of so many bytes, aligned as CUDA aligns; null when the arena is full.
+// Allocates global memory, aligned as CUDA aligns it; null when the arena is full.
 extern "C" void *emulator_buffer(size_t bytes, int constant) {
     using namespace emulator;
     if (arena_free + bytes + 2 * kGap > arena_end) return nullptr;

@@ -1,5 +1,5 @@
-// Types and arithmetic of CUDA C++: vectors, half, bfloat16, conversions, intrinsics. Rounding is that of the device
-// where CUDA defines it (…_rn, half arithmetic); approximate intrinsics (__expf, rsqrtf) are exact to a float here.
+// Types and arithmetic of CUDA C++: vectors, half, bfloat16, conversions, intrinsics. Results are rounded as on the
+// device where CUDA defines it (…_rn, half arithmetic); approximate intrinsics (__expf, rsqrtf) are accurate here.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -24,7 +24,7 @@
     EMULATOR_INLINE name##2 make_##name##2(type x, type y) { return {x, y}; }                                     \
     EMULATOR_INLINE name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                          \
     EMULATOR_INLINE name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
-#define uint3 emulator_uint3_of_vectors  // threadIdx has one already
+#define uint3 emulator_uint3_of_vectors  // runtime.h has uint3 already
 EMULATOR_VECTORS(unsigned, uint)
 #undef uint3
 EMULATOR_VECTORS(float, float)
@@ -34,7 +34,7 @@ EMULATOR_VECTORS(unsigned char, uchar)
 EMULATOR_VECTORS(short, short)
 EMULATOR_VECTORS(unsigned short, ushort)
 
-// Bits of one type as another of the same size.
+// Reinterprets the bits of a value as another type of the same size.
 template <class To, class From>
 EMULATOR_INLINE To emulator_bits(From value) {
     static_assert(sizeof(To) == sizeof(From));
@@ -85,11 +85,13 @@ EMULATOR_INLINE double __dmul_rn(double a, double b) { return a * b; }
 EMULATOR_INLINE double __dsub_rn(double a, double b) { return a - b; }
 EMULATOR_INLINE float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
-// Float to integer saturates, NaN is 0.
+// Conversion of floats to integers saturates; NaN becomes 0.
 EMULATOR_INLINE int emulator_to_int(double x) {
     return x != x ? 0 : x < -2147483648.0 ? INT32_MIN : x > 2147483647.0 ? INT32_MAX : int(x);
 }
-EMULATOR_INLINE unsigned emulator_to_uint(double x) { return !(x > 0) ? 0 : x > 4294967295.0 ? UINT32_MAX : unsigned(x); }
+EMULATOR_INLINE unsigned emulator_to_uint(double x) {
+    return !(x > 0) ? 0 : x > 4294967295.0 ? UINT32_MAX : unsigned(x);
+}
 EMULATOR_INLINE int __float2int_rn(float x) { return emulator_to_int(std::nearbyint(x)); }
 EMULATOR_INLINE int __float2int_rz(float x) { return emulator_to_int(std::trunc(x)); }
 EMULATOR_INLINE int __float2int_rd(float x) { return emulator_to_int(std::floor(x)); }
@@ -114,7 +116,7 @@ EMULATOR_INLINE unsigned __brev(unsigned x) {
     for (int i = 0; i < 32; ++i) r |= (x >> i & 1) << (31 - i);
     return r;
 }
-// Four bytes out of the eight of b:a, one for each nibble of the selector; its top bit spreads the byte's sign.
+// Selects four bytes of the eight of b:a, one for each nibble; the nibble's top bit replicates the byte's sign.
 EMULATOR_INLINE unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = uint64_t(b) << 32 | a;
     unsigned r = 0;

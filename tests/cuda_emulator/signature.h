@@ -1,4 +1,4 @@
-// What the launcher needs of a kernel: its parameter types as text, and a call with an array of pointers to values.
+// For the launcher, a kernel's parameter types as text and a call with an array of pointers to values.
 #pragma once
 #include "numbers.h"
 

@@ -1,4 +1,4 @@
-// Block barriers and warp operations, and the order that they give to the accesses of different threads.
+// Block barriers and warp operations, and the order of memory accesses that they establish between threads.
 #include "machine.h"
 
 #include <cstring>
@@ -10,7 +10,7 @@ int waiting, barrier_line, true_votes;
 uint32_t barrier_count;
 BarrierVotes votes;
 
-// Everybody's accesses so far lie before everybody's next ones.
+// All accesses of all threads so far are ordered before all later ones.
 void order_block() {
     ++barrier_count;
     for (int id = 0; id < threads; ++id) fibers[id].barrier_time = ++fibers[id].time;
@@ -83,8 +83,8 @@ Slots meet(unsigned mask, const char *operation, int line, const void *value, si
     if (size < kLanes && mask >> size) fail("%s: mask %08x names lanes that the block does not have", operation, mask);
     Meeting &m = meeting_of(warps[size_t(me.warp)], mask);
     if (m.arrived && (m.line != line || strcmp(m.operation, operation)))
-        fail("divergent warp: this lane is at %s in line %d, others wait at %s in line %d", operation, line, m.operation,
-             m.line);
+        fail("divergent warp: this lane is at %s in line %d, others wait at %s in line %d", operation, line,
+             m.operation, m.line);
     m.operation = operation;
     m.line = line;
     Slots slots = m.slots[m.round & 1];
@@ -100,7 +100,7 @@ Slots meet(unsigned mask, const char *operation, int line, const void *value, si
     if (finish) finish(slots);
     m.arrived = 0;
     ++m.round;
-    // As in CUDA, only __syncwarp puts one lane's memory accesses before another's; a shuffle or a vote does not.
+    // As in CUDA, only __syncwarp orders memory accesses of lanes; a shuffle or a vote does not.
     if (!bytes) order_lanes(warps[size_t(me.warp)], first, mask);
     for (int l = 0; l < kLanes; ++l)
         if (mask >> l & 1) wake(fibers[first + l]);
