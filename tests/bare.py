@@ -1,4 +1,4 @@
-"""A model without tokenizer or engine: weights, store and forward pass, with everything open to a test."""
+"""Models without tokenizer and engine: weights, KV store and forward pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bare_model(
     step_rows: int = 1,
     ops: NumpyOps | None = None,
 ) -> Transformer:
-    """A model with a store of its own; the weights may be shared."""
+    """A model with its own store; models may share weights."""
     k, v = (codecs.get(name) for name in types)
     d, mean_bits = config.head_dim, 16 if centred and types[0] != "f16" else 0
     layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
@@ -53,7 +53,7 @@ def bare_model(
 def feed(
     model: Transformer, kv: SequenceKV, ids: Sequence[int], *, step: bool = False, round_trip: bool = False
 ) -> np.ndarray:
-    """One span of `ids`, a prompt's or a step's → logits (T, V)."""
+    """Feed `ids` in one span of a prompt or of a step → logits (T, V)."""
     store = model.store
     span = store.open_step(kv, len(ids)) if step else store.open(kv, len(ids), round_trip=round_trip)
     hidden = model.forward([span], ids)
@@ -62,18 +62,18 @@ def feed(
 
 
 def prefill_logits(model: Transformer, ids: Sequence[int]) -> np.ndarray:
-    """Exact logits (T, V) of a prompt: its own K/V are full precision until its prefill ends."""
+    """Logits (T, V) of a prompt, which attends to its own K/V in full precision."""
     return feed(model, model.store.new_sequence(), ids)
 
 
 def step_logits(model: Transformer, ids: Sequence[int]) -> np.ndarray:
-    """Logits (T, V) of one step after the other."""
+    """Logits (T, V) of a step for each of `ids`, one after the other."""
     kv = model.store.new_sequence()
     return np.concatenate([feed(model, kv, [i], step=True) for i in ids])
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Written apart from the engine's, which is held to it."""
+    """Independent of the engine's, which is tested against it."""
     x = logits.astype(np.float64)
     x -= x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Fixtures that more than one folder of tests uses."""
+"""Fixtures for several folders of tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session", autouse=True)
 def _calibrations_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Statistics of test models go to a folder of the tests; the demonstration model stays in the user's cache."""
+    """Keep statistics of test models in a folder of the tests, but the demonstration model in the user's cache."""
     folder = tmp_path_factory.mktemp("calibrations")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else folder)
@@ -62,7 +62,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tiny_path: Path) -> Iterator[Engine]:
-    """The tiny model with polarquant in blocks of 8. After every test nothing runs, and no block is lost."""
+    """The tiny model with polarquant in blocks of 8. Asserts after every test that nothing runs and no block leaked."""
     from tests.tiny import PLAIN, assert_idle, load_tiny
 
     with load_tiny(tiny_path, **PLAIN) as engine:

@@ -1,4 +1,4 @@
-"""Writing a loaded model out again in another file format."""
+"""Saves a loaded model in another file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that compute the same function with keys or values of another size."""
+"""Models that compute the same function with keys or values of another magnitude."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.weights import pack
 
 
 class _Rescaled:
-    """A source of weights, some of them times a factor: name of a projection or norm → factor."""
+    """A weight source that multiplies some weights: name of a projection or norm → factor."""
 
     def __init__(self, source: Any, factors: dict[str, float]):
         self._source, self._factors = source, factors
@@ -21,7 +21,7 @@ class _Rescaled:
         return getattr(self._source, name)
 
     def stored_dtype(self, name: str) -> str:
-        """Half precision would not hold them."""
+        """float32, because half precision could overflow."""
         return "BF16" if self._source.stored_dtype(name) == "BF16" else "F32"
 
     def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:

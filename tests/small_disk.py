@@ -1,4 +1,4 @@
-"""A file system that is soon full."""
+"""A small file system, for tests of full disks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """A file system of so many bytes."""
+    """A file system of `size` bytes."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -93,7 +93,7 @@ def test_the_text_is_long_enough_for_the_demonstration_model(demo_path: Path) ->
     assert len(text_ids(model.tokenizer, calibration.TOKENS)) == calibration.TOKENS
 
 
-# -- what is kept ----------------------------------------------------------------------------------------------------
+# -- the file of statistics ------------------------------------------------------------------------------------------
 
 
 @dataclass

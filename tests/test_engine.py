@@ -74,7 +74,7 @@ def test_steps_continue_the_prefill(tiny: Engine) -> None:
     logits = tiny.score([*PROMPT, *answer.token_ids], logits=True).logits[len(PROMPT) - 1 : -1]
     top = np.sort(logits)[:, -2:]
     sure = top[:, 1] - top[:, 0] > 0.02
-    prompt_is_exact = np.arange(len(sure)) < 8  # behind the first blocks, a prompt saw itself without codes
+    prompt_is_exact = np.arange(len(sure)) < 8  # later, a prompt attends to its own tokens in full precision
     assert (logits.argmax(-1) == answer.token_ids)[sure & prompt_is_exact].all()
     assert (sure & prompt_is_exact).any()
 

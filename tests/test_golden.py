@@ -72,12 +72,12 @@ def test_quantized_text_is_still_a_story(model: str) -> None:
     """At head dims 8 and 48 codes are coarse: the text may differ from the reference, but is hardly less likely."""
     folder = shared("models", model)
     with (
-        Engine.load(folder, block_size=16) as coded,
-        Engine.load(folder, cache_type_k="f16", cache_type_v="f16") as exact,
+        Engine.load(folder, block_size=16) as quantized,
+        Engine.load(folder, cache_type_k="f16", cache_type_v="f16") as full,
     ):
         for case in reference(model):
             ids = [*case["prompt_ids"], *case["generated_ids"]]
-            loss = exact.score(ids).logprobs.mean() - coded.score(ids).logprobs.mean()
+            loss = full.score(ids).logprobs.mean() - quantized.score(ids).logprobs.mean()
             assert loss < 0.25  # nats a token
 
 

@@ -64,7 +64,7 @@ def test_a_second_turn_prefills_only_new_tokens(engine: Engine, fresh: Engine) -
     second_prompt = [*prompt, *first.token_ids, *ids(2, 7)]
     second = engine.generate(second_prompt, GREEDY)
     assert first.usage.cached_tokens == 0
-    # The last token of an answer is never fed: nobody has asked for what comes after it.
+    # The last token of an answer is never fed.
     assert second.usage.cached_tokens == len(prompt) + len(first.token_ids) - 1
     assert_as_alone(first, prompt, fresh)
     assert_as_alone(second, second_prompt, fresh)
@@ -126,8 +126,8 @@ def test_running_requests_share_the_blocks_of_a_system_prompt(engine: Engine, fr
     streams = [engine.stream(prompt, GREEDY) for prompt in prompts]
     for stream in streams:
         next(stream)
-    coded, _ = held(engine)[0]
-    assert coded <= 4 + 2 * len(prompts)  # four blocks for all, and one or two for each
+    quantized, _ = held(engine)[0]
+    assert quantized <= 4 + 2 * len(prompts)  # four blocks for all, and one or two for each
     for stream, prompt in zip(streams, prompts, strict=True):
         answer = fold(stream)
         assert answer.usage.cached_tokens == (0 if prompt is prompts[0] else 5 * N)
@@ -224,14 +224,14 @@ def test_conversations_in_any_order_leak_no_block_and_get_the_answers_that_they_
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("place", ["sink", "coded", "tail"])
+@pytest.mark.parametrize("place", ["sink", "quantized", "current"])
 def test_damaged_sequences_are_not_found_again(tiny: Engine, place: str) -> None:
     """Neither the damaged block, nor the blocks after it, nor a current block that was copied in part."""
     past = ids(1, 44)
     tiny.generate(past, SamplingParams(max_tokens=0))
     kv = tiny._prefixes.match_prefix(past)
     cache, (table,) = tiny._store.cache(1), kv.tables
-    if place == "coded":
+    if place == "quantized":
         cache.quantized["mean.mean"][:, table.quantized] = np.nan
     else:
         slot = table.sink if place == "sink" else table.current
@@ -240,8 +240,8 @@ def test_damaged_sequences_are_not_found_again(tiny: Engine, place: str) -> None
     prompt = [*past[:42], 7]
     with pytest.raises(EngineError, match="not finite"):
         tiny.generate(prompt, GREEDY)
-    assert tiny.cache_stats().tokens == len(past)  # the last that came to a good end
-    assert tiny.generate(past[:N], GREEDY).usage.cached_tokens == 0  # its first block is there again, the next are not
+    assert tiny.cache_stats().tokens == len(past)  # the newest undamaged one
+    assert tiny.generate(past[:N], GREEDY).usage.cached_tokens == 0  # stores the first block again
     answer = tiny.generate(prompt, GREEDY)
     assert answer.usage.cached_tokens == N
     assert tiny.generate([*prompt, *answer.token_ids], GREEDY).usage.cached_tokens > 40

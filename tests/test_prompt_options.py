@@ -81,7 +81,7 @@ def test_cache_prompt_false_computes_the_whole_prompt(tiny: Engine, prompt: Any)
     again = tiny.generate(prompt, GREEDY, PromptOptions(cache_prompt=False))
     assert (cached(first), cached(again)) == (0, 0)
     assert again.token_ids == first.token_ids
-    assert cached(tiny.generate(prompt, GREEDY)) > 0  # of what either has stored
+    assert cached(tiny.generate(prompt, GREEDY)) > 0
 
 
 def test_cache_prompt_false_holds_after_preemption(tiny_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_salt_separates_the_ids_of_answers(tiny: Engine) -> None:
     answer = tiny.chat(MESSAGES, SamplingParams(max_tokens=9, logit_bias=bias, temperature=1.0, seed=1), ours)
     assert tiny.tokenize(answer.text) != list(answer.token_ids)
     turns = [*MESSAGES, {"role": "assistant", "content": answer.text}, MESSAGES[0]]
-    lengths = [tiny.chat(turns, GREEDY, of).usage.prompt_tokens for of in (ours, None)]
+    lengths = [tiny.chat(turns, GREEDY, options).usage.prompt_tokens for options in (ours, None)]
     assert lengths[0] != lengths[1]
 
 

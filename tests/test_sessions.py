@@ -23,7 +23,7 @@ from tests.small_disk import small_disk
 from tests.tiny import VOCABULARY, assert_idle, forget, held, load_tiny, make_model
 
 N = 8
-LENGTH = 61  # sink, six quantized blocks, and five tokens in the tail
+LENGTH = 61  # sink, six quantized blocks, and five tokens in the current block
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NOTE = {"messages": ["é😀", None, 1.5]}
 
@@ -54,7 +54,7 @@ def refused(call: Callable[[], object], *words: str, code: str = "session") -> N
 
 
 def next_logits(engine: Engine, past: list[int]) -> list[np.ndarray]:
-    """Of a second turn and of steps after it, over what the store holds of `past`."""
+    """The logits of a second turn and of the steps after it, which read the stored K/V of `past`."""
     kv = engine._prefixes.match_prefix(past)
     assert kv.length == len(past)
     logits = [feed(engine._model, kv, turn) for turn in (ids(2, 11), *([i] for i in ids(3, 9)))]
@@ -397,7 +397,7 @@ def test_a_session_without_scales_or_with_others_is_refused(
         keys, values = made(*of)
         return Scale(keys, 2 * values)
 
-    for other in (lambda *of: None, doubled):
+    for other in (lambda *given: None, doubled):
         monkeypatch.setattr(assembly, "scale", other)
         with load(tiny_path) as engine:
             talk(engine)

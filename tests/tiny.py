@@ -36,7 +36,7 @@ CHARACTERS = string.ascii_letters + string.digits + " \n.,!?':-" + "é€😀"
 
 
 def tokenizer_json() -> str:
-    """A byte-level vocabulary that has the bytes of CHARACTERS alone."""
+    """A byte-level vocabulary with the bytes of CHARACTERS only."""
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelt = dict.fromkeys(spell.pre_tokenize_str(CHARACTERS)[0][0])
     pieces = [*CONTROL, *spelt, *_MERGES]
@@ -50,7 +50,7 @@ def tokenizer_json() -> str:
 
 
 def make_model(folder: Path, fixture: str = "llama_gqa_linear") -> Path:
-    """A model folder with the weights of `fixture`; it has control tokens as in ChatML, and wants no BOS."""
+    """Fill `folder` with a model that has the weights of `fixture`, the control tokens of ChatML, and no BOS."""
     for file in (FIXTURES / fixture).glob("*[!z]"):  # without the reference's logits
         shutil.copy(file, folder)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
@@ -58,41 +58,41 @@ def make_model(folder: Path, fixture: str = "llama_gqa_linear") -> Path:
 
 
 def load_tiny(path: Path, encoding: Encoding = WHOLE, **settings: Any) -> Engine:
-    """`Engine.load`, with parts of encoding well left out."""
+    """`Engine.load`, with parts of the encoder turned off."""
     return Engine(assembly.assemble(assembly.settle(path, None, settings), None, encoding))
 
 
 def held(engine: Engine) -> list[tuple[int, int]]:
-    """Coded blocks and full-precision slots in use, per group of layers."""
+    """(quantized blocks, full-precision slots) in use, per group of layers."""
     return fed.held(engine._store)
 
 
 def forget(engine: Engine) -> None:
-    """Nothing that no request holds is found again, as if others had needed the room. In a turn of its own."""
+    """Overwrite all blocks that no request holds, so that the prefix cache finds none of them."""
     with engine._exclusive():
         fed.overwrite(engine._store)
 
 
 def runs_nothing(engine: Engine) -> bool:
-    """No request is being computed, and none waits."""
+    """Whether no request runs or waits."""
     status = engine.status()
     return status.running + status.waiting == 0
 
 
 @contextmanager
 def blocks_left(engine: Engine, count: int) -> Iterator[None]:
-    """Room for `count` more quantized blocks, as if others held the rest."""
-    coded = engine._store.groups[0].quantized
-    taken = coded.allocate(coded.free - count)
+    """Leave `count` quantized blocks free, as if other requests held the rest."""
+    allocator = engine._store.groups[0].quantized
+    taken = allocator.allocate(allocator.free - count)
     try:
         yield
     finally:
         for block in taken:
-            coded.release(block)
+            allocator.release(block)
 
 
 def preempt(engine: Engine) -> Request:
-    """Preempt the only request there is; its place in the queue is the last."""
+    """Preempt the only request; it goes to the end of the queue."""
     (request,) = engine._runner.requests.values()
     engine._runner._release(request)
     engine._scheduler.remove(request.sequence)
@@ -101,7 +101,7 @@ def preempt(engine: Engine) -> Request:
 
 
 def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """From now on, which sequence each preemption was of; None where there was none."""
+    """A list that gets the result of every later call of `Scheduler.preempt`."""
     seen: list[Any] = []
     choose = engine._scheduler.preempt
     monkeypatch.setattr(engine._scheduler, "preempt", lambda: seen.append(choose()) or seen[-1])
@@ -109,7 +109,7 @@ def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing runs, nothing waits, and every block is free."""
+    """Assert that no request runs or waits, and that every block is free."""
     assert not engine._lock.taken
     assert not engine._runner.requests
     assert engine._scheduler.schedule() is None
@@ -117,6 +117,6 @@ def assert_idle(engine: Engine) -> None:
 
 
 def by_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on prompts and steps take turns, whatever they take: what runs when is the same each time."""
+    """Make every unit count as one second, so that prefill and steps alternate in the same order each time."""
     record_time = engine._scheduler.record_time
     monkeypatch.setattr(engine._scheduler, "record_time", lambda unit, seconds: record_time(unit, 1))

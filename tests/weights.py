@@ -1,4 +1,4 @@
-"""Weights from arrays: as a file would have them, and as the CPU has them."""
+"""Weights from arrays: as in a file, and as the CPU has them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StoredArray:
 
     @property
     def values(self) -> np.ndarray:
-        """What the file says, float32."""
+        """The values, float32."""
         out = np.empty(self.shape, np.float32)
         self.dequantize(out)
         return out
@@ -55,10 +55,10 @@ def load(ops: Ops, x: np.ndarray, name: str) -> Matrix:
 
 
 def matrix(x: np.ndarray) -> Matrix:
-    """x (out, in) as the CPU has it, but in its own precision."""
+    """x (out, in) as a matrix of the CPU, in the precision of x."""
     return Matrix(get("f32"), x, x.shape)
 
 
 def linear(x: np.ndarray, bias: np.ndarray | None = None) -> Linear:
-    """x (out, in) and bias (out,), likewise."""
+    """x (out, in) and bias (out,) as a `Linear` of the CPU, in the precision of x."""
     return Linear((matrix(x),), bias)

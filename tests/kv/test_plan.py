@@ -158,7 +158,7 @@ def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
     weights, store, blocks, size, bits, tokens, plain = words.groups()
     assert weights == format_bytes(tiny._model.weights.bytes)
     assert store == format_bytes(plan.bytes)
-    # Of a whole context, the first block is exact: the others are the quantized ones.
+    # In a whole context, all blocks but the first are quantized.
     assert (int(blocks) + 1) * int(size) == int(tokens) == tiny.context
     layers = len(plan.shape.layers)
     values = layers * 2 * 2 * 8 * 8  # K and V, heads, block, channels

@@ -155,7 +155,7 @@ def test_a_step_without_slots_changes_nothing() -> None:
     store = make_store(sequences=1, windows=(None, 30))
     sequence = Fed(store)
     sequence.feed(2 * N + 3)
-    taken = store.groups[1].full.allocate(1)  # the one slot that is neither sink nor tail
+    taken = store.groups[1].full.allocate(1)  # the one slot that is neither a sink nor a current block
     before = held(store), sequence.kv.length
     with pytest.raises(OutOfBlocks):
         store.open_step(sequence.kv, N)
@@ -183,7 +183,7 @@ def test_a_damaged_row_is_an_error_of_its_own_sequence_if_it_is_kept() -> None:
 
     # Lengths are 2N − 2 → 2N − 1: the damaged row is rejected, and the block is not full.
     assert store.commit_steps(opened(1, 1), [1, 1, 1]) == {}
-    # 2N − 1 → 2N + 1: the damaged row is kept, but in the block behind the full one.
+    # 2N − 1 → 2N + 1: the damaged row is kept, but in the block after the full one.
     assert store.commit_steps(opened(1, 1), [2, 2, 2]) == {}
     for sequence in sequences:
         span = store.open_step(sequence.kv, N - 3)
@@ -218,7 +218,7 @@ def test_steps_can_be_aborted_after_an_interrupted_encoder(monkeypatch: pytest.M
 
 def test_bytes_held_are_those_of_the_arrays() -> None:
     sequence = Fed(make_store("polarquant", "polarquant", windows=(None, None)))
-    sequence.feed(45)  # sink, 4 quantized blocks, tail
+    sequence.feed(45)  # sink, 4 quantized blocks, current block
     expected = 0
     for layer in range(2):
         cache = sequence.store.cache(layer)

@@ -91,8 +91,8 @@ def test_what_codes_are_fitted_to_is_damaged(fixture: str, name: str, value: flo
 @pytest.mark.parametrize("cache_type", ["polarquant", "f16"])
 def test_generate(damaged: Damage, place: str, value: float, cache_type: str, tmp_path: Path) -> None:
     with load(damaged(place, value), cache_type=cache_type) as engine:
-        for position in (2, 12, len(GOOD)):  # in the sink, in a block that is coded, in the tail
-            for _ in range(2):  # what the first left behind is not found by the second
+        for position in (2, 12, len(GOOD)):  # in the sink, in a quantized block, in the current block
+            for _ in range(2):  # the second does not find the K/V of the first
                 with pytest.raises(EngineError, match="not finite") as caught:
                     engine.generate(with_bad(position), GREEDY)
                 assert caught.value.code == "model_damaged"

@@ -29,11 +29,11 @@ TYPES = {
 }
 
 
-# -- what is stored does not depend on the size ----------------------------------------------------------------------
+# -- stored blocks do not depend on the magnitude ---------------------------------------------------------------------
 
 
 def logits(path: Path, ids: list[int], block_size: int = N, **settings) -> list[np.ndarray]:
-    """As served, and with every token coded."""
+    """The logits of `score`, as steps read the cache and with every token coded."""
     with Engine.load(path, device="cpu", block_size=block_size, **settings) as engine:
         scored = [engine.score(ids, quantized, logits=True).logits for quantized in (False, True)]
     assert len(scored[0]) == len(ids)
@@ -69,7 +69,7 @@ def test_divergence_of_a_real_model_does_not_depend_on_the_magnitude() -> None:
         np.testing.assert_allclose(scaled, plain, rtol=0.25, err_msg=f"{side} times {factor}")
 
 
-# -- what the weights tell -------------------------------------------------------------------------------------------
+# -- estimates from the weights ---------------------------------------------------------------------------------------
 
 
 def test_estimates_for_a_real_model_are_within_a_factor_of_three() -> None:
@@ -79,9 +79,9 @@ def test_estimates_for_a_real_model_are_within_a_factor_of_three() -> None:
         ids = [1, *engine.tokenize(shared("text", "tinystories_dedup.txt").read_text()[:800])][:127]
     model = bare_model(config, weights, block_size=128)
     prefill_logits(model, ids)
-    for index, told in enumerate(variances(OPS, config, weights)):
+    for index, estimated in enumerate(variances(OPS, config, weights)):
         k, v = model.store.cache(index).full(Place(None, 0))
-        for side, variance in zip((k[:, 16:127], v[:, 16:127]), told, strict=True):
+        for side, variance in zip((k[:, 16:127], v[:, 16:127]), estimated, strict=True):
             ratio = np.sqrt(variance.mean(axis=1) / np.square(side).mean(axis=(1, 2)))
             assert (ratio < 3).all()
             assert (ratio > 1 / 3).all()
@@ -102,7 +102,7 @@ def test_estimates_for_uncorrelated_inputs_are_exact(
     norm = None
     if layer.attention_norm is not None:
         norm = layer.attention_norm, config.norm_eps
-    else:  # an embedding, and what the norms of the first layer gave
+    else:  # an embedding, and the normed results of the first layer
         first, embedding = weights.layers[0], OPS.rows(weights.embedding)
         squares = np.square(embedding).mean(axis=0)
         x *= np.sqrt(squares + np.square(first.attention_post_norm) + np.square(first.ffn_post_norm))
@@ -118,8 +118,8 @@ def test_estimates_for_uncorrelated_inputs_are_exact(
     if block_size is not None:
         blocks = k.reshape(-1, block_size, *k.shape[1:])
         k = (blocks - blocks.mean(axis=1, keepdims=True)).reshape(k.shape)
-    told = variances(OPS, config, weights, [block_size] * config.layers)[1]
-    for side, variance in zip((k, v), told, strict=True):
+    estimated = variances(OPS, config, weights, [block_size] * config.layers)[1]
+    for side, variance in zip((k, v), estimated, strict=True):
         np.testing.assert_allclose(variance.mean(-1), np.square(side).mean((0, 2)), rtol=0.1)
 
 

@@ -106,7 +106,7 @@ def test_the_cpu_concatenates_the_parts_of_a_projection() -> None:
 
 def test_progress_counts_every_value_once() -> None:
     config, source, _ = open_weights(FIXTURES / "llama_wide_heads_biases")
-    told: list[int] = []
-    load_weights(NumpyOps(), config, source, told.append)
-    assert sum(told) == 4 * sum(int(np.prod(source.shape(name))) for name in source.names())
+    read: list[int] = []
+    load_weights(NumpyOps(), config, source, read.append)
+    assert sum(read) == 4 * sum(int(np.prod(source.shape(name))) for name in source.names())
     source.close()

@@ -127,11 +127,11 @@ def test_a_preempted_request_does_not_report_progress_again(engine: Engine) -> N
     """A client would draw a progress bar in the middle of the answer."""
     params, anew = SamplingParams(max_tokens=20, ignore_eos=True), PromptOptions(cache_prompt=False)
     chunks = engine.stream([*range(5, 45)], params, anew, progress=True)
-    told = [next(chunk for chunk in chunks if chunk.token_ids)]
+    seen = [next(chunk for chunk in chunks if chunk.token_ids)]
     preempt(engine)
-    told += chunks
-    assert sum(len(chunk.token_ids) for chunk in told) == 20
-    assert [chunk.prefilled for chunk in told] == [0] * 20
+    seen += chunks
+    assert sum(len(chunk.token_ids) for chunk in seen) == 20
+    assert [chunk.prefilled for chunk in seen] == [0] * 20
 
 
 def test_a_prefix_hit_may_be_overwritten_while_a_request_waits_for_room(engine: Engine) -> None:

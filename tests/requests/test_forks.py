@@ -57,8 +57,8 @@ def template() -> ChatTemplate:
     return ChatTemplate("{{ messages[0].content }}", origin="model")
 
 
-def answers(template: ChatTemplate, who: str, count: int = 100) -> set[str]:
-    return {rendered(template, [{"role": "user", "content": who}]) for _ in range(count)}
+def answers(template: ChatTemplate, content: str, count: int = 100) -> set[str]:
+    return {rendered(template, [{"role": "user", "content": content}]) for _ in range(count)}
 
 
 def test_templates_render_in_parent_and_child() -> None:
@@ -122,11 +122,11 @@ def test_an_engine_answers_in_parent_and_child(tiny_path: Path, two_cores: None)
 
 
 def test_a_chat_goes_on_in_parent_and_child(tiny_path: Path, two_cores: None) -> None:
-    def chat(who: str) -> str:
-        return engine.chat([{"role": "user", "content": who}], GREEDY).text
+    def chat(content: str) -> str:
+        return engine.chat([{"role": "user", "content": content}], GREEDY).text
 
     with load(tiny_path) as engine:
-        alone = {who: chat(who) for who in ("parent", "child")}
+        alone = {content: chat(content) for content in ("parent", "child")}
         child = begun_in_child(lambda: [chat("child") for _ in range(3)])
         assert [chat("parent") for _ in range(3)] == [alone["parent"]] * 3
         assert child() == [alone["child"]] * 3

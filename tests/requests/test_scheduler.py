@@ -1,4 +1,4 @@
-"""Who computes next: everyone gets there, the oldest never gives way, prompts and steps share the time."""
+"""The scheduler: every request finishes, the oldest is never preempted, prefill and steps share the time."""
 
 from __future__ import annotations
 
