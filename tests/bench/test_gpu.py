@@ -361,7 +361,7 @@ class FakeTorch(ModuleType):
                 return later.time - self.time
 
         class Graph:
-            def run_graph(self) -> None:
+            def replay(self) -> None:
                 owner.now += len(self.work)
 
         class Recording:
