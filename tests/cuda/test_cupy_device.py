@@ -211,30 +211,30 @@ def test_the_least_recently_used_recording_is_dropped(
     calls: list[int] = []
     work = doubled(device, calls)
 
-    def run_graph(count: int) -> None:
+    def run(count: int) -> None:
         x = rows(rng, count)
         np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
 
     for count in (1, 2, 3):
-        run_graph(count)
-        run_graph(count)
+        run(count)
+        run(count)
     oldest = {len(recording.inputs[0]): recording for recording in device._recordings._kept.values()}[2]
-    run_graph(1)
+    run(1)
     assert calls == [1, 1, 2, 2, 3, 3]
-    run_graph(4)  # in the place of 2
+    run(4)  # in the place of 2
     assert len(machine.graphs) == 3 - 1 + (oldest.graph is not None)
     assert oldest._copied.awaited  # its buffer on the host may still be read otherwise
     del oldest
     assert len(machine.graphs) == 2
     for count in (1, 3, 4):
-        run_graph(count)
+        run(count)
     assert calls == [1, 1, 2, 2, 3, 3, 4, 4]
     for _ in range(3):
-        run_graph(2)  # in the place of 1, from the beginning
+        run(2)  # in the place of 1, from the beginning
     assert calls[8:] == [2, 2]
     for _ in range(2):
         for count in (1, 2, 3, 4, 5):
-            run_graph(count)
+            run(count)
     assert len(device._recordings._kept) == 3
 
 

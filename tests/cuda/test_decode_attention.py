@@ -72,9 +72,9 @@ def combined(
     out = np.full((sequences, heads, dim), np.nan, np.float32)
     order, before, behind = rotation
     args = out, acc, ml, factors, before, behind, i32(heads), i32(splits)
-    shape = launch_configs.combine(dim, order)
-    program = compiled(source("combine", **shape.defines))
-    program.launch("combine_kernel", (sequences * heads,), (shape.threads,), *args, seed=seed)
+    config = launch_configs.combine(dim, order)
+    program = compiled(source("combine", **config.defines))
+    program.launch("combine_kernel", (sequences * heads,), (config.threads,), *args, seed=seed)
     return out
 
 
@@ -227,8 +227,8 @@ def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
 def test_tables_are_at_the_shared_address_that_the_kernel_assumes(arch: int) -> None:
     """Where it knows the shared memory's address to be another one, the compiler leaves a kernel that only stops."""
     cache = Cache("ring4", "ring4", 64)
-    shape, _ = launch_configs.decode_attention(*cache.layouts(), 4)
-    (usage,) = compile_text(Variant("decode_attention", shape.defines, cache).text(), arch)
+    config, _ = launch_configs.decode_attention(*cache.layouts(), 4)
+    (usage,) = compile_text(Variant("decode_attention", config.defines, cache).text(), arch)
     assert usage.registers > 64  # of codes alone there are 32
 
 

@@ -25,8 +25,8 @@ from tests.cuda.programs import Program
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
-    """Of blocks: head dim D, tokens N of a block, of which `tokens` are in shared memory at once; bits of key means.
+class BlockShape:
+    """Head dim D, tokens N of a block, of which `tokens` are in shared memory at once; bits of key means.
 
     warps: of a CTA.
     """
@@ -44,7 +44,7 @@ class Side:
 
     values: bool
     name: str
-    shape: LaunchConfig
+    shape: BlockShape
 
     @property
     def layout(self) -> Layout:
@@ -76,7 +76,7 @@ def shared_bytes(layout: Layout, warps: int, tokens: int) -> int:
 
 
 @cache
-def program(name: str, shape: LaunchConfig) -> Program:
+def program(name: str, shape: BlockShape) -> Program:
     keys, values = (Side(values, name, shape).layout for values in (False, True))
     defines = {"WARPS": shape.warps, "TOKENS": shape.tokens, **launch_configs.ROUNDING}
     return Program(source("encode_blocks", keys, values, **defines))
@@ -138,10 +138,10 @@ def assert_same(side: Side, x: np.ndarray, seed: int = 0) -> None:
 CODECS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
 # Head dims of whole and of half tiles, blocks of one part and of several, all tokens in shared memory or some of them.
 SHAPES = [
-    LaunchConfig(16, 16, 16, 8),
-    LaunchConfig(64, 32, 32, 16),
-    LaunchConfig(72, 16, 16, 8),
-    LaunchConfig(80, 32, 16, 0),
+    BlockShape(16, 16, 16, 8),
+    BlockShape(64, 32, 32, 16),
+    BlockShape(72, 16, 16, 8),
+    BlockShape(80, 32, 16, 0),
 ]
 
 
@@ -158,12 +158,12 @@ def test_codes_without_a_metric_equal_those_of_numpy(
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize("name", ["f16", "polarquant"])
 def test_codecs_without_a_table_give_the_codes_of_numpy(rng: np.random.Generator, name: str, values: bool) -> None:
-    for shape in (LaunchConfig(64, 16, 16, 8), LaunchConfig(80, 32, 16, 16)):
+    for shape in (BlockShape(64, 16, 16, 8), BlockShape(80, 32, 16, 16)):
         side = Side(values, name, shape)
         assert_same(side, halves(rng, 1, 2, shape.size, shape.dim, bias=2.0))
 
 
-def edges(shape: LaunchConfig) -> np.ndarray:
+def edges(shape: BlockShape) -> np.ndarray:
     """Blocks (1, B, N, D) of vectors that are exceptions: nothing, equal ones, the largest, spikes, ties."""
     size, dim, top = shape.size, shape.dim, np.float32(65504)
     signs = np.where(np.arange(size * dim).reshape(size, dim) * 7 % 3 == 1, -1, 1).astype(np.float32)
@@ -179,7 +179,7 @@ def edges(shape: LaunchConfig) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["ring3", "ring5", "turbo3", "ring4+norm16"])
 def test_exceptional_blocks_have_the_codes_of_numpy(name: str) -> None:
-    for shape in (LaunchConfig(16, 16, 16, 8), LaunchConfig(64, 32, 32, 16)):
+    for shape in (BlockShape(16, 16, 16, 8), BlockShape(64, 32, 32, 16)):
         for values in (False, True):
             assert_same(Side(values, name, shape), edges(shape))
 
@@ -256,7 +256,7 @@ def test_codes_with_a_metric_equal_those_of_numpy(
 
 @pytest.mark.parametrize("name", ["ring3.5", "turbo2"])
 def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy(name: str) -> None:
-    shape = LaunchConfig(64, 32, 32, 16)
+    shape = BlockShape(64, 32, 32, 16)
     for values in (False, True):
         side, x = Side(values, name, shape), edges(shape)
         for block in range(x.shape[1]):
@@ -267,7 +267,7 @@ def test_the_engine_s_launch_gives_the_codes_of_numpy(rng: np.random.Generator) 
     size, dim = 64, 128
     layouts = [records.layout(codecs.get("ring4"), values, size, dim, 8 * (not values)) for values in (False, True)]
     plan = launch_configs.encode_blocks(*layouts)
-    shape = LaunchConfig(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
+    shape = BlockShape(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
     assert plan.shared == max(shared_bytes(layout, shape.warps, shape.tokens) for layout in layouts)
     for values in (False, True):
         side = Side(values, "ring4", shape)

@@ -570,7 +570,7 @@ def test_round_trip_replaces_tokens_by_their_decoded_block(ops: CudaOps, count: 
     assert np.abs(pair[0] - pair[1]).max() <= 4 * STEP["__half"] * np.abs(pair[1]).max()
 
 
-def test_encoding_with_a_metric_gives_the_codes_of_numpy(rng: np.random.Generator) -> None:
+def test_encoding_with_a_metric_gives_nearly_all_codes_of_numpy(rng: np.random.Generator) -> None:
     """Nearly all codes are NumPy's, and they are not the nearest ones."""
     types = codecs.get("ring4"), codecs.get("ring3.5")
     directions = rng.standard_normal((KV_HEADS, 5 * D, D)) * np.geomspace(1, 0.1, D) + 0.2

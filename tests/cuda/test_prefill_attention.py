@@ -26,8 +26,8 @@ def _program(text: str) -> Program:
     return Program(text)
 
 
-def shape_of(keys: Layout, values: Layout, group: int, warps: int, warp_rows: int) -> LaunchConfig:
-    """Of blocks that are smaller than those that are launched: the emulator takes its time."""
+def small_config(keys: Layout, values: Layout, group: int, warps: int, warp_rows: int) -> LaunchConfig:
+    """A launch of smaller blocks than the engine's, for the emulator's sake."""
     geometry = keys.record.geometry
     queries = warps * warp_rows * geometry.padded * 2 if warp_rows == 32 and geometry.padded > 64 else 0
     shared = records.table_bytes(keys, values) + 2 * geometry.tiles * 512 + queries
@@ -43,26 +43,28 @@ def attend(
     layouts: tuple[Layout, Layout] | None = None,
     factors: np.ndarray | None = None,
 ) -> np.ndarray:
-    """q (T, H + 1, D), of which the last head is someone else's → (T, H, D).
+    """q (T, H + 1, D), whose last head is not part of the call → (T, H, D).
 
-    warps: how many, and the rows of each; None for what is launched. layouts: others than the cache's own.
-    factors (H,): what the heads of the output are multiplied with.
+    warps: their number and rows; None for the engine's launch. layouts: None for the cache's own.
+    factors (H,): multiply the heads of the output.
     """
     keys, values = layouts or (paged.key_layout, paged.value_layout)
     rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
     group = heads // paged.kv_heads
-    shape = shape_of(keys, values, group, *warps) if warps else launch_configs.prefill_attention(keys, values, group)[0]
-    of_block = int(shape.defines["WARPS"]) * int(shape.defines["WARP_ROWS"])
+    config = (
+        small_config(keys, values, group, *warps) if warps else launch_configs.prefill_attention(keys, values, group)[0]
+    )
+    block_rows = int(config.defines["WARPS"]) * int(config.defines["WARP_ROWS"])
     out = np.full((rows, heads, dim), np.nan, np.float32)
     pools = paged.keys, paged.values, paged.full_keys, paged.full_values, paged.now_keys, paged.now_values
     tables = (layout.tables if layout.tables.size else None for layout in (keys, values))
     counts = np.int32(paged.spans.shape[1]), np.int32(paged.kv_heads), np.int32(heads), np.int64(q[0].size)
-    _program(source("prefill_attention", keys, values, **shape.defines)).launch(
+    _program(source("prefill_attention", keys, values, **config.defines)).launch(
         "prefill_attention_kernel",
-        (-(-rows * group // of_block), paged.kv_heads),
-        (shape.threads,),
+        (-(-rows * group // block_rows), paged.kv_heads),
+        (config.threads,),
         *(out, q, *pools, paged.spans, *tables, factors, *counts, np.int32(window), np.float32(dim**-0.5)),
-        shared=shape.shared,
+        shared=config.shared,
         seed=seed,
     )
     return out

@@ -19,14 +19,14 @@ def test_attention_fits_into_shared_memory(head_dim: int, block_size: int) -> No
         for v in CODECS:
             keys = records.layout(codecs.get(k), False, block_size, head_dim, 8)
             values = records.layout(codecs.get(v), True, block_size, head_dim)
-            shapes = [launch_configs.encode_blocks(keys, values)]
+            configs = [launch_configs.encode_blocks(keys, values)]
             for group in (1, 3, 8, 12):
-                shapes += [
-                    shape(keys, values, group)[0]
-                    for shape in (launch_configs.decode_attention, launch_configs.prefill_attention)
+                configs += [
+                    configure(keys, values, group)[0]
+                    for configure in (launch_configs.decode_attention, launch_configs.prefill_attention)
                 ]
-            assert max(shape.shared for shape in shapes) <= SHARED_BYTES
-            assert block_size % shapes[0].defines["TOKENS"] == 0
+            assert max(config.shared for config in configs) <= SHARED_BYTES
+            assert block_size % configs[0].defines["TOKENS"] == 0
 
 
 @pytest.mark.parametrize("processors", [1, 20, 132])
@@ -34,18 +34,18 @@ def test_products_cover_every_output(processors: int) -> None:
     for width in WIDTHS:
         for out in (1, 40, 4096, 151936):
             for rows in range(1, GEMV_ROWS + 1):
-                shape, blocks = launch_configs.gemv(rows, out, width, processors)
-                columns = shape.defines["OUTPUTS"] * shape.threads // 32 // shape.defines["SPLIT"]
-                assert shape.defines["ROWS"] >= rows
+                config, blocks = launch_configs.gemv(rows, out, width, processors)
+                columns = config.defines["OUTPUTS"] * config.threads // 32 // config.defines["SPLIT"]
+                assert config.defines["ROWS"] >= rows
                 assert (blocks - 1) * columns < out <= blocks * columns
             for rows in range(1, SMALL_ROWS + 1):
-                shape, blocks, parts = launch_configs.gemm_small(rows, out, width, processors, 228 << 10)
-                tile = 32 * shape.defines["WARPS_OUT"]
-                assert shape.defines["ROWS"] >= rows
-                assert shape.defines["ROWS"] * 8 // shape.defines["WARPS_OUT"] <= 128
+                config, blocks, parts = launch_configs.gemm_small(rows, out, width, processors, 228 << 10)
+                tile = 32 * config.defines["WARPS_OUT"]
+                assert config.defines["ROWS"] >= rows
+                assert config.defines["ROWS"] * 8 // config.defines["WARPS_OUT"] <= 128
                 assert (blocks - 1) * tile < out <= blocks * tile
                 assert parts == 1 or parts * 32 <= width
-                assert shape.shared <= SHARED_BYTES
+                assert config.shared <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("processors", [20, 132])
@@ -70,14 +70,14 @@ H100, A100, RTX_4090 = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)
 def test_all_parts_of_a_product_are_resident_at_once(
     machine: tuple[int, int], blocks_each: int, parts: tuple[int, ...]
 ) -> None:
-    """No more blocks than multiprocessors have shared memory and registers for: others would be a second turn."""
+    """At most as many blocks as fit into shared memory and registers of all multiprocessors: more would wait."""
     shapes = (16, 4096, 14336), (32, 4096, 14336), (16, 1024, 65536), (64, 4096, 14336)  # rows, out, width
     for (rows, out, width), wanted in zip(shapes, parts, strict=True):
-        shape, blocks, chosen = launch_configs.gemm_small(rows, out, width, *machine)
+        config, blocks, chosen = launch_configs.gemm_small(rows, out, width, *machine)
         assert chosen == wanted
-        parallel_map = 1 if rows == 64 else blocks_each
-        assert blocks * chosen <= max(blocks, parallel_map * machine[0])
-        assert parallel_map * (shape.shared + 1024) <= machine[1]
+        resident = 1 if rows == 64 else blocks_each
+        assert blocks * chosen <= max(blocks, resident * machine[0])
+        assert resident * (config.shared + 1024) <= machine[1]
 
 
 def test_up_to_eight_rows_are_not_padded_to_sixteen() -> None:

@@ -103,8 +103,8 @@ def _decode_attention() -> list[Variant]:
     variants = []
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
         for rows in (1, STEP_ROWS):
-            shape, _ = launch_configs.decode_attention(*cache.layouts(), group, rows)
-            variants.append(Variant("decode_attention", shape.defines, cache, shape.shared))
+            config, _ = launch_configs.decode_attention(*cache.layouts(), group, rows)
+            variants.append(Variant("decode_attention", config.defines, cache, config.shared))
     return variants
 
 
@@ -117,8 +117,8 @@ def _prefill_attention() -> list[Variant]:
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     variants = []
     for cache, group in zip(caches, itertools.cycle((1, 4, 8, 3)), strict=False):
-        shape, _ = launch_configs.prefill_attention(*cache.layouts(), group)
-        variants.append(Variant("prefill_attention", shape.defines, cache, shape.shared))
+        config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
+        variants.append(Variant("prefill_attention", config.defines, cache, config.shared))
     return variants
 
 
@@ -129,8 +129,8 @@ def _encode_blocks() -> list[Variant]:
     caches += [Cache("ring4+norm16", "ring4+norm16", 8, mean_bits=16), Cache("polarpair-m4n4", "polarquant", 128)]
     variants = []
     for cache in caches:
-        shape = launch_configs.encode_blocks(*cache.layouts())
-        variants.append(Variant("encode_blocks", shape.defines, cache, shape.shared))
+        config = launch_configs.encode_blocks(*cache.layouts())
+        variants.append(Variant("encode_blocks", config.defines, cache, config.shared))
     return variants
 
 
@@ -152,12 +152,12 @@ def _gemm_small() -> list[Variant]:
     """Above a number of rows, x comes normalised and in the type of the weights."""
     variants = []
     for rows, weight in itertools.product((8, 16, 32, 48, 64), weight_formats.available()):
-        shape, _, _ = launch_configs.gemm_small(rows, 4096, 4096, 132, 228 << 10)
-        constants = {name: (value,) for name, value in shape.defines.items()}
+        config, _, _ = launch_configs.gemm_small(rows, 4096, 4096, 132, 228 << 10)
+        constants = {name: (value,) for name, value in config.defines.items()}
         rounded = rows > launch_configs.UNROUNDED_ROWS
         act = ("__nv_bfloat16" if weight == "bf16" else "__half") if rounded else "float"
         variants += [
-            replace(variant, dynamic_shared=shape.shared)
+            replace(variant, dynamic_shared=config.shared)
             for variant in _linear("gemm_small", ACT=(act,), WEIGHT=(weight,), **constants)
             if not (rounded and variant.defines["NORMED"])
         ]
