@@ -1,4 +1,4 @@
-"""Names beside points and lines that do not lie on each other."""
+"""Labels of points and lines that do not overlap."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 _SIZE = 7.5  # points
-_ROUNDS = 300  # of moving neighbours apart; dozens of labels settle in fewer
-# Where a label may stand from its point, in points, with the alignment that goes with it; the first free one is taken.
+_ROUNDS = 300  # of moving neighbours apart; enough for dozens of labels
+# Offsets of a label from its point, in points, with their alignment; the first free one is used.
 _PLACES = [(7, 0, "left"), (-7, 0, "right"), (5, 7, "left"), (5, -7, "left"), (-5, 7, "right"), (-5, -7, "right")]
 _PLACES += [(0, 11, "center"), (0, -11, "center"), (8, 14, "left"), (8, -14, "left"), (-8, 14, "right")]
 _PLACES += [(-8, -14, "right"), (10, 21, "left"), (10, -21, "left"), (-10, 21, "right"), (-10, -21, "right")]
-_LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "shrinkA": 0, "shrinkB": 3}  # to a label that stands apart
+_LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "shrinkA": 0, "shrinkB": 3}  # to a label at a distance
 
 
 def beside_points(
     ax: Axes, points: Sequence[tuple[float, float]], labels: Sequence[str], colours: Sequence[str]
 ) -> None:
-    """A label for each point (data coordinates) where it covers no point and no earlier label, if there is room."""
+    """A label for each point (data coordinates) that covers no point and no earlier label, if there is room."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -50,7 +50,7 @@ def beside_points(
                 arrowprops=_LEADER | {"color": colour} if abs(dy) > 10 else None,
             )
             text.update_positions(renderer)
-            box = Text.get_window_extent(text, renderer)  # without the line
+            box = Text.get_window_extent(text, renderer)  # without the leader line
             clashes = box.count_overlaps(taken) + (box.x1 > inside.x1 + 4 or box.x0 < inside.x0)
             if clashes < fewest:
                 best, fewest = (text, box), clashes

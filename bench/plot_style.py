@@ -1,4 +1,4 @@
-"""One look for all pictures: type, colours, axes."""
+"""The style of all pictures: fonts, colours, axes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NO_PICTURES = "No pictures: matplotlib is not installed; pip install 'polarlm[be
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there; where it is not, NO_PICTURES says so."""
+    """Whether matplotlib is installed; if not, NO_PICTURES is the message."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

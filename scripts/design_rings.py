@@ -1,12 +1,12 @@
-"""Designs the tables of `ring`: how many phases on how many circles, and their radii.
+"""Designs the tables of `ring`: the number of phases on each circle, and the radii.
 
     python -m scripts.design_rings POINTS RINGS
 
 prints phases and radii, from the inside to the outside, and the mean squared error per value of variance 1. Given the
 phases, Lloyd's algorithm on the Gaussian density finds the radii: the best radius of a ring is the mean of r·cos δ over
-its cells, δ being the angle to the nearest of its points. An exchange search finds the phases: as long as the error
-falls, one point moves from one ring to another. Odd rings are turned by half a phase; turning them by anything else
-gains less than a thousandth. The best number of rings is found by trial: 6, 8, 12 and 22 are in use.
+its cells, δ being the angle to the nearest of its points. An exchange search finds the phases: it moves one point from
+one ring to another as long as the error falls. Odd rings are rotated by half a phase; other rotations gain less than a
+thousandth. The best number of rings is found by trial: 6, 8, 12 and 22 are in use.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from itertools import permutations
 
 import numpy as np
 
-_FAR = 6.5  # beyond this radius lies e^(−21) of the density
+_LARGEST = 6.5  # e^(−21) of the density is beyond this radius
 
 
 class Plane:
     """The density exp(−r²/2) of a pair of unit variance, as weighted points on circles: Gauss–Legendre along r.
 
-    radial: circles; angular: points on each, turned from circle to circle so that no ring sees a regular pattern.
+    radial: circles; angular: points on each, rotated from circle to circle to avoid a regular pattern.
     """
 
     def __init__(self, radial: int = 400, angular: int = 360) -> None:
         nodes, weights = np.polynomial.legendre.leggauss(radial)
-        radius = _FAR / 2 * (1 + nodes)
-        turn = np.arange(radial) * (np.sqrt(5) - 1) / 2 % 1
-        self._angle = ((np.arange(angular) + turn[:, None]) * (2 * np.pi / angular)).astype(np.float32).ravel()
+        radius = _LARGEST / 2 * (1 + nodes)
+        shift = np.arange(radial) * (np.sqrt(5) - 1) / 2 % 1
+        self._angle = ((np.arange(angular) + shift[:, None]) * (2 * np.pi / angular)).astype(np.float32).ravel()
         self._radius = np.repeat(radius.astype(np.float32), angular)
         weight = np.repeat(weights * radius * np.exp(-(radius**2) / 2), angular)
         self._weight = weight / weight.sum()
@@ -39,14 +39,14 @@ class Plane:
 
     def _project(self, phases: int, odd: bool) -> np.ndarray:
         """r·cos δ of every point of the plane, for the nearest of `phases` points on a ring."""
-        turns = self._angle / np.float32(2 * np.pi) * np.float32(phases) - np.float32(odd / 2)
-        turns -= np.round(turns)
-        return self._radius * np.cos(turns * np.float32(2 * np.pi / phases))
+        phase = self._angle / np.float32(2 * np.pi) * np.float32(phases) - np.float32(odd / 2)
+        phase -= np.round(phase)
+        return self._radius * np.cos(phase * np.float32(2 * np.pi / phases))
 
     def settle(self, phases: Sequence[int], radii: np.ndarray, steps: int) -> tuple[float, np.ndarray]:
         """`steps` steps of Lloyd's algorithm → the error per value before the last one, and the radii after it.
 
-        Each goes half as far again as the means of the cells, which gets there sooner; the last one does not.
+        Each moves 1.5 times as far as to the means of the cells, which converges faster; the last moves exactly there.
         """
         along = np.stack([self._along(count, ring % 2 == 1) for ring, count in enumerate(phases)])
         radii = np.asarray(radii, np.float64)
@@ -63,7 +63,7 @@ class Plane:
 
 
 def first_guess(points: int, rings: int) -> tuple[list[int], np.ndarray]:
-    """Phases and radii by the rule of fine quantizers: the density of points goes as the square root of the pair's."""
+    """Phases and radii of a fine quantizer: the density of points goes as the square root of the pair's density."""
     fine = np.linspace(0, 6, 6001)
     gap = np.exp(-(fine**2) / 8)
     radii = np.interp((np.arange(rings) + 0.6) / rings * 0.985, np.cumsum(gap) / gap.sum(), fine)

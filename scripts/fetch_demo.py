@@ -1,6 +1,6 @@
-"""`python -m scripts.fetch_demo`: the demonstration model into the cache folder, where it is not there yet.
+"""`python -m scripts.fetch_demo` downloads the demonstration model into the cache folder, unless it is there.
 
-Exit code 1, with a sentence, where it cannot be had.
+Exit code 1, with a message, if that fails.
 """
 
 from __future__ import annotations

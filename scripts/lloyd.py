@@ -1,4 +1,4 @@
-"""Designs the scalar quantizers of `turbo` and `polarquant`: Lloyd's algorithm on a known density, not on samples.
+"""Designs the scalar quantizers of `turbo` and `polarquant`, by Lloyd's algorithm on a density instead of samples.
 
     python -m scripts.lloyd
 
@@ -19,7 +19,7 @@ def lloyd(density: Callable[[np.ndarray], np.ndarray], low: float, high: float, 
 
     `density` maps an array of points to weights of any scale. Cells end halfway between centres, and a centre is the
     mean of its cell (Lloyd, IEEE Trans. Inf. Theory 28(2), 1982); the integrals are Gauss–Legendre sums. For a density
-    whose logarithm is concave the optimum is unique, so where the search starts does not matter.
+    whose logarithm is concave the optimum is unique, so the start does not matter.
     """
     centres = low + (high - low) * (np.arange(count) + 0.5) / count
     while True:
@@ -36,8 +36,8 @@ def lloyd(density: Callable[[np.ndarray], np.ndarray], low: float, high: float, 
 def polar_angles(level: int) -> np.ndarray:
     """The four centres of a polar angle of level ≥ 2 on [0, π/2], in radians.
 
-    An angle between two radii of 2^(level−1) Gaussian values each has a density that goes as sin^(2^(level−1) − 1)(2θ)
-    (Han et al., "PolarQuant", 2025, Lemma 2).
+    An angle between two radii of 2^(level−1) Gaussian values each has a density proportional to sin^(2^(level−1) −
+    1)(2θ) (Han et al., "PolarQuant", 2025, Lemma 2).
     """
     exponent = 2 ** (level - 1) - 1
     return lloyd(lambda angle: np.sin(2 * angle) ** exponent, 0.0, np.pi / 2, 4)
@@ -45,7 +45,7 @@ def polar_angles(level: int) -> np.ndarray:
 
 def gaussian_levels(bits: int) -> np.ndarray:
     """The positive half of the 2^bits levels of least mean squared error for N(0, 1), ascending."""
-    # Beyond 12 standard deviations nothing is left of a float64.
+    # Beyond 12 standard deviations the density is negligible in float64.
     return lloyd(lambda x: np.exp(-(x**2) / 2), -12.0, 12.0, 2**bits)[2 ** (bits - 1) :]
 
 

@@ -55,7 +55,7 @@ MARGIN = 0.02
 
 @contextmanager
 def opened(model: str, cache_type: str) -> Iterator[Engine]:
-    """An engine of one of the models. Raises LoadError where the demonstration model cannot be had."""
+    """An engine of one of the models. Raises LoadError if the demonstration model is not available."""
     if model == DEMO:
         with Engine.load(demo_model(None), cache_type=cache_type, **SETTINGS) as engine:
             yield engine
@@ -67,7 +67,7 @@ def opened(model: str, cache_type: str) -> Iterator[Engine]:
 
 
 def prompt_of(engine: Engine, model: str, seed: int) -> list[int]:
-    """Token ids of five blocks and more: random ones, or a chat."""
+    """More than five blocks of token ids: random ones, or a chat."""
     if model == DEMO:
         text = "<|im_start|>user\n" + "The market on the square is held on Saturdays. " * 12
         text += f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -78,9 +78,9 @@ def prompt_of(engine: Engine, model: str, seed: int) -> list[int]:
 def answer(engine: Engine, prompt: list[int], most: int) -> tuple[list[int], list[float], list[float]]:
     """Greedy token ids, their log-probabilities, and those of the second best."""
     params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, logprobs=2, dry_multiplier=0)
-    told = engine.generate(prompt, params)
-    seconds = [second for _, (_, second) in (token.top for token in told.logprobs)]
-    return list(told.token_ids), [token.logprob for token in told.logprobs], seconds
+    generated = engine.generate(prompt, params)
+    seconds = [second for _, (_, second) in (token.top for token in generated.logprobs)]
+    return list(generated.token_ids), [token.logprob for token in generated.logprobs], seconds
 
 
 def scores(engine: Engine, model: str, ids: list[int]) -> dict[str, list[float]]:
@@ -98,12 +98,12 @@ def scores(engine: Engine, model: str, ids: list[int]) -> dict[str, list[float]]
 
 
 def rounded(numbers: Iterable[float]) -> list[float]:
-    """As many digits as the file has."""
+    """Numbers rounded to the digits of the file."""
     return [round(float(number), 5) for number in numbers]
 
 
 def run(engine: Engine, model: str, prompt: list[int]) -> dict[str, Any]:
-    """What the file says of one engine."""
+    """The file's entry for one engine."""
     ids, logprobs, seconds = answer(engine, prompt, MOST_TOKENS)
     close = [first - second < MARGIN for first, second in zip(logprobs, seconds, strict=True)]
     end = close.index(True) if True in close else len(ids)
@@ -111,7 +111,7 @@ def run(engine: Engine, model: str, prompt: list[int]) -> dict[str, Any]:
 
 
 def runs(model: str, seed: int) -> dict[str, Any]:
-    """Of all cache types of a model."""
+    """The entries for all cache types of a model."""
     found: dict[str, Any] = {}
     for cache_type in TYPES[model]:
         with opened(model, cache_type) as engine:
@@ -134,7 +134,7 @@ def main() -> int:
 
 
 def least_varied(found: dict[str, Any]) -> int:
-    """How many different tokens each of the answers has: some models say the same one over and over."""
+    """The least number of distinct tokens in an answer: some models repeat one token."""
     return min(len(set(one["answer"])) for one in found["types"].values())
 
 

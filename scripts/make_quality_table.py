@@ -16,7 +16,7 @@ SERVED, CODED = "as served", "every token coded"
 DEMO = "smollm2-135m-instruct-????-??-??"
 PLAIN = ":plain"  # a type as published, without conditioning
 
-# What the README shows: the presets, and what they are to be compared with.
+# The types in the README: the presets, and types to compare them with.
 _SHORT = ["q8_0:plain", "ring5/ring4", "kivi4:plain", "q4_0:plain", "turbo4:plain", "ring4/ring3.5", "polarquant:plain"]
 _SHORT += ["ring3/ring3.5", "turbo3:plain"]
 
@@ -24,7 +24,7 @@ Measured = Mapping[str, Any]
 
 
 def newest(name: str) -> Measured:
-    """The latest measurement whose file is called like the pattern `name`."""
+    """The latest measurement whose file name matches the pattern `name`."""
     return json.loads(max(RESULTS.glob(f"{name}.json")).read_text(encoding="utf-8"))
 
 
@@ -46,7 +46,7 @@ def quality_table(measured: Measured, types: Sequence[str] | None = None) -> str
 
 
 def ablation_table() -> str:
-    """What each part of encoding is worth."""
+    """A Markdown table of the encoding without each of its parts."""
     measured = newest(f"ablation-{DEMO}")
     full = measured["exact_perplexity"]
     lines = ["| | bits/value | perplexity, KL as served |", "|---|---|---|"]
@@ -84,14 +84,14 @@ def needle_table() -> str:
 
 
 def speed_table() -> str:
-    """Tokens a second on the CPU, beside another engine and beside reading the weights alone."""
+    """Tokens a second on the CPU, compared with another engine and with reading the weights alone."""
     measured = newest("speed-amd-epyc-????-??-??")
     peer = f"{measured['peer']['name']} {measured['peer']['version_or_absence']}, same run"
     lines = [f"| | cache | tokens/s | {peer} | reading the weights alone |", "|---|---|---|---|---|"]
     for figure in measured["figures"]:
         cells = [figure[column] for column in ("ours", "peer", "weights_alone")]
-        told = [_rate(cell["median"]) if isinstance(cell, dict) else "" for cell in cells]
-        lines.append(f"| {figure['name']} | `{figure['cache_type']}` | {' | '.join(told)} |")
+        rates = [_rate(cell["median"]) if isinstance(cell, dict) else "" for cell in cells]
+        lines.append(f"| {figure['name']} | `{figure['cache_type']}` | {' | '.join(rates)} |")
     machine = measured["machine"]
     source = (
         f"{measured['model']} from a {measured['weights']} file, whose weights are computed with as float32, on "
@@ -113,7 +113,7 @@ def _by_type(measured: Measured) -> dict[str, dict[str, dict]]:
 
 
 def _label(name: str) -> str:
-    """A type as people write it, with the preset that it is and whether it is as published."""
+    """A type for a table, with its preset, and "as published" if it is."""
     presets = {"/".join(dict.fromkeys(types)): preset for preset, types in PRESETS.items()}
     preset = f" = **{presets[name]}**" if name in presets else ""
     published = name.removesuffix(PLAIN)
@@ -145,7 +145,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
 
 
 def with_tables(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """`text` with current tables between their marks. Raises SystemExit with a sentence where a mark is missing."""
+    """`text` with current tables between their marks. Raises SystemExit with a message if a mark is missing."""
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, found, rest = text.partition(begin)

@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Stored:
-    """The kernel's arrays, and what they read back as: for each sequence k, v (K, T, D) float64, rotated."""
+    """The kernel's arrays, and the decoded k, v (K, T, D) float64 of each sequence, rotated."""
 
     block_table: np.ndarray
     pools: tuple[np.ndarray, ...]
@@ -55,7 +55,7 @@ class Stored:
 def random_setting(
     seed: int, lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim: int = 64, block_size: int = 16
 ) -> Setting:
-    """Keys around a mean of their own in each channel, as models have them; queries that ask for some tokens only."""
+    """Keys with a mean in each channel, as in models; queries that attend to few tokens."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def store(setting: Setting) -> Stored:
     rotation = CODEC.rotation(dim)
     counts = [-(-length // n) for length in setting.lengths]
     table = np.full((len(counts), max(counts)), -1, np.int32)
-    coded_keys, coded_values, full_keys, full_values = [], [], [], []
+    quantized_keys, quantized_values, full_keys, full_values = [], [], [], []
     read_k, read_v = [], []
     for sequence, (k, v, count) in enumerate(zip(setting.k, setting.v, counts, strict=True)):
         turned_k, turned_v = k @ rotation, v @ rotation
@@ -88,21 +88,21 @@ def store(setting: Setting) -> Stored:
                 full_values.append(full[1])
                 known_k[:, part], known_v[:, part] = own_k.astype(np.float16), own_v.astype(np.float16)
             else:
-                table[sequence, block] = len(coded_keys)
+                table[sequence, block] = len(quantized_keys)
                 centred, mean = centre(own_k, MEAN_BITS)
                 keys, values = CODEC.encode(centred), CODEC.encode(own_v)
-                coded_keys.append((keys["low"], keys["norm"], mean["mean"], mean["mean_scale"]))
-                coded_values.append((values["low"], values["norm"]))
+                quantized_keys.append((keys["low"], keys["norm"], mean["mean"], mean["mean_scale"]))
+                quantized_values.append((values["low"], values["norm"]))
                 known_k[:, part] = CODEC.decode(keys).astype(np.float64) + read_mean(mean)[:, None]
                 known_v[:, part] = CODEC.decode(values)
         read_k.append(known_k)
         read_v.append(known_v)
-    pools = [np.stack(pool) for pool in (*zip(*coded_keys, strict=True), *zip(*coded_values, strict=True))]
+    pools = [np.stack(pool) for pool in (*zip(*quantized_keys, strict=True), *zip(*quantized_values, strict=True))]
     return Stored(table, (*pools, np.stack(full_keys), np.stack(full_values)), read_k, read_v)
 
 
 def launch(setting: Setting, stored: Stored) -> np.ndarray:
-    """What the kernel gives, (B, H, D), rotated as the values are. One launch."""
+    """The kernel's output (B, H, D), rotated as the values are. One launch."""
     from tests.cuda.programs import Program  # chooses between emulator and GPU
 
     (sequences, heads, dim), kv_heads = setting.q.shape, len(setting.k[0])
@@ -126,18 +126,18 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: type = np.floa
 
 
 def errors(out: np.ndarray, setting: Setting, stored: Stored) -> Iterator[tuple[float, float, float]]:
-    """Of each sequence: how far `out` is from float64, how far it may be, and what the codes change.
+    """For each sequence: the error of `out` from float64, its limit, and the change by quantization.
 
     It may be four times as far as NumPy in float32: sums are in another order, and points, norms and means are rounded
     apart from each other. Where few tokens leave that to luck, a rounding of the largest value stands in.
     """
     rotation = CODEC.rotation(setting.q.shape[-1])
     for row, q, k, v, full_k, full_v in zip(out, setting.q, stored.k, stored.v, setting.k, setting.v, strict=True):
-        exact = attention(q @ rotation, k, v)
-        rounding = np.abs(attention(q @ rotation, k, v, np.float32) - exact).max()
+        expected = attention(q @ rotation, k, v)
+        rounding = np.abs(attention(q @ rotation, k, v, np.float32) - expected).max()
         allowed = 4 * max(rounding, np.finfo(np.float32).eps * np.abs(v).max())
-        cost = np.abs(exact @ rotation.T - attention(q, full_k, full_v)).max()
-        yield float(np.abs(row - exact).max()), float(allowed), float(cost)
+        cost = np.abs(expected @ rotation.T - attention(q, full_k, full_v)).max()
+        yield float(np.abs(row - expected).max()), float(allowed), float(cost)
 
 
 def main() -> int:

@@ -3,9 +3,9 @@
     python -m scripts.train_trellis BITS
 
 prints the points of a pair of BITS bits, in thousandths, as `engine/codecs/_trellis_points.py` holds them, and the mean
-squared error per value on Gaussian vectors of 128 values. It is Lloyd's algorithm with paths for cells: the best
-paths for random vectors, then every point becomes the mean of the pairs that took it. A point stands for one in each
-state, turned, so that a pair counts as turned back. Later rounds weigh less, which averages the randomness out.
+squared error per value on Gaussian vectors of 128 values. It is Lloyd's algorithm with best paths in place of cells:
+each round finds the best paths of random vectors, then moves every point to the mean of the pairs that took it, rotated
+back to state 0. Later rounds move points less, which averages the randomness out.
 """
 
 from __future__ import annotations

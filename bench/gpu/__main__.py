@@ -1,7 +1,7 @@
-"""`python -m bench.gpu`: what a GPU makes of the kernels, beside its own limits and other libraries' kernels.
+"""`python -m bench.gpu`: times of the kernels on a GPU, compared with its limits and with other libraries' kernels.
 
-The most important measurements come first; what --budget leaves no time for is named. The JSON file is written after
-every one of them, so that a run that is stopped leaves what it had.
+The most important measurements come first; the report names those that --budget leaves no time for. The JSON file is
+written after each of them, so that a run that is stopped keeps its results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.config import setting
 from engine.flags import FlagError, parse
 from model_loaders.config import ModelConfig
 
-# A sequence has a sink, quantized blocks, a current block, and begins a block and a bit before.
+# A sequence has a sink, a quantized block and a current block, and starts more than a block before the context.
 _LEAST_BLOCKS = 4
 _STEP_CONTEXTS = (2048, 32768, 131072)
 _SMALL_ROWS = (8, 16, 64)
@@ -42,7 +42,7 @@ Task = tuple[str, Callable[[], Sequence[Row]]]
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The measurements."""
 
     types: str = setting(
         "f16,ring4/ring3.5,ring3/ring3.5,polarquant,turbo4", "--types", metavar="TYPES", help=TYPES_HELP
@@ -72,7 +72,7 @@ def _measure_and_report(
         argv,
         {"Kernels": Options, "Output": Output},
         prog="python -m bench.gpu",
-        description="What a GPU makes of the kernels, beside its own limits and other libraries' kernels.",
+        description="Times of the kernels on a GPU, compared with its limits and with other libraries' kernels.",
         checks={"layers": at_least(1), "budget": at_least(1)},
     )
     types = cache_types(options.types)
@@ -82,7 +82,7 @@ def _measure_and_report(
     batches = _numbers("--batches", options.batches, 1)
     gpu = gpu or open_gpu()
     output = destination.path("gpu", gpu.about["name"])
-    note(f"Takes {report.duration(options.budget)} at most, and what the last task takes")
+    note(f"Takes {report.duration(options.budget)} at most, plus the rest of the last task")
     sizes = replace(sizes, config=replace(sizes.config, layers=options.layers))
     plan = Plan(gpu, sizes, peers, types, contexts, batches, step_contexts)
     results = Results()
@@ -100,7 +100,7 @@ def _measure_and_report(
 
 
 def _do(name: str, work: Callable[[], Sequence[Row]], results: Results) -> None:
-    """One task. What goes wrong in it stays in it: the others are still worth their time."""
+    """Run one task. An error ends only this task."""
     try:
         results.rows += work()
     except EngineError as error:
@@ -113,7 +113,7 @@ def _do(name: str, work: Callable[[], Sequence[Row]], results: Results) -> None:
 
 
 def _afresh(gpu: Gpu, work: Callable[[], Sequence[Row]]) -> Sequence[Row]:
-    """`work`, once the memory of what was measured before is free."""
+    """The result of `work`, after the memory of earlier measurements has been freed."""
     gpu.clock.free()
     return work()
 
@@ -136,7 +136,7 @@ def _numbers(flag: str, text: str, least: int) -> list[int]:
 
 @dataclass
 class Plan:
-    """What is measured, in the order of its importance."""
+    """The tasks, in the order of their importance."""
 
     gpu: Gpu
     sizes: Sizes
@@ -155,7 +155,7 @@ class Plan:
     def tasks(self) -> Iterator[Task]:
         yield "limits of the device", self._limits
         yield from self._attention(self.batches[0])
-        yield from self._of_model()
+        yield from self._model_tasks()
         for batch in self.batches[1:]:
             yield from self._attention(batch)
         yield "encoding", self._encoding
@@ -163,37 +163,37 @@ class Plan:
     def _limits(self) -> list[Row]:
         _, device = self.gpu.open()
         clock, sizes, n = self.gpu.clock, self.sizes, self.sizes.gemm
-        of = Noise(device, clock, sizes.noise).matrix(sizes.copied // 2, 1)
-        to = device.empty(of.shape, of.dtype)
-        copied = clock.seconds(lambda: clock.copy(to, of), sizes.runs)
+        source = Noise(device, clock, sizes.noise).matrix(sizes.copied // 2, 1)
+        to = device.empty(source.shape, source.dtype)
+        copied = clock.seconds(lambda: clock.copy(to, source), sizes.runs)
         noise = Noise(device, clock, sizes.noise)
         x, weight, y = noise.matrix(n, n), noise.matrix(n, n), device.empty((n, n), "float32")
         multiplied = clock.seconds(lambda: device.gemm(y, x, weight, add=False), sizes.runs)
-        return [Limits(2 * of.nbytes / copied, 2 * n**3 / multiplied)]
+        return [Limits(2 * source.nbytes / copied, 2 * n**3 / multiplied)]
 
     def _attention(self, batch: int) -> Iterator[Task]:
         sizes = self.sizes
         for context in self.contexts:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
             yield f"fp16 kernels of others, {context} × {batch}", partial(self.peers, *shape)
-            for of in self.types:
-                given = self.gpu, sizes, self._content, of, context, batch
-                yield f"attention, {of.label}, {context} × {batch}", partial(_one, measure_attention, *given)
+            for cache_type in self.types:
+                given = self.gpu, sizes, self._content, cache_type, context, batch
+                yield f"attention, {cache_type.label}, {context} × {batch}", partial(_one, measure_attention, *given)
 
-    def _of_model(self) -> Iterator[Task]:
+    def _model_tasks(self) -> Iterator[Task]:
         for context, batch in self._cells():
             yield f"steps, {context} × {batch}", partial(self._with_model, measure_steps, context, batch)
         for rows in (1, *_SMALL_ROWS):
             for name in _MATRICES if rows == 1 else _MATRICES[:-1]:
                 yield f"{name} × {rows} rows", partial(self._with_model, measure_matrix, name, rows)
         yield f"prefill of {self.sizes.prompt} tokens", partial(self._with_model, measure_prefill)
-        self._model = None  # its memory is needed
+        self._model = None  # frees its memory
 
     def _cells(self) -> list[tuple[int, int]]:
         return [(context, batch) for batch in self.batches for context in self.step_contexts]
 
-    def _with_model(self, measure: Callable[..., Row], *of: Any) -> list[Row]:
-        """One measurement of the model, made when it is first wanted. Raises EngineError where there is none."""
+    def _with_model(self, measure: Callable[..., Row], *given: Any) -> list[Row]:
+        """One measurement of the model, which is made on first use. Raises EngineError if it does not fit."""
         if self._no_model:
             raise EngineError("there is no model")
         if self._model is None:
@@ -203,7 +203,7 @@ class Plan:
                 self._no_model = True
                 layers = self.sizes.config.layers
                 raise EngineError(f"no model of {layers} layers ({error}); choose fewer with --layers") from error
-        return [measure(self.gpu, self.sizes, self._model, *of)]
+        return [measure(self.gpu, self.sizes, self._model, *given)]
 
     def _encoding(self) -> list[Row]:
         key, value = default_type()

@@ -1,7 +1,7 @@
-"""Caches of random K/V on a device, and what attention over them should give.
+"""Caches of random K/V on a device, and the error of attention over them.
 
 Letters: K KV heads, G query heads of one, N tokens in a block, D head dim. A few random blocks are encoded by the
-device itself; pools hold their records over and over, block i of a pool being block i % `blocks` of them.
+device itself. Their records are repeated through the pools: block i of a pool is block i % `blocks` of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.backends.cuda.device import Array, Device
 from engine.backends.ops import Ops, Place, SpanView
 from engine.quantization.conditioning import read_mean
 
-# A whole step rounds q, k, v and the weights of tokens to half precision, of 11 bits, all of it relative to a value:
-# together they stay far within eight such roundings of the largest output.
+# Attention rounds q, k, v and attention weights to half precision, each by at most 2⁻¹¹ of the value: together they are
+# far below eight such roundings of the largest output.
 ALLOWED_ERROR = 2.0**-8
 
 
@@ -38,7 +38,7 @@ class Content:
 
 
 def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
-    """Fill the pools of one layer's cache, coded and exact, with `content`."""
+    """Fill the quantized and the full-precision pools of one layer's cache with `content`."""
     n, rows = cache.format.block_size, len(content.k)
     buffer, quantized, blocks = ops.buffer(cache.format, rows), len(cache.keys.quantized), rows // n
     span = SpanView(slice(0, rows), 0, Place(buffer, 0), 0, None, (), n)
@@ -55,7 +55,7 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
 
 
 def _repeat(clock: Clock, pool: Array, filled: int) -> None:
-    """Continue the first `filled` records of a pool to its end; they double, so that few copies do."""
+    """Repeat the first `filled` records of a pool to its end, doubling the copies."""
     while filled < len(pool):
         count = min(filled, len(pool) - filled)
         clock.copy(pool[filled : filled + count], pool[:count])
@@ -63,8 +63,8 @@ def _repeat(clock: Clock, pool: Array, filled: int) -> None:
 
 
 @dataclass(frozen=True)
-class Laid:
-    """Where one sequence of `context` tokens lies: its sink, its quantized blocks, its current block."""
+class StoredSequence:
+    """The blocks of one sequence of `context` tokens: sink, quantized blocks, current block."""
 
     context: int
     sink: int
@@ -72,7 +72,7 @@ class Laid:
     current: int
 
     def span(self, row: int, block_size: int) -> SpanView:
-        """For a step whose token, row `row`, is the last of the context."""
+        """The span of a step whose token, row `row`, is the last of the context."""
         newest = self.context - 1
         start = newest // block_size * block_size
         return SpanView(
@@ -80,32 +80,34 @@ class Laid:
         )  # fmt: skip
 
 
-def attention_error(device: Device, cache: Any, blocks: int, of: Laid, head: int, q: Any, out: Any) -> float:
-    """The largest error of out (G, D) over the largest value that attention of q (G, D) should give.
+def attention_error(
+    device: Device, cache: Any, blocks: int, sequence: StoredSequence, head: int, q: Any, out: Any
+) -> float:
+    """The largest error of out (G, D), the attention output of q (G, D), over the largest correct value.
 
-    Against float64 over what NumPy's codecs read out of the device's records of KV head `head`.
+    The reference is float64 attention over the device's records of KV head `head`, decoded by NumPy.
     """
-    k, v = (read_tokens(device, cache, side, blocks, of, head) for side in ("keys", "values"))
+    k, v = (read_tokens(device, cache, side, blocks, sequence, head) for side in ("keys", "values"))
     scores = q.astype(np.float64) @ k.T * q.shape[-1] ** -0.5
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     full = weights / weights.sum(-1, keepdims=True) @ v
     return float(np.abs(out - full).max() / np.abs(full).max())
 
 
-def read_tokens(device: Device, cache: Any, side: str, blocks: int, of: Laid, head: int) -> np.ndarray:
+def read_tokens(device: Device, cache: Any, side: str, blocks: int, sequence: StoredSequence, head: int) -> np.ndarray:
     """Keys or values (context, D) of one KV head of a sequence, float64."""
     stored = getattr(cache, side)
     codec = cache.format.codec_k if side == "keys" else cache.format.codec_v
     full = cache.full.k if side == "keys" else cache.full.v
     parts = []
     layout = stored.layout.full
-    for slot in (of.sink, of.current):
+    for slot in (sequence.sink, sequence.current):
         fields, _ = layout.unpack(device.to_host(full[slot])[head])
         parts.append(codecs.get(codecs.FULL).decode(fields).astype(np.float64))
-    if of.quantized:
+    if sequence.quantized:
         fields, mean = stored.layout.unpack(device.to_host(stored.quantized[:blocks])[:, head])
         decoded = codec.decode(fields).astype(np.float64)
         if mean:
             decoded += read_mean(mean)[..., None, :]
-        parts.insert(1, decoded[np.asarray(of.quantized) % len(decoded)].reshape(-1, decoded.shape[-1]))
-    return np.concatenate(parts)[: of.context]
+        parts.insert(1, decoded[np.asarray(sequence.quantized) % len(decoded)].reshape(-1, decoded.shape[-1]))
+    return np.concatenate(parts)[: sequence.context]

@@ -1,4 +1,4 @@
-"""A model of random weights on a GPU, with sequences in its store that nobody has prefilled."""
+"""A model of random weights on a GPU, with sequences in its store without a prefill."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from engine.quantization.metric import Metric, key_metric, value_metric
 from engine.weight_formats import Linear, Matrix, get
 from model_loaders.config import ModelConfig
 
-_OUTPUT_ROWS = 512  # of the output projection that metrics are made of
+_OUTPUT_ROWS = 512  # of the output projection, for the metrics
 _TOKEN_CORRELATION = 0.9  # of a token's attention with the next one's
 
-# Beside what a sequence holds: the block that a measurement fills, and the slot of a current block that is just
-# complete.
+# Besides a sequence's blocks: the block that a measurement fills, and the slot of a current block that has just been
+# completed.
 _SPARE_BLOCKS = 2
 _SLOTS = 3
 
 
 class RandomModel:
-    """Weights, and a store of the default cache type whose records are random."""
+    """Random weights, and a store of the default cache type with random records."""
 
     def __init__(self, gpu: Gpu, sizes: Sizes, content: Content, cells: list[tuple[int, int]]):
-        """cells: contexts and batches that the store should hold, one at a time; those that do not fit are left out.
+        """cells: (context, batch) that the store must hold, one at a time; those that do not fit are left out.
 
-        Raises EngineError, MemoryError where the weights do not fit.
+        Raises EngineError or MemoryError if the weights do not fit.
         """
         self.ops, self.device = gpu.open()
         self.config = sizes.config
@@ -49,9 +49,9 @@ class RandomModel:
         batch = max((batch for _, batch in cells), default=1)
         load = Load(self.config, shape.format(0), sizes.prompt, batch)
         room = self.ops.room_beside(0) - self.ops.work_bytes(load)
-        self.fits = {cell: shape.bytes(*of) <= room for cell, of in needed.items()}
+        self.fits = {cell: shape.bytes(*blocks) <= room for cell, blocks in needed.items()}
         held = [needed[cell] for cell in cells if self.fits[cell]] or [_room(shape, sizes, sizes.prompt, 1)]
-        quantized, slots = max(of[0][0] for of in held), max(of[1] for of in held)
+        quantized, slots = max(ids for (ids,), _ in held), max(slots for _, slots in held)
         plan = StorePlan(shape, quantized * sizes.block_size, (quantized,), slots)
         codec_k, codec_v = shape.layers[0].codec_k, shape.layers[0].codec_v
         dim, heads = self.config.head_dim, self.config.kv_heads
@@ -63,8 +63,8 @@ class RandomModel:
             fill(self.ops, gpu.clock, store.cache(layer), content)
         self.model = Transformer(self.ops, self.config, weights, store)
 
-    def laid(self, length: int) -> SequenceKV:
-        """A sequence of `length` tokens: whatever its blocks hold. Raises OutOfBlocks."""
+    def stored_sequence(self, length: int) -> SequenceKV:
+        """A sequence of `length` tokens with random blocks. Raises OutOfBlocks."""
         store = self.model.store
         sequence, n = store.new_sequence(), store.shape.block_size
         complete, rest = divmod(length, n)
@@ -77,7 +77,7 @@ class RandomModel:
 
 
 def parameters(config: ModelConfig) -> tuple[int, int]:
-    """Weights of the matrices of all layers together, and of embedding and head."""
+    """The number of weights in matrices of all layers, and in embedding and head."""
     e, f, width = config.hidden_size, config.ffn_size, config.head_dim
     layer = (2 * config.heads + 2 * config.kv_heads) * width * e + 3 * f * e
     return config.layers * layer, 2 * config.vocab_size * e
@@ -113,13 +113,13 @@ def _weights(ops: CudaOps, config: ModelConfig, noise: Noise) -> ModelWeights:
 
 
 def default_type() -> tuple[str, str]:
-    """Names of what keys and values are stored as where nobody says otherwise."""
+    """The default cache types of keys and of values."""
     (_, key), (_, value) = cache_types.chosen(EngineConfig())
     return key, value
 
 
 def cache_shape(ops: CudaOps, sizes: Sizes) -> CacheShape:
-    """The default cache of every layer."""
+    """The shape of the default cache."""
     config = sizes.config
     pairs = cache_types.layer_codecs(EngineConfig(), config.layers, config.head_dim)
     layers = tuple(LayerShape(k, v, mean_bits=8) for k, v in pairs)
@@ -129,15 +129,14 @@ def cache_shape(ops: CudaOps, sizes: Sizes) -> CacheShape:
 
 
 def _room(shape: CacheShape, sizes: Sizes, context: int, batch: int) -> tuple[tuple[int], int]:
-    """Coded blocks and full-precision slots for sequences of `context` tokens, and for the prompt that is measured
-    later."""
+    """Quantized blocks and full-precision slots for sequences of `context` tokens or for the measured prompt."""
     n = shape.block_size
     quantized = max(batch * (context // n + _SPARE_BLOCKS), sizes.prompt // n + _SPARE_BLOCKS)
     return (quantized,), _SLOTS * batch
 
 
 def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric, Metric]:
-    """What errors might cost: as much work for the encoder as what a calibration finds."""
+    """Metrics that take the encoder as much work as calibrated ones."""
     config, rng = sizes.config, np.random.default_rng(3)
     heads, dim = config.kv_heads, config.head_dim
     if codec_k.rounding is None or codec_v.rounding is None:
@@ -147,5 +146,5 @@ def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric
     ones = np.ones((heads, dim), np.float32)
     k = key_metric(second, queries.mean(1), ones, codec_k.rotation(dim), codec_k.rounding)
     output = rng.standard_normal((_OUTPUT_ROWS, config.heads * dim), np.float32)
-    near = _TOKEN_CORRELATION ** np.arange(sizes.block_size)
-    return k, value_metric(output, heads, dim, codec_v.rotation(dim), codec_v.rounding, near)
+    correlation = _TOKEN_CORRELATION ** np.arange(sizes.block_size)
+    return k, value_metric(output, heads, dim, codec_v.rotation(dim), codec_v.rounding, correlation)

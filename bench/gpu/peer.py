@@ -35,7 +35,7 @@ class PeerTime:
 
 
 def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
-    """Every peer at one shape. rotated: bytes that are read before anything is read again."""
+    """Times of every peer at one shape. rotated: the least bytes that are read before any are read again."""
     names = (TORCH, TORCH_ROWS, FLASHINFER)
     try:
         torch = importlib.import_module("torch")
@@ -43,7 +43,7 @@ def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, 
             return [PeerTime(name, context, batch, None, "PyTorch sees no GPU") for name in names]
     except ImportError:
         return [PeerTime(name, context, batch, None, "PyTorch is not installed") for name in names]
-    except Exception as error:  # its libraries may not suit this machine
+    except Exception as error:  # its libraries may not work on this machine
         return [PeerTime(name, context, batch, None, _short(error)) for name in names]
     shape = _Shape(torch, config, context, batch, rotated)
     times = []
@@ -60,13 +60,13 @@ def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, 
 
 
 def _short(error: Exception) -> str:
-    """The beginning of the first line, for a table."""
+    """The beginning of the message, for a table."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"does not work: {line[:60]}"
 
 
 class _Shape:
-    """Random K/V of one shape, in as many sets as are read in turn."""
+    """Random K/V of one shape, in several sets that are read one after another."""
 
     def __init__(self, torch: Any, config: ModelConfig, context: int, batch: int, rotated: int):
         self.torch, self.config, self.context, self.batch = torch, config, context, batch
@@ -81,15 +81,15 @@ class _Shape:
 
 
 def _sdpa(shape: _Shape) -> list[Call]:
-    c, of = shape.config, shape.torch.nn.functional.scaled_dot_product_attention
+    c, attention = shape.config, shape.torch.nn.functional.scaled_dot_product_attention
     q = shape.random(shape.batch, c.heads, 1, c.head_dim)
-    return [partial(of, q, k, v, enable_gqa=True) for k, v in _keys_and_values(shape)]
+    return [partial(attention, q, k, v, enable_gqa=True) for k, v in _keys_and_values(shape)]
 
 
 def _sdpa_rows(shape: _Shape) -> list[Call]:
-    c, of = shape.config, shape.torch.nn.functional.scaled_dot_product_attention
+    c, attention = shape.config, shape.torch.nn.functional.scaled_dot_product_attention
     q = shape.random(shape.batch, c.kv_heads, c.heads // c.kv_heads, c.head_dim)
-    return [partial(of, q, k, v) for k, v in _keys_and_values(shape)]
+    return [partial(attention, q, k, v) for k, v in _keys_and_values(shape)]
 
 
 def _keys_and_values(shape: _Shape) -> list[tuple[Any, Any]]:
@@ -102,7 +102,7 @@ def _flashinfer(shape: _Shape) -> list[Call]:
     torch, c, batch = shape.torch, shape.config, shape.batch
     pages = -(-shape.context // _PAGE)
 
-    def whole(values: Any) -> Any:
+    def integers(values: Any) -> Any:
         return torch.tensor(list(values), dtype=torch.int32, device="cuda")
 
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
@@ -110,7 +110,7 @@ def _flashinfer(shape: _Shape) -> list[Call]:
     )
     last = shape.context - (pages - 1) * _PAGE
     wrapper.plan(
-        *(whole(range(0, batch * pages + 1, pages)), whole(range(batch * pages)), whole([last] * batch)),
+        *(integers(range(0, batch * pages + 1, pages)), integers(range(batch * pages)), integers([last] * batch)),
         *(c.heads, c.kv_heads, c.head_dim, _PAGE),
     )
     q = shape.random(batch, c.heads, c.head_dim)
@@ -119,7 +119,7 @@ def _flashinfer(shape: _Shape) -> list[Call]:
 
 
 def _seconds(torch: Any, calls: Sequence[Call], runs: int) -> tuple[float, str]:
-    """The median time of one call, and what to know about it."""
+    """The median time of one call, and a note about how it was measured."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
@@ -130,7 +130,7 @@ def _seconds(torch: Any, calls: Sequence[Call], runs: int) -> tuple[float, str]:
             for call in calls:
                 call()
         work: Call = graph.replay
-    except Exception:  # then the host's part counts as well
+    except Exception:  # then the time includes the host's
         torch.cuda.synchronize()
         note = "not recorded"
 

@@ -1,4 +1,4 @@
-"""A GPU to be measured: how to get at it, what it is, and how long its work takes."""
+"""Opens and describes the GPU, and measures times on it."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ LLAMA_8B = ModelConfig(
 
 @dataclass(frozen=True)
 class Sizes:
-    """What everything is measured on."""
+    """Sizes of the measurements."""
 
     config: ModelConfig = LLAMA_8B
     block_size: int = 64
-    blocks: int = 64  # of random K/V that a cache is filled with, over and over
-    rotated: int = 1 << 30  # bytes that are read before anything is read again: far more than a GPU's own caches hold
+    blocks: int = 64  # of random K/V, repeated to fill a cache
+    rotated: int = 1 << 30  # least bytes that are read before any are read again: far more than a GPU's caches hold
     copied: int = 1 << 30  # bytes
-    noise: int = (1 << 24) + 999  # random weights that matrices are filled with, over and over; never whole rows
+    noise: int = (1 << 24) + 999  # random weights, repeated to fill matrices; not a multiple of a row
     gemm: int = 8192  # rows and columns
     prompt: int = 8192  # tokens
-    runs: int = 10  # of each kind; their median counts
+    runs: int = 10  # of each measurement; the median counts
 
 
 class Clock(Protocol):
-    """Time and memory of the device that was opened last."""
+    """Times and memory of the device that was opened last."""
 
     def seconds(self, work: Callable[[], object], runs: int) -> float:
-        """The median time of the device for what `work` launches, once it has been done often enough to be recorded."""
+        """The median device time of `work`, after it has been called often enough to be recorded."""
 
-    def copy(self, to: Array, of: Array) -> None:
+    def copy(self, to: Array, source: Array) -> None:
         """Copy contiguous arrays of the same size and type."""
 
     def free(self) -> None:
-        """Give back the memory of arrays that are gone."""
+        """Free the memory of deleted arrays."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """open: ops that know nothing yet, and their device. What they have recorded keeps its memory while they live."""
+    """open: makes new ops and their device. Their recorded graphs keep memory for as long as they exist."""
 
     open: Callable[[], tuple[CudaOps, Device]]
     clock: Clock
@@ -70,7 +70,7 @@ class Gpu:
 
 
 class CupyClock:
-    """Events of CuPy's device, on the stream that its calls make the current one."""
+    """Times by CUDA events on CuPy's current stream."""
 
     def __init__(self) -> None:
         import cupy
@@ -78,12 +78,12 @@ class CupyClock:
         self._cupy: Any = cupy
 
     def seconds(self, work: Callable[[], object], runs: int) -> float:
-        for _ in range(3):  # once to compile, once to record, once as it will be
+        for _ in range(3):  # the first call compiles, the second records, the third launches the graph
             work()
         cuda = self._cupy.cuda
         stream = cuda.get_current_stream()
         events = [cuda.Event() for _ in range(runs + 2)]
-        # The host is ahead of the device but for the first run, whose time is not counted.
+        # The host is ahead of the device except in the first run, whose time is not counted.
         for event in events[:-1]:
             event.record(stream)
             work()
@@ -92,17 +92,17 @@ class CupyClock:
         times = [cuda.get_elapsed_time(*pair) for pair in itertools.pairwise(events)]
         return statistics.median(times[1:]) / 1e3
 
-    def copy(self, to: Array, of: Array) -> None:
-        self._cupy.copyto(to, of)
+    def copy(self, to: Array, source: Array) -> None:
+        self._cupy.copyto(to, source)
 
     def free(self) -> None:
-        gc.collect()  # a device and what it has recorded know each other
+        gc.collect()  # a device and its graphs refer to each other
         self._cupy.cuda.runtime.deviceSynchronize()
         self._cupy.get_default_memory_pool().free_all_blocks()
 
 
 def open_gpu() -> Gpu:
-    """Raises EngineError with the reason where there is none."""
+    """The machine's GPU. Raises EngineError, with the reason, if there is none."""
     select("cuda", 0)
     from engine.backends.cuda.cupy_device import CupyDevice
 
@@ -134,7 +134,7 @@ def _version(number: int) -> str:
 
 
 def _driver() -> str:
-    """The driver's version and what else its tool knows that speed depends on."""
+    """The driver's version, maximum clocks and power limit."""
     fields = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
     try:
         command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
@@ -145,7 +145,7 @@ def _driver() -> str:
 
 
 class Noise:
-    """Random bfloat16 matrices on the device: as many bytes as real weights, without as many on the host."""
+    """Random bfloat16 matrices on the device, without a copy of their size on the host."""
 
     def __init__(self, device: Device, clock: Clock, count: int):
         self._device, self._clock = device, clock

@@ -27,7 +27,7 @@ _PREFILLS = 3  # the first compiles
 
 @dataclass(frozen=True)
 class MatrixTime:
-    """Seconds of x (rows, in) times one matrix of so many bytes."""
+    """Seconds of x (rows, in) times one matrix of `bytes`."""
 
     name: str
     rows: int
@@ -39,8 +39,8 @@ class MatrixTime:
 class StepTime:
     """Seconds of a step, one token of each sequence. bytes: weights, codes and full-precision blocks that it reads.
 
-    seconds: mean over a whole block, so that encoding it is in there; median: of the steps; device: what the recorded
-    part takes on the device alone, without the host.
+    seconds: the mean over a whole block, with its encoding; median: of the steps; device: the recorded graph alone,
+    without the host.
     """
 
     context: int
@@ -53,7 +53,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """Seconds of a prompt up to its first token, and of one layer's attention alone, with the work in them."""
+    """Seconds of a prompt up to its first token and of one layer's attention, and their FLOPs."""
 
     tokens: int
     seconds: float
@@ -62,9 +62,9 @@ class PrefillTime:
     attention_flops: float
 
 
-def measure_matrix(gpu: Gpu, sizes: Sizes, of: RandomModel, name: str, rows: int) -> MatrixTime:
-    """Every layer's matrix in turn; or the head over and over, which is larger than any cache but in tests."""
-    ops, weights = of.ops, of.model.weights
+def measure_matrix(gpu: Gpu, sizes: Sizes, random: RandomModel, name: str, rows: int) -> MatrixTime:
+    """Every layer's matrix, one after another; or the head three times, which is larger than any cache."""
+    ops, weights = random.ops, random.model.weights
     matrices = [weights.head] * 3 if name == "head" else [getattr(layer, name) for layer in weights.layers]
     x = ops.to_device(np.random.default_rng(4).standard_normal((rows, matrices[0].shape[1]), np.float32))
 
@@ -78,12 +78,12 @@ def measure_matrix(gpu: Gpu, sizes: Sizes, of: RandomModel, name: str, rows: int
     return MatrixTime(name, rows, seconds / len(matrices), matrices[0].nbytes)
 
 
-def measure_steps(gpu: Gpu, sizes: Sizes, of: RandomModel, context: int, batch: int) -> StepTime:
-    """Steps around `context`. Raises EngineError where there is no room."""
-    if not of.fits[context, batch]:
+def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, context: int, batch: int) -> StepTime:
+    """Steps around `context`. Raises EngineError if there is no room."""
+    if not random.fits[context, batch]:
         raise EngineError("its K/V do not fit into the memory that the weights leave")
-    model, n = of.model, sizes.block_size
-    sequences = [of.laid(context - n - 2) for _ in range(batch)]
+    model, n = random.model, sizes.block_size
+    sequences = [random.stored_sequence(context - n - 2) for _ in range(batch)]
     draws, ids, times = [_draw(model)] * batch, [1] * batch, []
     try:
         with mock.patch.object(model.ops, "run_graph", wraps=model.ops.run_graph) as recorded:
@@ -99,7 +99,7 @@ def measure_steps(gpu: Gpu, sizes: Sizes, of: RandomModel, context: int, batch: 
     finally:
         for sequence in sequences:
             model.store.release(sequence)
-    read = 2 * (parameters(of.config)[0] + of.config.vocab_size * of.config.hidden_size)
+    read = 2 * (parameters(random.config)[0] + random.config.vocab_size * random.config.hidden_size)
     return StepTime(context, batch, statistics.fmean(times), statistics.median(times), device, read + held)
 
 
@@ -121,18 +121,18 @@ def _draw(model: Transformer) -> Draw:
     return Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, model.config.vocab_size)
 
 
-def measure_prefill(gpu: Gpu, sizes: Sizes, of: RandomModel) -> PrefillTime:
-    """A prompt of random tokens through the engine's own walk, and attention of all its rows in one layer."""
-    model, config, tokens = of.model, of.config, sizes.prompt
+def measure_prefill(gpu: Gpu, sizes: Sizes, random: RandomModel) -> PrefillTime:
+    """A forward pass of a random prompt, and attention of all its rows in one layer."""
+    model, config, tokens = random.model, random.config, sizes.prompt
     ids = np.random.default_rng(5).integers(config.vocab_size, size=tokens).tolist()
     seconds = min([_timed(lambda: _prefill(model, ids)) for _ in range(_PREFILLS)][1:])
-    attention = _prompt_attention(gpu, sizes, of)
+    attention = _prompt_attention(gpu, sizes, random)
     return PrefillTime(
         tokens=tokens,
         seconds=seconds,
         matrix_flops=2.0 * parameters(config)[0] * tokens,
         attention_seconds=attention,
-        # Two products; a row sees itself and all rows before it.
+        # Two products; a row attends to itself and all rows before it.
         attention_flops=4.0 * config.heads * config.head_dim * tokens * (tokens + 1) / 2,
     )
 
@@ -144,7 +144,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _prefill(model: Transformer, ids: list[int]) -> int:
-    """The token behind the prompt, which is on the host only when the device is done."""
+    """The token after the prompt; it is on the host only when the device has finished."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     units = model.forward_units([span], ids, outputs=1)
@@ -158,19 +158,19 @@ def _prefill(model: Transformer, ids: list[int]) -> int:
             return token
 
 
-def _prompt_attention(gpu: Gpu, sizes: Sizes, of: RandomModel) -> float:
+def _prompt_attention(gpu: Gpu, sizes: Sizes, random: RandomModel) -> float:
     """Seconds of one layer's attention over all rows of the prompt at once."""
-    ops, store, config, tokens = of.ops, of.model.store, of.config, sizes.prompt
+    ops, store, config, tokens = random.ops, random.model.store, random.config, sizes.prompt
     rng, cache = np.random.default_rng(6), store.cache(0)
     sequence = store.new_sequence()
     span = store.open(sequence, tokens)
     spans = ops.spans([store.view(0, span, slice(0, tokens), 0)], sizes.block_size)
 
-    def random(heads: int) -> Array:
+    def rows(heads: int) -> Array:
         return ops.to_device(rng.standard_normal((tokens, heads, config.head_dim), np.float32))
 
-    ops.append_kv(cache, spans, random(config.kv_heads), random(config.kv_heads))
-    q = random(config.heads)
+    ops.append_kv(cache, spans, rows(config.kv_heads), rows(config.kv_heads))
+    q = rows(config.heads)
     seconds = gpu.clock.seconds(lambda: ops.attention(q, cache, spans, config.head_dim**-0.5, None), sizes.runs)
     store.abort(span)
     return seconds

@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as JSON and as tables: each time beside what it is compared with."""
+"""Results of a GPU's measurements as JSON and as tables, each time with its comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NONE = "—"
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device can do: bytes a second of a copy, read and written; FLOPs a second of a bfloat16 product."""
+    """Limits of the device: bytes a second of a copy, read and written; FLOPs a second of a bfloat16 product."""
 
     copy: float
     gemm: float
@@ -27,22 +27,22 @@ Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | EncodeTim
 
 @dataclass
 class Results:
-    """Rows in the order in which they were measured, and what was not measured: its name and why."""
+    """Rows in the order of measurement, and the missing measurements with their reasons."""
 
     rows: list[Row] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
 
-    def of(self, kind: type) -> list[Any]:
+    def rows_of(self, kind: type) -> list[Any]:
         return [row for row in self.rows if isinstance(row, kind)]
 
     @property
     def limits(self) -> Limits | None:
-        return next(iter(self.of(Limits)), None)
+        return next(iter(self.rows_of(Limits)), None)
 
     def best_half(self, context: int, batch: int) -> tuple[float, str] | None:
         """Seconds and name of the fastest attention over an fp16 cache, our own included."""
-        ours = [(row, "f16") for row in self.of(AttentionTime) if row.cache_type == "f16" and row.right]
-        named = [*((row, row.name) for row in self.of(PeerTime)), *ours]
+        ours = [(row, "f16") for row in self.rows_of(AttentionTime) if row.cache_type == "f16" and row.right]
+        named = [*((row, row.name) for row in self.rows_of(PeerTime)), *ours]
         times = [(row.seconds, name) for row, name in named if row.seconds and _at(row, context, batch)]
         return min(times, default=None)
 
@@ -56,7 +56,7 @@ class Results:
             "prefill": PrefillTime,
             "encoding": EncodeTime,
         }
-        rows = {name: [asdict(row) for row in self.of(kind)] for name, kind in kinds.items()}
+        rows = {name: [asdict(row) for row in self.rows_of(kind)] for name, kind in kinds.items()}
         return {**rows, "not_measured": [{"what": what, "why": why} for what, why in self.missing]}
 
 
@@ -65,7 +65,7 @@ def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:
 
 
 def format_tables(results: Results) -> str:
-    """Every table that has rows, then a line for each thing that was not measured."""
+    """Every table that has rows, then a line for each missing measurement."""
     parts = [_limits(results), _attention(results), _steps(results), _matrices(results), _prefill(results)]
     parts += [_encoding(results), "\n".join(f"Not measured: {what}: {why}." for what, why in results.missing)]
     return "\n\n".join(part for part in parts if part)
@@ -77,7 +77,7 @@ def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]])
 
 
 def _limits(results: Results) -> str:
-    rows = [(f"{row.copy / 1e9:,.0f}", f"{row.gemm / 1e12:,.0f}") for row in results.of(Limits)]
+    rows = [(f"{row.copy / 1e9:,.0f}", f"{row.gemm / 1e12:,.0f}") for row in results.rows_of(Limits)]
     return _table("The device alone", ("copy GB/s, read + written", "bf16 product TFLOP/s"), rows)
 
 
@@ -86,8 +86,8 @@ def _share_of_copy(results: Results, rate: float) -> str:
 
 
 def _attention(results: Results) -> str:
-    """Shape after shape, the fp16 kernels of others first."""
-    rows, measured = [], [*results.of(PeerTime), *results.of(AttentionTime)]
+    """Rows by context and batch, the fp16 kernels of other libraries first."""
+    rows, measured = [], [*results.rows_of(PeerTime), *results.rows_of(AttentionTime)]
     for context, batch in dict.fromkeys((row.context, row.batch) for row in measured):
         best = results.best_half(context, batch)
         for row in (row for row in measured if _at(row, context, batch)):
@@ -107,7 +107,7 @@ def _attention(results: Results) -> str:
 
 def _steps(results: Results) -> str:
     rows = []
-    for row in results.of(StepTime):
+    for row in results.rows_of(StepTime):
         floor = row.bytes / results.limits.copy if results.limits else None
         rows.append(
             (
@@ -125,7 +125,7 @@ def _steps(results: Results) -> str:
 
 def _matrices(results: Results) -> str:
     rows = []
-    for row in results.of(MatrixTime):
+    for row in results.rows_of(MatrixTime):
         rate = row.bytes / row.seconds
         share = _share_of_copy(results, rate)
         rows.append((row.name, str(row.rows), f"{1e6 * row.seconds:,.1f}", f"{rate / 1e9:,.0f}", share))
@@ -134,7 +134,7 @@ def _matrices(results: Results) -> str:
 
 def _prefill(results: Results) -> str:
     rows = []
-    for row in results.of(PrefillTime):
+    for row in results.rows_of(PrefillTime):
         rate = row.matrix_flops / row.seconds
         share = f"{100 * rate / results.limits.gemm:.0f} %" if results.limits else _NONE
         attention = row.attention_flops / row.attention_seconds / 1e12
@@ -145,5 +145,5 @@ def _prefill(results: Results) -> str:
 
 
 def _encoding(results: Results) -> str:
-    rows = [(row.cache_type, str(row.blocks), f"{1e6 * row.seconds:,.1f}") for row in results.of(EncodeTime)]
+    rows = [(row.cache_type, str(row.blocks), f"{1e6 * row.seconds:,.1f}") for row in results.rows_of(EncodeTime)]
     return _table("Encoding, with metrics", ("cache", "blocks at once", "µs a block"), rows)

@@ -1,4 +1,4 @@
-"""Pictures of a quality measurement, drawn from its JSON: `python -m bench.quality.plots FILE.json` draws it again."""
+"""Pictures of a quality measurement, drawn from its JSON: `python -m bench.quality.plots FILE.json` redraws it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BEYOND = 12.0  # bits/value that are of no interest in a picture of what compre
 
 
 def draw_all(result: Result, name: str, output: Path) -> str:
-    """Every picture that `result` has figures for, beside the JSON file `output`; returns a sentence about it."""
+    """Draws every picture that `result` has figures for, beside the JSON file `output`; returns a message."""
     if not can_draw():
         return NO_PICTURES
     from matplotlib import rc_context
@@ -135,7 +135,7 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 def _conditioned(rows: Sequence[Result]) -> list[Result]:
-    """Rows without those of a type as published that is there conditioned, too."""
+    """Rows without types as published that are also measured with conditioning."""
     types = {row["type"] for row in rows}
     return [row for row in rows if not row["type"].endswith(_PLAIN) or row["type"].removesuffix(_PLAIN) not in types]
 
@@ -144,7 +144,7 @@ def _conditioned(rows: Sequence[Result]) -> list[Result]:
 
 
 def needles(result: Result, name: str) -> Figure | None:
-    """A heat map for each type and way of scoring: as many rows of types as it takes, for one way after the other."""
+    """A heat map for each type and way of scoring: rows of types for one way after another."""
     cells = _conditioned(result.get("needle") or ())
     if not cells:
         return None

@@ -1,7 +1,7 @@
-"""`python -m bench.serving`: what clients of a server see under load: throughput, waits, and what the cache saves.
+"""`python -m bench.serving`: a server under load, as its clients see it: throughput, waiting times, cached tokens.
 
-Requests arrive as a Poisson process, are taken by the first client that is free, and stream over HTTP. Their prompts
-are random tokens behind a prefix that all share. Client and server run on the same machine unless --url says otherwise,
+Requests arrive as a Poisson process, are sent by the first free client, and stream over HTTP. Their prompts are random
+tokens after a shared prefix. Client and server run on the same machine unless --url says otherwise,
 and then share its cores.
 """
 
@@ -38,7 +38,7 @@ _SHOWN = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Options:
-    """Which server, and what it is asked."""
+    """The server and its load."""
 
     url: str | None = setting(
         None, "--url", metavar="URL", help=f"a running server, with its key in {KEY_VARIABLE}; else one is started"
@@ -67,7 +67,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         argv,
         {"Load": Options, "Output": Output},
         prog="python -m bench.serving",
-        description="What clients of a server see under load.",
+        description="Throughput and waiting times of a server under load.",
         checks={
             **dict.fromkeys(("clients", "requests", "prompt_tokens", "max_tokens"), at_least(1)),
             **dict.fromkeys(("threads", "shared_prefix", "seed"), at_least(0)),
@@ -95,7 +95,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
 def _show(
     options: Options, argv: Sequence[str], model: str, load: Load, output: Path, *, complete: bool = True
 ) -> None:
-    """Write what came of the load, draw it and print it."""
+    """Write, draw and print the results."""
     result = {"model": model, **summary(options, load.seen())}
     report.write(output, "serving", argv, result, complete=complete)
     note(f"Written to {output}")
@@ -125,7 +125,7 @@ def _model(url: str, headers: dict[str, str]) -> str:
 
 
 async def _measure(options: Options, url: str, headers: dict[str, str], load: Load) -> None:
-    """Put `load` on the server. Raises FlagError where nothing arrives, EngineError where no request is answered."""
+    """Run `load`. Raises FlagError if no request arrives, EngineError if none is answered."""
     rng = np.random.default_rng(options.seed)
     starts = poisson(options.rate, options.seconds, options.requests, rng)
     if not starts:
@@ -144,11 +144,11 @@ async def _measure(options: Options, url: str, headers: dict[str, str], load: Lo
         raise EngineError(f"--url {url}: no request was answered ({answers[0].error})")
 
 
-# -- what came of it -----------------------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------------------------
 
 
 def summary(options: Options, seen: Seen) -> dict[str, Any]:
-    """Everything for the JSON; latencies are those of answers that came to their end."""
+    """The JSON of the results; latencies are those of finished answers."""
     whole = [answer for answer in seen.answers if answer.error is None]
     prompt_tokens = sum(answer.prompt_tokens for answer in whole)
     pieces = [at for answer in seen.answers for at in answer.pieces]
@@ -183,13 +183,13 @@ def _gaps(answer: Answer) -> list[float]:
 
 
 def _distribution(values: Sequence[float]) -> dict[str, Any]:
-    """Seconds at which 0, 1, …, 100 percent are done; none without values."""
+    """Percentiles 0 to 100 of the values, seconds; none without values."""
     percentiles = np.percentile(values, np.arange(101)).tolist() if values else []
     return {"count": len(values), "percentiles": percentiles}
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """A few lines about all, and a table of waits."""
+    """A summary, and a table of waiting times."""
     load, errors = result["load"], result["errors"]
     failed = ", ".join(f"{count} × {kind}" for kind, count in errors.items()) or "none"
     rows = [

@@ -1,4 +1,4 @@
-"""Clients of a server's HTTP API: when they ask, what for, and what they see come."""
+"""Clients of a server's HTTP API: their plan of requests, and the answers they receive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import numpy as np
 from engine import EngineError
 from engine.calibration import TEXT_FILE
 
-_SAMPLE_SECONDS = 0.25  # between two looks at /metrics
-_PATIENCE = 120.0  # seconds for anything to come
+_SAMPLE_SECONDS = 0.25  # between two requests of /metrics
+_PATIENCE = 120.0  # seconds to wait for data
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked, and when."""
+    """The requests and their times."""
 
     clients: int
     starts: Sequence[float]  # seconds from the beginning, ascending
@@ -37,7 +37,9 @@ class Answer:
 
     planned: float
     sent: float
-    pieces: list[float] = field(default_factory=list)  # when text came; a piece is a token, but for split characters
+    pieces: list[float] = field(
+        default_factory=list
+    )  # when text arrived; a piece is a token, except for split characters
     ended: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -47,11 +49,11 @@ class Answer:
 
 @dataclass
 class Seen:
-    """What came of a plan. answers: in the order they were asked for."""
+    """The results of a plan. answers: in the order of requests."""
 
     seconds: float
     answers: list[Answer]
-    blocks: int  # that the server's store has
+    blocks: int  # in the server's store
     peak_blocks: int  # held at a time, those of finished sequences included
     peak_running: int
 
@@ -67,7 +69,7 @@ def poisson(rate: float, seconds: float, most: int | None, rng: np.random.Genera
 
 
 async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
-    """Ids of a text's tokens, for prompts of a known length. Raises EngineError where there is no such server."""
+    """Ids of a text's tokens, for prompts of a known length. Raises EngineError if there is no such server."""
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_PATIENCE) as http:
             body = {"content": TEXT_FILE.read_text(encoding="utf-8")}
@@ -78,26 +80,26 @@ async def vocabulary(url: str, headers: dict[str, str]) -> list[int]:
 
 
 def prompts(ids: Sequence[int], count: int, shared: int, own: int, rng: np.random.Generator) -> Sequence[Sequence[int]]:
-    """`count` prompts of random ids: `shared` that all begin with, and `own` that no other one has."""
+    """`count` prompts of random ids: `shared` ids that all begin with, then `own` ids of each."""
     prefix = rng.choice(ids, shared).tolist()
     return [prefix + rng.choice(ids, own).tolist() for _ in range(count)]
 
 
 class Load:
-    """Clients that send the requests of a plan. What they have seen is known at any time, even after a stop."""
+    """Clients that send the requests of a plan. Their results are available at any time, even after a stop."""
 
     def __init__(self) -> None:
         self.answers: dict[int, Answer] = {}
         self._begun = self._ended = 0.0
         self._watch = _Watch()
 
-    async def run(self, url: str, headers: dict[str, str], plan: Plan, told: Callable[[], object]) -> None:
-        """A client that is still busy at a start makes it wait. `told` is called for each answer."""
+    async def run(self, url: str, headers: dict[str, str], plan: Plan, on_answer: Callable[[], object]) -> None:
+        """Send all requests; one waits if no client is free. `on_answer` is called for each answer."""
         waiting: asyncio.Queue[int] = asyncio.Queue()
         self._begun = begun = time.perf_counter()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=_PATIENCE, limits=limits) as http:
-            watching = asyncio.create_task(self._watch.go_on(http))
+            watching = asyncio.create_task(self._watch.poll(http))
 
             async def arrive() -> None:
                 for number, start in enumerate(plan.starts):
@@ -110,20 +112,20 @@ class Load:
                 while (number := await waiting.get()) >= 0:
                     self.answers[number] = await _ask(http, plan, number, begun)
                     self._ended = time.perf_counter()
-                    told()
+                    on_answer()
 
             await asyncio.gather(arrive(), *(client() for _ in range(plan.clients)))
             watching.cancel()
 
     def seen(self) -> Seen:
-        """Up to the last answer that came to its end."""
+        """The results up to the last finished answer."""
         watch, answers = self._watch, [self.answers[number] for number in sorted(self.answers)]
         return Seen(self._ended - self._begun, answers, watch.blocks, watch.held, watch.running)
 
 
 async def _ask(http: httpx.AsyncClient, plan: Plan, number: int, begun: float) -> Answer:
     body = {"prompt": plan.prompts[number], "max_tokens": plan.max_tokens, "temperature": 0, "ignore_eos": True}
-    body["dry_multiplier"] = 0  # the demonstration model's own is not
+    body["dry_multiplier"] = 0  # the demonstration model's default is not 0
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     answer = Answer(plan.starts[number], time.perf_counter() - begun)
     try:
@@ -139,7 +141,7 @@ async def _ask(http: httpx.AsyncClient, plan: Plan, number: int, begun: float) -
 
 
 async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
-    """Take an answer in to its end, or note that there is none."""
+    """Read an answer to its end, or record its error."""
     answer.error = "cut off"
     async for line in response.aiter_lines():
         data = line.removeprefix("data: ")
@@ -161,7 +163,7 @@ def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
 
 
 def _code(body: str | bytes) -> str:
-    """What an error of the API calls itself."""
+    """The code of an API error."""
     try:
         return str(json.loads(body)["error"]["code"])
     except (ValueError, KeyError, TypeError):
@@ -173,12 +175,12 @@ def _kind(error: Exception) -> str:
 
 
 class _Watch:
-    """Looks at /metrics again and again."""
+    """Polls /metrics."""
 
     def __init__(self) -> None:
         self.blocks = self.held = self.running = 0
 
-    async def go_on(self, http: httpx.AsyncClient) -> None:
+    async def poll(self, http: httpx.AsyncClient) -> None:
         while True:
             with suppress(httpx.HTTPError):
                 found = dict(re.findall(r"(?m)^polarlm_(\w+) (\S+)$", (await http.get("/metrics")).text))

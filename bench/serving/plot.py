@@ -1,4 +1,4 @@
-"""The picture of a load: how long clients waited, and what came out of the server second by second."""
+"""The picture of a load: waiting times, and the server's output second by second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of our own for a measurement, in a process of its own."""
+"""A server for a measurement, in its own process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST_SECONDS = 60.0  # for the process to end
 
 @contextmanager
 def own_server(flags: Sequence[str]) -> Iterator[str]:
-    """The URL of a server with `flags` at a free port; it ends with the context. Raises EngineError."""
+    """The URL of a server with `flags` on a free port; it ends with the context. Raises EngineError."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         command = [sys.executable, "-m", "server", "--port", "0", *flags]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:

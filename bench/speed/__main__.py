@@ -1,8 +1,7 @@
-"""`python -m bench.speed`: tokens a second, beside what the weights alone allow and beside llama-cpp-python.
+"""`python -m bench.speed`: tokens a second, compared with reading the weights alone and with llama-cpp-python.
 
-Every run has a prompt of its own, of random tokens, so that none is found in the cache. Runs of all that is compared
-take turns, so that a machine that slows down slows all of it. A figure is the median of its runs with the best number
-of threads.
+Every run has its own prompt of random tokens, so that none is found in the cache. Runs to be compared alternate, so
+that a machine that slows down slows all of them. A figure is the median of its runs with the best number of threads.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from engine.config import setting
 from engine.flags import FlagError, parse
 from engine.model.forward import Transformer
 
-# Short generation: from this depth on, up to 64 tokens of context.
+# Short generation: from this context up to 64 tokens.
 _SHORT_PROMPT, _SHORT_STEPS = 8, 56
 _DEEP_STEPS = 32
-# Steps that several sequences take together, behind prompts of their own.
+# Steps of several sequences together, after prompts of their own.
 _BATCHES = (1, 8, 16)
 _BATCH_DEPTH, _BATCH_STEPS = 128, 24
-# A library's idle threads may go on spinning for a moment, at the cost of the next run.
+# Idle threads of a library may spin for a moment, which would slow the next run.
 _REST_SECONDS = 0.1
 
-# Rates to add to, and what measures one run with a number of threads.
+# Rates to add to, and a function that measures one run with a number of threads.
 Contestant = tuple[Rates, Callable[[int], float]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The measurements."""
 
     weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
     types: str = setting(
@@ -120,38 +119,38 @@ def _thread_counts(text: str) -> list[int]:
 
 
 def measure(
-    options: Options, types: Sequence[CacheType], threads: Sequence[int], told: Callable[[Speed], None]
+    options: Options, types: Sequence[CacheType], threads: Sequence[int], on_progress: Callable[[Speed], None]
 ) -> Speed:
     """Everything, one engine at a time. Raises FlagError, LoadError or EngineError.
 
-    told: called with all that is measured so far after each line, the ones of a batch together.
+    on_progress: called with all results so far after each line, those of batches together.
     """
     referee = _Referee(threads, options.repeat)
     referee.expect(3 + len(_BATCHES) + 2 * len(types))
     with referee.bar:
-        speed = _measure_short(options, types, referee, told)
-        _add(speed, _measure_batches(options, referee), told)
+        speed = _measure_short(options, types, referee, on_progress)
+        _add(speed, _measure_batches(options, referee), on_progress)
         for cache_type in types:
-            _add(speed, [_measure_deep(options, cache_type, referee)], told)
+            _add(speed, [_measure_deep(options, cache_type, referee)], on_progress)
     return speed
 
 
-def _add(speed: Speed, figures: Sequence[Figure], told: Callable[[Speed], None]) -> None:
+def _add(speed: Speed, figures: Sequence[Figure], on_progress: Callable[[Speed], None]) -> None:
     speed.figures += figures
     for figure in figures:
         note(f"{figure.name}, {figure.cache_type}: {figure.ours.median:,.1f} tokens/s")
-    told(speed)
+    on_progress(speed)
 
 
 class _Referee:
-    """Lets contestants take turns: one unmeasured run each, then `repeat` runs with every number of threads."""
+    """Alternates runs of contestants: one unmeasured run each, then `repeat` runs with every number of threads."""
 
     def __init__(self, threads: Sequence[int], repeat: int) -> None:
         self.threads, self.repeat = threads, repeat
         self.bar = tqdm(total=0, desc="Measuring", unit="run")
 
     def expect(self, contestants: int) -> None:
-        """Make room for them on the progress bar."""
+        """Add their runs to the total of the progress bar."""
         self.bar.total += contestants * (1 + self.repeat * len(self.threads))
         self.bar.refresh()
 
@@ -174,8 +173,8 @@ class _Referee:
 
 @contextmanager
 def _loaded(options: Options, context: int, **settings: Any) -> Iterator[tuple[Engine, Transformer]]:
-    """An engine that keeps no finished prompt, and its model. Raises FlagError where the model's context is shorter."""
-    threads = _thread_counts(options.threads)[0]  # an engine leaves a number that is set as it is
+    """An engine that keeps no finished prompt, and its model. Raises FlagError if the model's context is too short."""
+    threads = _thread_counts(options.threads)[0]  # an engine keeps a number that is set
     settings = {"device": options.device, "ctx_size": context, "kept_sequences": 0, "threads": threads, **settings}
     parts = assemble(settle(options.weights, None, settings), None)
     with Engine(parts) as engine:
@@ -188,9 +187,9 @@ def _loaded(options: Options, context: int, **settings: Any) -> Iterator[tuple[E
 
 
 def _measure_short(
-    options: Options, types: Sequence[CacheType], referee: _Referee, told: Callable[[Speed], None]
+    options: Options, types: Sequence[CacheType], referee: _Referee, on_progress: Callable[[Speed], None]
 ) -> Speed:
-    """Prompt and short generation, with an f16 cache, beside the peer."""
+    """Prompt and short generation with an f16 cache, compared with the peer."""
     f16, context = CacheType.read("f16"), max(options.prompt, _SHORT_PROMPT + _SHORT_STEPS) + 1
     prompt = Figure(f"prompt of {options.prompt}", f16.label)
     short = Figure("generation, depth ≤ 64", f16.label, weights_alone=Rates())
@@ -219,9 +218,9 @@ def _measure_short(
         note(f"Takes about {report.duration(_expected_seconds(options, types, referee, prompts, steps))}")
         speed = Speed(engine.model.name, engine.model.dtype, about_peer, [])
         referee.runs(prompt.name, prompts)
-        _add(speed, [prompt], told)
+        _add(speed, [prompt], on_progress)
         referee.runs(short.name, steps)
-        _add(speed, [short], told)
+        _add(speed, [short], on_progress)
         return speed
 
 
@@ -232,7 +231,7 @@ def _expected_seconds(
     prompts: Sequence[Contestant],
     steps: Sequence[Contestant],
 ) -> float:
-    """About how many seconds the whole measurement takes, by one run of a prompt and one of steps."""
+    """An estimate of the seconds of the whole measurement, from one run of a prompt and one of steps."""
     token, step = (1 / run_once(referee.threads[0]) for _, run_once in (prompts[0], steps[0]))
     short = len(prompts) * options.prompt * token + len(steps) * _SHORT_STEPS * step
     batches = 3 * len(_BATCHES) * _BATCH_STEPS * step  # a step of many takes longer than one alone
@@ -241,10 +240,10 @@ def _expected_seconds(
 
 
 def _measure_batches(options: Options, referee: _Referee) -> list[Figure]:
-    """Steps of several sequences at once, beside one alone, with an f16 cache."""
+    """Steps of several sequences at once, compared with one alone, with an f16 cache."""
     f16, most, context = CacheType.read("f16"), max(_BATCHES), _BATCH_DEPTH + _BATCH_STEPS
     figures = [Figure(f"steps of {batch} at {_BATCH_DEPTH}", f16.label) for batch in _BATCHES]
-    # Room for the blocks of all, and for two runs of each: its prompt, which stays, and what goes on from there.
+    # Room for two sequences each: its prompt, which stays, and its continuation.
     room = {**f16.settings(), "ctx_size": most * (context + EngineConfig.block_size), "parallel": 2 * most}
     with _loaded(options, context, **room) as (engine, model):
         new_ids = _Ids(engine)
@@ -253,14 +252,14 @@ def _measure_batches(options: Options, referee: _Referee) -> list[Figure]:
         def contestant(figure: Figure, batch: int) -> Contestant:
             return figure.ours, lambda threads: streams.rate(batch, _BATCH_STEPS)
 
-        referee.runs("batches", [contestant(*of) for of in zip(figures, _BATCHES, strict=True)])
+        referee.runs("batches", [contestant(figure, batch) for figure, batch in zip(figures, _BATCHES, strict=True)])
     for figure in figures[1:]:
         figure.one_stream = figures[0].ours
     return figures
 
 
 def _measure_deep(options: Options, cache_type: CacheType, referee: _Referee) -> Figure:
-    """Generation behind --depth tokens of one cache type."""
+    """Generation after --depth tokens with one cache type."""
     deep = Figure(f"generation at {options.depth}", cache_type.label, weights_alone=Rates())
     with _loaded(options, options.depth + _DEEP_STEPS + 1, **cache_type.settings()) as (engine, model):
         new_ids = _Ids(engine)
@@ -275,7 +274,7 @@ def _weights_alone(figure: Figure, model: Transformer, steps: int) -> Contestant
 
 
 class _Ids:
-    """New random tokens with every call, the same ones in every measurement."""
+    """New random tokens with each call, the same in every measurement."""
 
     def __init__(self, engine: Engine) -> None:
         self._vocabulary = min(engine.model.tokenizer.vocab_size, engine.model.config.vocab_size)

@@ -12,13 +12,13 @@ from bench.speed.timing import Rates
 
 @dataclass
 class Figure:
-    """One line of the table: our rate and what it is compared with."""
+    """One line of the table: our rate and its comparisons."""
 
     name: str
     cache_type: str  # label of a CacheType
     ours: Rates = field(default_factory=Rates)
     weights_alone: Rates | None = None
-    peer: Rates | str | None = None  # a str says why there are none
+    peer: Rates | str | None = None  # a string is the reason why there is none
     one_stream: Rates | None = None  # for steps of a batch
 
 
@@ -28,7 +28,7 @@ class Speed:
 
     model: str
     weights: str  # how they are stored
-    peer: str  # its version, or why it is not there
+    peer: str  # its version, or the reason why it is missing
     figures: list[Figure]
 
     def as_json(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Speed:
 
 
 def format_table(speed: Speed) -> str:
-    """Ours, then what the weights alone allow, one stream and the peer, each with our share or multiple of it."""
+    """Our rate, then the weights alone, one stream and the peer, each with our share or multiple of it."""
     header = (
         "",
         "cache",

@@ -1,4 +1,4 @@
-"""A .gguf file in float32 of one that is quantized, so that another engine computes with the very same weights."""
+"""A float32 copy of a quantized .gguf file, so that another engine computes with the same weights."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tqdm import tqdm
 from engine import EngineError
 from model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
-# What the writer states itself, or what no longer holds for the copy.
+# Keys that the writer sets itself, or that are wrong for the copy.
 _NOT_COPIED = ("general.architecture", "general.alignment", "general.file_type", "general.quantization_version")
 
 
 def float32_copy(source: Path) -> Path:
-    """The float32 copy of a .gguf file in the cache folder of the demonstration model; made where it is not there yet.
+    """The float32 copy of a .gguf file in the cache folder, which is written if it does not exist yet.
 
     Raises EngineError where it cannot be stored.
     """
     folder = cache_folder()
-    # Files of the same name may lie in different folders, and a file may have been replaced since.
+    # Files of the same name may be in different folders, and a file may have been replaced.
     copy = folder / f"{source.stem}-{zlib.crc32(os.fsencode(source.resolve())):08x}-F32.gguf"
     if copy.is_file() and copy.stat().st_mtime >= source.stat().st_mtime:
         return copy
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # In the folder itself, so that the finished file only needs a new name.
+        # In the same folder, so that the finished file only has to be renamed.
         with tempfile.TemporaryDirectory(prefix="float32-", dir=folder) as temporary:
             unfinished = Path(temporary) / copy.name
             write_float32(source, unfinished)

@@ -17,7 +17,7 @@ _BATCH = 512
 
 
 class NoPeer(Exception):
-    """There is nothing to compare with; the message says why, in a few words for a table."""
+    """The peer is not available; the message is the reason, in a few words for a table."""
 
 
 class Peer:
@@ -29,7 +29,7 @@ class Peer:
         self.version: str = self._library.__version__
         if not source.path.is_file():
             raise NoPeer("needs a .gguf file")
-        from bench.speed.full_precision import float32_copy  # its package is one that only GGUF files need
+        from bench.speed.full_precision import float32_copy  # needs a package that is only there for GGUF files
 
         path = source.path if source.dtype == "F32" else float32_copy(source.path)
         try:
@@ -43,7 +43,7 @@ class Peer:
         return len(ids) / self._seconds(ids)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int], threads: int) -> float:
-        """Steps a second through `following`, token by token, behind the prompt `ids`."""
+        """Steps a second through `following`, token by token, after the prompt `ids`."""
         self._restart(threads)
         self._seconds(ids)
         return len(following) / sum(self._seconds([token]) for token in following)
@@ -67,5 +67,5 @@ def _library() -> Any:
         return importlib.import_module("llama_cpp")
     except ImportError:
         raise NoPeer("not installed") from None
-    except (OSError, RuntimeError):  # its shared library is missing or does not suit this machine
+    except (OSError, RuntimeError):  # its shared library is missing or does not work on this machine
         raise NoPeer("does not start") from None

@@ -1,4 +1,4 @@
-"""Rates of an engine, through its public interface, and the rate that reading its weights would allow."""
+"""Rates of an engine through its public interface, and the rate at which its weights can be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.model.forward import Transformer
 from engine.sampling.sample import Draw, resolve
 from model_loaders.config import GenerationDefaults
 
-_UNTIL_RECORDED = 2  # calls of `run_graph` after which a device launches what it recorded
+_UNTIL_RECORDED = 2  # calls of `run_graph` before a device launches the recorded graph
 _GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=True)
 
 
@@ -27,8 +27,8 @@ def prompt_rate(engine: Engine, ids: Sequence[int]) -> float:
 
 
 def generation_rate(engine: Engine, ids: Sequence[int], steps: int) -> float:
-    """Steps a second behind the prompt `ids`."""
-    return _usage(engine, ids, steps + 1).generation_rate  # the first token comes out of the prefill
+    """Steps a second after the prompt `ids`."""
+    return _usage(engine, ids, steps + 1).generation_rate  # the prefill returns the first token
 
 
 def _usage(engine: Engine, ids: Sequence[int], tokens: int) -> Any:
@@ -39,7 +39,7 @@ def _usage(engine: Engine, ids: Sequence[int], tokens: int) -> Any:
 
 
 def weights_rate(model: Transformer, passes: int) -> float:
-    """Steps a second if a step were its weight matrices alone: matrix-vector products, one after the other."""
+    """Steps a second if a step had only its products with weight matrices, one after another."""
     ops, layers = model.ops, model.weights.layers
     matrices = [m for layer in layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     matrices.append(model.weights.head)
@@ -52,7 +52,7 @@ def weights_rate(model: Transformer, passes: int) -> float:
         return y
 
     def one_pass() -> None:
-        # As a step's logits go to the host; only then is a device certain to be done.
+        # A step copies its logits to the host, too; only then has a device finished for certain.
         ops.to_host(ops.run_graph("weights", products, [np.ones((1, width), np.float32) for width in widths]))
 
     for _ in range(_UNTIL_RECORDED):
@@ -64,9 +64,9 @@ def weights_rate(model: Transformer, passes: int) -> float:
 
 
 class Streams:
-    """Sequences behind prompts of their own that take steps together, as those of an engine's requests do.
+    """Sequences with prompts of their own that take steps together, as an engine's requests do.
 
-    Prompts are whole blocks, so that every run goes on from the same ones.
+    Prompts are whole blocks, so that every run continues from the same ones.
     """
 
     def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
@@ -86,7 +86,7 @@ class Streams:
         return sequence
 
     def rate(self, batch: int, steps: int) -> float:
-        """Tokens a second, of all together, where the first `batch` sequences take so many steps from their prompts."""
+        """Tokens a second of the first `batch` sequences together, over `steps` steps from their prompts."""
         sequences = [self._prefixes.match_prefix(ids) for ids in self._prompts[:batch]]
         try:
             for _ in range(_UNTIL_RECORDED):
@@ -100,7 +100,7 @@ class Streams:
                 self._store.release(sequence)
 
     def _step(self, sequences: Sequence[SequenceKV]) -> None:
-        """The same token for all: what comes out makes no difference to the time."""
+        """One step with the same token for all; the time does not depend on it."""
         spans = [self._store.open_step(sequence) for sequence in sequences]
         self._model.step(spans, [0] * len(spans), [self._draw] * len(spans))
         self._store.commit_steps(spans)
@@ -122,7 +122,7 @@ class Rates:
 
     @property
     def median(self) -> float:
-        """Of the best thread count."""
+        """The median with the best thread count."""
         return statistics.median(self.runs[self.threads])
 
     @property

@@ -21,7 +21,7 @@ import pytest
 from bench.command import CacheType
 from bench.gpu import __main__ as kernels
 from bench.gpu import setup
-from bench.gpu.attention import AttentionTime, EncodeTime, layer_form, measure_attention
+from bench.gpu.attention import AttentionTime, EncodeTime, layer_format, measure_attention
 from bench.gpu.cache import Content, fill
 from bench.gpu.peer import FLASHINFER, TORCH, TORCH_ROWS, PeerTime, half_attention
 from bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
@@ -50,9 +50,9 @@ class HostClock:
         work()
         return 1e-3
 
-    def copy(self, to: np.ndarray, of: np.ndarray) -> None:
-        assert to.shape == of.shape
-        to[...] = of
+    def copy(self, to: np.ndarray, source: np.ndarray) -> None:
+        assert to.shape == source.shape
+        to[...] = source
 
     def free(self) -> None:
         pass
@@ -250,7 +250,7 @@ def test_a_type_without_a_kernel_gets_a_sentence() -> None:
 
 def test_records_repeat_to_the_end_of_every_pool() -> None:
     ops, _ = emulated().open()
-    format = layer_form(SIZES, CacheType.read("ring4/ring3.5"), None, None)
+    format = layer_format(SIZES, CacheType.read("ring4/ring3.5"), None, None)
     cache = ops.cache(format, 11, 7)
     fill(ops, HostClock(), cache, Content.random(3, 16, 2, 16))
     for pool in (cache.keys.quantized, cache.values.quantized, *cache.full):
