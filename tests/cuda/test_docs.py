@@ -17,6 +17,7 @@ from bench.gpu.model import parameters
 from bench.gpu.setup import LLAMA_8B
 from engine import codecs, records
 from engine.backends.cuda import draws, kernel_source, launch_configs
+from engine.backends.cuda.cache import SpanHeader
 from engine.backends.cuda.ops import CudaOps
 from engine.config import EngineConfig
 from engine.kv import cache_types
@@ -317,6 +318,11 @@ def test_numbers_in_the_text_match_the_code() -> None:
         f"sm_{', '.join(map(str, archs))} and {last}",
     ):
         assert phrase in " ".join(TEXT.split())
+
+
+def test_the_words_of_a_span_match_its_struct() -> None:
+    rows = table("Words of a span (`Span` in `prelude.cuh`)", "Meaning")
+    assert re.findall(r"`(\w+)`", " ".join(words for words, _ in rows)) == list(SpanHeader._fields)
 
 
 def test_the_document_names_every_file_and_kernel() -> None:
