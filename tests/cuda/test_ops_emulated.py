@@ -24,7 +24,7 @@ from engine.kv.store import KVStore, SequenceKV
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import key_metric, value_metric
 from engine.sampling.sample import Draw, Penalties, Sampled, Sampling
-from engine.weight_formats import Linear, Matrix, get
+from engine.weight_formats import Linear, Matrix, WeightFormat, get
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 from tests.weights import StoredArray, linear, load
@@ -78,6 +78,13 @@ def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
     np.testing.assert_array_equal(ops._device.to_host(held.data), file.raw)
     np.testing.assert_array_equal(ops.rows(held, slice(1, 3)), file.values[1:3])
     assert ops.weight_type(stored.upper()) == {"f16": "float16", "bf16": "bfloat16"}[stored]
+
+
+def test_messages_name_the_format_of_packed_weights(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.weight_type("Q9_9") == "float16"  # there is no format of that name
+    packed = WeightFormat("q9_9", 32, 34, lambda raw, out: None)
+    monkeypatch.setattr("engine.backends.cuda.linear.find", lambda stored: packed)
+    assert ops.weight_type("Q9_9") == "Q9_9"
 
 
 def test_a_float32_matrix_is_rounded_to_half_precision(ops: CudaOps) -> None:

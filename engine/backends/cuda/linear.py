@@ -18,7 +18,7 @@ from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
 from engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.errors import EngineError
-from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
+from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get
 
 _UPLOAD_BYTES = 64 << 20  # of a file at a time
 # Formats that `Device.gemm` multiplies, and their dtype. Products with other formats take x in half precision.
@@ -53,7 +53,8 @@ class LinearOps:
         return _on_device(format).size(count)
 
     def weight_type(self, stored: str) -> str:
-        return "bfloat16" if stored == "BF16" else "float16"
+        format = _on_device(find(stored) or get("f32"))
+        return {"f16": "float16", "bf16": "bfloat16"}.get(format.name, stored)
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         together = itertools.groupby(matrices, key=lambda matrix: _on_device(matrix.format))
