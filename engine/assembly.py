@@ -230,8 +230,8 @@ def _metrics(
 
 
 def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, weights: int, say: Say) -> StorePlan:
-    """The plan of the KV store: for kv_memory, else for the context, as far as memory allows beside `weights` bytes and
-    the work on a prompt of that length."""
+    """The plan of the KV store: for kv_memory, else for the context, or as much of it as fits into memory beside
+    `weights` bytes and the work on a prompt of that length."""
 
     def beside(tokens: int) -> int:
         return ops.work_bytes(Load(model, shape.format(0), tokens, config.parallel))

@@ -53,9 +53,9 @@ def write(path: Path, header: Header, arrays: Arrays, progress: Progress = lambd
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files of killed processes from `folder`, as far as that is possible.
+    """Remove the unfinished files of killed processes from `folder`.
 
-    Files that are still being written stay.
+    Files that are still being written, or cannot be removed, stay.
     """
     with suppress(OSError):
         for file in sorted(folder.glob(_UNFINISHED + "*")):

@@ -98,7 +98,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, and when generation ends. None takes the model's default, else the one in brackets.
+    """How the next token is chosen, and when generation ends. None means the model's default, else the one in brackets.
 
     Raises EngineError, naming the field, for a value of a wrong type or out of range.
     """

@@ -1,4 +1,4 @@
-"""Sessions: files with the token ids of a sequence and its K/V, as codes where they are quantized.
+"""Sessions: files with the token ids of a sequence and its K/V; quantized blocks are saved as codes.
 
 A session can be loaded by any engine with the same model and the same cache types, on any backend. Errors are
 EngineErrors with a sentence for the user and the code "session" (the file is wrong), "storage" (it cannot be read or

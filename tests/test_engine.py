@@ -353,7 +353,7 @@ def fail_at(monkeypatch, target: Engine, call: int, error: BaseException) -> Non
     monkeypatch.setattr(target._model.ops, "linear", failing)
 
 
-PER_TOKEN = 2 * 4 + 1  # products of a pass: four in each layer, and the head
+PER_TOKEN = 2 * 4 + 1  # products of a forward pass: four in each layer, and the head
 
 
 @pytest.mark.parametrize("call", [1, 4, 6, PER_TOKEN, PER_TOKEN + 1, PER_TOKEN + 6, 3 * PER_TOKEN, 9 * PER_TOKEN + 5])

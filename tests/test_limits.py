@@ -46,7 +46,7 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
     ],
 )
 def test_settings_are_checked_before_the_model(settings, words) -> None:
-    # The path is looked at later: that there is nothing does not come up.
+    # The path does not exist, but it would be checked later.
     error, said = refusal(Path("nowhere"), **settings)
     assert all(word in str(error) for word in words), str(error)
     assert "--" not in str(error)

@@ -440,7 +440,7 @@ def with_answers(answers: object) -> Callable[[dict, dict], None]:
     return with_array("answers", np.frombuffer(json.dumps(answers).encode(), np.uint8))
 
 
-SEALED = {  # files whose seal fits, and that this program has not written
+CHECKSUMMED = {  # files with a right checksum and wrong contents
     "version": (with_header(version="2"), "another version"),
     "records": (with_header(stored_as="records 999"), "records 999"),
     "model": (with_header(model="0" * 64, name="Other"), "Other"),
@@ -473,12 +473,12 @@ SEALED = {  # files whose seal fits, and that this program has not written
 }
 
 
-@pytest.mark.parametrize("change", SEALED)
+@pytest.mark.parametrize("change", CHECKSUMMED)
 def test_a_file_with_a_right_checksum_and_wrong_contents_is_refused(
     engine: Engine, saved: Path, file: Path, change: str
 ) -> None:
     header, arrays = checked_file.read(saved)
-    act, word = SEALED[change]
+    act, word = CHECKSUMMED[change]
     act(header, arrays)
     checked_file.write(file, header, arrays)
     assert_refused(engine, file, word)

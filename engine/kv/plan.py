@@ -124,7 +124,7 @@ class CacheShape:
         )
 
     def bytes(self, quantized_blocks: tuple[int, ...], full_slots: int) -> int:
-        """Bytes of a store with so many quantized blocks per group and full-precision slots in all groups."""
+        """Bytes of a store with `quantized_blocks` per group, and `full_slots` in every group."""
         return sum(
             quantized * self.quantized_bytes(layers) + len(layers) * full_slots * self.full_bytes
             for (_, layers), quantized in zip(self.groups, quantized_blocks, strict=True)
@@ -142,6 +142,7 @@ class StorePlan:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the store."""
         return self.shape.bytes(self.quantized_blocks, self.full_slots)
 
 
@@ -152,7 +153,7 @@ def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: i
     """The smallest store with quantized blocks for a sequence of `tokens`, and with full-precision slots for
     `sequences` sequences that have `step_rows` rows each in a step.
     """
-    # Blocks that the rows of a step may go to, the current block among them.
+    # Blocks that the rows of a step may lie in, the current block among them.
     touched = 1 + (shape.block_size + step_rows - 2) // shape.block_size
     slots = (1 + touched) * sequences + _SPARE_SLOTS
     return StorePlan(shape, tokens, shape.quantized_blocks(tokens), slots)
@@ -167,9 +168,9 @@ def plan_for_memory(
 ) -> StorePlan:
     """The store for the longest sequence, up to `max_tokens`, that fits into `memory` bytes.
 
-    beside: bytes of `memory` that other things take if a sequence may have so many tokens, growing with them. Exact
-    slots are large; where they would take more than a quarter of the memory, fewer sequences are kept.
-    Raises EngineError where not even two blocks fit.
+    beside: tokens of a sequence → bytes of `memory` that other things need; must not fall. sequences: how many get
+    full-precision slots; fewer if these would take more than a quarter of `memory`. Raises EngineError
+    ("out_of_memory") if two blocks do not fit.
     """
 
     def plan(tokens: int) -> StorePlan:

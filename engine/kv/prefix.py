@@ -53,7 +53,7 @@ class PrefixCache:
         return kv
 
     def _salted_root(self, salt: str) -> bytes:
-        """The root for `salt`; empty for no salt, which stands for the cache's own root."""
+        """The root for `salt`; empty without a salt, which means the cache's own root."""
         if not salt:
             return b""
         return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._root, digest_size=16).digest()

@@ -62,7 +62,7 @@ class ModelWeights:
     embedding: Matrix  # (V, E)
     layers: Sequence[LayerWeights]
     norm: Array  # (E,)
-    head: Linear  # (V, E); the embedding itself where they are tied
+    head: Linear  # (V, E); the embedding itself if they are tied
     bytes: int
 
 

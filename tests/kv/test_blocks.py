@@ -29,7 +29,7 @@ class Schedules(RuleBasedStateMachine):
         taken = self.blocks.allocate(count)
         assert len(set(taken)) == count
         assert not set(taken) & set(self.held)
-        assert not set(taken) & self.kept  # they were forgotten
+        assert not set(taken) & self.kept  # `forget` was called for them
         self.held.update(dict.fromkeys(taken, 1))
 
     @rule(block=st.integers(0, SIZE - 1))
@@ -98,6 +98,6 @@ def test_kept_blocks_are_allocated_last() -> None:
     assert blocks.allocate(2) == [third, 3]
     assert forgotten == []
     blocks.retain(second)
-    blocks.release(second)  # looked for again: it is the newest now
+    blocks.release(second)  # used again: it is the newest now
     assert blocks.allocate(2) == [first, second]
     assert forgotten == [first, second]

@@ -77,9 +77,9 @@ def test_score_equals_a_loop_of_steps(fixture, type: str) -> None:
     by_steps, by_chunks = (bare_model(config, weights, (type, type), block_size=8) for _ in range(2))
     step_blocks, chunk_blocks = recorded(by_steps), recorded(by_chunks)
     steps, result = step_logits(by_steps, ids), scored(by_chunks, ids)
-    # Products of one row and of eight differ in their last bits, which now and then turns a value over the edge of its
-    # code: at worst one in a hundred, for f16, whose codes lie a thousand times their error apart. Up to there the
-    # logits are equal.
+    # Products of one row and of eight differ in their last bits, so a value near the edge between two codes may get the
+    # other one: at most one in a hundred for f16, whose codes are a thousand times that error apart. Up to the first
+    # such block the logits are equal.
     flipped, share = first_difference(step_blocks, chunk_blocks)
     equal = slice(0, None if flipped is None else (flipped + 1) * 8)
     assert share <= 1e-2

@@ -19,7 +19,7 @@ from tests.weights import load
 
 NAMES = ["input", "queries", "keys", "attention"]
 IDS = [1, *np.random.default_rng(5).integers(5, 96, 43).tolist()]
-TURN = 30  # tokens of the first prompt; the rest is a second one
+FIRST = 30  # tokens of the first prompt; the rest is a second one
 
 Seen = dict[tuple[int, str, int], np.ndarray]  # layer, name, position → a copy on the host
 
@@ -40,8 +40,8 @@ def values(model: Transformer, inputs: Seen | None = None) -> Seen:
     """The values that taps get from two prompts of a sequence."""
     model.taps = keep = Keep(model, inputs)
     talk = Talk(model)
-    talk.prompt(IDS[:TURN])
-    talk.prompt(IDS[TURN:])
+    talk.prompt(IDS[:FIRST])
+    talk.prompt(IDS[FIRST:])
     return keep.seen
 
 
@@ -88,7 +88,7 @@ def test_two_backends_agree_at_every_tap(fixture: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "part", "found"),
     [
-        (1, "qkv", (1, "attention")),  # its last row is one of a value, which shows where it is attended to
+        (1, "qkv", (1, "attention")),  # its last row is one of a value: attention shows it first
         (0, "out", (1, "input")),
         (0, "down", (1, "input")),
     ],
