@@ -35,6 +35,7 @@ from engine.model.weights import load_weights, weight_bytes, weight_count
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import key_metric, value_metric, without_feedback
 from engine.quantization.statistics import LayerStatistics, smoothing
+from engine.sampling.sample import NOT_FINITE
 from model_loaders.config import ModelConfig
 
 Say = Callable[[str], None]
@@ -147,6 +148,9 @@ def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> 
     except MemoryError:
         source.weights.close()
         raise EngineError(f"There is not enough memory for {source.name}", "out_of_memory") from None
+    except np.linalg.LinAlgError:  # squares of damaged weights, or of what they make, overflow
+        source.weights.close()
+        raise EngineError(NOT_FINITE, "model_damaged") from None
     except BaseException:
         source.weights.close()
         raise
@@ -173,6 +177,7 @@ def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Mode
         raise EngineError(str(error)) from None
 
 
+@np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them
 def _store(
     config: EngineConfig,
     encoding: Encoding,

@@ -106,6 +106,8 @@ def calibrate(
             keys = np.ascontiguousarray(seen.keys.swapaxes(0, 1))
             window = config.window(len(statistics))
             layer = measure(seen.queries, keys, model.attention_scale, window, block_size, ops.parallel_map)
+            if not all(np.isfinite(getattr(layer, field.name)).all() for field in fields(layer)):  # squares overflow
+                raise EngineError(NOT_FINITE, "model_damaged")
             statistics.append(layer)
     return statistics
 

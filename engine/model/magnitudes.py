@@ -70,7 +70,6 @@ def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Itera
             squares = squares + np.square(ops.to_host(norm), dtype=np.float64)
 
 
-@np.errstate(invalid="ignore")  # damaged weights are an error of the requests that read them
 def _variances(
     ops: Ops, config: ModelConfig, number: int, layer: LayerWeights, inputs: np.ndarray, block_size: int | None
 ) -> Variances:

@@ -103,6 +103,7 @@ def _pair_variance(variance: np.ndarray) -> np.ndarray:
     return np.maximum(pairs, np.where(mean > 0, _LEAST_VARIANCE * mean, 1))
 
 
+@np.errstate(invalid="ignore", over="ignore")  # in a thread of its own, where the caller's do not count
 def _measure_head(q: np.ndarray, k: np.ndarray, scale: float, hidden: np.ndarray, block_size: int) -> Head:
     """Statistics of one head: q, k (T, D) float32, hidden (T, T) bool."""
     p = (q * np.float32(scale)) @ k.T

@@ -34,6 +34,7 @@ def alike(caches: Sequence[LayerCache], blocks: int) -> Iterator[list[LayerCache
         yield from (layers[first : first + size] for first in range(0, len(layers), size))
 
 
+@np.errstate(invalid="ignore", over="ignore")  # codecs look for what is not finite
 def encode_side(layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
     """Keys (side 0) or values (1) at `sources` in all of `layers` → fields of codes and means, heads of all layers."""
     format = layers[0].format

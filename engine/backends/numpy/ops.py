@@ -36,7 +36,7 @@ _PARALLEL_ROWS = 32
 
 
 # Damaged weights give NaN. Logits and codecs are checked for it; NumPy's warnings would add nothing.
-_quiet = np.errstate(invalid="ignore")
+_quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 class NumpyOps:
@@ -115,6 +115,7 @@ class NumpyOps:
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x
 
+    @_quiet
     def embed(self, table: Matrix, ids: np.ndarray, scale: float = 1.0) -> np.ndarray:
         x: np.ndarray = table.data[ids]
         return x if scale == 1 else x * np.float32(scale)
@@ -273,6 +274,7 @@ class NumpyOps:
         for to, x in zip(cache.full(target), cache.full(source), strict=True):
             to[:, :tokens] = x[:, :tokens]
 
+    @_quiet
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
         k, v = (full[:, :tokens] for full in cache.full(place))
         format = cache.format
