@@ -17,7 +17,7 @@ BLOCK = EngineConfig().block_size
 CONTEXT = 32_768
 MEAN_BITS = 8
 
-# Name → layers, KV heads, head dim, as their configurations have them.
+# Name → layers, KV heads, head dim of its configuration.
 MODELS = {
     "SmolLM2 135M": (30, 3, 64),
     "Llama 3.2 1B": (16, 8, 64),
@@ -31,7 +31,7 @@ MODELS = {
 
 
 def bits_table() -> str:
-    """Every codec: what it stores, its bits, and whether a GPU has a kernel for it."""
+    """A table of all codecs: their sides, their bits, and whether there is a CUDA kernel."""
     lines = ["| Type | Stores | bits/value, D = 128 | D = 64 | GPU |", "|---|---|---|---|---|"]
     for name in codecs.available():
         codec = codecs.get(name)
@@ -43,7 +43,7 @@ def bits_table() -> str:
 
 
 def shape_of(model: str, keys: str, values: str) -> CacheShape:
-    """The cache of a model of MODELS on the CPU."""
+    """The shape of the cache of a model of MODELS on the CPU."""
     layers, kv_heads, head_dim = MODELS[model]
     mean_bits = 0 if keys == "f16" else MEAN_BITS
     layer = LayerShape(codecs.get(keys), codecs.get(values), mean_bits)
@@ -51,7 +51,7 @@ def shape_of(model: str, keys: str, values: str) -> CacheShape:
 
 
 def memory_table() -> str:
-    """Memory of a token, and of a long sequence."""
+    """A table of the memory of a token and of a long sequence."""
     types = {"f16": ("f16", "f16"), **PRESETS}
     lines = [
         f"| Model | L, K, D | {' | '.join(types)} | {CONTEXT:,} tokens, f16 | balanced |",

@@ -1,4 +1,4 @@
-"""Makes the tiny models under tests/fixtures with transformers, the second implementation that the tests compare with.
+"""Makes the tiny models under tests/fixtures with transformers, the reference of the tests.
 
     python -m venv /tmp/reference && /tmp/reference/bin/pip install torch transformers
     /tmp/reference/bin/python scripts/make_fixtures.py [NAME ...]
@@ -38,7 +38,7 @@ COMMON = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
-# name: (model type, how the weights are stored, spelling of config.json, what differs from COMMON).
+# name: (model type, type of the stored weights, spelling of config.json, changes to COMMON).
 # The RoPE settings are scaled down to the context so that every branch of every kind acts on some channel.
 MODELS = {
     "llama_mha": ("llama", "float32", "old", {"num_key_value_heads": 4}),
@@ -136,7 +136,7 @@ MODELS = {
     ),
 }
 
-# Settings as released: Llama 2, a fourfold linear stretch, Llama 3.1 and 3.2, Qwen2.5 with yarn, and yarn's variants.
+# Released settings: Llama 2, linear with factor 4, Llama 3.1 and 3.2, Qwen2.5 with yarn, and yarn's variants.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768, "rope_theta": 1e6}
 ROPES = {
     "llama2": (128, {"rope_type": "default", "rope_theta": 10_000.0}),
@@ -152,9 +152,10 @@ ROPES = {
 
 
 def randomize(model: torch.nn.Module, norm: float) -> None:
-    """Matrices keep the size of what passes through them; q and k are larger, so that attention is selective.
+    """Random weights. Matrices preserve the magnitude of their input; q and k are larger, so that attention is
+    selective.
 
-    norm: about what the weights of norms are.
+    norm: the mean of the weights of norms.
     """
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -163,8 +164,8 @@ def randomize(model: torch.nn.Module, norm: float) -> None:
             parameter.data = 0.5 * torch.randn_like(parameter)
         else:
             is_selective = any(part in name for part in ("q_proj", "k_proj", "qkv_proj"))
-            gain = 1.6 if is_selective else 2.0 if parameter.shape[0] == 96 else 1.0
-            parameter.data = gain * torch.randn_like(parameter) / parameter.shape[1] ** 0.5
+            scale = 1.6 if is_selective else 2.0 if parameter.shape[0] == 96 else 1.0
+            parameter.data = scale * torch.randn_like(parameter) / parameter.shape[1] ** 0.5
 
 
 def spell_as_before(path: Path) -> None:
@@ -180,7 +181,7 @@ def spell_as_before(path: Path) -> None:
     config["torch_dtype"] = config.pop("dtype")
     config.pop("layer_types", None)
     if config.get("use_sliding_window") is False:
-        config["sliding_window"] = 8  # published Qwen2 models carry one that must not be used
+        config["sliding_window"] = 8  # published Qwen2 models have one that must be ignored
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -207,7 +208,7 @@ def make_model(name: str, model_type: str, dtype: str, spelling: str, changes: d
 
 
 def ropes(rotary: torch.nn.Module) -> dict[str, np.ndarray | np.float64]:
-    """Frequencies and the factor on cos and sin, as they were for the reference."""
+    """The reference's frequencies, and its factor of cos and sin."""
     if hasattr(rotary, "full_attention_inv_freq"):
         return {
             "inv_freq": rotary.full_attention_inv_freq.numpy(),

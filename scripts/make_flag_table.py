@@ -32,19 +32,21 @@ def field_table(cls: type, *left_out: str) -> str:
         if field.name in left_out:
             continue
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        told = "`False`: " if default is True else ""  # the sentence is that of a flag which switches it off
-        meaning = re.sub("(, as in 42.*)?; may be repeated", "", _cell(field.metadata["help"]))  # on a command line
+        prefix = "`False`: " if default is True else ""  # the help is that of a flag that switches the field off
+        meaning = re.sub(
+            "(, as in 42.*)?; may be repeated", "", _cell(field.metadata["help"])
+        )  # applies to the command line only
         meaning = re.sub("--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", meaning)
-        lines.append(f"| `{field.name}` | `{default!r}` | {told}{meaning} |")
+        lines.append(f"| `{field.name}` | `{default!r}` | {prefix}{meaning} |")
     return "\n".join(lines)
 
 
 def _cell(text: str) -> str:
-    """A vertical bar would end the cell, also inside a code span."""
+    """The text of a cell: vertical bars are escaped, which would end the cell even inside a code span."""
     return text.replace("|", "\\|")
 
 
-# Document → the name of a mark → what stands between `<!-- name -->` and `<!-- /name -->`.
+# Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     DOCS / "flags.md": {"flags": flag_table},
     DOCS / "embedding.md": {

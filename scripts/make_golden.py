@@ -1,9 +1,9 @@
-"""Makes `tests/fixtures/golden.json`: what small models answer, for every kind of cache.
+"""Makes `tests/fixtures/golden.json`: answers and scores of small models with every kind of cache.
 
     python -m scripts.make_golden
 
-It is for changes that are meant to change answers; all others leave the file as it is (`tests/test_golden_runs.py`).
-The models are the random ones of tests/fixtures, which everybody has, and the demonstration model.
+Run it only for changes that are meant to change answers; `tests/test_golden_runs.py` compares with the file.
+The models are the random ones of tests/fixtures and the demonstration model.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ TYPES: dict[str, tuple[str, ...]] = {
 }
 PROMPT_TOKENS, MOST_TOKENS = 140, 32
 QUESTION = "How do I boil an egg?"
-SCORED = slice(20, None, 10)  # of the log-probabilities of prompt and answer, these are kept
+SCORED = slice(20, None, 10)  # the log-probabilities of prompt and answer that are stored
 
-# Nats between the best two tokens of a step. Answers end before the first step with less: it might fall either way.
+# Nats between the best two tokens of a step. Answers end before the first step with less, whose token may depend on
+# rounding.
 MARGIN = 0.02
 
 
@@ -84,10 +85,10 @@ def answer(engine: Engine, prompt: list[int], most: int) -> tuple[list[int], lis
 
 
 def scores(engine: Engine, model: str, ids: list[int]) -> dict[str, list[float]]:
-    """Some of the log-probabilities of `ids`, teacher-forced, and last their mean; of random models in both ways.
+    """Log-probabilities SCORED of `ids`, teacher-forced, and the mean of all; of random models in both ways of scoring.
 
-    Where every token is coded, the codes of 30 layers decide about each other: with the demonstration model, another
-    order of float32 sums moves single log-probabilities by 0.3.
+    The demonstration model is not scored with every token coded: errors of 30 layers add up there, and another order of
+    float32 sums changes single log-probabilities by 0.3.
     """
     ways = {"scores": False} if model == DEMO else {"scores": False, "every_token_coded": True}
     found = {}

@@ -132,7 +132,7 @@ def _source(measured: Measured, full: float) -> str:
     )
 
 
-# Document → the name of a mark → what stands between `<!-- name -->` and `<!-- /name -->`.
+# Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: {"costs": lambda: quality_table(newest(f"quality-{DEMO}"), _SHORT), "speed": speed_table},
     DOCUMENT: {

@@ -1,4 +1,4 @@
-"""Angles of the polar transform, against the transform turned round and against what is known of Gaussian vectors."""
+"""Angles of the polar transform, compared with the inverse transform and with densities of Gaussian vectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.quality.angles import gaussian_density, histograms, polar_angles
 
 
 @given(st_numpy.arrays(np.float32, (3, 16), elements=st.floats(-100, 100, width=32)))
-def test_a_vector_comes_back_from_its_norm_and_its_angles(x: np.ndarray) -> None:
+def test_norm_and_angles_restore_a_vector(x: np.ndarray) -> None:
     radii = np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True)
     for angle in reversed(polar_angles(x, 4)):
         radii = np.stack([radii * np.cos(angle), radii * np.sin(angle)], -1).reshape(len(x), -1)
@@ -20,13 +20,13 @@ def test_a_vector_comes_back_from_its_norm_and_its_angles(x: np.ndarray) -> None
 
 
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
-def test_densities_have_the_mass_of_one(level: int) -> None:
+def test_densities_integrate_to_one(level: int) -> None:
     edges = np.linspace(0, np.pi / 2 if level > 1 else 2 * np.pi, 20_001)
     middles = (edges[1:] + edges[:-1]) / 2
     assert gaussian_density(level, middles).sum() * edges[1] == pytest.approx(1, abs=1e-7)
 
 
-def test_histograms_of_gaussian_keys_are_their_densities(rng: np.random.Generator) -> None:
+def test_histograms_of_gaussian_keys_match_the_densities(rng: np.random.Generator) -> None:
     keys = rng.normal(size=(4, 3000, 2, 32)).astype(np.float32)
     levels = histograms(list(keys))
     assert levels is not None
@@ -41,15 +41,15 @@ def test_histograms_of_gaussian_keys_are_their_densities(rng: np.random.Generato
             assert (np.abs(np.array(level[name]) - expected) < allowed).all()
 
 
-def test_preconditioning_makes_channels_alike(rng: np.random.Generator) -> None:
+def test_preconditioning_makes_angles_gaussian(rng: np.random.Generator) -> None:
     keys = rng.normal(size=(2000, 1, 32)).astype(np.float32)
     keys *= np.exp(rng.normal(size=32)).astype(np.float32)
     levels = histograms([keys])
     assert levels is not None
     for level in levels[1:]:
         edges = np.array(level["edges"])
-        exact = gaussian_density(level["level"], (edges[1:] + edges[:-1]) / 2)
-        off = {name: np.abs(np.array(level[name]) - exact).sum() for name in ("as they are", "preconditioned")}
+        expected = gaussian_density(level["level"], (edges[1:] + edges[:-1]) / 2)
+        off = {name: np.abs(np.array(level[name]) - expected).sum() for name in ("as they are", "preconditioned")}
         assert off["preconditioned"] < off["as they are"]
 
 

@@ -1,4 +1,4 @@
-"""What a watch on the attention of each layer sees, and that a layer's figure depends on no other layer."""
+"""Attention errors of each layer, which do not depend on other layers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def recording(reference: Reference) -> Recording:
 
 
 def errors(reference: Reference, recording: Recording, *changes: Change, **settings: object) -> list[float]:
-    run_graph = Replay()
-    with reference.open(run_graph.install, *changes, ctx_size=len(IDS), block_size=16, **settings) as engine:
-        return run_graph.errors(engine, IDS, recording, every_token_coded=True)
+    replay = Replay()
+    with reference.open(replay.install, *changes, ctx_size=len(IDS), block_size=16, **settings) as engine:
+        return replay.errors(engine, IDS, recording, every_token_coded=True)
 
 
 def test_a_recording_has_every_row_of_every_layer(reference: Reference, recording: Recording) -> None:
@@ -48,14 +48,14 @@ def test_a_recording_has_every_row_of_every_layer(reference: Reference, recordin
         assert [x.shape for x in of_layers] == [(len(IDS), *width)] * config.layers
 
 
-def test_half_precision_errs_by_its_rounding(reference: Reference, recording: Recording) -> None:
-    """Keys and values within 2⁻¹¹ of what they are; scores of a few units turn that into a few times as much."""
+def test_the_error_of_half_precision_is_its_rounding(reference: Reference, recording: Recording) -> None:
+    """Relative errors of keys and values are at most 2⁻¹¹; scores of a few units enlarge that a few times."""
     found = errors(reference, recording, cache_type_k="f16", cache_type_v="f16")
     assert all(0 <= error < 20 * 2.0**-11 for error in found)
 
 
-def test_the_first_layer_errs_by_what_codes_do_to_its_attention(reference: Reference, recording: Recording) -> None:
-    """Nothing stands before it, so that it needs no replay."""
+def test_the_error_of_the_first_layer_is_that_of_quantization(reference: Reference, recording: Recording) -> None:
+    """No layer precedes it, so it needs no replay."""
 
     class CodedRecorder(Recorder):
         def run(self, engine: Engine, ids: Sequence[int], every_token_coded: bool = False) -> None:
@@ -70,7 +70,7 @@ def test_the_first_layer_errs_by_what_codes_do_to_its_attention(reference: Refer
     assert errors(reference, recording, **POLAR)[0] == pytest.approx(expected, rel=1e-4)
 
 
-def test_no_layer_answers_for_another(reference: Reference, recording: Recording) -> None:
+def test_errors_do_not_depend_on_earlier_layers(reference: Reference, recording: Recording) -> None:
     def ruin_what_the_first_layer_adds(model: Transformer) -> None:
         first, *others = model.weights.layers
         ruined = linear(-3 * model.ops.rows(first.down))
@@ -80,20 +80,20 @@ def test_no_layer_answers_for_another(reference: Reference, recording: Recording
     assert errors(reference, recording, ruin_what_the_first_layer_adds, **POLAR) == pytest.approx(whole, rel=1e-3)
 
 
-def test_scoring_goes_on_as_before_between_replays(reference: Reference, recording: Recording) -> None:
-    run_graph = Replay()
+def test_scores_are_unchanged_between_replays(reference: Reference, recording: Recording) -> None:
+    replay = Replay()
     with (
-        reference.open(run_graph.install, ctx_size=len(IDS), **POLAR) as engine,
+        reference.open(replay.install, ctx_size=len(IDS), **POLAR) as engine,
         reference.open(ctx_size=200, **POLAR) as other,
     ):
-        run_graph.errors(engine, IDS, recording)
+        replay.errors(engine, IDS, recording)
         np.testing.assert_allclose(engine.score(IDS).logprobs, other.score(IDS).logprobs, rtol=1e-5, atol=1e-5)
 
 
 # -- the key bias --------------------------------------------------------------------------------------------------
 
 
-def test_a_key_bias_needs_keys_that_keep_it(tmp_path: Path) -> None:
+def test_a_key_bias_is_refused_for_normalized_keys(tmp_path: Path) -> None:
     with (
         Reference(str(make_model(tmp_path, "qwen3_qk_norm_tied")), len(IDS)) as reference,
         pytest.raises(FlagError, match="norm"),

@@ -44,7 +44,7 @@ DEVICE, RECORDING = "engine.backends.cuda.cupy_device", "engine.backends.cuda.cu
 
 
 class HostClock:
-    """Does the work once; everything takes a millisecond."""
+    """Runs the work once; every time is a millisecond."""
 
     def seconds(self, work: Callable[[], object], runs: int) -> float:
         work()
@@ -127,7 +127,7 @@ def cells(line: str) -> list[str]:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_everything_is_measured_in_the_order_of_its_importance(
+def test_measurements_are_in_the_order_of_their_importance(
     fake_gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     types = "f16,ring4/ring3.5"
@@ -156,7 +156,7 @@ def test_everything_is_measured_in_the_order_of_its_importance(
     assert [cells(line)[0] for line in table[2:10]] == 2 * ["one", "two", "f16", "ring4/ring3.5"]
 
 
-def test_what_the_budget_cuts_is_named(
+def test_measurements_beyond_the_budget_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = itertools.chain([0, 1, 2, 3, 4], itertools.repeat(11))  # the start, two looks at the time for each task
@@ -174,13 +174,13 @@ def test_what_the_budget_cuts_is_named(
 
 
 def only(*names: str) -> Callable[[kernels.Plan], Any]:
-    """Tasks whose names begin so."""
+    """Tasks whose names begin with a string."""
     tasks = kernels.Plan.tasks
 
     return lambda plan: (task for task in tasks(plan) if task[0].startswith(names))
 
 
-def test_a_task_that_fails_leaves_the_others_alone(
+def test_a_failing_task_does_not_affect_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*shape: Any) -> list[PeerTime]:
@@ -196,8 +196,8 @@ def test_a_task_that_fails_leaves_the_others_alone(
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
 
 
-def test_a_device_that_is_lost_ends_nothing_else(tmp_path: Path) -> None:
-    """After a fault every call fails: what was measured before is printed all the same."""
+def test_results_before_a_lost_device_are_printed(tmp_path: Path) -> None:
+    """After a fault every call fails; earlier results are printed all the same."""
     gpu = emulated()
 
     def free() -> None:
@@ -209,7 +209,7 @@ def test_a_device_that_is_lost_ends_nothing_else(tmp_path: Path) -> None:
     assert {one["why"] for one in found["not_measured"]} == {"failed: RuntimeError: an illegal access was encountered"}
 
 
-def test_the_file_is_there_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*shape: Any) -> list[PeerTime]:
         raise KeyboardInterrupt
 
@@ -217,7 +217,7 @@ def test_the_file_is_there_before_the_end(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["limits"]
 
 
-def test_what_does_not_fit_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.Plan, "tasks", only("attention", "steps", "qkv"))
     assert run(tmp_path / "out.json", "--types", "f16", "--batches", "1", gpu=emulated(free=8000)) == 0
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -243,7 +243,7 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong.error == pytest.approx(0.01, rel=0.5)
 
 
-def test_a_type_without_a_kernel_gets_a_sentence() -> None:
+def test_a_type_without_a_kernel_is_reported() -> None:
     with pytest.raises(EngineError, match="kivi4 has no GPU kernel"):
         measure_attention(emulated(), SIZES, Content.random(3, 16, 2, 16), CacheType.read("kivi4"), 64, 1)
 
@@ -268,7 +268,7 @@ def test_records_repeat_to_the_end_of_every_pool() -> None:
         (["--output", "{tmp}/none/out.json"], "--output {tmp}/none/out.json cannot be written"),
     ],
 )
-def test_bad_input_gets_one_sentence(
+def test_bad_input_is_refused_in_a_sentence(
     flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path / "out.json", *(flag.format(tmp=tmp_path) for flag in flags), gpu=emulated()) == 2
@@ -277,7 +277,7 @@ def test_bad_input_gets_one_sentence(
     assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
 
 
-def test_without_a_gpu_it_says_so(
+def test_a_missing_gpu_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(device: str, threads: int) -> Any:
@@ -335,7 +335,7 @@ def test_without_limits_there_are_no_shares() -> None:
 
 
 class FakeTorch(ModuleType):
-    """As much of PyTorch as is used; tensors are their shapes, a call of a kernel takes a millisecond."""
+    """The used part of PyTorch; tensors are their shapes, and a kernel takes a millisecond."""
 
     float16 = uint8 = int32 = "type"
 
@@ -413,7 +413,7 @@ def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_flashinfer")
 @pytest.mark.parametrize("recordable", [True, False])
-def test_pytorch_is_timed_in_two_forms(monkeypatch: pytest.MonkeyPatch, recordable: bool) -> None:
+def test_pytorch_is_timed_in_two_layouts(monkeypatch: pytest.MonkeyPatch, recordable: bool) -> None:
     torch = FakeTorch(recordable=recordable)
     monkeypatch.setitem(sys.modules, "torch", torch)
     size = 2 * 2 * 3 * 2 * 64 * 16
@@ -450,7 +450,7 @@ def test_flashinfer_reads_pages_of_the_same_size(monkeypatch: pytest.MonkeyPatch
     assert torch.calls[-1] == ((2, 4, 16), (10, 2, 16, 2, 16))
 
 
-def test_a_peer_that_is_not_there_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_kernel(*given: Any, **options: Any) -> None:
         raise RuntimeError("no kernel for this shape\nand more")
 
@@ -476,7 +476,7 @@ def test_a_cache_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert first.note == "does not work: there is too little memory for an fp16 cache of this size"
 
 
-def test_the_clock_counts_events_of_the_device_s_stream(fake_gpu: Any) -> None:
+def test_the_clock_records_events_on_the_current_stream(fake_gpu: Any) -> None:
     gpu = open_gpu()
     _, device = gpu.open()
     done: list[int] = []

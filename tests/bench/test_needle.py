@@ -1,4 +1,4 @@
-"""Where the needle lies, what counts as found, and that the answer is scored through the cache."""
+"""The place of the needle, correct answers, and scoring through the cache."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def prompts(request: pytest.FixtureRequest, reference: Reference, haystack: list
     return [needle.hide(reference, haystack, 256, depth) for depth in DEPTHS]
 
 
-def test_a_prompt_is_as_long_as_it_should_be(prompts: list[Prompt]) -> None:
+def test_a_prompt_has_the_requested_length(prompts: list[Prompt]) -> None:
     for prompt in prompts:
         assert 256 - 8 <= len(prompt.ids) + len(prompt.answer) <= 256
 
 
-def test_the_needle_lies_at_its_depth_and_the_answer_is_in_it(reference: Reference, prompts: list[Prompt]) -> None:
+def test_the_needle_is_at_its_depth_and_contains_the_answer(reference: Reference, prompts: list[Prompt]) -> None:
     places = []
     for prompt in prompts:
         text = reference.detokenize([*prompt.ids, *prompt.answer])
@@ -52,14 +52,14 @@ def test_the_needle_lies_at_its_depth_and_the_answer_is_in_it(reference: Referen
     assert places == sorted(places)
 
 
-def test_cells_have_needles_of_their_own_and_always_the_same(reference: Reference, haystack: list[int]) -> None:
+def test_each_cell_has_its_own_reproducible_needle(reference: Reference, haystack: list[int]) -> None:
     answers = [needle.hide(reference, haystack, length, 50).answer for length in (128, 129, 130, 128)]
     assert answers[0] == answers[3]
     assert len({tuple(answer) for answer in answers}) == 3
 
 
 def engine_that_expects(tokens: list[int]) -> SimpleNamespace:
-    """Its most likely tokens behind any prompt end in `tokens`; each token of a text gets −0.5."""
+    """Its most likely tokens after any prompt end in `tokens`; each token of a text scores −0.5."""
 
     def score(ids: list[int], every_token_coded: bool, logits: bool) -> SimpleNamespace:
         logits = np.zeros((len(ids), 10), np.float32)
@@ -71,7 +71,7 @@ def engine_that_expects(tokens: list[int]) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("expected", "correct"), [([7, 8, 9], True), ([7, 8, 8], False), ([6, 8, 9], False)])
-def test_found_is_what_is_most_likely_token_by_token(expected: list[int], correct: bool) -> None:
+def test_an_answer_is_correct_if_each_token_is_the_most_likely(expected: list[int], correct: bool) -> None:
     cell = needle._answered(engine_that_expects(expected), "f16", "as served", Prompt(8, 50, [1, 2, 3], [7, 8, 9]))  # type: ignore[arg-type]
     assert cell == Cell("f16", "as served", 8, 50, tokens=3, logprob=-1.5, correct=correct)
 
@@ -94,7 +94,7 @@ def test_answers_are_scored_by_the_cache_type(reference: Reference, haystack: li
     assert abs(coded - answer) > 0.02
 
 
-def test_where_full_precision_finds_it_is_said() -> None:
+def test_retrieved_counts_needles_by_length() -> None:
     cells = [
         Cell(label, scoring, length, depth, 5, -1.0, correct=depth >= length)
         for label in ("f16", "polarquant")

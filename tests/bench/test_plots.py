@@ -1,4 +1,4 @@
-"""Pictures are drawn of what was measured, and say so where they cannot be."""
+"""Pictures are drawn of measurements, or a message says why not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_measurement_has_four_pictures(result: dict[str, Any], tmp_path: Path)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
-def test_what_was_not_measured_has_no_picture(result: dict[str, Any], tmp_path: Path) -> None:
+def test_missing_measurements_have_no_picture(result: dict[str, Any], tmp_path: Path) -> None:
     rows = [one for one in result["rows"] if one["type"] == "f16"]
     rows += [{**one, "type": "ring4 without any"} for one in result["rows"] if one["type"] == "ring4"]
     said = plots.draw_all({"rows": rows, "needle": [], "angles": None}, "tiny", tmp_path / "a.json")
@@ -58,7 +58,7 @@ def test_what_was_not_measured_has_no_picture(result: dict[str, Any], tmp_path: 
     assert said.startswith("No pictures: ")
 
 
-def test_what_is_as_published_is_hollow_and_every_type_has_its_name(result: dict[str, Any]) -> None:
+def test_types_as_published_are_hollow_and_every_type_is_labelled(result: dict[str, Any]) -> None:
     figure = plots.divergence(result, "tiny")
     assert figure is not None
     for ax in figure.axes:
@@ -87,13 +87,15 @@ def test_the_frontier_lies_under_every_point(result: dict[str, Any]) -> None:
             assert y >= np.exp(np.interp(x, bits, np.log(kl))) * (1 - 1e-6)
 
 
-def test_without_matplotlib_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib_a_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'polarlm[bench]'" in plots.draw_all({"rows": []}, "tiny", tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("content", ["no JSON", "{}", '{"model": "tiny"}'])
-def test_another_file_gets_one_sentence(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_file_is_refused_in_a_sentence(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "a.json"
     file.write_text(content, encoding="utf-8")
     assert plots.main([str(file)]) == 2

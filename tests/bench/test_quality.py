@@ -52,8 +52,8 @@ def test_divergence_of_two_tokens_by_hand() -> None:
     assert compare(exact, other).kl[0] == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-7)
 
 
-def test_divergence_is_that_of_its_definition_in_every_row(rng: np.random.Generator) -> None:
-    """Σ p·ln(p/q) with p and q as they are defined, over more rows than are computed at once."""
+def test_divergence_matches_its_definition_in_every_row(rng: np.random.Generator) -> None:
+    """Σ p·ln(p/q), over more rows than are computed at once."""
     exact, other = rng.normal(0, 3, (2, 150, 11)).astype(np.float32)
     p, q = (np.exp(x.astype(np.float64)) for x in (exact, other))
     p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
@@ -68,7 +68,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 @given(st.integers(2, 1000), st.integers(1, 50))
-def test_the_perplexity_of_guessing_is_the_number_of_choices(choices: int, count: int) -> None:
+def test_perplexity_of_uniform_guessing_is_the_number_of_choices(choices: int, count: int) -> None:
     assert perplexity(np.full(count, -np.log(choices), np.float64)) == pytest.approx(choices)
 
 
@@ -101,7 +101,7 @@ def test_cache_types_of_a_command_line() -> None:
     assert plain.settings()["key_conditioning"] is False
 
 
-def test_a_codec_that_cannot_serve_the_head_dim_is_refused_by_name() -> None:
+def test_a_codec_that_does_not_support_the_head_dim_is_refused_by_name() -> None:
     with pytest.raises(FlagError, match=r"--types f16/polarquant: .*7"):
         CacheType.read("f16/polarquant").check(head_dim=7)
 
@@ -142,8 +142,8 @@ def test_f16_reproduces_the_reference(measured: Quality, reference: dict, row: i
     assert measured.rows[row].bits_per_value == 16
 
 
-def test_rows_are_ordered_as_the_methods_are(measured: Quality) -> None:
-    """Codes cost something, more of them cost more, and conditioning is worth its bits."""
+def test_errors_have_the_order_of_the_methods(measured: Quality) -> None:
+    """Quantization costs quality, more quantized tokens cost more, and conditioning is worth its bits."""
     rows = {(row.type, row.scored_as): row for row in measured.rows}
     assert len(rows) == 6
     f16, served, coded, plain = (
@@ -202,7 +202,7 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
     assert [row["type"] for row in found["rows"]] == ["f16", "f16", "polarquant", "polarquant"]
 
 
-def test_line_ends_make_no_difference(tmp_path: Path) -> None:
+def test_line_ends_do_not_matter(tmp_path: Path) -> None:
     results = []
     for name, text in (("lf", STORY), ("crlf", STORY.replace("\n", "\r\n"))):
         file, output = tmp_path / name, tmp_path / f"{name}.json"
@@ -212,7 +212,7 @@ def test_line_ends_make_no_difference(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-def test_conditioning_can_be_left_out_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conditioning_can_be_switched_off_for_all_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "story.txt"
     text.write_text(STORY, encoding="utf-8")
     assert run(text, tmp_path / "out.json", "--types", "polarquant", "--windows", "1", "--no-key-conditioning") == 0
@@ -242,7 +242,7 @@ def test_conditioning_can_be_left_out_everywhere(tmp_path: Path, capsys: pytest.
         (["--needle", "--needle-lengths", "500"], "--needle-lengths 500: --text has only"),
     ],
 )
-def test_bad_input_gets_one_sentence(
+def test_bad_input_is_refused_in_a_sentence(
     flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "story.txt"
@@ -257,7 +257,7 @@ def test_bad_input_gets_one_sentence(
     assert "Traceback" not in printed.err
 
 
-def test_a_text_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert quality.main([]) == 2
     assert capsys.readouterr().err.startswith("error: --text is missing: give a UTF-8 text file")
 
@@ -269,7 +269,7 @@ def test_examples_in_the_documentation_hold(module: object) -> None:
     assert tried.failed == 0
 
 
-def test_what_was_measured_is_kept_when_the_command_is_stopped(
+def test_results_are_kept_when_the_command_is_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, output, of_type = tmp_path / "story.txt", tmp_path / "out.json", scores._measure_type

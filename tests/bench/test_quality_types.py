@@ -1,4 +1,4 @@
-"""Which cache types are compared."""
+"""The cache types that are compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.flags import FlagError
 from engine.kv.cache_types import PRESETS
 
 
-def test_all_types_are_all_there_are() -> None:
+def test_all_types_cover_every_codec() -> None:
     types = all_types(64, key_conditioning=True)
     assert {one.key for one in types} == set(codecs.available())
     assert set(PRESETS.values()) <= {(one.key, one.value) for one in types if one.key_conditioning}
@@ -30,13 +30,13 @@ def test_all_types_are_all_there_are() -> None:
     assert not any(one.key_conditioning for one in plain)
 
 
-def test_types_that_do_not_serve_the_head_dim_are_left_out() -> None:
+def test_types_that_do_not_support_the_head_dim_are_left_out() -> None:
     found = {one.key for one in all_types(8, key_conditioning=True)}
     assert "polarquant" in found
     assert "q8_0" not in found
 
 
-def test_types_and_an_ablation_stand_together() -> None:
+def test_types_and_an_ablation_can_be_combined() -> None:
     f16, whole, *others, bare = chosen_types("f16", "ring4/f16", key_conditioning=True)
     assert f16.label == "f16"
     assert (whole.label, whole.encoding) == ("ring4/f16 encoded well", Encoding())
@@ -47,17 +47,17 @@ def test_types_and_an_ablation_stand_together() -> None:
     assert all((one.key, one.value, one.key_conditioning) == ("ring4", "f16", True) for one in (whole, *others, bare))
 
 
-def test_an_ablation_starts_from_the_whole() -> None:
+def test_an_ablation_needs_a_type_with_conditioning() -> None:
     with pytest.raises(FlagError, match=r"--ablate polarquant:plain: .*without :plain"):
         chosen_types(None, "polarquant:plain", key_conditioning=True)
 
 
-def test_nothing_is_chosen_where_nothing_is_named() -> None:
+def test_no_types_are_chosen_by_default() -> None:
     assert chosen_types(None, None, key_conditioning=True) == []
 
 
 def test_an_ablation_is_measured_with_its_own_encoding(tiny_path: Path) -> None:
-    """Means of 16 bits a channel instead of 8, in blocks of 64 tokens, are 8 / 64 of a bit more for each key."""
+    """Means of 16 bits a channel instead of 8, in blocks of 64 tokens, add 8 / 64 bits to each value of keys."""
     whole, *others = chosen_types(None, "ring4", key_conditioning=True)
     (large_means,) = [one for one in others if one.label == "ring4 without small means"]
     ids = [*range(5, 85)] * 2  # a quantized block between the first and the current one

@@ -1,4 +1,4 @@
-"""Where measurements go: never over the published ones unless that is asked for."""
+"""Destinations of measurements; published ones are overwritten only with --publish."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
-def test_results_lie_under_a_name_that_says_what_they_are(results: Path) -> None:
+def test_file_names_describe_the_measurement(results: Path) -> None:
     path = Output().path("quality", "SmolLM2-135M Instruct")
     assert path == results / "local" / f"quality-smollm2-135m-instruct-{report.today()}.json"
 
 
-def test_published_figures_are_written_where_that_is_asked_for(results: Path) -> None:
+def test_publish_writes_to_the_published_folder(results: Path) -> None:
     assert Output(publish=True).path("speed", "AMD EPYC").parent == results
 
 
-def test_a_place_is_named_once(results: Path) -> None:
+def test_output_and_publish_exclude_each_other(results: Path) -> None:
     with pytest.raises(FlagError, match="--output and --publish both say where"):
         Output("out.json", publish=True).path("speed", "AMD EPYC")
 
 
-def test_git_ignores_what_is_not_published() -> None:
+def test_git_ignores_unpublished_results() -> None:
     root = Path(report.__file__).parents[1]
     if not (root / ".git").exists():
         pytest.skip("not a git checkout")

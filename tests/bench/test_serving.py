@@ -1,4 +1,4 @@
-"""The benchmark of the server: what arrives when, what is counted, and how it is shown."""
+"""The benchmark of the server: arrivals, figures and tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert poisson(50, 100, 7, np.random.default_rng(1)) == starts[:7]
 
 
-def test_prompts_share_their_beginning_and_nothing_else() -> None:
+def test_prompts_share_only_their_beginning() -> None:
     found = prompts(range(5, 500), 9, 20, 30, np.random.default_rng(1))
     assert {len(prompt) for prompt in found} == {50}
     assert len({tuple(prompt[:20]) for prompt in found}) == 1
@@ -43,7 +43,7 @@ def test_prompts_share_their_beginning_and_nothing_else() -> None:
 
 
 def asked(status: int, lines: Sequence[str]) -> Answer:
-    """What a client makes of a response."""
+    """The client's answer for a response."""
 
     def respond(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
@@ -88,7 +88,7 @@ def test_errors_have_a_kind(status: int, lines: Sequence[str], kind: str) -> Non
 # -- what is made of it --------------------------------------------------------------------------------------------
 
 
-def test_what_is_counted() -> None:
+def test_figures_of_a_load() -> None:
     answers = [
         Answer(0.0, 0.0, [0.5, 0.6, 0.8], 0.8, prompt_tokens=10, cached_tokens=0, completion_tokens=3),
         Answer(0.5, 1.0, [1.1, 1.2, 1.5], 1.5, prompt_tokens=10, cached_tokens=8, completion_tokens=3),
@@ -142,7 +142,7 @@ def test_a_server_of_its_own_is_measured(
     ]
 
 
-def test_what_was_seen_is_kept_when_the_command_is_stopped(
+def test_results_are_kept_when_the_command_is_stopped(
     tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, monkeypatched = [], load._ask
@@ -183,7 +183,7 @@ def closed_port() -> int:
         (["--weights", "{tmp}/none"], "The server did not start: {tmp}/none does not exist"),
     ],
 )
-def test_bad_input_gets_one_sentence(
+def test_bad_input_is_refused_in_a_sentence(
     flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = {"port": closed_port(), "tmp": tmp_path}

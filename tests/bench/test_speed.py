@@ -1,4 +1,4 @@
-"""The speed measurement: who runs when, what is counted, and how it is shown. No test looks at a clock."""
+"""The speed measurement: the order of runs, figures and tables. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def test_reading_the_weights_alone_multiplies_by_each_matrix_once_a_pass(monkeyp
     assert [id(m) for m in multiplied] == (2 + 3) * [id(m) for m in (*matrices, weights.head)]
 
 
-def test_a_prompt_from_the_cache_is_not_taken_for_a_measurement() -> None:
+def test_a_cached_prompt_is_not_a_measurement() -> None:
     with Engine.load(shared("models", "stories260K"), ctx_size=64, kept_sequences=1) as engine:
         assert prompt_rate(engine, range(5, 45)) > 0
         with pytest.raises(RuntimeError, match="cached_tokens=3"):
             prompt_rate(engine, range(5, 45))
 
 
-def test_generation_takes_as_many_steps_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end-of-story token does not end it, and the first token, out of the prefill, is no step."""
+def test_generation_takes_the_requested_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end token does not end it, and the first token, which the prefill returns, is not a step."""
     steps = []
     take = Transformer.step
     monkeypatch.setattr(Transformer, "step", lambda *given: (steps.append(1), take(*given))[1])
@@ -96,7 +96,7 @@ def test_generation_takes_as_many_steps_as_are_asked_for(monkeypatch: pytest.Mon
     assert len(steps) == 300
 
 
-def test_streams_take_their_steps_together_and_start_over_with_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_step_together_and_restart_with_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = read_model(FIXTURES / "llama_gqa_linear")
     model, steps = bare_model(config, weights), []
     take = Transformer.step
@@ -146,7 +146,7 @@ def test_the_table_comes_last_and_the_file_says_how_it_was_made(
         assert all(rate > 0 for rates in figure["ours"]["runs"].values() for rate in rates)
 
 
-def test_what_was_measured_is_kept_when_the_command_is_stopped(
+def test_results_are_kept_when_the_command_is_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*given: object) -> None:
@@ -158,13 +158,13 @@ def test_what_was_measured_is_kept_when_the_command_is_stopped(
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert [figure["name"] for figure in found["figures"]][:2] == ["prompt of 40", "generation, depth ≤ 64"]
     assert found["complete"] is False
-    told = capsys.readouterr().err
-    assert "Takes about " in told
-    assert "steps of 16 at 128, f16: " in told
+    messages = capsys.readouterr().err
+    assert "Takes about " in messages
+    assert "steps of 16 at 128, f16: " in messages
 
 
 class FakePeer:
-    """Keeps a list of who ran with how many threads, and is faster at generation with more of them."""
+    """Records its runs and their threads, and generates faster with more threads."""
 
     version = "1.2.3"
     calls: list[tuple[str, int]]
@@ -187,7 +187,7 @@ class FakePeer:
         self.calls.append(("closed", 0))
 
 
-def test_the_peer_takes_turns_and_is_compared(
+def test_runs_of_the_peer_alternate_and_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = set()
@@ -251,7 +251,7 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
         (["--output", "{tmp}/none/out.json"], "--output {tmp}/none/out.json cannot be written"),
     ],
 )
-def test_bad_input_gets_one_sentence(
+def test_bad_input_is_refused_in_a_sentence(
     flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path / "out.json", *(flag.format(tmp=tmp_path) for flag in flags)) == 2
@@ -265,7 +265,7 @@ def test_bad_input_gets_one_sentence(
 
 
 def library(calls: list[object]) -> SimpleNamespace:
-    """Stands for the package llama_cpp."""
+    """A stand-in for the package llama_cpp."""
 
     class Llama:
         ctx = "context"

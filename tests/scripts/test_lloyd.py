@@ -1,4 +1,4 @@
-"""The quantizer design: optimal where the optimum is known, and stationary where it is not."""
+"""The design of scalar quantizers: equal to known optima, or stationary."""
 
 import numpy as np
 import pytest
@@ -20,17 +20,17 @@ def test_gaussian_density_gives_the_lloyd_max_quantizer():
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_the_constants_of_turbo_are_what_the_density_gives(bits):
+def test_the_constants_of_turbo_are_derived_from_the_density(bits):
     assert turbo.LEVELS[bits] == pytest.approx(gaussian_levels(bits), abs=1e-12)
 
 
 @pytest.mark.parametrize("level", [2, 3, 4])
-def test_the_constants_of_polarquant_are_what_the_density_gives(level):
+def test_the_constants_of_polarquant_are_derived_from_the_density(level):
     assert polarquant.CENTRES[level] == pytest.approx(polar_angles(level), abs=1e-12)
 
 
 @pytest.mark.parametrize("level", [2, 3, 4])
-def test_the_centres_of_polar_angles_are_locally_optimal_and_mirrored(level):
+def test_the_centres_of_polar_angles_are_locally_optimal_and_symmetric(level):
     angles = np.linspace(0, np.pi / 2, 200_001)
     weight = np.sin(2 * angles) ** (2 ** (level - 1) - 1)
 
