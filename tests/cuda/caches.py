@@ -1,4 +1,4 @@
-"""Random caches as kernels see them, pools of records and spans, and what attention over them should give.
+"""Random caches for kernels: pools of records and spans, and the expected result of attention over them.
 
     cache = random_cache(rng, "ring4", "ring3.5", lengths=[300, 17], head_dim=64)   # a step: every sequence has one row
     cache = random_cache(rng, "ring4", "ring3.5", lengths=[300, 17], step_rows=[4, 1])   # or several
@@ -78,7 +78,7 @@ class PagedCache:
         return out
 
     def assert_attention(self, out: np.ndarray, q: np.ndarray, window: int = 0) -> None:
-        """`out` (rows, H, D) is attention of q to what kernels' own precision allows.
+        """Assert that `out` (rows, H, D) is attention of q, within the tolerance of the kernels' precision.
 
         That is: four times the largest error of NumPy in float32 on q, k, v and weights of tokens rounded to half
         precision, for products are added in another order and points, norms and means round apart from each other.
@@ -92,7 +92,7 @@ class PagedCache:
 
 
 def headers(spans: np.ndarray) -> list[SpanHeader]:
-    """What the rows of spans (B, HEADER + W) say."""
+    """The headers of spans (B, HEADER + W)."""
     return [SpanHeader(*row) for row in spans[:, :HEADER].tolist()]
 
 
@@ -144,7 +144,7 @@ def random_cache(
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where the tokens of one sequence are. position: of its first new row."""
+    """The records of one sequence. position: of its first new row."""
 
     length: int
     position: int
@@ -174,7 +174,7 @@ class _Plan:
 
 
 def _spans(rng: np.random.Generator, plans: list[_Plan], in_step: bool) -> np.ndarray:
-    """Sinks, tails and quantized blocks in random places; ids behind the last one lead nowhere."""
+    """Sinks, current blocks and quantized blocks at random places; ids after the last one are invalid."""
     spans = np.full((len(plans), HEADER + 3 + max(len(plan.quantized) for plan in plans)), 1 << 28, np.int32)
     ids = iter(rng.permutation(_spare(sum(len(plan.quantized) for plan in plans))))
     slots = iter(rng.permutation(_spare(3 * len(plans))))
@@ -194,13 +194,13 @@ def _spans(rng: np.random.Generator, plans: list[_Plan], in_step: bool) -> np.nd
 
 
 def _spare(used: int) -> int:
-    """Records in a pool of which `used` are in use."""
+    """Size of a pool of which `used` records are in use."""
     return used + 2
 
 
 @dataclass(frozen=True)
 class _Side:
-    """How keys or values become records."""
+    """The encoding of keys or of values into records."""
 
     codec: str
     values: bool
@@ -219,7 +219,7 @@ class _Side:
     def build(
         self, rng: np.random.Generator, plans: list[_Plan], spans: np.ndarray, kv_heads: int, in_step: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Pools of coded, exact and `current` records, and what each sequence decodes to, (K, tokens, D) float64."""
+        """Pools of quantized, full-precision and current records; each sequence's decoded tokens (K, tokens, D)."""
         quantized_bytes, full_bytes = self.layout.nbytes, self.full_layout.nbytes
         blocks = _spare(sum(len(plan.quantized) for plan in plans))
         quantized = rng.integers(0, 256, (blocks, kv_heads, quantized_bytes), np.uint8)
@@ -242,19 +242,19 @@ class _Side:
         return quantized, exact, now, decoded
 
     def _vectors(self, rng: np.random.Generator, kv_heads: int, length: int) -> np.ndarray:
-        """(K, length, D) float32: of several magnitudes, around an offset of each channel."""
+        """(K, length, D) float32, of several magnitudes, with an offset for each channel."""
         magnitude = np.exp(0.3 * rng.standard_normal((kv_heads, length, 1)))
         offset = rng.standard_normal((kv_heads, 1, self.head_dim))
         return (magnitude * rng.standard_normal((kv_heads, length, self.head_dim)) + offset).astype(np.float32)
 
     def _exact(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x (K, S ≤ N, D) → records (K, bytes), NaN behind the last token, and the tokens (K, S, D)."""
+        """x (K, S ≤ N, D) → records (K, bytes) with NaN after the last token, and the tokens (K, S, D)."""
         halves = np.full((len(x), self.block_size, self.head_dim), np.nan, np.float16)
         halves[:, : x.shape[1]] = x
         return self.full_layout.pack({"values": halves}, {}), halves[:, : x.shape[1]].astype(np.float64)
 
     def _quantized(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x (K, B·N, D) → records (B, K, bytes), and the tokens as they read back (K, B·N, D)."""
+        """x (K, B·N, D) → records (B, K, bytes), and the decoded tokens (K, B·N, D)."""
         codec = codecs.get(self.codec)
         blocks = x.reshape(len(x), -1, self.block_size, self.head_dim)
         mean: dict[str, np.ndarray] = {}

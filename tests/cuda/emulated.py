@@ -1,4 +1,4 @@
-"""What the CUDA ops are tested on: the emulator as a device, or a GPU where the environment has POLARLM_TEST_GPU."""
+"""The device of tests of the CUDA ops: the emulator, or a GPU if the environment has POLARLM_TEST_GPU."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _program(text: str, checked: bool) -> Program:
 
 
 class EmulatedDevice:
-    """See `engine.backends.cuda.device.Device`. New arrays hold NaN: a read of what has not been written shows."""
+    """See `engine.backends.cuda.device.Device`. New arrays hold NaN, so that reads of unwritten memory show."""
 
     name = "emulated GPU"
     processors = 6
     shared_memory = 228 << 10
 
     def __init__(self, *, checked: bool = True):
-        """checked: as for the emulator's programs; without, launches take less than half the time."""
+        """checked: with the emulator's checks; launches take less than half the time without."""
         self._checked = checked
         self.launches: list[str] = []
 
@@ -56,7 +56,7 @@ class EmulatedDevice:
         return x.copy()
 
     def wait(self) -> None:
-        """A launch is done when it returns."""
+        """Launches are synchronous."""
 
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0

@@ -42,7 +42,7 @@ class Array(np.ndarray):
     machine: Machine
 
     def __new__(cls, shape: Any, dtype: Any, memptr: MemoryPointer) -> Array:
-        """At an address; what has handed that out lives as long as the array and its views."""
+        """An array at an address, which keeps the memory's owner alive."""
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         held = _Held(memptr.mem, (ctypes.c_ubyte * count).from_address(memptr.ptr))
         return np.asarray(held).view(dtype).reshape(shape).view(cls)
@@ -60,7 +60,7 @@ class Array(np.ndarray):
 
 
 class _Held:
-    """Bytes for NumPy, and who owns them."""
+    """Bytes for NumPy, and their owner."""
 
     def __init__(self, owner: object, raw: Any):
         self._owner, self._raw = owner, raw
@@ -74,7 +74,7 @@ class _Held:
 
 @dataclass
 class Machine:
-    """The state of the fake: what is current, what is being recorded, what was done. Tests look at it and set it."""
+    """The state of the fake: current stream, recording, launches. Tests read and set it."""
 
     devices: int = 1
     status: int = 0  # of getDeviceCount
@@ -96,7 +96,7 @@ class Machine:
         return sum(memory.size for memory in self.memories)
 
     def do(self, work: Callable[..., None], *args: Any) -> None:
-        """On the stream in use, now or when the graph is launched, with what is at the addresses of arrays then."""
+        """Run on the current stream, at once or when the graph is launched, with the arrays' contents at that time."""
         assert self.stream is not None, "work for CuPy's own stream"
         if self.recorded is None:
             work(*args)
@@ -117,7 +117,7 @@ class Machine:
 
 
 class _Address:
-    """An array as a graph knows it: views of one array stay views of one array."""
+    """An array as a graph holds it; views of one array stay views of it."""
 
     def __init__(self, machine: Machine, array: Array):
         root: Any = array
@@ -143,7 +143,7 @@ def _program(text: str) -> Program:
 
 
 def make() -> tuple[Machine, dict[str, ModuleType]]:
-    """A machine, and the modules that stand for CuPy's."""
+    """A machine, and the stand-ins for CuPy's modules."""
     machine = Machine()
     cupy, cuda, libs = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy_backends.cuda.libs")
     cuda.runtime = _runtime(machine)
@@ -291,7 +291,7 @@ class _Kernel:
 
 
 def _gemm(machine: Machine, handle: int, transa: int, transb: int, m: int, n: int, k: int, *rest: int) -> None:
-    """cublasGemmEx of the one kind that the engine asks for: C = alpha · Aᵀ · B + beta · C, columns first."""
+    """cublasGemmEx as the engine calls it: C = alpha · Aᵀ · B + beta · C, column-major."""
     alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, algorithm = rest
     assert machine.recorded is None, "cuBLAS cannot be recorded"
     assert (handle, transa, transb, c_type, compute, algorithm) == (7, 1, 0, 0, 68, -1)

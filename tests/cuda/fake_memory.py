@@ -20,7 +20,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Machine(Protocol):
-    """room: bytes that there are."""
+    """room: bytes of the GPU."""
 
     room: int
     memories: weakref.WeakSet[Memory]
@@ -30,7 +30,7 @@ class Machine(Protocol):
 
 
 class Memory:
-    """Bytes that one cudaMalloc has brought; the machine has them back when nobody knows them any more."""
+    """Bytes of one cudaMalloc, returned to the machine when the last reference is gone."""
 
     def __init__(self, machine: Machine, size: int):
         if machine.allocated + size > machine.room:
@@ -60,14 +60,14 @@ class MemoryPointer:
 
 
 class _Piece:
-    """Memory that a pool has handed out."""
+    """Memory allocated from a pool."""
 
     def __init__(self, ptr: int, size: int):
         self.ptr, self.size = ptr, size
 
 
 class Pool:
-    """Hands out the smallest free piece that is large enough and splits off the rest; free neighbours are joined."""
+    """Allocates the smallest free piece that is large enough and splits off the rest; free neighbours are joined."""
 
     def __init__(self, machine: Machine, allocator: Callable[[int], MemoryPointer] | None = None):
         self._allocator = allocator or (lambda size: MemoryPointer(Memory(machine, size), 0))
@@ -109,7 +109,7 @@ class Pool:
         self._free.append((start, stop))
 
     def free_all_blocks(self) -> None:
-        """Give the machine back what is free as a whole."""
+        """Return allocations that are entirely free to the machine."""
         for block in list(self._blocks):
             whole = block.ptr, block.ptr + block.size
             if whole in self._free:

@@ -23,7 +23,7 @@ def store(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def read(x: np.ndarray, kind: str) -> np.ndarray:
-    """What `store` made, as float32."""
+    """The float32 values of an array from `store`."""
     if kind == "__nv_bfloat16":
         return (x.astype(np.uint32) << 16).view(np.float32)
     return x.astype(np.float32)

@@ -14,7 +14,7 @@ _WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every launch m
 
 
 class Program:
-    """The kernels of one text. `checked` and `seed` are the emulator's business: a GPU takes threads as it likes."""
+    """The kernels of one text. `checked` and `seed` matter only on the emulator."""
 
     def __init__(self, text: str, *, checked: bool = True):
         self._module = cupy.RawModule(code=text, options=OPTIONS)

@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler without a GPU or a driver: from a text to what its kernels use."""
+"""NVIDIA's run-time compiler without a GPU or a driver: the resources that the kernels of a text use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # what CuPy add
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel uses; bytes, and registers of one thread."""
+    """Resources of a compiled kernel: bytes, and registers of a thread."""
 
     kernel: str
     arch: int
@@ -71,7 +71,7 @@ def _usage(entry: re.Match[str]) -> Usage:
 
 @cache
 def compiler() -> tuple[ctypes.CDLL, Path]:
-    """The library and the folder of headers, out of their wheels; FileNotFoundError where they are not there."""
+    """The library and the folder of headers from their wheels. Raises FileNotFoundError if they are not installed."""
     library = next(_installed("lib/libnvrtc.so.*"), None)
     header = next(_installed("include/cuda_fp16.h"), None)
     if library is None or header is None:

@@ -1,4 +1,4 @@
-"""What tests run kernels on: the emulator, or a GPU where the environment has POLARLM_TEST_GPU; calls are the same."""
+"""`Program` for tests of kernels: the emulator's, or a GPU's if the environment has POLARLM_TEST_GPU."""
 
 from __future__ import annotations
 

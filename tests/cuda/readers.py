@@ -1,4 +1,4 @@
-"""Kernels around the device's codecs: what they read out of a record, and what they make of vectors or codes."""
+"""Kernels around the device's codecs, which read a record, or write one from vectors or codes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def text(kernel: str, layout: Layout) -> str:
 
 
 def read(layout: Layout, record: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the device makes of a record: values (N, D) float16 and norms (N,) float32, and the mean (D,) float32."""
+    """A record read by the device: values (N, D) float16 and norms (N,) float32, and the mean (D,) float32."""
     shape = layout.record.geometry
     out = np.full((shape.parts, shape.tiles, 32, 4), 0xFFFFFFFF, np.uint32)
     norms = np.full((shape.parts, 32, shape.part // 8), np.nan, np.float32)

@@ -155,7 +155,7 @@ def test_halves_are_rounded_to_even_and_saturate() -> None:
 def test_copy_full_copies_the_first_tokens_only(
     rng: np.random.Generator, block_size: int, dim: int, tokens: int
 ) -> None:
-    """What has no token in the copy is zero, whatever it was on either side."""
+    """Places without a token in the copy are zero, whatever source and target held."""
     kv_heads = 2
     shape = (3, kv_heads, block_size, padded(dim))
     halves = rng.standard_normal((2, *shape)).astype(np.float16)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, spills no register and asks for no more shared memory than there is."""
+"""Every kernel compiles for every architecture without spills, within the limits of shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _needs_a_compiler() -> None:
 
 
 def faults(variant: Variant, usage: Usage) -> list[str]:
-    """What is wrong with one compiled kernel, a sentence each."""
+    """The faults of a compiled kernel, a sentence each."""
     shared = usage.static_shared + variant.dynamic_shared
     limit = SHARED_LIMIT[usage.arch]
     found = {
@@ -49,7 +49,7 @@ def test_variants_compile_within_the_limits_of_each_architecture(variant: Varian
 
 @pytest.mark.parametrize("weight", ["f16", "bf16"])
 def test_gemv_of_one_row_keeps_its_loads_in_registers(weight: str) -> None:
-    """The one with the fewest registers to spare: a few bytes of norm more, and weights on their way are spilled."""
+    """The variant with the fewest registers to spare: a few more would spill loads in flight."""
     variants = [v for v in VARIANTS["gemv"] if v.defines["WEIGHT"] == weight and v.defines["ROWS"] == 1]
     tight = [v for v in variants if v.defines["NORMED"] and not v.defines["ADD"] and "ACTIVATION" not in v.defines]
     assert len(tight) == 4

@@ -1,4 +1,4 @@
-"""The device of CuPy, with the emulator for a GPU: what goes where and when."""
+"""`CupyDevice` on the stand-in for CuPy, with the emulator as its GPU: copies, launches, recordings, memory."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_other_keys_shapes_and_dtypes_have_their_own_recordings(device) -> None:
 
 
 def test_a_replay_reads_the_inputs_of_its_call(device) -> None:
-    """Of all sizes in one buffer, each in a place of its own."""
+    """Inputs of all sizes share one buffer."""
     for _ in range(3):
         inputs = [np.arange(n, dtype=t) for n, t in [(1, np.int32), (100, np.float32), (3, np.uint8), (7, np.int32)]]
         seen: list[np.ndarray] = []
@@ -239,7 +239,7 @@ def test_the_least_recently_used_recording_is_dropped(
 
 
 def test_recordings_share_the_memory_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
-    """The result and everything in between, of as many shapes as there are: as much as the largest of them takes."""
+    """Results and intermediates of all shapes take no more than those of the largest."""
     device.set_aside((32 + 8) * 4 * 40 + 20 * 512 * 6)
     before, work = machine.allocated, doubled(device)
     for count in (*range(1, 21), *range(40, 20, -1)):
@@ -265,7 +265,7 @@ def test_out_of_memory_does_not_free_the_memory_of_graphs(device, machine: Machi
 
 
 def test_uploads_of_the_first_call_outlive_it(device, rng: np.random.Generator) -> None:
-    """Rotations come to the device when they are first wanted: never where a graph works."""
+    """An array uploaded during the first call must not lie in the memory of graphs."""
     kept: list = []
     x, work = rows(rng, 30), doubled(device)
     for _ in range(2):
@@ -285,7 +285,7 @@ def test_uploads_of_the_first_call_outlive_it(device, rng: np.random.Generator) 
 def test_a_model_answers_the_same_recorded_or_not(
     device, machine: Machine, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps over the end of a block: a graph launched again must find all that has changed in its inputs."""
+    """Steps across a block end: everything that changes must reach a replay through its inputs."""
     monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", kept)
     recorded = talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5"))
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
@@ -294,7 +294,7 @@ def test_a_model_answers_the_same_recorded_or_not(
 
 
 def test_a_replayed_step_samples_with_the_lists_of_its_call(device, machine: Machine) -> None:
-    """Biases, penalties and masks that grow, shrink and go from step to step: few recordings, and the same tokens."""
+    """Biases, penalties and masks that change from step to step: few recordings, and the same tokens."""
     model = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16"))
     vocabulary = model.config.vocab_size
 

@@ -130,7 +130,7 @@ def test_sequences_of_any_lengths_attend(
 def test_any_number_of_splits_and_warps_gives_attention(
     rng: np.random.Generator, keys: str, mean_bits: int, splits: int, warps: int
 ) -> None:
-    """A warp that does it all has three groups of means; 39 warps are more than the units of the short sequences."""
+    """One warp for all has three groups of means; 39 warps are more than the units of the short sequences."""
     cache = random_cache(rng, keys, "f16" if keys == "f16" else "ring3", [16 * 43 - 5, 16 * 18, 40, 3], **SMALL)
     q = queries(rng, cache, 3)
     cache.assert_attention(attend(cache, q, splits=splits, warps=warps), q)
@@ -188,7 +188,7 @@ SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
 def test_a_window_hides_older_tokens(
     rng: np.random.Generator, keys: str, values: str, block: int, blocks: int, tokens: int
 ) -> None:
-    """The sink, the tail and any quantized block may be cut or hidden, and blocks behind every window are gone."""
+    """Sink, current block and quantized blocks are cut or hidden; blocks before every window have been dropped."""
     window, longest = blocks * block + tokens, block * 7 + 5
     dropped = max(0, (longest - window) // block - 1)
     lengths = [longest, longest + 20, block + 3, block * 2, 5]
@@ -225,7 +225,7 @@ def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
 def test_tables_are_at_the_shared_address_that_the_kernel_assumes(arch: int) -> None:
-    """Where it knows the shared memory's address to be another one, the compiler leaves a kernel that only stops."""
+    """If the compiler knows another address of shared memory, it reduces the kernel to a trap, with few registers."""
     cache = Cache("ring4", "ring4", 64)
     config, _ = launch_configs.decode_attention(*cache.layouts(), 4)
     (usage,) = compile_text(Variant("decode_attention", config.defines, cache).text(), arch)

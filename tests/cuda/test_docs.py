@@ -1,4 +1,4 @@
-"""`docs/kernels.md` says what the code does: its tables are made again from the code."""
+"""`docs/kernels.md` matches the code: its tables are recomputed from the code."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_the_example_matches_the_record(record: str, what: str, places: str, bit
 
 
 def test_the_steps_of_the_example_match_the_text() -> None:
-    """Both computations end at the byte that the table has."""
+    """Both computations give the byte in the table."""
     ends = re.findall(r"Byte ((?:\d+ · \d+ \+ )+\d+ · \d+ \+ \d+) = (\d+)", TEXT)
     assert [int(end) for _, end in ends] == [
         *where("ring4 keys", "code of token 37, pair 21"),
@@ -195,13 +195,13 @@ def test_bytes_of_tables_match_the_document() -> None:
 
 
 def weight_bytes() -> int:
-    """All matrices that a step reads: the embedding's rows count for nothing."""
+    """Bytes of all matrices that a step reads; the rows of the embedding are negligible."""
     of_layers, embedding_and_head = parameters(LLAMA_8B)
     return 2 * (of_layers + embedding_and_head // 2)
 
 
 def kv_bytes(keys: str, values: str, context: int) -> int:
-    """That one token's attention reads: all blocks but the first and the last are coded."""
+    """Bytes that one token's attention reads; all blocks but the first and the last are quantized."""
     sides = _both(keys, values)
     quantized, exact = (sum(layout_of(record, 128).nbytes for record in of) for of in (sides, _both("f16", "f16")))
     blocks = -(-context // BLOCK)
@@ -260,7 +260,7 @@ def test_bytes_of_draws_match_the_document() -> None:
 
 
 class Listed(EmulatedDevice):
-    """Writes down what is launched, and does none of it."""
+    """Records launches without running them."""
 
     def launch(self, kernel: str, text: str, *_: Any, **__: Any) -> None:
         self.launches.append(kernel.removesuffix("_kernel"))

@@ -1,4 +1,4 @@
-"""What draws ask for beside a sampler: biases, penalties, DRY, masks. One body for the NumPy ops and for the device."""
+"""Biases, penalties, DRY and masks before sampling; the same tests for the NumPy ops and for the device."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_tokens_equal_those_of_the_reference_sampler(backend: str, batch: list[R
 
 @pytest.mark.parametrize("asked", ["logit_bias", "penalties", "dry", "all"])
 def test_changes_of_logits_are_exact_to_the_last_bit(ops: Ops, rng: np.random.Generator, asked: str) -> None:
-    """By amounts that no binary number has: beside a token with the very logit that comes of it, the first one wins."""
+    """By amounts that are inexact in binary: of two tokens, one changed to the logit of the other, the first wins."""
     logits, draws, wanted = [], [], []
     for _ in range(100):
         x = np.float32(rng.normal(0, 4))
@@ -203,7 +203,7 @@ def test_logits_that_are_not_finite_are_an_error_even_behind_a_mask(ops: Ops, va
 
 
 def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> None:
-    """The model finds one token possible: without it, by a bias, DRY's largest or a mask, nothing is left."""
+    """The model allows one token only, which a bias, DRY's largest amount or a mask forbids."""
     logits = np.full((3, V), -np.inf, np.float32)
     logits[:, 40] = 1.0
     plain = resolve(SamplingParams(), GenerationDefaults())
@@ -220,7 +220,7 @@ def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> Non
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 30, 700]), st.sampled_from([0.0, 300.0, -3e4, 1e30]))
 def test_log_probabilities_are_normalised_over_the_whole_row(seed: int, vocabulary: int, offset: float) -> None:
-    """Flat and peaked rows, many equal logits, some that never come, more asked for than there are."""
+    """Flat and peaked rows, equal logits, logits of −inf, more log-probabilities than tokens."""
     rng = np.random.default_rng(seed)
     logits = (np.round(rng.standard_normal((3, vocabulary)) * 4) / rng.choice([1, 4, 64]) + offset).astype(np.float32)
     logits[1, rng.integers(0, vocabulary, vocabulary // 2)] = -np.inf
@@ -244,7 +244,6 @@ def asking(**values: Any) -> Draw:
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_rows_without_lists_take_64_bytes(rows: int) -> None:
-    """Less than what they were when the last tokens came with every row."""
     assert pack_draws([asking(temperature=0.5)] * rows).table.shape == (rows, 16)
 
 
@@ -259,7 +258,7 @@ def test_tables_with_lists_have_few_sizes() -> None:
 
 
 class Counting(EmulatedDevice):
-    """Counts the bytes that come back to the host."""
+    """Counts the bytes copied to the host."""
 
     back = 0
 
@@ -269,7 +268,7 @@ class Counting(EmulatedDevice):
 
 
 def everything(vocabulary: int, number: int) -> Draw:
-    """A draw with all that can be asked for, but log-probabilities."""
+    """A draw with every setting but log-probabilities."""
     bias = {7: 3.0, 9: -2.5, 2: -math.inf, 3: -math.inf}  # as min_tokens bans the ends
     values = {"temperature": 0.0, "logit_bias": bias, "repeat_penalty": 1.3, "frequency_penalty": 0.1}
     dry = Penalties(np.array([11, 12]), np.array([0.8, 1.4]))

@@ -1,4 +1,4 @@
-"""What the CUDA emulator computes: number formats, warp operations, matrix fragments, atomics."""
+"""The CUDA emulator computes number formats, warp operations, matrix fragments and atomics as specified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full-precision records become quantized ones, run by the emulator: the codes, norms and means that NumPy chooses."""
+"""Encoding of full-precision records, run by the emulator, gives the codes, norms and means of NumPy."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def near(name: str) -> np.ndarray | None:
 
 
 def pointers(side: Side, metric: Metric | None) -> list[np.ndarray | None]:
-    """What the kernel gets of a metric."""
+    """The arrays of a metric that the kernel reads."""
     if metric is None:
         return [None] * (3 if side.values else 4)
     feedback = np.ascontiguousarray(metric.feedback.swapaxes(1, 2))
@@ -164,7 +164,7 @@ def test_codecs_without_a_table_give_the_codes_of_numpy(rng: np.random.Generator
 
 
 def edges(shape: BlockShape) -> np.ndarray:
-    """Blocks (1, B, N, D) of vectors that are exceptions: nothing, equal ones, the largest, spikes, ties."""
+    """Blocks (1, B, N, D) of exceptional vectors: zeros, equal ones, the largest, spikes, ties."""
     size, dim, top = shape.size, shape.dim, np.float32(65504)
     signs = np.where(np.arange(size * dim).reshape(size, dim) * 7 % 3 == 1, -1, 1).astype(np.float32)
     spikes = np.zeros((size, dim), np.float32)
@@ -224,7 +224,7 @@ def codes_of(side: Side, fields: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def cost(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metric) -> np.ndarray:
-    """What reading the fields back instead of x costs: Σ e·M·eᵀ of each KV head (K,)."""
+    """The cost Σ e·M·eᵀ of the decoded fields against x, for each KV head (K,)."""
     error = (x - codecs.get(side.name).decode(fields)).astype(np.float64)
     return np.einsum("kbnd,kde,kbne->k", error, metric.matrix.astype(np.float64), error)
 

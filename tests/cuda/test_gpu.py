@@ -51,7 +51,7 @@ STEPS = 130
 
 
 class Unrecorded(CudaOps):
-    """Does the work of a step each time."""
+    """Runs the work of a step every time, unrecorded."""
 
     def run_graph(self, key: Any, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         def there(host: Any) -> Any:
@@ -104,7 +104,7 @@ def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("count", [1, 3, 12])
 @pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
 def test_replayed_steps_equal_launched_steps(types: tuple[str, str], count: int) -> None:
-    """Over ends of blocks, and where block tables grow: tokens and logits are the same to the bit."""
+    """Across block ends and growing block tables, tokens and logits are bit-equal."""
     recorded, logits = steps(small_model(CudaOps(open_device()), types), count)
     plain, plain_logits = steps(small_model(Unrecorded(open_device()), types), count)
     np.testing.assert_array_equal(recorded, plain)
@@ -114,7 +114,7 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], count: int)
 
 @pytest.mark.parametrize("kept", [24, 2])
 def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every number of sequences has a recording of its own, and they take turns; some are let go and made again."""
+    """Recordings for each number of sequences alternate; some are dropped and made again."""
     monkeypatch.setattr("engine.backends.cuda.cupy_recording.MOST_RECORDINGS", kept)
     tokens = []
     for ops in (CudaOps(open_device()), Unrecorded(open_device())):
@@ -238,7 +238,7 @@ def test_the_text_equals_that_of_the_cpu(find: Callable[[], Path], prompt: str) 
 
 @contextmanager
 def no_more_memory() -> Iterator[None]:
-    """Nothing new can be allocated, by the pool that everything comes from."""
+    """A context in which the pool cannot allocate anything new."""
     import cupy
 
     pool = cupy.get_default_memory_pool()

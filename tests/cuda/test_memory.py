@@ -30,7 +30,7 @@ GB = 10**9
 
 
 class Counting(EmulatedDevice):
-    """Counts the bytes of arrays that live, and does nothing with them.
+    """Counts the bytes of live arrays, and runs no launches.
 
     peak: since the last `begin`. recorded: the peak of recorded work alone.
     """
@@ -81,14 +81,14 @@ class Counting(EmulatedDevice):
 
 
 class OfSize(Counting):
-    """A card of 24 GB, of which a driver and a desktop have some."""
+    """A GPU of 24 GB, of which driver and desktop take some."""
 
     def memory(self) -> tuple[int, int]:
         return int(23.4e9), 24 * GB
 
 
 def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Transformer:
-    """With weights that nobody has written."""
+    """A model with uninitialised weights."""
     ops, e, f = CudaOps(device), config.hidden_size, config.ffn_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
 

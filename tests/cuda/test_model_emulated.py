@@ -33,7 +33,7 @@ GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 class SameWeights(NumpyOps):
-    """NumPy with the weights that the device has."""
+    """NumPy with the weights of the device, rounded as they are there."""
 
     def __init__(self, device: CudaOps):
         super().__init__()
@@ -180,7 +180,7 @@ def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> No
 
 
 def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fitted to the model, with the default cache types: everything that an engine asks of its ops."""
+    """Calibrated, with the default cache types, so that every op of an engine is used."""
     said, scores = [], []
     for ops in (CudaOps(open_device(checked=False)), NumpyOps()):
         monkeypatch.setattr(assembly, "select", lambda device, threads, ops=ops: (ops, ""))

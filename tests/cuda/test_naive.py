@@ -13,7 +13,7 @@ from scripts.run_naive import Setting, Stored, errors, launch, random_setting, s
 
 
 def faults(setting: Setting, stored: Stored, launched: Stored | None = None) -> list[str]:
-    """What is off in what the kernel makes of `launched`, by default `stored`."""
+    """The faults of the kernel's result for `launched`, by default `stored`."""
     out = launch(setting, launched or stored)
     found = errors(out, setting, stored)
     return [f"off by {error}, allowed {allowed}" for error, allowed, _ in found if not error <= allowed]
@@ -23,7 +23,7 @@ def faults(setting: Setting, stored: Stored, launched: Stored | None = None) -> 
     ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 64, 16), (3, 3, 128, 32), (8, 1, 256, 16), (2, 1, 64, 4)]
 )
 def test_the_naive_kernel_is_attention_over_codes(heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
-    """Ragged lengths: one token, whole blocks, one more, and codes in between."""
+    """Lengths of one token, of whole blocks, of one more, and with many quantized blocks."""
     lengths = [1, block_size, block_size + 1, 2 * block_size, 7 * block_size + 3]
     setting = random_setting(1, lengths, heads, kv_heads, head_dim, block_size)
     assert faults(setting, store(setting)) == []
@@ -37,7 +37,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("pool", range(8))
 def test_a_fault_in_any_array_is_found(pool: int) -> None:
-    """With one of them wrong in a block that is read, the result is."""
+    """A wrong array in a block that is read gives a wrong result."""
     setting = random_setting(3, [100])
     stored = store(setting)
     pools = [x.copy() for x in stored.pools]

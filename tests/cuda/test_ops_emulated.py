@@ -88,7 +88,7 @@ def test_messages_name_the_format_of_packed_weights(ops: CudaOps, monkeypatch: p
 
 
 def test_a_float32_matrix_is_rounded_to_half_precision(ops: CudaOps) -> None:
-    """What is too large for it becomes its largest number."""
+    """Values beyond half precision become its largest number."""
     x = np.array([[1e6, -1e6, 65504, 65520, np.nan, 0, -0.0, 1 + 2**-11]], np.float32)
     held = load(ops, x, "f32")
     assert held.format.name == "f16"
@@ -139,7 +139,7 @@ def test_embed_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, stored: 
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_rms_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rows: int) -> None:
-    """In place in a part of each row, or added to a residual."""
+    """In place in columns of each row, or added to a residual."""
     x, residual = normal(rng, rows, 56), normal(rng, rows, 24)
     norm, host_norm = vector(ops, rng, 24)
     on_device, target = ops.to_device(x), ops.to_device(residual)
@@ -182,7 +182,7 @@ def test_linear_is_that_of_numpy(
     added: bool,
     stored: str,
 ) -> None:
-    """Few rows, more, and many; work that is recorded does many in passes."""
+    """Rows for each of the three kernels; recorded work takes many rows in passes of 64."""
     n, out = 48, 40
     x, before = normal(rng, rows, n), normal(rng, rows, out)
     w, host_w = matrix(ops, rng, out, n, stored=stored)
@@ -485,7 +485,7 @@ def feed(
 
 
 def everything_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
-    """Prompts of less and of more than a block, steps over the end of one, two that share blocks, both in one step."""
+    """Prompts shorter and longer than a block, steps across its end, shared blocks, two sequences in one step."""
     store = store_of(ops, types, (None, 20))
     first = store.new_sequence()
     seen = [out for i, count in enumerate((9, 30, 1, 21)) for out in feed(store, [first], count, i)]
@@ -505,7 +505,7 @@ def everything_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
 
 
 def drafts_seen(ops: Ops, types: tuple[str, str]) -> list[np.ndarray]:
-    """Steps of several rows of which a part is kept, over ends of blocks, of one sequence and of two."""
+    """Steps of several rows of which some are kept, across block ends, of one sequence and of two."""
     store = store_of(ops, types, (None, 20))
     sequences = [store.new_sequence() for _ in range(2)]
     seen = [
@@ -521,7 +521,7 @@ TYPES = [("f16", "f16"), ("ring4", "ring3.5"), ("turbo4", "f16"), ("polarquant",
 
 @pytest.mark.parametrize("types", TYPES)
 def test_prefill_and_steps_attend_as_on_the_host(types: tuple[str, str]) -> None:
-    """Everything that goes in is exact in half precision, so that codes are the same, and only sums are not."""
+    """All inputs are exact in half precision, so that codes are equal and only sums differ."""
     ops = CudaOps(open_device(checked=False))
     on_device, on_host = ([*everything_seen(at, types), *drafts_seen(at, types)] for at in (ops, HOST))
     for seen, wanted in zip(on_device, on_host, strict=True):

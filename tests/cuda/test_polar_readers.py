@@ -41,7 +41,7 @@ def vectors(block_size: int, head_dim: int) -> np.ndarray:
 
 
 def encoded(of: Layout, x: np.ndarray, seed: int = 0) -> np.ndarray:
-    """x (N, D) float32 → the record (nbytes,) that the device makes of it."""
+    """x (N, D) float32 → the record (nbytes,) that the device encodes."""
     record = np.zeros(of.nbytes, np.uint8)
     args = (record, x, of.tables)
     Program(text(ENCODE, of)).launch("encode_kernel", (1,), (96,), *args, shared=x.nbytes, seed=seed)
@@ -66,7 +66,7 @@ def test_a_record_of_polarquant_unpacks_to_its_fields(values: bool, head_dim: in
 @every_shape
 @both_sides
 def test_the_polarquant_reader_decodes_as_its_codec(values: bool, block_size: int, head_dim: int) -> None:
-    """To the roundings of the unit, the factor and two products to half."""
+    """Up to the roundings of the unit, the factor and two products to half."""
     codec, of = codecs.get("polarquant"), side("polarquant", values, block_size, head_dim)
     fields = codec.encode(vectors(block_size, head_dim))
     exact = codec.decode(fields)
