@@ -108,7 +108,7 @@ def test_every_room_of_the_engine_is_explained():
 
 
 def test_every_folder_of_kernels_is_explained():
-    told = {name for row in rows(ROOT / "cuda" / "README.md", "Folder | What is in it") for name in names(row)}
+    told = {name for row in rows(ROOT / "cuda" / "README.md", "Folder | Contents") for name in names(row)}
     assert told == {f"{path.name}/" for path in (ROOT / "cuda").iterdir() if path.is_dir()}
 
 
