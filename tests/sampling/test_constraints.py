@@ -191,7 +191,7 @@ def test_a_request_that_is_preempted_accepts_each_token_once(tiny_path: Path, mo
         assert_idle(engine)
 
 
-def test_ctrl_c_inside_a_constraint_loses_no_block(engine: Engine) -> None:
+def test_ctrl_c_inside_a_constraint_loses_no_block(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the spans that a step has opened and the step itself; the engine goes on."""
 
     class Interrupted(InTurn):
@@ -200,7 +200,8 @@ def test_ctrl_c_inside_a_constraint_loses_no_block(engine: Engine) -> None:
                 raise KeyboardInterrupt
             return super().allowed()
 
-    other = engine.stream(PROMPT, PARAMS)
+    by_count(engine, monkeypatch)
+    other = engine.stream(PROMPT, replace(PARAMS, max_tokens=40))
     next(other)
     with pytest.raises(KeyboardInterrupt):
         constrained(engine, Interrupted([None], VOCABULARY))
