@@ -1,4 +1,4 @@
-"""Checksummed safetensors files, written atomically: under a temporary name that is replaced at the end."""
+"""Checksummed safetensors files, written atomically: to a temporary file that is renamed at the end."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _preamble(header: Header, parts: Sequence[tuple[str, np.ndarray]]) -> bytes:
         start, end = end, end + array.nbytes
         kind = f"{array.dtype.kind.upper()}{8 * array.itemsize}"
         described[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (start, end)}
-    text = json.dumps(described, separators=(",", ":")).encode()  # no white space that could change unnoticed
+    text = json.dumps(described, separators=(",", ":")).encode()  # without white space: no byte could change unnoticed
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
