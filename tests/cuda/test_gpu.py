@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from bench.command import CacheType
-from bench.gpu.attention import layer_form
-from bench.gpu.cache import ALLOWED_ERROR, Content, Laid, attention_error, fill, read_tokens
+from bench.gpu.attention import layer_format
+from bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
 from bench.gpu.setup import CupyClock, Sizes
 from engine import Engine, EngineError, SamplingParams, codecs
 from engine.backends.cuda.cache import HostTable
@@ -142,7 +142,7 @@ def filled(cache_type: str, quantized: int, exact: int) -> tuple[CudaOps, Any, A
     """Ops, their device, and a layer's cache full of random records."""
     device, config = open_device(), SHAPE.config
     ops = CudaOps(device)
-    cache = ops.cache(layer_form(SHAPE, CacheType.read(cache_type), None, None), quantized, exact)
+    cache = ops.cache(layer_format(SHAPE, CacheType.read(cache_type), None, None), quantized, exact)
     content = Content.random(SHAPE.blocks, SHAPE.block_size, config.kv_heads, config.head_dim)
     fill(ops, CupyClock(), cache, content)
     return ops, device, cache
@@ -156,7 +156,7 @@ def test_one_token_attends_to_a_long_context(rng: np.random.Generator, cache_typ
     quantized = [(context - 1) // n - 1 for context in contexts]
     ops, device, cache = filled(cache_type, sum(quantized), 2 * len(contexts))
     ids = np.split(rng.permutation(sum(quantized)), np.cumsum(quantized)[:-1])
-    laid = [Laid(context, 2 * i, ids[i].tolist(), 2 * i + 1) for i, context in enumerate(contexts)]
+    laid = [StoredSequence(context, 2 * i, ids[i].tolist(), 2 * i + 1) for i, context in enumerate(contexts)]
     queries = rng.standard_normal((len(contexts), config.heads, config.head_dim), np.float32)
     spans = ops.spans([of.span(row, n) for row, of in enumerate(laid)], n)
     out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, config.head_dim**-0.5, None))
@@ -173,7 +173,7 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
     config, n, new = SHAPE.config, SHAPE.block_size, 1000
     complete = LONG // n - new // n - 1
     ops, device, cache = filled(cache_type, complete - 1, 2)
-    of = Laid(complete * n, 0, rng.permutation(complete - 1).tolist(), 0)
+    of = StoredSequence(complete * n, 0, rng.permutation(complete - 1).tolist(), 0)
     buffer = ops.buffer(cache.format, new)
     start = complete * n
     span = SpanView(slice(0, new), start, Place(buffer, 0), start, of.sink, of.quantized, n)
