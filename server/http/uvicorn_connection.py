@@ -63,7 +63,7 @@ class WebConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Close the connection because of data that is not HTTP, with an error if no answer is under way."""
         waits_for_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
-        if self.cycle is not None and not self.cycle.response_complete:  # nobody reads its answer
+        if self.cycle is not None and not self.cycle.response_complete:  # the client is gone
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if waits_for_answer:
