@@ -7,6 +7,7 @@ include errors of earlier layers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Recording:
     outputs: list[np.ndarray]  # (T, H·D), before the output projection
 
 
-class _Watch:
+class _Watch(ABC):
     """Taps of a model, in place while it scores `ids`."""
 
     def install(self, model: Transformer) -> None:
@@ -41,8 +42,9 @@ class _Watch:
         finally:
             self.model.taps = None
 
+    @abstractmethod
     def __call__(self, name: str, layer: int, position: int, x: Array) -> None:
-        raise NotImplementedError
+        """See `engine.model.forward.Taps`."""
 
 
 class Recorder(_Watch):
