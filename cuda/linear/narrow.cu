@@ -3,6 +3,7 @@
 // x, y (rows, n), norm (n) float. Halves are clipped to ±65504; NaN stays.
 // Grid (rows), block any. DEFINES: ACT, TO (type of y: __half or __nv_bfloat16), NORMED (0 or 1).
 // PRECOND: n % 8 == 0; x, y, norm aligned to 16 bytes.
+// JOINS: inverse_rms.cuh.
 
 extern "C" __global__ void __launch_bounds__(1024)
 narrow_kernel(TO *y, const ACT *x, const float *norm, int n, float eps) {
@@ -11,14 +12,7 @@ narrow_kernel(TO *y, const ACT *x, const float *norm, int n, float eps) {
     float factor = 1.0f;
 #if NORMED
     __shared__ float partial[32];
-    float squares = 0.0f;
-    for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
-        float v[8];
-        load_floats(v, x + i);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) squares += v[j] * v[j];
-    }
-    factor = rsqrtf(block_sum(squares, partial) / n + eps);
+    factor = inverse_rms(x, n, eps, partial);
 #endif
     for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
         float v[8];

@@ -4,21 +4,15 @@
 // Grid (rows), block any. DEFINES: ACT, ADD (0 or 1).
 // Cost: reads x twice, the second time from the cache.
 // PRECOND: n % 8 == 0, strides % 8 == 0; x, y, norm aligned to 16 bytes.
+// JOINS: inverse_rms.cuh.
 
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm_kernel(ACT *y, const ACT *x, const float *norm, int n, long long y_stride, long long x_stride, float eps) {
     __shared__ float partial[32];
     x += blockIdx.x * x_stride;
     y += blockIdx.x * y_stride;
-    float squares = 0.0f;
-    for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
-        float v[8];
-        load_floats(v, x + i);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) squares += v[j] * v[j];
-    }
-    // The barrier in block_sum lets y be x: no thread writes before all have read for the sum.
-    const float factor = rsqrtf(block_sum(squares, partial) / n + eps);
+    // Its barrier lets y be x: no thread writes before all have read for the sum.
+    const float factor = inverse_rms(x, n, eps, partial);
     for (int i = threadIdx.x * 8; i < n; i += blockDim.x * 8) {
         float v[8], w[8], sum[8];
         load_floats(v, x + i);
