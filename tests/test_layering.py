@@ -54,7 +54,7 @@ APART = {
 PURE: dict[str, set[str]] = {
     "engine.codecs": {"numpy"},
     "engine.quantization": {"numpy"},
-    "engine.weight_formats": {"numpy"},
+    "engine.weight_formats": {"numpy", "gguf"},
     "engine.records": {"numpy"},
     "engine.sampling.repeats": {"numpy"},
     "engine.config": set(),

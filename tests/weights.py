@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import gguf
 import numpy as np
 
 from engine.backends.ops import Ops
 from engine.weight_formats import Linear, Matrix, WeightFormat, get
 
+# Where the blocks of a format have their float16 scales. The scale of mxfp4 is the exponent in its first byte.
+SCALES = {
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    **{"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "mxfp4": ()},
+}
+BLOCKS = tuple(SCALES)  # names of the formats that have blocks
+
+
+def random_blocks(
+    rng: np.random.Generator, name: str, rows: int, columns: int, scales: Iterable[float] = (2**-8, 2**-9, -(2**-10))
+) -> np.ndarray:
+    """Random bytes of a format that has blocks, uint8 (rows, bytes of a row); scales are drawn from `scales`.
+
+    Exponents of mxfp4 are 118 to 122, which are scales of 2^-10 to 2^-6.
+    """
+    stored = get(name)
+    raw = rng.integers(0, 256, (rows, columns // stored.values, stored.nbytes), np.uint8)
+    for place in SCALES[name]:
+        drawn = rng.choice(np.array(list(scales), "<f2"), raw.shape[:2])
+        raw[..., place : place + 2] = drawn[..., None].view(np.uint8)
+    if name == "mxfp4":
+        raw[..., 0] = rng.integers(118, 123, raw.shape[:2])
+    return raw.reshape(rows, -1)
+
 
 def pack(x: np.ndarray, name: str) -> np.ndarray:
-    """x (rows, columns) in a format, rounded to nearest even: uint8 (rows, bytes of a row). bf16: no NaN."""
+    """x (rows, columns) in a format, rounded to nearest even: uint8 (rows, bytes of a row). bf16: no NaN.
+
+    Raises NotImplementedError for formats of blocks that gguf cannot write: see `random_blocks`.
+    """
     x = np.ascontiguousarray(x, np.float32)
     if name == "bf16":
         bits = x.view(np.uint32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").view(np.uint8)
+    if name in BLOCKS:
+        return gguf.quantize(x, gguf.GGMLQuantizationType[name.upper()]).view(np.uint8)
     return x.astype({"f32": "<f4", "f16": "<f2"}[name]).view(np.uint8)
 
 
-class StoredArray:
-    """A matrix of a file that is in memory; see `engine.weight_formats.StoredMatrix`."""
+class StoredBytes:
+    """A matrix of a file that is in memory; see `engine.weight_formats.StoredMatrix`.
 
-    def __init__(self, x: np.ndarray, name: str):
-        self.raw = pack(x, name)
-        self.shape: tuple[int, int] = x.shape
-        self._format = get(name)
+    raw: uint8 (rows, bytes of a row), in the format `name`.
+    """
+
+    def __init__(self, raw: np.ndarray, name: str):
+        self.raw, self._format = raw, get(name)
+        self.shape: tuple[int, int] = (len(raw), raw.shape[1] // self._format.nbytes * self._format.values)
 
     @property
     def format(self) -> WeightFormat:
@@ -46,6 +79,13 @@ class StoredArray:
         for first in range(0, len(self.raw), step):
             rows = slice(first, min(first + step, len(self.raw)))
             yield rows, self.raw[rows]
+
+
+class StoredArray(StoredBytes):
+    """x (rows, columns), converted to the format `name`."""
+
+    def __init__(self, x: np.ndarray, name: str):
+        super().__init__(pack(x, name), name)
 
 
 def load(ops: Ops, x: np.ndarray, name: str) -> Matrix:

@@ -16,7 +16,7 @@ from model_loaders.families import tensors
 from model_loaders.tensor_table import Slots
 from model_loaders.weights import WeightSource
 
-_SLAB_BYTES = 1 << 20  # of a file, dequantized at a time: the values stay in the CPU's cache
+_SLAB_VALUES = 1 << 18  # dequantized at a time: they stay in the CPU's cache
 _SAMPLE = 1024  # values from either end of each weight that the fingerprint covers
 
 
@@ -39,7 +39,7 @@ class _FileMatrix:
 
     def dequantize(self, out: np.ndarray) -> None:
         if _has_format(self.source, self.name):
-            for rows, raw in self.slabs(_SLAB_BYTES):
+            for rows, raw in self.slabs(self.format.size(_SLAB_VALUES)):
                 self.format.dequantize(raw, out[rows])
         else:
             self.source.read_into(self.name, out)

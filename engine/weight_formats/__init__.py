@@ -2,6 +2,9 @@
 
 A module of this folder whose name does not begin with an underscore is a format of that name. It defines `VALUES` and
 `NBYTES` of a block, and `dequantize(raw, out)`. There is no list to edit. Rows consist of whole blocks.
+
+A format of codes and scales also defines `BITS` of a code, `GROUP`, the number of inputs that share a scale, `ZERO` or
+`TABLE`, and `unpack(raw)`; see `Grouped`.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
+
+from engine.weight_formats._grouped import Grouped
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,21 @@ class WeightFormat:
 
     dequantize: raw (rows, bytes of a row) uint8, C-contiguous, from the file → out (rows, columns) float32. It is the
     definition of correct for every backend.
+    unpack: raw as before → the same values as integers and scales, without rounding; None for f32, f16 and bf16, which
+    lack what follows, too.
+    bits: of a code. group: inputs that share a scale. zero: what is subtracted from codes. table: int8 (16,), what
+    codes stand for; None where that is the code minus `zero`.
     """
 
     name: str
     values: int
     nbytes: int
     dequantize: Callable[[np.ndarray, np.ndarray], None]
+    unpack: Callable[[np.ndarray], Grouped] | None = None
+    bits: int = 0
+    group: int = 0
+    zero: int = 0
+    table: np.ndarray | None = field(default=None, compare=False)
 
     def size(self, count: int) -> int:
         """Bytes of `count` values; count must be a multiple of `values`."""
@@ -57,10 +71,16 @@ class StoredMatrix(Protocol):
 def _formats() -> dict[str, WeightFormat]:
     stems = sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_"))
     modules = [importlib.import_module(f"{__name__}.{stem}") for stem in stems]
-    return {
-        stem: WeightFormat(stem, module.VALUES, module.NBYTES, module.dequantize)
-        for stem, module in zip(stems, modules, strict=True)
+    return {stem: _format(stem, module) for stem, module in zip(stems, modules, strict=True)}
+
+
+def _format(name: str, module: Any) -> WeightFormat:
+    optional = {
+        key: getattr(module, key.upper()) for key in ("bits", "group", "zero", "table") if hasattr(module, key.upper())
     }
+    return WeightFormat(
+        name, module.VALUES, module.NBYTES, module.dequantize, getattr(module, "unpack", None), **optional
+    )
 
 
 def available() -> tuple[str, ...]:

@@ -84,6 +84,8 @@ def test_messages_name_the_format_of_packed_weights(ops: CudaOps, monkeypatch: p
     assert ops.weight_type("Q9_9") == "float16"  # there is no format of that name
     packed = WeightFormat("q9_9", 32, 34, lambda raw, out: None)
     monkeypatch.setattr("engine.backends.cuda.linear.find", lambda stored: packed)
+    assert ops.weight_type("Q9_9") == "float16"  # no kernel reads it
+    monkeypatch.setattr("engine.backends.cuda.kernel_source.can_read", lambda name: True)
     assert ops.weight_type("Q9_9") == "Q9_9"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from engine import codecs, records, weight_formats
 from engine.backends.cuda import launch_configs
 from engine.backends.cuda.heads import rotate_defines
-from engine.backends.cuda.kernel_source import source
+from engine.backends.cuda.kernel_source import can_read, source
 from engine.backends.ops import STEP_ROWS
 from engine.records import Layout
 from tests.cuda.nvrtc import SHARED_LIMIT
@@ -134,6 +134,8 @@ def _encode_blocks() -> list[Variant]:
     return variants
 
 
+_READ = tuple(name for name in weight_formats.available() if can_read(name))  # by the kernels
+
 # What `linear` asks for: NORMED, ADD, and whether with an ACTIVATION.
 _SILU: dict[str, Define] = {"ACTIVATION": "silu"}
 _GELU: dict[str, Define] = {"ACTIVATION": "gelu_tanh"}
@@ -151,7 +153,7 @@ def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
 def _gemm_small() -> list[Variant]:
     """Above a number of rows, x comes normalised and in the type of the weights."""
     variants = []
-    for rows, weight in itertools.product((8, 16, 32, 48, 64), weight_formats.available()):
+    for rows, weight in itertools.product((8, 16, 32, 48, 64), _READ):
         config, _, _ = launch_configs.gemm_small(rows, 4096, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in config.defines.items()}
         rounded = rows > launch_configs.UNROUNDED_ROWS
@@ -165,7 +167,7 @@ def _gemm_small() -> list[Variant]:
 
 
 def _gemv() -> list[Variant]:
-    formats = weight_formats.available()
+    formats = _READ
     return _linear("gemv", ACT=("float",), WEIGHT=formats, OUTPUTS=(4,), ROWS=(1, 2, 4), SPLIT=(1, 2, 4, 8))
 
 
@@ -181,7 +183,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "copy_full": _exact("copy_full"),
     "copy_records": _all("copy_records"),
     "decode_attention": _decode_attention(),
-    "embed": _all("embed", ACT=_TYPES, WEIGHT=weight_formats.available()),
+    "embed": _all("embed", ACT=_TYPES, WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),
     "gemm_small": _gemm_small(),
     "gemv": _gemv(),

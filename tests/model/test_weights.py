@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
+from engine.backends.cuda.kernel_source import can_read
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
-from engine.model.weights import load_weights, weight_bytes
+from engine.model.weights import _FileMatrix, load_weights, weight_bytes
 from engine.weight_formats import Linear, find
 from model_loaders import load_weights as open_weights
 from model_loaders.tensors import StoredWeights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
+from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model
+from tests.weights import BLOCKS
 
 SIXTEEN_BITS = [path.name for path in sorted(FIXTURES.iterdir()) if open_weights(path)[2] in ("BF16", "F16")]
 
@@ -78,6 +84,64 @@ def test_weight_bytes_are_those_of_the_loaded_weights(name: str) -> None:
     config, source, _ = open_weights(FIXTURES / name)
     for ops in (NumpyOps(), CudaOps(open_device(checked=False))):
         assert weight_bytes(ops, source) == load_weights(ops, config, source).bytes
+    source.close()
+
+
+@pytest.mark.parametrize("dtype", ["IQ2_XS", "TQ1_0", *(name.upper() for name in BLOCKS)])
+def test_blocks_are_widened_where_no_kernel_reads_them(dtype: str, tmp_path: Path) -> None:
+    """To float32 on the CPU. On a GPU as float32 matrices are: to half precision. Rows of q and k lie elsewhere in
+    the file."""
+    tensors = quantized_model(tmp_path / "model.gguf", dtype)
+    config, source, _ = open_weights(tmp_path / "model.gguf")
+    qkv = np.concatenate([tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"])
+    host, device = NumpyOps(), CudaOps(open_device(checked=False))
+    weights = load_weights(host, config, source)
+    np.testing.assert_array_equal(host.rows(weights.layers[0].qkv), qkv)
+    np.testing.assert_array_equal(host.rows(weights.embedding), tensors["model.embed_tokens.weight"])
+    weights = load_weights(device, config, source)
+    assert weights.bytes == weight_bytes(device, source)
+    if not can_read(dtype.lower()):
+        assert [part.format.name for part in weights.layers[0].qkv.parts] == ["f16"]
+        np.testing.assert_array_equal(device.rows(weights.layers[0].qkv), qkv.astype(np.float16))
+    source.close()
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("dtype", ["Q4_1", "Q6_K"])
+def test_blocks_are_dequantized_in_slabs(dtype: str, mmap: bool, tmp_path: Path) -> None:
+    """The CPU has a few MB beside the result."""
+    rows, columns = 4096, 1024
+    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
+    weights = one_gguf_tensor(tmp_path / "x", dtype, np.zeros((rows, columns // block * nbytes), np.uint8), mmap)
+    matrix = _FileMatrix(weights, "x", lambda nbytes: None)
+    assert matrix.format.name == dtype.lower()
+    out = np.empty(matrix.shape, np.float32)
+    tracemalloc.start()
+    matrix.dequantize(out)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < out.nbytes / 2
+
+
+def test_widened_blocks_are_uploaded_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows at a time as fit into an upload as float32."""
+    tensors = quantized_model(tmp_path / "model.gguf", "Q2_K")
+    config, source, _ = open_weights(tmp_path / "model.gguf")
+    monkeypatch.setattr("engine.backends.cuda.kernel_source.can_read", lambda name: name == "f16")
+    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
+    device, uploads = open_device(checked=False), []
+    from_host = device.from_host
+
+    def watched(x: np.ndarray) -> Any:
+        uploads.append(x.shape)
+        return from_host(x)
+
+    monkeypatch.setattr(device, "from_host", watched)
+    ops = CudaOps(device)
+    weights = load_weights(ops, config, source)
+    assert {shape for shape in uploads if len(shape) == 2} >= {(3, 256)}
+    assert max(shape[0] for shape in uploads if len(shape) == 2) == 3
+    np.testing.assert_array_equal(ops.rows(weights.embedding), tensors["model.embed_tokens.weight"].astype(np.float16))
     source.close()
 
 

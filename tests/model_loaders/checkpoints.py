@@ -2,12 +2,15 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 
-from model_loaders import ModelConfig, WeightSource, families
+from model_loaders import ModelConfig, WeightSource, families, load_weights
+from model_loaders.gguf_file import GgufFile
+from model_loaders.tensors import StoredTensor, StoredWeights
 
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
 NAMES = sorted(folder.name for folder in MODELS.iterdir())
@@ -103,3 +106,39 @@ def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.nd
         writer.add_tensor(gguf_name(name, arch) if name.startswith(("model.", "lm_head.")) else name, tensor)
     finish(writer)
     return path
+
+
+def quantized_model(path: Path, dtype: str) -> dict[str, np.ndarray]:
+    """Writes a model whose matrices are random blocks of this type; returns its tensors."""
+    config = replace(
+        load_weights(MODELS / "llama_mha")[0],
+        **{"layers": 1, "hidden_size": 256, "ffn_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64},
+        vocab_size=96,
+    )
+    writer, tensors = gguf_header(path, "llama", config), {}
+    random = np.random.default_rng(5)
+    for name, (rows, *columns) in shapes(config).items():
+        if not columns:
+            tensors[name] = np.ones(rows, np.float32)
+            writer.add_tensor(gguf_name(name), tensors[name])
+            continue
+        block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
+        raw = random.integers(0, 64, (rows, columns[0] // block * block_bytes), dtype=np.uint8)
+        tensors[name] = gguf.dequantize(raw, gguf.GGMLQuantizationType[dtype])
+        heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
+        raw = interleaved(raw, heads) if heads else raw
+        writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=gguf.GGMLQuantizationType[dtype])
+    finish(writer)
+    return tensors
+
+
+def one_gguf_tensor(path: Path, dtype: str, raw: np.ndarray, mmap: bool) -> StoredWeights:
+    """A GGUF file that holds the tensor "x"; `raw` is uint8 (rows, bytes of a row)."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("first", np.arange(3, dtype=np.float32))  # so that "x" lies behind padding
+    writer.add_tensor("x", raw, raw_dtype=gguf.GGMLQuantizationType[dtype])
+    finish(writer)
+    file = GgufFile(path, mmap)
+    place = file.tensors["x"]
+    tensor = StoredTensor(file.bytes, "x", place.shape, place.dtype, place.offset)
+    return StoredWeights(path, {"x": tensor}, [file.bytes])

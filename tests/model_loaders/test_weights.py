@@ -4,7 +4,6 @@ import json
 import struct
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -26,9 +25,8 @@ from tests.model_loaders.checkpoints import (
     MODELS,
     NAMES,
     finish,
-    gguf_header,
-    gguf_name,
-    interleaved,
+    one_gguf_tensor,
+    quantized_model,
     read,
     read_all,
     safetensors_file,
@@ -50,18 +48,6 @@ def one_tensor(path: Path, dtype: str, data: np.ndarray, shape: tuple[int, ...],
     safetensors_file(path, {"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, len(raw)]}}, raw)
     source = FileBytes(path, mmap)
     return StoredWeights(path, read_header(source), [source])
-
-
-def one_gguf_tensor(path: Path, dtype: str, raw: np.ndarray, mmap: bool) -> StoredWeights:
-    """The same in a GGUF file; `raw` is uint8 (rows, bytes of a row)."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("first", np.arange(3, dtype=np.float32))  # so that "x" lies behind padding
-    writer.add_tensor("x", raw, raw_dtype=Type[dtype])
-    finish(writer)
-    file = GgufFile(path, mmap)
-    place = file.tensors["x"]
-    tensor = StoredTensor(file.bytes, "x", place.shape, place.dtype, place.offset)
-    return StoredWeights(path, {"x": tensor}, [file.bytes])
 
 
 @BOTH_WAYS
@@ -151,30 +137,6 @@ def test_random_blocks_against_the_gguf_package(dtype: str, mmap: bool, tmp_path
 
 def test_all_readable_types_are_tested() -> None:
     assert set(READABLE) == {"F32", "F16", "BF16", *LEGACY, *K_QUANTS, *TERNARY, *LATTICES, "MXFP4"}
-
-
-def quantized_model(path: Path, dtype: str) -> dict[str, np.ndarray]:
-    """Writes a model whose matrices are random blocks of this type; returns its tensors."""
-    config = replace(
-        load_weights(MODELS / "llama_mha")[0],
-        **{"layers": 1, "hidden_size": 256, "ffn_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64},
-        vocab_size=96,
-    )
-    writer, tensors = gguf_header(path, "llama", config), {}
-    random = np.random.default_rng(5)
-    for name, (rows, *columns) in shapes(config).items():
-        if not columns:
-            tensors[name] = np.ones(rows, np.float32)
-            writer.add_tensor(gguf_name(name), tensors[name])
-            continue
-        block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
-        raw = random.integers(0, 64, (rows, columns[0] // block * block_bytes), dtype=np.uint8)
-        tensors[name] = gguf.dequantize(raw, Type[dtype])
-        heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
-        raw = interleaved(raw, heads) if heads else raw
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=Type[dtype])
-    finish(writer)
-    return tensors
 
 
 @pytest.mark.parametrize("dtype", ["Q4_K", *TERNARY, *LATTICES, "MXFP4"])

@@ -61,10 +61,14 @@ def with_readers(
     return "".join(constants) + prelude() + readers + text
 
 
+def can_read(weight_format: str) -> bool:
+    """Whether kernels can read matrices in this weight format: there is a struct of that name."""
+    return f"weights/{weight_format}.cuh" in _files()
+
+
 def _weights(name: object) -> str:
     """The struct of the weight format `name`; empty for any other type."""
-    file = f"weights/{name}.cuh"
-    return _text("plain_weights.cuh") + _text(file) if file in _files() else ""
+    return _text("plain_weights.cuh") + _text(f"weights/{name}.cuh") if can_read(str(name)) else ""
 
 
 def _readers(sides: Mapping[str, Layout | None]) -> str:

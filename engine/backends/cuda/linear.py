@@ -1,8 +1,8 @@
 """Matrices on a GPU, and products with them: launches of the kernels in `cuda/linear/`.
 
-Activations, norm weights and biases are float32. Matrices keep the format of the file, but float32 becomes half
-precision. Products convert x to the matrix's type and accumulate in float32. Products of few rows are memory-bound on
-the weights and take our own kernels; those of many rows take cuBLAS.
+Activations, norm weights and biases are float32. Matrices keep the format of the file if `cuda/weights/` has a struct
+of it; float32 and all others become half precision. Products convert x to the matrix's type and accumulate in float32.
+Products of few rows are memory-bound on the weights and take our own kernels; those of many rows take cuBLAS.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.cuda import launch_configs
+from engine.backends.cuda import kernel_source, launch_configs
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
 from engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
@@ -66,12 +66,13 @@ class LinearOps:
         _check_width(width)
         data, end = self._device.empty((rows, format.size(width)), np.uint8), 0
         for matrix in matrices:
-            for part, raw in matrix.slabs(_UPLOAD_BYTES):
-                to, given = data[end + part.start : end + part.stop], self._device.from_host(np.ascontiguousarray(raw))
+            for part, raw in matrix.slabs(_slab_bytes(matrix.format, format)):
+                to = data[end + part.start : end + part.stop]
                 if matrix.format is format:
-                    to[...] = given
+                    to[...] = self._device.from_host(np.ascontiguousarray(raw))
                 else:
-                    self._narrow(to.view(np.float16), given.view(np.float32))
+                    values = self._device.from_host(_widened(matrix.format, raw, width))
+                    self._narrow(to.view(np.float16), values)
             end += matrix.shape[0]
         return Matrix(format, data, (rows, width))
 
@@ -206,8 +207,23 @@ class LinearOps:
 
 
 def _on_device(format: WeightFormat) -> WeightFormat:
-    """The format on the device of a matrix that the file stores in `format`: f16 for f32, else the same."""
-    return get("f16") if format.name == "f32" else format
+    """The format on the device of a matrix that the file stores in `format`: f16 for f32, and for a format that kernels
+    cannot read; else the same."""
+    return get("f16") if format.name == "f32" or not kernel_source.can_read(format.name) else format
+
+
+def _slab_bytes(stored: WeightFormat, format: WeightFormat) -> int:
+    """Bytes of a matrix stored in one format that are read at a time, for a device that has it in `format`."""
+    return _UPLOAD_BYTES if stored is format else stored.size(_UPLOAD_BYTES // 4)
+
+
+def _widened(format: WeightFormat, raw: np.ndarray, width: int) -> np.ndarray:
+    """Rows of a file, uint8 (rows, bytes of a row), as float32 (rows, width)."""
+    if format.name == "f32":
+        return np.ascontiguousarray(raw).view(np.float32)
+    values = np.empty((len(raw), width), np.float32)
+    format.dequantize(np.ascontiguousarray(raw), values)
+    return values
 
 
 def _check_width(width: int) -> None:

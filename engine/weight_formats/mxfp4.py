@@ -1,0 +1,26 @@
+"""Blocks of 32: w = scale * TABLE[q]. The scale is a power of two, stored as its exponent.
+
+The table has the values of the format E2M1 doubled, so that they are integers, and the scale is halved.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, unpack_bits
+
+VALUES, NBYTES = 32, 17
+BITS, GROUP = 4, 32
+TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+dequantize = functools.partial(dequantize_gguf, "MXFP4")
+
+
+def unpack(raw: np.ndarray) -> Grouped:
+    exponent, q = fields(raw, 1, 16)
+    # 2^(exponent - 128). Float32 stores powers below 2^-126 without an exponent.
+    e = exponent[..., 0].astype(np.uint32)
+    bits = np.where(e < 2, np.uint32(1 << 21) << (e & 1), (e - 1) << 23)
+    return Grouped(unpack_bits(q, 16, BITS), bits.astype(np.uint32).view(np.float32), table=TABLE)

@@ -1,0 +1,20 @@
+"""Blocks of 256 in groups of 16: w = d * scale * q - dmin * min; a byte holds scale and min of a group."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, flat, halves, unpack_bits
+
+VALUES, NBYTES = 256, 84
+BITS, GROUP, ZERO = 2, 16, 0
+
+dequantize = functools.partial(dequantize_gguf, "Q2_K")
+
+
+def unpack(raw: np.ndarray) -> Grouped:
+    packed, q, d, dmin = fields(raw, 16, 64, 2, 2)
+    scales, mins = flat(packed & 0x0F).view(np.int8), flat(packed >> 4)
+    return Grouped(unpack_bits(q, 32, BITS), halves(d), scales, -halves(dmin), mins)

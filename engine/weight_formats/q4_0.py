@@ -1,0 +1,19 @@
+"""Blocks of 32: w = d * (q - 8)."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+
+VALUES, NBYTES = 32, 18
+BITS, GROUP, ZERO = 4, 32, 8
+
+dequantize = functools.partial(dequantize_gguf, "Q4_0")
+
+
+def unpack(raw: np.ndarray) -> Grouped:
+    d, q = fields(raw, 2, 16)
+    return Grouped(unpack_bits(q, 16, BITS), halves(d), zero=ZERO)

@@ -1,0 +1,20 @@
+"""Blocks of 32: w = d * (q - 16). The fifth bits are a word of their own."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+
+VALUES, NBYTES = 32, 22
+BITS, GROUP, ZERO = 5, 32, 16
+
+dequantize = functools.partial(dequantize_gguf, "Q5_0")
+
+
+def unpack(raw: np.ndarray) -> Grouped:
+    d, fifth, q = fields(raw, 2, 4, 16)
+    codes = unpack_bits(q, 16, 4) | unpack_bits(fifth, 1, 1) << np.uint8(4)
+    return Grouped(codes, halves(d), zero=ZERO)

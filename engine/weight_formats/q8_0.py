@@ -1,0 +1,19 @@
+"""Blocks of 32: w = d * q. q are bytes with a sign, which are codes after adding 128."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, flat, halves
+
+VALUES, NBYTES = 32, 34
+BITS, GROUP, ZERO = 8, 32, 128
+
+dequantize = functools.partial(dequantize_gguf, "Q8_0")
+
+
+def unpack(raw: np.ndarray) -> Grouped:
+    d, q = fields(raw, 2, 32)
+    return Grouped(flat(q) ^ np.uint8(0x80), halves(d), zero=ZERO)

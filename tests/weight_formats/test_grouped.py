@@ -1,0 +1,101 @@
+"""Formats of blocks as integers and scales: exactly the values that the package gguf reads."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import weight_formats
+from engine.weight_formats import Grouped, get
+from tests.weights import BLOCKS, random_blocks
+
+FINITE = st.floats(width=16, allow_nan=False, allow_infinity=False)
+
+
+def unpack(name: str, raw: np.ndarray) -> Grouped:
+    function = get(name).unpack
+    assert function is not None
+    return function(raw)
+
+
+def reference(name: str, raw: np.ndarray) -> np.ndarray:
+    values: np.ndarray = gguf.dequantize(raw, gguf.GGMLQuantizationType[name.upper()])
+    return values
+
+
+def test_every_format_of_blocks_has_integers() -> None:
+    assert set(BLOCKS) == {name for name in weight_formats.available() if get(name).values > 1}
+    assert set(BLOCKS) == {name for name in weight_formats.available() if get(name).unpack}
+    for name in BLOCKS:
+        kind = gguf.GGMLQuantizationType[name.upper()]
+        assert (get(name).values, get(name).nbytes) == gguf.GGML_QUANT_SIZES[kind]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(1, 7),
+    blocks=st.integers(1, 5),
+    scales=st.lists(FINITE, min_size=1, max_size=4),
+)
+def test_integers_give_gguf_s_values_to_the_bit(
+    name: str, seed: int, rows: int, blocks: int, scales: list[float]
+) -> None:
+    """The sign of zero included."""
+    raw = random_blocks(np.random.default_rng(seed), name, rows, blocks * get(name).values, scales)
+    wanted = reference(name, raw)
+    np.testing.assert_array_equal(unpack(name, raw).dequantize().view(np.uint32), wanted.view(np.uint32))
+    stored = np.full(wanted.shape, 7, np.float32)
+    get(name).dequantize(raw, stored)
+    np.testing.assert_array_equal(stored.view(np.uint32), wanted.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_arrays_have_the_promised_shapes_and_types(name: str, rows: int, rng: np.random.Generator) -> None:
+    stored, width = get(name), 3 * get(name).values
+    raw = random_blocks(rng, name, rows, width) if rows else np.empty((0, 3 * stored.nbytes), np.uint8)
+    raw.setflags(write=False)  # as a mapped file
+    given = unpack(name, raw)
+    groups = (rows, width // stored.group)
+    assert (given.codes.shape, given.codes.dtype) == ((rows, width), np.uint8)
+    assert given.codes.max(initial=0) < 1 << stored.bits
+    assert (given.scale.shape, given.scale.dtype) == ((rows, 3), np.float32 if name == "mxfp4" else np.float16)
+    if stored.group < stored.values:
+        assert given.sub_scale is not None
+        assert (given.sub_scale.shape, given.sub_scale.dtype) == (groups, np.int8)
+    else:
+        assert given.sub_scale is None
+    if given.sub_offset is not None:
+        assert (given.sub_offset.shape, given.sub_offset.dtype) == (groups, np.uint8)
+    if given.offset is not None:
+        assert (given.offset.shape, given.offset.dtype) == ((rows, 3), np.float16)
+        assert (given.sub_offset is None) == (given.sub_scale is None)
+    assert (given.zero, given.table) == (stored.zero, stored.table)
+    assert given.dequantize().shape == (rows, width)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_code_occurs(name: str, rng: np.random.Generator) -> None:
+    """All bits of a code are read."""
+    codes = unpack(name, random_blocks(rng, name, 8, 1024)).codes
+    np.testing.assert_array_equal(np.unique(codes), np.arange(1 << get(name).bits))
+
+
+def test_scales_of_mxfp4_are_powers_of_two_that_bfloat16_holds() -> None:
+    raw = np.zeros((256, get("mxfp4").nbytes), np.uint8)
+    raw[:, 0] = np.arange(256)
+    scale = unpack("mxfp4", raw).scale[:, 0]
+    np.testing.assert_array_equal(scale, np.exp2(np.arange(256.0) - 128))
+    assert not (scale.view(np.uint32) & 0xFFFF).any()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_that_tests_draw_are_finite_and_differ(name: str, rng: np.random.Generator) -> None:
+    values = reference(name, random_blocks(rng, name, 3, 512))
+    assert np.isfinite(values).all()
+    assert 0.001 < values.std() < 5
