@@ -11,11 +11,11 @@ import numpy as np
 from tqdm import tqdm
 
 import model_loaders
-from engine import codecs
+from engine import codecs, weight_formats
 from engine.backends.ops import Load, Ops
 from engine.backends.select import select
 from engine.calibration import load_or_calibrate
-from engine.config import EngineConfig
+from engine.config import AS_STORED, EngineConfig
 from engine.errors import EngineError
 from engine.kv import cache_types
 from engine.kv.plan import (
@@ -31,12 +31,14 @@ from engine.kv.plan import (
 from engine.kv.store import KVStore, Metrics
 from engine.model.forward import ModelWeights, Transformer
 from engine.model.magnitudes import scale, variances
-from engine.model.weights import load_weights, weight_bytes, weight_count
+from engine.model.weights import left_out, load_weights, weight_bytes, weight_count
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import key_metric, value_metric, without_feedback
 from engine.quantization.statistics import LayerStatistics, smoothing
 from engine.sampling.sample import NOT_FINITE
+from engine.weight_formats import WeightFormat
 from model_loaders.config import ModelConfig
+from model_loaders.tensors import READABLE
 
 Say = Callable[[str], None]
 
@@ -106,11 +108,27 @@ def _check_values(config: EngineConfig) -> None:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     if config.kv_memory is not None:
         parse_size(config.kv_memory)
+    _weight_type(config)
     cache_types.check_names(config)
 
 
 def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:
     return EngineError(f"{setting}={getattr(config, setting)}: {advice}", settings=(setting,))
+
+
+def _weight_type(config: EngineConfig) -> WeightFormat | None:
+    """The format to convert matrices to; None for as-stored. Raises EngineError."""
+    name = config.weight_type
+    if name == AS_STORED:
+        return None
+    format = weight_formats.find(name)
+    if format is None or format.quantize is None:
+        what = "there is no such type"
+        if name.upper() in READABLE:
+            what = "the package gguf reads this type but cannot make it, like all K and IQ types"
+        choices = ", ".join([AS_STORED, *weight_formats.writable()])
+        raise _wrong("weight_type", config, f"{what}; choose from {choices}")
+    return format
 
 
 def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE) -> Parts:
@@ -130,7 +148,10 @@ def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> 
     source = replace(source, config=source.config.for_context(config.ctx_size))
     try:
         shape = _cache_shape(config, encoding, ops, source.config)
-        plan = _plan(config, ops, source.config, shape, weight_bytes(ops, source.weights), say)
+        weight_type = _weight_type(config)
+        plan = _plan(config, ops, source.config, shape, weight_bytes(ops, source.weights, weight_type), say)
+        if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
+            say(warning)
         bar = tqdm(
             total=4 * weight_count(source.weights),
             desc=f"Loading {source.name}",
@@ -142,7 +163,7 @@ def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> 
             disable=None if verbose else True,
         )
         with bar:
-            weights = load_weights(ops, source.config, source.weights, bar.update)
+            weights = load_weights(ops, source.config, source.weights, bar.update, weight_type)
         ops.set_aside(Load(source.config, shape.format(0), plan.tokens, config.parallel))
         store = _store(config, encoding, ops, source, weights, plan, say)
     except MemoryError:
@@ -264,7 +285,10 @@ def fit_line(parts: Parts) -> str:
     """One line for users: the model, its dtype, memory of weights and KV store, and how many tokens fit."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
-    weights = f"{model.dtype} weights as {ops.weight_type(model.dtype)}, {format_bytes(parts.model.weights.bytes)}"
+    weight_type = _weight_type(parts.config)
+    converted = f" converted to {weight_type.name}" if weight_type else ""
+    on_device = ops.weight_type(weight_type.name if weight_type else model.dtype)
+    weights = f"{model.dtype} weights{converted} as {on_device}, {format_bytes(parts.model.weights.bytes)}"
     line = (
         f"{model.name}: {weights} on the {ops.name}; KV store {format_bytes(plan.bytes)}, "
         f"{sum(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "

@@ -8,6 +8,7 @@ from typing import Any
 from engine import limits
 
 DEFAULT_CACHE_TYPE = "balanced"
+AS_STORED = "as-stored"
 
 
 def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
@@ -32,6 +33,12 @@ class EngineConfig:
         "--model",
         metavar="PATH",
         help="folder of safetensors or a .gguf file; without it, the demonstration model (SmolLM2-135M-Instruct)",
+    )
+    weight_type: str = setting(
+        AS_STORED,
+        "--weight-type",
+        metavar="TYPE",
+        help="convert matrices while they are loaded, to f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or mxfp4",
     )
     device: str = setting(
         "auto",

@@ -4,76 +4,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 
 from engine.backends.ops import Array, Ops
+from engine.model.file_matrix import FileMatrix, fits, format_for
 from engine.model.forward import LayerWeights, ModelWeights
-from engine.weight_formats import Linear, Matrix, WeightFormat, find, get
+from engine.weight_formats import Linear, Matrix, WeightFormat
 from model_loaders.config import ModelConfig
 from model_loaders.families import tensors
 from model_loaders.tensor_table import Slots
 from model_loaders.weights import WeightSource
 
-_SLAB_VALUES = 1 << 18  # dequantized at a time: they stay in the CPU's cache
 _SAMPLE = 1024  # values from either end of each weight that the fingerprint covers
 
 
-@dataclass(frozen=True)
-class _FileMatrix:
-    """See `StoredMatrix`. Types without a weight format are read as float32. progress: called with 4 bytes a value."""
-
-    source: WeightSource
-    name: str
-    progress: Callable[[int], None]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.source.shape(self.name)
-        return rows, columns
-
-    @property
-    def format(self) -> WeightFormat:
-        return _format(self.source, self.name)
-
-    def dequantize(self, out: np.ndarray) -> None:
-        if _has_format(self.source, self.name):
-            for rows, raw in self.slabs(self.format.size(_SLAB_VALUES)):
-                self.format.dequantize(raw, out[rows])
-        else:
-            self.source.read_into(self.name, out)
-            self.progress(out.nbytes)
-
-    def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
-        count, columns = self.shape
-        step, is_raw = max(1, nbytes // self.format.size(columns)), _has_format(self.source, self.name)
-        widened = None if is_raw else np.empty((min(step, count), columns), np.float32)
-        for first in range(0, count, step):
-            rows = slice(first, min(first + step, count))
-            if widened is None:
-                yield rows, self.source.read_raw(self.name, rows)
-                self.source.release(self.name, rows)
-            else:
-                values = widened[: rows.stop - first]
-                self.source.read_into(self.name, values, rows)
-                yield rows, values.view(np.uint8)
-            self.progress(4 * (rows.stop - first) * columns)
-
-
-def _has_format(source: WeightSource, name: str) -> bool:
-    return find(source.stored_dtype(name)) is not None
-
-
-def _format(source: WeightSource, name: str) -> WeightFormat:
-    return find(source.stored_dtype(name)) or get("f32")
-
-
 class _Reader:
-    """Loads named tensors to the device."""
+    """Loads named tensors to the device. weight_type: the format to convert matrices to, or None for the file's."""
 
-    def __init__(self, ops: Ops, source: WeightSource, progress: Callable[[int], None] | None):
+    def __init__(
+        self,
+        ops: Ops,
+        source: WeightSource,
+        progress: Callable[[int], None] | None,
+        weight_type: WeightFormat | None,
+    ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
+        self._weight_type = weight_type
         self.bytes = 0
 
     def vector(self, names: Sequence[str]) -> Array:
@@ -89,9 +47,13 @@ class _Reader:
 
     def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
         """Tensors (rows_i, columns), as the parts of one matrix."""
-        matrices = self._ops.load([_FileMatrix(self._source, name, self._progress) for name in names])
+        matrices = self._ops.load([self._matrix(name) for name in names])
         self.bytes += sum(matrix.nbytes for matrix in matrices)
         return matrices
+
+    def _matrix(self, name: str) -> FileMatrix:
+        format = _format(self._ops, self._source, name, self._weight_type)
+        return FileMatrix(self._source, name, format, self._progress)
 
     def linear(self, weights: Sequence[str], biases: Sequence[str] = ()) -> Linear:
         """A projection whose output is the concatenation of those of `weights`, with `biases`."""
@@ -99,10 +61,17 @@ class _Reader:
 
 
 def load_weights(
-    ops: Ops, config: ModelConfig, source: WeightSource, progress: Callable[[int], None] | None = None
+    ops: Ops,
+    config: ModelConfig,
+    source: WeightSource,
+    progress: Callable[[int], None] | None = None,
+    weight_type: WeightFormat | None = None,
 ) -> ModelWeights:
-    """All weights on the device. `progress` is called with the values read since its last call, in bytes as float32."""
-    read = _Reader(ops, source, progress)
+    """All weights on the device; matrices are converted to `weight_type`, or stay in the file's format.
+
+    `progress` is called with the values read since its last call, in bytes as float32.
+    """
+    read = _Reader(ops, source, progress, weight_type)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
@@ -117,13 +86,33 @@ def weight_count(source: WeightSource) -> int:
     return sum(int(np.prod(source.shape(name))) for name in source.names())
 
 
-def weight_bytes(ops: Ops, source: WeightSource) -> int:
-    """The bytes of all tensors on the device."""
+def weight_bytes(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None) -> int:
+    """The bytes of all tensors on the device, for the `weight_type` of `load_weights`."""
     counts = {name: int(np.prod(source.shape(name))) for name in source.names()}
     return sum(
-        ops.matrix_bytes(_format(source, name), count) if len(source.shape(name)) > 1 else 4 * count
+        ops.matrix_bytes(_format(ops, source, name, weight_type), count) if len(source.shape(name)) > 1 else 4 * count
         for name, count in counts.items()
     )
+
+
+def left_out(ops: Ops, source: WeightSource, weight_type: WeightFormat) -> str:
+    """A sentence about matrices whose rows are not whole blocks of `weight_type`, so that they are not converted to it;
+    empty if there are none."""
+    shapes = {name: source.shape(name) for name in sorted(source.names())}
+    names = [name for name, shape in shapes.items() if len(shape) > 1 and not fits(shape[1], weight_type)]
+    if not names:
+        return ""
+    more = f" (and {len(names) - 1} other matrices)" if len(names) > 1 else ""
+    kept = _format(ops, source, names[0], weight_type).name
+    return (
+        f"warning: {names[0]}{more} is loaded as {kept}, not as {weight_type.name}: its rows of "
+        f"{shapes[names[0]][1]} values are not whole blocks of {weight_type.values}"
+    )
+
+
+def _format(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat | None) -> WeightFormat:
+    """The format in which a matrix goes to the device."""
+    return format_for(ops, source.stored_dtype(name), source.shape(name)[1], weight_type)
 
 
 def fingerprint(ops: Ops, config: ModelConfig, weights: ModelWeights) -> str:

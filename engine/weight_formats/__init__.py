@@ -4,7 +4,7 @@ A module of this folder whose name does not begin with an underscore is a format
 `NBYTES` of a block, and `dequantize(raw, out)`. There is no list to edit. Rows consist of whole blocks.
 
 A format of codes and scales also defines `BITS` of a code, `GROUP`, the number of inputs that share a scale, `ZERO` or
-`TABLE`, and `unpack(raw)`; see `Grouped`.
+`TABLE`, and `unpack(raw)`; see `Grouped`. A format that can be written defines `quantize(x)`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class WeightFormat:
 
     dequantize: raw (rows, bytes of a row) uint8, C-contiguous, from the file → out (rows, columns) float32. It is the
     definition of correct for every backend.
+    quantize: values (rows, columns) float32, C-contiguous → raw, rounded; None for formats that can only be read.
     unpack: raw as before → the same values as integers and scales, without rounding; None for f32, f16 and bf16, which
     lack what follows, too.
     bits: of a code. group: inputs that share a scale. zero: what is subtracted from codes. table: int8 (16,), what
@@ -38,6 +39,7 @@ class WeightFormat:
     values: int
     nbytes: int
     dequantize: Callable[[np.ndarray, np.ndarray], None]
+    quantize: Callable[[np.ndarray], np.ndarray] | None = None
     unpack: Callable[[np.ndarray], Grouped] | None = None
     bits: int = 0
     group: int = 0
@@ -78,9 +80,8 @@ def _format(name: str, module: Any) -> WeightFormat:
     optional = {
         key: getattr(module, key.upper()) for key in ("bits", "group", "zero", "table") if hasattr(module, key.upper())
     }
-    return WeightFormat(
-        name, module.VALUES, module.NBYTES, module.dequantize, getattr(module, "unpack", None), **optional
-    )
+    functions = module.dequantize, getattr(module, "quantize", None), getattr(module, "unpack", None)
+    return WeightFormat(name, module.VALUES, module.NBYTES, *functions, **optional)
 
 
 def available() -> tuple[str, ...]:
@@ -88,9 +89,20 @@ def available() -> tuple[str, ...]:
     return tuple(_formats())
 
 
+def writable() -> tuple[str, ...]:
+    """Names of the formats that values can be converted to."""
+    return tuple(name for name, format in _formats().items() if format.quantize)
+
+
 def find(stored: str) -> WeightFormat | None:
     """The format that files name `stored`, such as "BF16"; None if there is none."""
     return _formats().get(stored.lower())
+
+
+def stored_as(stored: str) -> WeightFormat:
+    """The format in which a backend that multiplies in place keeps a matrix that files name `stored`: that format, or
+    q8_0 for types without one (IQ1, IQ2, IQ3, TQ), whose rows are whole blocks of it."""
+    return find(stored) or get("q8_0")
 
 
 def get(name: str) -> WeightFormat:

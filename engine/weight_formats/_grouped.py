@@ -113,3 +113,12 @@ def dequantize_gguf(stored: str, raw: np.ndarray, out: np.ndarray) -> None:
             part = out[first : first + step]
             given = raw[first : first + step].reshape(1, -1)
             part[...] = dequantize(given, GGMLQuantizationType[stored]).reshape(part.shape)
+
+
+def quantize_gguf(stored: str, x: np.ndarray) -> np.ndarray:
+    """`quantize` of a weight format, by the package gguf, which names it `stored`."""
+    from gguf.constants import GGMLQuantizationType  # imported only where weights are converted
+    from gguf.quants import quantize
+
+    with np.errstate(all="ignore"):  # NaN gives NaN; a warning would not help the user
+        return quantize(x, GGMLQuantizationType[stored])

@@ -9,13 +9,21 @@ import functools
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, unpack_bits
+from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, quantize_gguf, unpack_bits
 
 VALUES, NBYTES = 32, 17
 BITS, GROUP = 4, 32
 TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 dequantize = functools.partial(dequantize_gguf, "MXFP4")
+
+
+def quantize(x: np.ndarray) -> np.ndarray:
+    raw = quantize_gguf("MXFP4", x)
+    # The format has no NaN. Blocks with one become infinite; gguf would make them zero.
+    damaged = ~np.isfinite(x.reshape(len(x), x.shape[1] // VALUES, VALUES)).all(axis=-1)
+    raw.reshape(*damaged.shape, NBYTES)[damaged] = [255, *[0x77] * 16]
+    return raw
 
 
 def unpack(raw: np.ndarray) -> Grouped:

@@ -6,12 +6,13 @@ import functools
 
 import numpy as np
 
-from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, unpack_bits
+from engine.weight_formats._grouped import Grouped, dequantize_gguf, fields, halves, quantize_gguf, unpack_bits
 
 VALUES, NBYTES = 32, 22
 BITS, GROUP, ZERO = 5, 32, 16
 
 dequantize = functools.partial(dequantize_gguf, "Q5_0")
+quantize = functools.partial(quantize_gguf, "Q5_0")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

@@ -13,8 +13,9 @@ import pytest
 from engine.backends.cuda.kernel_source import can_read
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
-from engine.model.weights import _FileMatrix, load_weights, weight_bytes
-from engine.weight_formats import Linear, find
+from engine.model.file_matrix import FileMatrix
+from engine.model.weights import load_weights, weight_bytes
+from engine.weight_formats import Linear, find, get
 from model_loaders import load_weights as open_weights
 from model_loaders.tensors import StoredWeights
 from tests.conftest import FIXTURES
@@ -113,8 +114,7 @@ def test_blocks_are_dequantized_in_slabs(dtype: str, mmap: bool, tmp_path: Path)
     rows, columns = 4096, 1024
     block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
     weights = one_gguf_tensor(tmp_path / "x", dtype, np.zeros((rows, columns // block * nbytes), np.uint8), mmap)
-    matrix = _FileMatrix(weights, "x", lambda nbytes: None)
-    assert matrix.format.name == dtype.lower()
+    matrix = FileMatrix(weights, "x", get(dtype.lower()))
     out = np.empty(matrix.shape, np.float32)
     tracemalloc.start()
     matrix.dequantize(out)

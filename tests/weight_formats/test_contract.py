@@ -12,7 +12,7 @@ import pytest
 
 from engine import weight_formats
 from engine.weight_formats import Linear, Matrix, find, get
-from tests.weights import BLOCKS
+from tests.weights import BLOCKS, pack
 
 NAMES = weight_formats.available()
 
@@ -108,3 +108,49 @@ def test_dequantized_values_equal_the_definition(name: str, rng: np.random.Gener
 def test_bfloat16_keeps_the_payload_of_nan() -> None:
     raw = np.array([[0x7F81, 0xFFC3, 0x7FFF]], "<u2").view(np.uint8)
     np.testing.assert_array_equal(dequantized("bf16", raw).view(np.uint32)[0] >> 16, [0x7F81, 0xFFC3, 0x7FFF])
+
+
+# Format → the root mean square of the errors of normal values, relative to the values: a little above what is measured.
+ERRORS = {
+    **{"f32": 0, "f16": 2.5e-4, "bf16": 2e-3, "q8_0": 0.007, "q5_1": 0.045, "q5_0": 0.05, "q4_1": 0.09, "q4_0": 0.1},
+    "mxfp4": 0.15,
+}
+
+
+@pytest.mark.parametrize("name", weight_formats.writable())
+def test_values_are_converted_to_near_ones(name: str, rng: np.random.Generator) -> None:
+    quantize = get(name).quantize
+    assert quantize is not None
+    x = rng.standard_normal((7, 256)).astype(np.float32)
+    raw = quantize(x)
+    assert (raw.shape, raw.dtype) == ((7, get(name).size(256)), np.uint8)
+    error = np.sqrt(np.square(dequantized(name, raw) - x).mean())
+    assert ERRORS[name] / 2 <= error <= ERRORS[name]
+    np.testing.assert_array_equal(quantize(x[2:3]), raw[2:3])
+    np.testing.assert_array_equal(dequantized(name, quantize(np.zeros_like(x))), 0)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+def test_plain_values_are_rounded_to_nearest_even(name: str, rng: np.random.Generator) -> None:
+    quantize = get(name).quantize
+    assert quantize is not None
+    ties = (np.arange(1, 512, dtype=np.float32) * 2**-11 + 1)[None]  # those of f16, and half of those of bf16
+    for x in (rng.standard_normal((5, 64)).astype(np.float32), ties, ties * (1 + 2**-7)):
+        np.testing.assert_array_equal(quantize(x), pack(x, name))
+
+
+def test_numbers_beyond_half_precision_become_its_largest() -> None:
+    quantize = get("f16").quantize
+    assert quantize is not None
+    given = dequantized("f16", quantize(np.array([[1e6, -1e6, 65520, np.inf, np.nan]], np.float32)))
+    np.testing.assert_array_equal(given, [[65504, -65504, 65504, 65504, np.nan]])
+
+
+@pytest.mark.parametrize("name", weight_formats.writable())
+def test_damage_is_not_hidden(name: str) -> None:
+    """A row with NaN has NaN or infinity afterwards."""
+    quantize = get(name).quantize
+    assert quantize is not None
+    x = np.ones((3, 64), np.float32)
+    x[1, 5] = np.nan
+    assert np.isfinite(dequantized(name, quantize(x))).all(axis=1).tolist() == [True, False, True]

@@ -1,0 +1,82 @@
+"""Matrices of a model's files on their way to a device, in the format of the file or converted to another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backends.ops import Ops
+from engine.weight_formats import WeightFormat, find, get, stored_as
+from model_loaders.weights import WeightSource
+
+_SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
+
+
+@dataclass(frozen=True)
+class FileMatrix:
+    """See `StoredMatrix`. format: the file's own, whose bytes are not changed, or another one, to which the values are
+    rounded. progress: called with 4 bytes a value."""
+
+    source: WeightSource
+    name: str
+    format: WeightFormat
+    progress: Callable[[int], None] = lambda nbytes: None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.source.shape(self.name)
+        return rows, columns
+
+    def dequantize(self, out: np.ndarray) -> None:
+        for rows, raw in self.slabs(self.format.size(_SLAB_VALUES)):
+            self.format.dequantize(raw, out[rows])
+
+    def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
+        count, columns = self.shape
+        step = max(1, nbytes // self.format.size(columns))
+        is_raw = find(self.source.stored_dtype(self.name)) is self.format
+        converted = None if is_raw else np.empty((min(step, count), self.format.size(columns)), np.uint8)
+        for first in range(0, count, step):
+            rows = slice(first, min(first + step, count))
+            if converted is None:
+                yield rows, self.source.read_raw(self.name, rows)
+                self.source.release(self.name, rows)
+            else:
+                raw = converted[: rows.stop - first]
+                self._convert(rows, raw)
+                yield rows, raw
+            self.progress(4 * (rows.stop - first) * columns)
+
+    def _convert(self, rows: slice, raw: np.ndarray) -> None:
+        """Write these rows to `raw` (rows, bytes of a row) in the format."""
+        assert self.format.quantize is not None
+        columns = self.shape[1]
+        step = max(1, _SLAB_VALUES // max(1, columns))
+        for first in range(rows.start, rows.stop, step):
+            part = slice(first, min(first + step, rows.stop))
+            values = np.empty((part.stop - first, columns), np.float32)
+            self.source.read_into(self.name, values, part)
+            raw[first - rows.start : part.stop - rows.start] = self.format.quantize(values)
+
+
+def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None) -> WeightFormat:
+    """The format in which a matrix with rows of `columns` values, which the file stores as `stored`, goes to `ops`.
+
+    wanted: the format to convert it to, or None for the file's own. Types without a weight format go as `stored_as`
+    says to a backend that keeps that format, and as float32 to others. Rows that are not whole blocks of `wanted` keep
+    a type of 16 bits, or become half precision.
+    """
+    own = find(stored)
+    if wanted is None:
+        kept = own or stored_as(stored)
+        return kept if own or ops.matrix_bytes(kept, kept.values) == kept.nbytes else get("f32")
+    if fits(columns, wanted):
+        return wanted
+    return get("f16") if own is None or own.name == "f32" else own
+
+
+def fits(columns: int, format: WeightFormat) -> bool:
+    """Whether rows of `columns` values are whole blocks."""
+    return columns % format.values == 0

@@ -1,0 +1,186 @@
+"""`weight_type`: matrices are converted to another format while they are loaded."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from engine import Engine, EngineError
+from engine.assembly import assemble, settle
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps
+from engine.config import AS_STORED, EngineConfig
+from engine.flags import describe
+from engine.model.file_matrix import FileMatrix, format_for
+from engine.model.weights import fingerprint, left_out, load_weights, weight_bytes
+from engine.weight_formats import WeightFormat, find, get, writable
+from model_loaders import load_weights as open_weights
+from model_loaders.weights import WeightSource
+from tests.conftest import FIXTURES
+from tests.cuda.emulated import open_device
+from tests.model_loaders.checkpoints import one_gguf_tensor, quantized_model, read
+from tests.weights import random_blocks
+
+FIXTURE = FIXTURES / "llama_gqa_linear"  # rows of 48 values in most matrices, of 64 in `down`
+DOWN, EMBEDDING, HEAD = "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+
+
+class InPlace(NumpyOps):
+    """A backend that keeps the bytes of the formats that it is told, as far as sizes say."""
+
+    kept: tuple[str, ...] = ("q8_0",)
+
+    def matrix_bytes(self, format: WeightFormat, count: int) -> int:
+        return format.size(count) if format.name in self.kept else 4 * count
+
+
+def converted(source: WeightSource, name: str, to: str) -> np.ndarray:
+    """The tensor's values, rounded to a format."""
+    values = read(source, name)
+    out, format = np.empty_like(values), get(to)
+    assert format.quantize is not None
+    format.dequantize(format.quantize(values), out)
+    return out
+
+
+@pytest.mark.parametrize("name", writable())
+def test_all_matrices_are_converted(name: str) -> None:
+    """The embedding and the head, too. Rows that are not whole blocks keep their 16 bits; vectors do not change."""
+    config, source, stored = open_weights(FIXTURE)
+    assert find(stored) is get("f16")
+    device = CudaOps(open_device(checked=False))
+    for ops in (NumpyOps(), device):
+        seen: list[int] = []
+        weights = load_weights(ops, config, source, seen.append, get(name))
+        assert sum(seen) == 4 * sum(int(np.prod(source.shape(one))) for one in source.names())
+        assert weights.bytes == weight_bytes(ops, source, get(name))
+        np.testing.assert_array_equal(ops.to_host(weights.norm), read(source, "model.norm.weight"))
+        for one, matrix in ((DOWN, weights.layers[1].down), (EMBEDDING, weights.embedding), (HEAD, weights.head)):
+            wanted = converted(source, one, name if source.shape(one)[1] % get(name).values == 0 else "f16")
+            if ops is device and name not in ("bf16", "f16"):
+                wanted = wanted.astype(np.float16)
+            np.testing.assert_array_equal(ops.rows(matrix), wanted)
+    source.close()
+
+
+def test_rows_that_are_not_whole_blocks_are_named_once() -> None:
+    _, source, _ = open_weights(FIXTURE)
+    said = left_out(NumpyOps(), source, get("q4_0"))
+    assert "is loaded as f16, not as q4_0: its rows of 48 values are not whole blocks of 32" in said
+    matrices = [name for name in source.names() if len(source.shape(name)) > 1 and source.shape(name)[1] == 48]
+    assert f"(and {len(matrices) - 1} other matrices)" in said
+    assert left_out(NumpyOps(), source, get("bf16")) == ""
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("stored", "columns", "wanted", "format"),
+    [
+        ("F32", 64, None, "f32"),
+        ("Q4_K", 256, None, "q4_k"),
+        ("IQ2_XS", 256, None, "f32"),
+        ("BF16", 48, "q8_0", "bf16"),
+        ("F32", 48, "q8_0", "f16"),
+        ("Q4_K", 256, "q8_0", "q8_0"),
+        ("IQ2_XS", 256, "q4_0", "q4_0"),
+    ],
+)
+def test_the_format_that_a_matrix_gets(stored: str, columns: int, wanted: str | None, format: str) -> None:
+    assert format_for(NumpyOps(), stored, columns, wanted and get(wanted)) is get(format)
+
+
+@pytest.mark.parametrize("dtype", ["IQ1_S", "IQ2_XS", "TQ2_0"])
+def test_types_without_a_format_become_q8_0_where_that_is_read_in_place(dtype: str, tmp_path: Path) -> None:
+    quantized_model(tmp_path / "model.gguf", dtype)
+    config, source, _ = open_weights(tmp_path / "model.gguf")
+    weights = load_weights(InPlace(), config, source)
+    np.testing.assert_array_equal(weights.embedding.data, converted(source, EMBEDDING, "q8_0"))
+    elsewhere = load_weights(NumpyOps(), config, source)
+    np.testing.assert_array_equal(elsewhere.embedding.data, read(source, EMBEDDING))
+    source.close()
+
+
+def test_the_type_that_the_file_has_changes_no_byte(tmp_path: Path) -> None:
+    raw = random_blocks(np.random.default_rng(0), "q8_0", 5, 96)
+    source = one_gguf_tensor(tmp_path / "x", "Q8_0", raw, True)
+    ((_, given),) = FileMatrix(source, "x", get("q8_0")).slabs(1 << 20)
+    np.testing.assert_array_equal(given, raw)
+    source.close()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "mxfp4", "bf16"])
+def test_conversion_needs_one_slab_beside_the_result(name: str, tmp_path: Path) -> None:
+    """Of the size that is asked for, and a few MB: not the whole matrix as float32."""
+    rows, columns = 3000, 1024
+    values = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float16)
+    source = one_gguf_tensor(tmp_path / "x", "F16", values.view(np.uint8), True)
+    matrix = FileMatrix(source, "x", get(name))
+    got = np.empty((rows, get(name).size(columns)), np.uint8)
+    tracemalloc.start()
+    for part, raw in matrix.slabs(100 * get(name).size(columns)):
+        got[part] = raw
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * rows * columns
+    quantize = get(name).quantize
+    assert quantize is not None
+    np.testing.assert_array_equal(got, quantize(values.astype(np.float32)))
+    source.close()
+
+
+def test_converted_weights_are_another_model() -> None:
+    config, source, _ = open_weights(FIXTURE)
+    ops = NumpyOps()
+    digests = {
+        fingerprint(ops, config, load_weights(ops, config, source, None, name and get(name)))
+        for name in (None, "q8_0", "q4_0", "bf16")
+    }
+    assert len(digests) == 4
+    source.close()
+
+
+# -- the setting ---------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_with_converted_weights_says_so(tiny_path: Path) -> None:
+    said: list[str] = []
+    parts = assemble(settle(tiny_path, None, {"device": "cpu", "weight_type": "q8_0"}), said.append)
+    with Engine(parts) as engine, Engine.load(tiny_path, device="cpu") as plain:
+        assert "F16 weights converted to q8_0 as float32" in engine.fit_line()
+        assert "converted" not in plain.fit_line()
+        changed = engine.score([5, 6, 7, 8]).logprobs - plain.score([5, 6, 7, 8]).logprobs
+        assert 0 < np.abs(changed).max() < 0.1
+    assert len([sentence for sentence in said if "not as q8_0" in sentence]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("q4_k", "gguf reads this type but cannot make it"),
+        ("IQ2_XS", "gguf reads this type but cannot make it"),
+        ("int7", "there is no such type"),
+    ],
+)
+def test_a_type_that_cannot_be_made_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(EngineError, match=f"weight_type={name}: .*{reason}.*; choose from as-stored, .*q8_0"):
+        Engine.load("nowhere", weight_type=name)
+
+
+def test_the_flag_names_every_type() -> None:
+    (meaning,) = (meaning for flag, meaning in describe(EngineConfig) if flag.startswith("--weight-type"))
+    words = set(re.findall(r"[\w-]+", meaning))
+    assert words >= {*writable(), AS_STORED}
+
+
+def test_gguf_makes_the_types_that_are_offered() -> None:
+    """And no other type that has a format."""
+    for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"):
+        assert name not in writable()
+        kind = gguf.GGMLQuantizationType[name.upper()]
+        with pytest.raises(NotImplementedError):
+            gguf.quantize(np.zeros((1, 256), np.float32), kind)
