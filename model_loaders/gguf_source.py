@@ -39,7 +39,8 @@ _ROPE_KEYS = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)")
+_SCALED = "NVFP4"  # the type whose tensors `x.weight` are to be multiplied by the number in `x.scale`, if there is one
 _ROPE_DIVISORS = "rope_freqs.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
@@ -176,7 +177,24 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
     names = {spec.gguf: spec.name for spec in tensors(replace(config, tied_head=False)).specs()}
     found = {}
     for label, entry in gguf.tensors.items():
+        weight = gguf.tensors.get(f"{label.rpartition('.')[0]}.weight")
+        if label.endswith((".scale", ".input_scale")) and weight is not None and weight.dtype == _SCALED:
+            continue  # the scale is in the weight's factor; that of inputs is for rounding them, too
         match = _LAYER_TENSOR.fullmatch(label)
         name = names.get(label, f"model.layers.{match[1]}.{match[2]}.{match[3]}" if match else label)
-        found[name] = StoredTensor(gguf.bytes, label, entry.shape, entry.dtype, entry.offset)
+        factor = _factor(gguf, label.removesuffix("weight") + "scale") if entry.dtype == _SCALED else 1.0
+        found[name] = StoredTensor(gguf.bytes, label, entry.shape, entry.dtype, entry.offset, factor=factor)
     return found
+
+
+def _factor(gguf: GgufFile, label: str) -> float:
+    """The number in the tensor `label`; 1 if there is none."""
+    if label not in gguf.tensors:
+        return 1.0
+    entry = gguf.tensors[label]
+    if entry.dtype != "F32" or entry.nbytes != 4:
+        raise LoadError(
+            f"{gguf.path}: the tensor {label} is {entry.dtype} {entry.shape}, but a scale is one number in F32; use "
+            "another file of the model."
+        )
+    return float(gguf.bytes.view(entry.offset, 4).view("<f4")[0])

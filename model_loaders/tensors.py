@@ -14,8 +14,8 @@ from model_loaders.file_bytes import FileBytes
 _PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of one value
 PLAIN = tuple(_PLAIN_BYTES)
 _LATTICE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")
-_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4")
-READABLE = (*PLAIN, *_BLOCKS, *_LATTICE)
+_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0")
+READABLE = (*PLAIN, *_BLOCKS, *_LATTICE, "MXFP4", "NVFP4")
 _SLAB = 1 << 18  # values converted at a time, so that temporaries stay in the cache
 
 
@@ -29,7 +29,8 @@ class StoredTensor:
     dtype: str
     offset: int  # from the start of the file
     row_order: np.ndarray | None = None  # int64 (rows,): row r of the file is row row_order[r] of the tensor
-    added: float = 0.0  # a number to add to every value
+    factor: float = 1.0  # a number to multiply every value by
+    added: float = 0.0  # a number to add to every value, after that
 
     @property
     def columns(self) -> int:
@@ -103,9 +104,11 @@ class StoredWeights:
         _convert(tensor, out, rows.indices(tensor.shape[0])[0])
 
     def read_raw(self, name: str, rows: slice) -> np.ndarray:
-        if self._tensors[name].added:
-            raise ValueError(f"{name} differs from the file: {self._tensors[name].added:g} is added to its values")
-        return self._tensors[name].raw(rows)
+        tensor = self._tensors[name]
+        if tensor.added or tensor.factor != 1:
+            change = f"{tensor.added:g} is added to" if tensor.added else f"{tensor.factor:g} multiplies"
+            raise ValueError(f"{name} differs from the file: {change} its values")
+        return tensor.raw(rows)
 
     def release(self, name: str, rows: slice) -> None:
         self._tensors[name].release(rows)
@@ -135,6 +138,8 @@ def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
         part = values[start : start + step]
         rows = slice(first + start, first + start + len(part))
         part[...] = _values(tensor.raw(rows).reshape(-1), tensor.dtype).reshape(part.shape)
+        if tensor.factor != 1:
+            part *= np.float32(tensor.factor)
         if tensor.added:
             part += np.float32(tensor.added)
         tensor.release(rows)

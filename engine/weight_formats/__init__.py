@@ -101,7 +101,7 @@ def find(stored: str) -> WeightFormat | None:
 
 def stored_as(stored: str) -> WeightFormat:
     """The format in which a backend that multiplies in place keeps a matrix that files name `stored`: that format, or
-    q8_0 for types without one (IQ1, IQ2, IQ3, TQ), whose rows are whole blocks of it."""
+    q8_0 for types without one (IQ1, IQ2, IQ3, TQ, NVFP4), whose rows are whole blocks of it."""
     return find(stored) or get("q8_0")
 
 

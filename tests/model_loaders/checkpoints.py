@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,8 +109,11 @@ def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.nd
     return path
 
 
-def quantized_model(path: Path, dtype: str) -> dict[str, np.ndarray]:
-    """Writes a model whose matrices are random blocks of this type; returns its tensors."""
+def quantized_model(path: Path, dtype: str, extra: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """Writes a model whose matrices are random blocks of this type; returns its tensors.
+
+    extra: further tensors in float32, by the names in the file.
+    """
     config = replace(
         load_weights(MODELS / "llama_mha")[0],
         **{"layers": 1, "hidden_size": 256, "ffn_size": 256, "heads": 4, "kv_heads": 2, "head_dim": 64},
@@ -128,6 +132,8 @@ def quantized_model(path: Path, dtype: str) -> dict[str, np.ndarray]:
         heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
         raw = interleaved(raw, heads) if heads else raw
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=gguf.GGMLQuantizationType[dtype])
+    for label, values in (extra or {}).items():
+        writer.add_tensor(label, values)
     finish(writer)
     return tensors
 

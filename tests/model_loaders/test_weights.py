@@ -38,6 +38,7 @@ BOTH_WAYS = pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"
 LEGACY = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 TERNARY = ["TQ1_0", "TQ2_0"]
+FOURS = ["MXFP4", "NVFP4"]
 LATTICES = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"]
 ALL_16_BITS = np.arange(2**16, dtype="<u2")
 
@@ -122,7 +123,7 @@ def test_few_values_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: P
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("dtype", [*K_QUANTS, *TERNARY, *LATTICES, "MXFP4"])
+@pytest.mark.parametrize("dtype", [*K_QUANTS, *TERNARY, *LATTICES, *FOURS])
 def test_random_blocks_against_the_gguf_package(dtype: str, mmap: bool, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     raw = np.random.default_rng(2).integers(0, 256, (300, 1024 // block, block_bytes), dtype=np.uint8)
@@ -136,10 +137,10 @@ def test_random_blocks_against_the_gguf_package(dtype: str, mmap: bool, tmp_path
 
 
 def test_all_readable_types_are_tested() -> None:
-    assert set(READABLE) == {"F32", "F16", "BF16", *LEGACY, *K_QUANTS, *TERNARY, *LATTICES, "MXFP4"}
+    assert set(READABLE) == {"F32", "F16", "BF16", *LEGACY, *K_QUANTS, *TERNARY, *LATTICES, *FOURS}
 
 
-@pytest.mark.parametrize("dtype", ["Q4_K", *TERNARY, *LATTICES, "MXFP4"])
+@pytest.mark.parametrize("dtype", ["Q4_K", *TERNARY, *LATTICES, *FOURS])
 def test_a_model_of_blocks_loads(dtype: str, tmp_path: Path) -> None:
     tensors = quantized_model(tmp_path / "model.gguf", dtype)
     config, weights, stored = load_weights(tmp_path / "model.gguf")
@@ -147,6 +148,35 @@ def test_a_model_of_blocks_loads(dtype: str, tmp_path: Path) -> None:
     assert weights.names() == tensors.keys()
     for name, expected in tensors.items():
         np.testing.assert_array_equal(read(weights, name), expected, err_msg=name)
+
+
+def test_nvfp4_is_multiplied_by_the_scale_of_its_tensor(tmp_path: Path) -> None:
+    """That of inputs, which are not rounded here, is not read."""
+    scales = {"blk.0.attn_q.scale": 0.375, "blk.0.attn_q.input_scale": 3.0, "output.scale": 1.5}
+    numbers = {label: np.array([number], np.float32) for label, number in scales.items()}
+    tensors = quantized_model(tmp_path / "model.gguf", "NVFP4", numbers)
+    _, weights, _ = load_weights(tmp_path / "model.gguf")
+    for name, factor in (("model.layers.0.self_attn.q_proj", 0.375), ("lm_head", 1.5), ("model.embed_tokens", 1)):
+        expected = tensors[f"{name}.weight"] * np.float32(factor)
+        np.testing.assert_array_equal(read(weights, f"{name}.weight"), expected, err_msg=name)
+    with pytest.raises(ValueError, match=r"differs from the file: 0\.375 multiplies its values"):
+        weights.read_raw("model.layers.0.self_attn.q_proj.weight", slice(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "sentence"),
+    [
+        ("NVFP4", (2,), r"attn_q\.scale is F32 \(2,\), but a scale is one number"),
+        ("Q8_0", (1,), r"has the tensor 'blk\.0\.attn_q\.scale', which a llama model .* does not have"),
+    ],
+)
+def test_a_scale_that_cannot_be_applied_is_refused(
+    dtype: str, shape: tuple[int, ...], sentence: str, tmp_path: Path
+) -> None:
+    """Without it the weights would be wrong."""
+    quantized_model(tmp_path / "model.gguf", dtype, {"blk.0.attn_q.scale": np.full(shape, 2, np.float32)})
+    with pytest.raises(LoadError, match=sentence):
+        load_weights(tmp_path / "model.gguf")
 
 
 def test_a_type_that_the_installed_gguf_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +225,7 @@ def test_refuses_an_array_that_it_would_have_to_copy(out: np.ndarray, tmp_path: 
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q6_K", *TERNARY, *LATTICES, "MXFP4"])
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q6_K", *TERNARY, *LATTICES, *FOURS])
 def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, mmap: bool, tmp_path: Path) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
     rows, columns = 4096, 1024
