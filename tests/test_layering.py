@@ -43,8 +43,9 @@ ROOMS["chat"] = {"assembly", "backends.select", "engine", "flags", "sampling", "
 
 # What some rooms may not import of those that theirs may.
 APART = {
-    "engine.backends.numpy": {"engine.backends.cuda"},
-    "engine.backends.cuda": {"engine.backends.numpy"},
+    "engine.backends.numpy": {"engine.backends.cuda", "engine.backends.native"},
+    "engine.backends.cuda": {"engine.backends.numpy", "engine.backends.native"},
+    "engine.backends.native": {"engine.backends.cuda"},
     "engine.codecs": {"engine.config", "engine.errors"},
     "engine.kv.blocks": {"engine"},
     "engine.kv.tables": {"engine.backends", "engine.codecs"},

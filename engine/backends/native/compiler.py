@@ -1,0 +1,124 @@
+"""Kernels, and their compilation to object code."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from engine.backends.native.emit import Emitter
+from engine.backends.native.target import Level
+from engine.backends.native.values import F32, I64, POINTER, Value
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: a function of arguments that does the units begin to end of an op.
+
+    name: unique, with all that it is specialized for. emit(e, arguments, begin, end, scratch) writes its body;
+    `arguments` has a value for each name of `pointers` (addresses), `integers` (int64) and `floats` (float32), in this
+    order. scratch: `scratch` bytes of the calling thread, aligned to 64. Units may run in any order, on any threads.
+    """
+
+    name: str
+    emit: Callable[..., None]
+    pointers: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
+    floats: tuple[str, ...] = ()
+    scratch: int = 0
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and self.name == other.name
+
+    def module(self, level: Level) -> str:
+        """LLVM IR of the kernel."""
+        module = ir.Module(name=self.name)
+        module.triple = _triple()
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER]), "kernel")
+        function.attributes.add("nounwind")
+        e = Emitter(level, function)
+        given, begin, end, scratch = (Value(e, argument) for argument in function.args)
+        arguments, at = [], 0
+        for kind, names in ((POINTER, self.pointers), (I64, self.integers), (F32, self.floats)):
+            for _ in names:
+                arguments.append(e.load(given, kind, at, align=4))
+                at += 8
+        self.emit(e, *arguments, begin=begin, end=end, scratch=scratch)
+        e.builder.ret_void()
+        return str(module)
+
+    def pack(self, pointers: Sequence[int], integers: Sequence[int] = (), floats: Sequence[float] = ()) -> np.ndarray:
+        """Arguments as the kernel reads them: int64."""
+        assert (len(pointers), len(integers), len(floats)) == (len(self.pointers), len(self.integers), len(self.floats))
+        bits = [struct.unpack("<i", struct.pack("<f", number))[0] for number in floats]
+        return np.array([*pointers, *integers, *bits], np.int64)
+
+
+_setup = threading.Lock()
+
+
+def _binding() -> Any:
+    """llvmlite.binding, initialized."""
+    import llvmlite.binding as llvm
+
+    with _setup:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+    return llvm
+
+
+def _triple() -> str:
+    return _binding().get_process_triple()
+
+
+def _machine(level: Level) -> Any:
+    llvm = _binding()
+    cpu = level.cpu or ("x86-64" if _triple().startswith("x86_64") else "generic")
+    return llvm.Target.from_triple(_triple()).create_target_machine(
+        cpu=cpu, features=level.features, opt=3, jit=True, codemodel="jitdefault", reloc="default"
+    )
+
+
+def _optimized(source: str, machine: Any) -> Any:
+    llvm = _binding()
+    module = llvm.parse_assembly(source)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_unrolling = False  # kernels unroll themselves where that pays
+    options.slp_vectorization = False
+    options.loop_vectorization = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    return module
+
+
+def compile_object(kernel: Kernel, level: Level) -> bytes:
+    """The kernel as an object file."""
+    machine = _machine(level)
+    return machine.emit_object(_optimized(kernel.module(level), machine))
+
+
+def assembly(kernel: Kernel, level: Level) -> str:
+    """The kernel as assembly text."""
+    machine = _machine(level)
+    return machine.emit_assembly(_optimized(kernel.module(level), machine))
+
+
+class LoadedObject:
+    """Object code in memory; `address` is the kernel's. It stays valid as long as this object lives."""
+
+    def __init__(self, code: bytes, level: Level) -> None:
+        llvm = _binding()
+        empty = llvm.parse_assembly(f'target triple = "{_triple()}"')
+        self._engine = llvm.create_mcjit_compiler(empty, _machine(level))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self.address: int = self._engine.get_function_address("kernel")

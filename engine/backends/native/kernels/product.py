@@ -1,0 +1,271 @@
+"""Products of rows of activations with weights in tiles (`engine.backends.native.tiles`)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from engine.backends.native.byte_ops import Table, dot4, dot4_signed
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.activations import sums_at
+from engine.backends.native.tiles import TileLayout, layout
+from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
+from engine.weight_formats import WeightFormat
+
+_F16, _I16, _BYTES = vector(F32, 16), vector(I32, 16), vector(I8, 64)
+
+
+def rows_at_once(rows: int, lanes: int) -> int:
+    """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
+    their sums stay in registers."""
+    most = {16: 8, 8: 3, 4: 2}[lanes]
+    return -(-rows // -(-rows // most))
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a kernel is specialized for. at_once: rows; adds: to y, which has values; has_bias: y starts at a bias."""
+
+    format: WeightFormat
+    at_once: int
+    adds: bool = False
+    has_bias: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"product_{self.format.name}_{self.at_once}{'_add' * self.adds}{'_bias' * self.has_bias}"
+
+
+@cache
+def product(spec: Product) -> Kernel:
+    """y = x @ wᵀ, unit by tile of 16 outputs.
+
+    x: rows from `quantize_rows`, or float32 for formats without codes. rows: a multiple of at_once of x; of y only
+    `rows_out` are written. bias (outputs,). blocks: of a row of weights, inputs for formats without codes.
+    """
+    body = _plain if spec.format.unpack is None else _packed
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        weights, x, y, bias, blocks, tile_bytes, x_stride, y_stride, rows, columns, outputs = args
+        with e.loop(begin, end) as tile, e.loop(0, rows, spec.at_once) as first:
+            sums = body(e, spec, weights + tile * tile_bytes, x + first * x_stride, blocks, x_stride, columns)
+            target, own_bias, left = y + first * y_stride + tile * 64, bias + tile * 64, outputs - tile * 16
+            for number, total in enumerate(sums):
+                with e.when(first + number < rows) if spec.at_once > 1 else nullcontext():
+                    _write(e, spec, total, target + y_stride * number, own_bias, left, scratch)
+
+    integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "columns", "outputs"
+    return Kernel(spec.name, emit, ("weights", "x", "y", "bias"), integers)
+
+
+def _write(e: Emitter, spec: Product, total: Value, y: Value, bias: Value, left: Value, scratch: Value) -> None:
+    """Store the sums of up to 16 outputs; left: outputs from here to the end of the row."""
+
+    def finished(value: Value, offset: Value) -> Value:
+        if spec.has_bias:
+            value = value + e.load(bias + offset, value.type)
+        return value + e.load(y + offset, value.type) if spec.adds else value
+
+    with e.when(left >= 16):
+        e.store(finished(total, e.i64(0)), y)
+    with e.when(left < 16):
+        e.store(total, scratch)
+        with e.loop(0, left) as lane:
+            e.store(finished(e.load(scratch + lane * 4, F32), lane * 4), y + lane * 4)
+
+
+def _plain(e: Emitter, spec: Product, weights: Value, x: Value, columns: Value, stride: Value, _: Value) -> list[Value]:
+    """Weights that are float32, float16 or bfloat16; x float32."""
+    size = spec.format.nbytes
+    sums = [e.variable(e.zero(_F16)) for _ in range(spec.at_once)]
+    with e.loop(0, columns) as column:
+        raw = e.load(weights + column * (16 * size), _F16 if size == 4 else vector(I16, 16))
+        if spec.format.name == "f16":
+            raw = e.half_to_float(raw)
+        elif spec.format.name == "bf16":
+            raw = (raw.zext(I32) << 16).bits(_F16)
+        for number, total in enumerate(sums):
+            factor = e.broadcast(x + stride * number + column * 4, F32, 16)
+            total.set(e.fma(raw, factor, total.get()))
+    return [total.get() for total in sums]
+
+
+def _packed(
+    e: Emitter, spec: Product, weights: Value, x: Value, blocks: Value, stride: Value, columns: Value
+) -> list[Value]:
+    """Weights of codes and scales; x from `quantize_rows`."""
+    format, place = spec.format, layout(spec.format)
+    codes = _Codes(e, format, place)
+    rows = [x + stride * number for number in range(spec.at_once)]
+    x_scales = [row + columns for row in rows]
+    x_sums = [row + sums_at(columns, format.group) for row in rows]
+    totals = [e.variable(e.zero(_F16)) for _ in rows]
+    with e.loop(0, blocks) as block:
+        at = weights + block * place.nbytes
+        scale = _number(e, at, place.scale, place.is_power)
+        offset = None if place.offset is None else _number(e, at, place.offset, False)
+        with e.loop(0, format.values // 32) as part:
+            codes_at, done = at + part * place.part_bytes, block * format.values + part * 32
+            sub_at = at + part * (16 * (32 // format.group))
+            for group in range(32 // format.group):
+                own_scale = _times_sub(e, scale, sub_at, place.sub_scale, group, signed=True)
+                own_offset = None if offset is None else _times_sub(e, offset, sub_at, place.sub_offset, group)
+                quads = range(group * format.group // 4, (group + 1) * format.group // 4)
+                chains = 2 if spec.at_once == 1 else 1  # one sum alone would wait for each of its products
+                dots = [[e.zero(_I16)] * chains for _ in rows]
+                for quad in quads:
+                    code = codes.quad(codes_at, quad)
+                    for row, dot in zip(rows, dots, strict=True):
+                        inputs = e.broadcast(row + done, I32, 16, 4 * quad)
+                        dot[quad % chains] = codes.dot(dot[quad % chains], code, inputs)
+                for number, dot in enumerate(dots):
+                    value = (dot[0] + dot[1] if chains == 2 else dot[0]).to_float()
+                    if codes.zero or own_offset is not None:
+                        x_sum = e.broadcast(x_sums[number] + done * 4 // format.group, F32, 16, 4 * group)
+                    if codes.zero:
+                        value = e.fma(x_sum, e.constant(_F16, -float(codes.zero)), value)
+                    value = value * own_scale
+                    if own_offset is not None:
+                        value = e.fma(x_sum, own_offset, value)
+                    x_scale = e.broadcast(x_scales[number] + done // 8, F32, 16)
+                    totals[number].set(e.fma(value, x_scale, totals[number].get()))
+    return [total.get() for total in totals]
+
+
+class _Codes:
+    """The codes of a tile, and their products with bytes.
+
+    zero: what is to be taken from each code after the products. Codes of 8 bits and tables have codes, and values, from
+    0 to 255 where a level multiplies those without overflow; else from -128 to 127.
+    """
+
+    def __init__(self, e: Emitter, format: WeightFormat, place: TileLayout) -> None:
+        self._e, self._place = e, place
+        is_wide = format.bits == 8 or format.table is not None
+        self._is_signed = is_wide and not e.level.has_wide_products
+        self.zero = 0 if self._is_signed else (128 if is_wide else format.zero)
+        self._flip = format.bits == 8 and self._is_signed
+        self._table: Table | None = None
+        if format.table is not None:
+            values = format.table.astype(np.int16) + (0 if self._is_signed else 128)
+            self._table = Table(e, e.constant_bytes(values.astype(np.uint8).tobytes()), 16)
+
+    def quad(self, at: Value, quad: int) -> Value:
+        """4 codes of each of 16 rows, as int32 lanes; at: of the codes of 32 inputs, quad: the number of 4 of them."""
+        e, low, start, whole = self._e, 0, 0, None
+        for bits in self._place.planes:
+            piece = e.load(at, _I16, start + 64 * (quad % bits))
+            start += 64 * bits
+            if bits < 8:
+                mask = ((1 << bits) - 1) * 0x01010101
+                shift = bits * (quad // bits)
+                piece = (piece >> shift if shift else piece) & mask
+            piece = piece << low if low else piece
+            whole = piece if whole is None else whole | piece
+            low += bits
+        assert whole is not None
+        if self._table is not None:
+            return self._table[whole.bits(_BYTES)].bits(_I16)
+        return whole ^ -0x7F7F7F80 if self._flip else whole
+
+    def dot(self, total: Value, codes: Value, inputs: Value) -> Value:
+        return (dot4_signed if self._is_signed else dot4)(self._e, total, codes, inputs)
+
+
+def _number(e: Emitter, at: Value, place: int, is_power: bool) -> Value:
+    """A scale or offset of each row, float32."""
+    bits = e.load(at, vector(I16, 16), place)
+    return (bits.zext(I32) << 16).bits(_F16) if is_power else e.half_to_float(bits)
+
+
+def _times_sub(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool = False) -> Value:
+    """The factor times that of a group of inputs, where the format has one."""
+    if place is None:
+        return factor
+    sub = e.load(at, vector(I8, 16), place + 16 * group)
+    return factor * (sub.sext(I32) if signed else sub.zext(I32)).to_float()
+
+
+@cache
+def dequantize_rows(format: WeightFormat) -> Kernel:
+    """Rows `ids` of a matrix times `factor` → float32 (ids, inputs), unit by id."""
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        weights, ids, y, blocks, tile_bytes, columns, factor = args
+        with e.loop(begin, end) as number:
+            row = e.load(ids + number * 4, I32).zext(I64)
+            tile, lane = weights + (row // 16) * tile_bytes, row & 15
+            target = y + number * columns * 4
+            if format.unpack is None:
+                with e.loop(0, columns) as column:
+                    at = tile + (column * 16 + lane) * format.nbytes
+                    e.store(_plain_value(e, at, format) * factor, target + column * 4)
+            else:
+                _dequantize_lane(e, format, tile, lane, blocks, target, factor)
+
+    integers = "blocks", "tile_bytes", "columns"
+    return Kernel(f"dequantize_{format.name}", emit, ("weights", "ids", "y"), integers, ("factor",))
+
+
+def _plain_value(e: Emitter, at: Value, format: WeightFormat) -> Value:
+    if format.nbytes == 4:
+        return e.load(at, F32)
+    bits = e.load(at, I16)
+    return e.half_to_float(bits) if format.name == "f16" else (bits.zext(I32) << 16).bits(F32)
+
+
+def _dequantize_lane(
+    e: Emitter, format: WeightFormat, tile: Value, lane: Value, blocks: Value, target: Value, factor: Value
+) -> None:
+    """One row of a tile → float32."""
+    place = layout(format)
+    table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
+    with e.loop(0, blocks) as block:
+        at = tile + block * place.nbytes
+
+        def number(where: int, is_power: bool) -> Value:
+            bits = e.load(at + lane * 2, I16, where)
+            return (bits.zext(I32) << 16).bits(F32) if is_power else e.half_to_float(bits)
+
+        scale = number(place.scale, place.is_power)
+        offset = None if place.offset is None else number(place.offset, False)
+        with e.loop(0, format.values // 32) as part:
+            codes_at, sub_at = at + part * place.part_bytes + lane * 4, at + part * (16 * (32 // format.group)) + lane
+            out = target + (block * format.values + part * 32) * 4
+            for quad in range(8):
+                group = quad * 4 // format.group
+                codes = _lane_quad(e, place, codes_at, quad)
+                if table is None:
+                    values = codes.zext(I32).to_float() - float(format.zero)
+                else:
+                    found = [e.load(table + e.extract(codes, i).zext(I64) * 4, F32) for i in range(4)]
+                    values = e.collect(found)
+                values = values * _times_sub_byte(e, scale, sub_at, place.sub_scale, group, signed=True)
+                if offset is not None:
+                    values = values + _times_sub_byte(e, offset, sub_at, place.sub_offset, group, signed=False)
+                e.store(values * factor, out, 16 * quad)
+
+
+def _times_sub_byte(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool) -> Value:
+    """As `_times_sub`, for one row."""
+    if place is None:
+        return factor
+    byte = e.load(at, I8, place + 16 * group)
+    return factor * (byte.sext(I32) if signed else byte.zext(I32)).to_float()
+
+
+def _lane_quad(e: Emitter, place: TileLayout, at: Value, quad: int) -> Value:
+    """4 codes of one row: bytes; at: of the codes of 32 inputs, plus 4 times the lane."""
+    start, low, whole = 0, 0, None
+    for bits in place.planes:
+        piece = e.load(at, I32, start + 64 * (quad % bits))
+        start += 64 * bits
+        piece = ((piece >> bits * (quad // bits)) & ((1 << bits) - 1) * 0x01010101) << low
+        whole = piece if whole is None else whole | piece
+        low += bits
+    assert whole is not None
+    return whole.bits(vector(I8, 4))

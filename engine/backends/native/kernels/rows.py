@@ -1,0 +1,84 @@
+"""Ops on rows of float32: RMS norms, copies, and the gate of the feed-forward network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I32, Type, Value, vector
+
+_F16 = vector(F32, 16)
+
+
+def over_columns(e: Emitter, columns: Value, body: Callable[[Value, Type], None]) -> None:
+    """body(offset in bytes, type) for 16 columns at a time, float32 (16,), and then for each of the last, float32."""
+    whole = columns // 16 * 16
+    with e.loop(0, whole, 16) as column:
+        body(column * 4, _F16)
+    with e.loop(whole, columns) as column:
+        body(column * 4, F32)
+
+
+def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
+    """1 / rms of the columns at x."""
+    total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
+
+    def add_square(offset: Value, kind: Type) -> None:
+        value, into = e.load(x + offset, kind), total if kind == _F16 else rest
+        into.set(e.fma(value, value, into.get()))
+
+    over_columns(e, columns, add_square)
+    mean = (e.sum_lanes(total.get()) + rest.get()) / columns.trunc(I32).to_float() + eps
+    return e.like(1.0, mean) / e.sqrt(mean)
+
+
+@cache
+def norm_rows(*, normed: bool, adds: bool = False) -> Kernel:
+    """target = x / rms(x) * weight, or x itself, unit by row; adds: it is added to target. target may be x.
+
+    x_stride, stride: bytes from row to row of x and of target.
+    """
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        x, weight, target, columns, x_stride, stride, eps = args
+        with e.loop(begin, end) as row:
+            source, into = x + row * x_stride, target + row * stride
+            factor = inverse_rms(e, source, columns, eps) if normed else None
+
+            def write(offset: Value, kind: Type) -> None:
+                value = e.load(source + offset, kind)
+                if factor is not None:
+                    value = value * factor * e.load(weight + offset, kind)
+                e.store(e.load(into + offset, kind) + value if adds else value, into + offset)
+
+            over_columns(e, columns, write)
+
+    name = f"{'norm' if normed else 'copy'}_rows{'_add' * adds}"
+    return Kernel(name, emit, ("x", "weight", "target"), ("columns", "x_stride", "stride"), ("eps",))
+
+
+@cache
+def gate(activation: str) -> Kernel:
+    """[gate | up] (rows, 2·columns) → activation(gate) * up (rows, columns), unit by row."""
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        both, out, columns = args
+        with e.loop(begin, end) as row:
+            first, target = both + row * columns * 8, out + row * columns * 4
+            second = first + columns * 4
+
+            def write(offset: Value, kind: Type) -> None:
+                x = e.load(first + offset, kind)
+                e.store(_over_one_plus_exp(e, x, activation) * e.load(second + offset, kind), target + offset)
+
+            over_columns(e, columns, write)
+
+    return Kernel(f"gate_{activation}", emit, ("both", "out"), ("columns",))
+
+
+def _over_one_plus_exp(e: Emitter, x: Value, activation: str) -> Value:
+    """x / (1 + e^u), with u = -x (SiLU) or u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh)."""
+    u = -x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * -((8 / 3.141592653589793) ** 0.5)
+    return x / (e.exp(e.minimum(u, 88.0)) + 1.0)

@@ -1,0 +1,107 @@
+"""Launches of kernels, at once or recorded on a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.library import library
+from engine.backends.native.target import best
+from engine.backends.native.workers import Launch, Tape, workers
+
+Units = int | Callable[[], int]
+_CHUNKS = 8  # that each thread takes of an op's units, so that no thread waits long for another
+
+
+class CannotRecord(Exception):
+    """An op that a step needs runs outside the tape."""
+
+
+class _Recorded(NamedTuple):
+    kernel: Kernel
+    arguments: np.ndarray
+    units: Units
+    grain: int
+    keep: tuple[Any, ...]
+
+
+class Recording:
+    """The launches of a step, to be repeated. `result`: what the recorded function returned."""
+
+    def __init__(self) -> None:
+        self.launches: list[_Recorded] = []
+        self.result: Any = None
+        self._tape: Tape | None = None
+        self._varying: list[tuple[int, Callable[[], int]]] = []
+
+    def tape(self, address: Callable[[Kernel], int]) -> Tape:
+        """The tape, with the present numbers of units."""
+        if self._tape is None:
+            calls = [
+                Launch(address(r.kernel), r.arguments.ctypes.data, r.units if isinstance(r.units, int) else 0, r.grain)
+                for r in self.launches
+            ]
+            self._tape = Tape(calls)
+            self._varying = [(i, r.units) for i, r in enumerate(self.launches) if not isinstance(r.units, int)]
+        for entry, units in self._varying:
+            self._tape.units[entry] = units()
+        return self._tape
+
+
+class Launcher:
+    """Runs kernels on the workers of this process, on up to `threads` of them."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.level = best()
+        self.library = library(self.level)
+        self._workers = workers()
+        self._recording: Recording | None = None
+
+    def __call__(
+        self,
+        kernel: Kernel,
+        units: Units,
+        pointers: Sequence[np.ndarray | int],
+        integers: Sequence[int] = (),
+        floats: Sequence[float] = (),
+        grain: int = 0,
+    ) -> None:
+        """Run the kernel on its units, or record it. units: a function if they vary between the runs of a recording.
+
+        pointers: arrays, whose memory the kernel reads or writes, or addresses. grain: units that a thread takes at a
+        time; 0 cuts them into a few chunks for each thread.
+        """
+        addresses = [p if isinstance(p, int) else p.ctypes.data for p in pointers]
+        arguments = kernel.pack(addresses, integers, floats)
+        if not grain:
+            now = units if isinstance(units, int) else units()
+            grain = max(1, now // (_CHUNKS * self.threads))
+        if self._recording is not None:
+            self._recording.launches.append(_Recorded(kernel, arguments, units, grain, tuple(pointers)))
+            return
+        count = units if isinstance(units, int) else units()
+        if count:
+            call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
+            self._workers.run(Tape([call]), self.threads)
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recording is not None
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """A context in which launches are recorded and not run. One that raises records nothing."""
+        self._recording = recording = Recording()
+        try:
+            yield recording
+        finally:
+            self._recording = None
+
+    def replay(self, recording: Recording) -> None:
+        """Run the recorded launches."""
+        self._workers.run(recording.tape(self.library.address), self.threads)

@@ -1,0 +1,140 @@
+"""Weights in tiles, and products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backends.native import tiles
+from engine.backends.native.kernels.activations import quantize_rows, row_bytes
+from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
+from engine.backends.native.kernels.rows import gate, norm_rows
+from engine.backends.native.launch import Launcher
+from engine.backends.native.workers import aligned
+from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
+
+_SLAB_BYTES = 1 << 20  # of a file that are packed at a time
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """A matrix in tiles: uint8 (tiles, bytes of a tile)."""
+
+    memory: np.ndarray
+
+
+class LinearOps:
+    """The ops on matrices."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+
+    def matrix_bytes(self, format: WeightFormat, count: int) -> int:
+        if format.unpack is None:
+            return count * format.nbytes
+        return count // format.values * tiles.layout(format).nbytes // tiles.ROWS
+
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        """Consecutive matrices of the same format become one."""
+        together: list[list[StoredMatrix]] = []
+        for matrix in matrices:
+            last = together[-1][-1] if together else None
+            if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:
+                together.append([])
+            together[-1].append(matrix)
+        return tuple(map(_packed, together))
+
+    def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
+        parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
+        first, out = 0, []
+        start, stop, _ = rows.indices(matrix.shape[0])
+        for part in parts:
+            own = np.arange(max(start, first), min(stop, first + part.shape[0])) - first
+            first += part.shape[0]
+            out.append(self._dequantize(part, own.astype(np.int32), 1.0))
+        return np.concatenate(out)
+
+    def embed(self, table: Matrix, ids: np.ndarray, scale: float = 1.0) -> np.ndarray:
+        return self._dequantize(table, ids, scale)
+
+    def _dequantize(self, matrix: Matrix, ids: np.ndarray, factor: float) -> np.ndarray:
+        columns, memory = matrix.shape[1], matrix.data.memory
+        out = np.empty((len(ids), columns), np.float32)
+        integers = columns // matrix.format.values, memory.shape[1], columns
+        self._launch(dequantize_rows(matrix.format), len(ids), (memory, ids, out), integers, (factor,))
+        return out
+
+    def rms_norm(self, x: np.ndarray, norm: tuple[np.ndarray, float], residual: np.ndarray | None = None) -> None:
+        self._norm(x, x if residual is None else residual, norm, adds=residual is not None)
+
+    def linear(
+        self,
+        x: np.ndarray,
+        w: Linear,
+        *,
+        norm: tuple[np.ndarray, float] | None = None,
+        residual: np.ndarray | None = None,
+        activation: str | None = None,
+        recorded: bool = False,
+    ) -> np.ndarray:
+        at_once = rows_at_once(len(x), self._launch.level.lanes)
+        y = np.empty((len(x), w.shape[0]), np.float32) if residual is None else residual
+        inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
+        first = 0
+        for part in w.parts:
+            is_packed = part.format.unpack is not None
+            if is_packed not in inputs:
+                prepare = self._quantized if is_packed else self._floats
+                inputs[is_packed] = prepare(x, norm, -(-len(x) // at_once) * at_once)
+            given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
+            spec = Product(part.format, at_once, residual is not None, w.bias is not None)
+            integers = columns // part.format.values, memory.shape[1], given.strides[0], y.strides[0], len(x)
+            pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:]
+            self._launch(product(spec), len(memory), pointers, (*integers, columns, outputs))
+            first += outputs
+        if activation is None:
+            return y
+        out = np.empty((len(x), y.shape[1] // 2), np.float32)
+        self._launch(gate(activation), len(x), (y, out), (out.shape[1],))
+        return out
+
+    def _quantized(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, rows: int) -> np.ndarray:
+        """x as the bytes of `quantize_rows`, with room for `rows` rows."""
+        out = np.zeros((rows, row_bytes(x.shape[1])), np.uint8)
+        weight, eps = norm or (0, 0.0)
+        integers = x.shape[1], x.strides[0], out.strides[0]
+        self._launch(quantize_rows(norm is not None), len(x), (x, weight, out), integers, (eps,))
+        return out
+
+    def _floats(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, rows: int) -> np.ndarray:
+        """x, normed, with room for `rows` rows."""
+        if norm is None and rows == len(x):
+            return x
+        out = np.zeros((rows, x.shape[1]), np.float32)
+        self._norm(x, out, norm)
+        return out
+
+    def _norm(
+        self, x: np.ndarray, target: np.ndarray, norm: tuple[np.ndarray, float] | None, *, adds: bool = False
+    ) -> None:
+        weight, eps = norm or (0, 0.0)
+        kernel = norm_rows(normed=norm is not None, adds=adds)
+        self._launch(kernel, len(x), (x, weight, target), (x.shape[1], x.strides[0], target.strides[0]), (eps,))
+
+
+def _packed(matrices: Sequence[StoredMatrix]) -> Matrix:
+    """Matrices of one format as one; all but the last have whole tiles."""
+    format, columns = matrices[0].format, matrices[0].shape[1]
+    rows, row_size = sum(matrix.shape[0] for matrix in matrices), format.size(columns)
+    memory = aligned(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
+    step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
+    first = 0
+    for matrix in matrices:
+        for slab, raw in matrix.slabs(step * row_size):
+            packed = tiles.pack(raw, format)
+            start = (first + slab.start) // tiles.ROWS
+            memory[start : start + len(packed)] = packed
+        first += matrix.shape[0]
+    return Matrix(format, _Tiles(memory), (rows, columns))

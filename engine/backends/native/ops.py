@@ -1,0 +1,75 @@
+"""Every op with compiled kernels where there is one, and in NumPy elsewhere; see `engine.backends.ops.Ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from engine.backends.native.launch import Launcher
+from engine.backends.native.linear import LinearOps
+from engine.backends.numpy.cores import cores
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import Result
+
+
+class NativeOps:
+    """The ops on a CPU, composed of the classes of this folder."""
+
+    name = NumpyOps.name
+    forkable = NumpyOps.forkable
+    stored_as = NumpyOps.stored_as
+    prefill_rows = NumpyOps.prefill_rows
+
+    def __init__(self, threads: int = 0) -> None:
+        plain = NumpyOps(threads)
+        launch = Launcher(threads or cores().number)
+
+        matrices = LinearOps(launch)
+        self.matrix_bytes = matrices.matrix_bytes
+        self.load = matrices.load
+        self.rows = matrices.rows
+        self.embed = matrices.embed
+        self.rms_norm = matrices.rms_norm
+        self.linear = matrices.linear
+
+        self.prepare = plain.prepare
+        self.transform_heads = plain.transform_heads
+
+        self.cache_bytes = plain.cache_bytes
+        self.cache = plain.cache
+        self.buffer = plain.buffer
+        self.spans = plain.spans
+        self.append_kv = plain.append_kv
+        self.place_kv = plain.place_kv
+        self.attention = plain.attention
+        self.copy_full = plain.copy_full
+        self.round_trip = plain.round_trip
+        self.encode_blocks = plain.encode_blocks
+        self.read_blocks = plain.read_blocks
+        self.write_blocks = plain.write_blocks
+        self.read_full = plain.read_full
+        self.write_full = plain.write_full
+
+        self.pack_draws = plain.pack_draws
+        self.sample = plain.sample
+        self.fetch_tokens = plain.fetch_tokens
+
+        self.to_device = plain.to_device
+        self.to_host = plain.to_host
+        self.threads = plain.threads
+        self.wait = plain.wait
+        self.room_beside = plain.room_beside
+        self.work_bytes = plain.work_bytes
+        self.set_aside = plain.set_aside
+
+    def split_rows(self, rows: slice) -> list[slice]:
+        return [rows]  # kernels use all threads by themselves
+
+    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
+        return [work(i) for i in range(count)]
+
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+        return work(*inputs)
+
+    def weight_type(self, stored: str) -> str:
+        return stored

@@ -1,0 +1,76 @@
+"""Levels of CPU features that kernels are compiled for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+VARIABLE = "POLARLM_CPU_LEVEL"  # restricts the level, for measurements and tests
+
+_AVX2 = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+@dataclass(frozen=True)
+class Level:
+    """What kernels may use. cpu, features: of LLVM's target; needs: the features that the host must have.
+
+    lanes: 32-bit numbers in a register. registers: of vectors.
+    """
+
+    name: str
+    cpu: str
+    needs: tuple[str, ...] = ()
+    lanes: int = 4
+    registers: int = 16
+
+    @property
+    def features(self) -> str:
+        return ",".join([*(f"+{name}" for name in self.needs), *(["-prefer-256-bit"] if self.lanes == 16 else [])])
+
+    def has(self, feature: str) -> bool:
+        return feature in self.needs
+
+    @property
+    def has_wide_products(self) -> bool:
+        """Whether `Emitter.dot4` takes unsigned bytes above 128."""
+        return self.has("avxvnni") or self.has("avx512vnni") or not self.has("avx2")
+
+
+# In ascending order. A level is a subset of every later one, except for avx2-vnni.
+LEVELS = (
+    Level("generic", ""),
+    Level("avx2", "x86-64-v3", _AVX2, 8),
+    Level("avx2-vnni", "x86-64-v3", (*_AVX2, "avxvnni"), 8),
+    Level("avx512", "x86-64-v4", _AVX512, 16, 32),
+    Level("avx512-vnni", "x86-64-v4", (*_AVX512, "avx512vnni"), 16, 32),
+    Level("avx512-vbmi", "x86-64-v4", (*_AVX512, "avx512vnni", "avx512vbmi"), 16, 32),
+)
+
+
+@cache
+def host_features() -> frozenset[str]:
+    """LLVM's names of the features that both the CPU and the operating system support."""
+    import llvmlite.binding as llvm
+
+    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+
+
+def levels() -> list[Level]:
+    """The levels that this machine can run, in ascending order."""
+    return [level for level in LEVELS if host_features().issuperset(level.needs)]
+
+
+def best() -> Level:
+    """The highest level that this machine can run; the environment variable POLARLM_CPU_LEVEL may name a lower one.
+
+    Raises ValueError for a name that is no level, or one that this machine cannot run.
+    """
+    here = levels()
+    if not (name := os.environ.get(VARIABLE)):
+        return here[-1]
+    for level in here:
+        if level.name == name:
+            return level
+    raise ValueError(f"{VARIABLE}={name}: this CPU has the levels {', '.join(level.name for level in here)}")

@@ -1,0 +1,108 @@
+"""Weight matrices in tiles of 16 rows, so that the lanes of a vector are rows and no sum runs across lanes.
+
+A tile is a run of blocks of `values` inputs. In a block all codes come first, then the scales. A vector of codes has
+64 bytes: 4 consecutive inputs, a quad, of each of the 16 rows. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32
+inputs, eight quads, a plane of b bits has b vectors; quad g lies in vector g % b, shifted by b · (g // b) bits.
+
+    codes        values / 32 times: the vectors of each plane, low bits first
+    sub_scale    (values / group, 16) int8      where the format has them
+    sub_offset   (values / group, 16) uint8
+    scale        (16,) float16, or bfloat16 for scales that are powers of two
+    offset       (16,) float16
+
+Formats without codes are tiles of their own numbers: (inputs, 16). Rows are filled up with zeros to a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from engine.weight_formats import WeightFormat
+
+ROWS = 16
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+_FLOATS = {"f32": "<u4", "f16": "<u2", "bf16": "<u2"}
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """Where the parts of a block lie, in bytes from its start; None for what the format does not have."""
+
+    format: WeightFormat
+    planes: tuple[int, ...]
+    sub_scale: int | None
+    sub_offset: int | None
+    scale: int
+    offset: int | None
+    nbytes: int  # of a block of 16 rows
+    is_power: bool  # scales are bfloat16
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the codes of 32 inputs of 16 rows."""
+        return 64 * sum(self.planes)
+
+
+@cache
+def layout(format: WeightFormat) -> TileLayout:
+    """The layout of a format of codes and scales."""
+    assert format.unpack is not None
+    one = format.unpack(np.zeros((1, format.nbytes), np.uint8))
+    planes, groups = _PLANES[format.bits], format.values // format.group
+    end = format.values // 32 * 64 * sum(planes)
+    places: list[int | None] = []
+    sizes = (one.sub_scale, groups), (one.sub_offset, groups), (one.scale, 2), (one.offset, 2)
+    for field, size in sizes:
+        places.append(None if field is None else end)
+        end += 0 if field is None else ROWS * size
+    sub_scale, sub_offset, scale, offset = places
+    assert scale is not None
+    return TileLayout(format, planes, sub_scale, sub_offset, scale, offset, end, one.scale.dtype == np.float32)
+
+
+def tile_bytes(format: WeightFormat, rows: int, columns: int) -> int:
+    """Bytes of a matrix in tiles."""
+    tiles = -(-rows // ROWS)
+    if format.unpack is None:
+        return tiles * ROWS * columns * format.nbytes
+    return tiles * (columns // format.values) * layout(format).nbytes
+
+
+def pack(raw: np.ndarray, format: WeightFormat) -> np.ndarray:
+    """raw (rows, bytes of a row) uint8, from the file → uint8 (tiles, bytes of a tile)."""
+    rows = len(raw)
+    if missing := -rows % ROWS:
+        raw = np.concatenate([raw, np.zeros((missing, raw.shape[1]), np.uint8)])
+    if format.unpack is None:
+        numbers = raw.view(_FLOATS[format.name]).reshape(len(raw) // ROWS, ROWS, -1)
+        return np.ascontiguousarray(numbers.swapaxes(1, 2)).view(np.uint8).reshape(len(numbers), -1)
+    place, grouped = layout(format), format.unpack(raw)
+    tiles, blocks = len(raw) // ROWS, grouped.codes.shape[1] // format.values
+    out = np.empty((tiles, blocks, place.nbytes), np.uint8)
+    out[:, :, : place.part_bytes * (format.values // 32)] = _pack_codes(grouped.codes, place.planes, blocks)
+    scale = (grouped.scale.view(np.uint32) >> 16).astype(np.uint16) if place.is_power else grouped.scale
+    fields = (grouped.sub_scale, place.sub_scale), (grouped.sub_offset, place.sub_offset)
+    for field, start in (*fields, (scale, place.scale), (grouped.offset, place.offset)):
+        if field is not None and start is not None:
+            by_block = field.reshape(tiles, ROWS, blocks, -1).transpose(0, 2, 3, 1)
+            by_block = np.ascontiguousarray(by_block).view(np.uint8).reshape(tiles, blocks, -1)
+            out[:, :, start : start + by_block.shape[2]] = by_block
+    return out.reshape(tiles, -1)
+
+
+def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.ndarray:
+    """codes (rows, inputs) uint8 → the planes of each tile and block, uint8 (tiles, blocks, bytes)."""
+    tiles = len(codes) // ROWS
+    # (tiles, 32s of inputs, quads, rows, inputs of a quad)
+    quads = codes.reshape(tiles, ROWS, -1, 8, 4).transpose(0, 2, 3, 1, 4)
+    parts, low = [], 0
+    for bits in planes:
+        plane = quads >> np.uint8(low) & np.uint8((1 << bits) - 1)
+        by_vector = plane.reshape(*quads.shape[:2], 8 // bits, bits, ROWS, 4)
+        shifts = (bits * np.arange(8 // bits)).astype(np.uint8).reshape(-1, 1, 1, 1)
+        parts.append(np.bitwise_or.reduce(by_vector << shifts, axis=2).reshape(*quads.shape[:2], -1))
+        low += bits
+    return np.concatenate(parts, axis=-1).reshape(tiles, blocks, -1)

@@ -1,0 +1,38 @@
+"""Kernels at every level of CPU features that this machine can run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from engine.backends.native.compiler import Kernel, LoadedObject, compile_object
+from engine.backends.native.target import Level, levels
+
+every_level = pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
+
+_Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+_scratch = np.zeros(1 << 20, np.uint8)
+
+
+@cache
+def _loaded(kernel: Kernel, level: Level) -> LoadedObject:
+    return LoadedObject(compile_object(kernel, level), level)
+
+
+def run(
+    kernel: Kernel,
+    level: Level,
+    units: int,
+    pointers: Sequence[np.ndarray],
+    integers: Sequence[int] = (),
+    floats: Sequence[float] = (),
+) -> None:
+    """Run the kernel on all of its units, on the calling thread."""
+    arguments = kernel.pack([array.ctypes.data for array in pointers], integers, floats)
+    _Function(_loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)

@@ -1,0 +1,96 @@
+"""Products with weights in tiles, at every level of CPU features, against the dequantized weights in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.weight_formats import WeightFormat, available, get
+from tests import weights
+from tests.backends.native.levels import every_level, run
+
+from engine.backends.native import tiles  # isort: skip
+from engine.backends.native.kernels.activations import quantize_rows, row_bytes
+from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
+from engine.backends.native.target import Level
+
+every_format = pytest.mark.parametrize("name", available())
+
+
+def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tuple[WeightFormat, np.ndarray, np.ndarray]:
+    """A random matrix: its format, its tiles, and its values, float32."""
+    format = get(name)
+    if format.unpack is None:
+        raw = weights.pack(rng.standard_normal((rows, columns)), name)
+    else:
+        raw = weights.random_blocks(rng, name, rows, columns)
+    values = np.empty((rows, columns), np.float32)
+    format.dequantize(raw, values)
+    return format, tiles.pack(raw, format), values
+
+
+def quantized(x: np.ndarray, rows: int, level: Level) -> tuple[np.ndarray, np.ndarray]:
+    """x as `quantize_rows` writes it, filled up to `rows` rows, and the values of its bytes, float64."""
+    count, columns = x.shape
+    out = np.zeros((rows, row_bytes(columns)), np.uint8)
+    run(quantize_rows(False), level, count, (x, x, out), (columns, x.strides[0], out.strides[0]), (0.0,))
+    scales = np.ascontiguousarray(out[:count, columns : columns + columns // 8]).view(np.float32)
+    groups = out[:count, :columns].view(np.int8).reshape(count, -1, 32)
+    return out, (groups * scales.astype(np.float64)[..., None]).reshape(x.shape)
+
+
+@every_level
+def test_rows_are_quantized_to_the_nearest_byte(level: Level) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 128)).astype(np.float32)
+    x[1, :32] = 0
+    out, values = quantized(x, 3, level)
+    step = np.abs(x.reshape(3, -1, 32)).max(-1) / 127
+    assert (np.abs(values - x).reshape(3, -1, 32) <= 0.5001 * step[..., None]).all()
+    bytes_, floats = out[:, :128].view(np.int8).astype(int), np.ascontiguousarray(out[:, 128:]).view(np.float32)
+    np.testing.assert_array_equal(floats[:, 4:8], bytes_.reshape(3, -1, 32).sum(-1))
+    np.testing.assert_array_equal(floats[:, 8:], bytes_.reshape(3, -1, 16).sum(-1))
+
+
+@every_level
+@every_format
+@pytest.mark.parametrize("count", [1, 5])
+def test_product(name: str, level: Level, count: int) -> None:
+    """36 outputs: the last tile has rows that do not exist."""
+    rng = np.random.default_rng(1)
+    format, packed, values = stored(rng, name, 36, 512)
+    x = rng.standard_normal((count, 512)).astype(np.float32)
+    at_once = rows_at_once(count, level.lanes)
+    if format.unpack is None:
+        given = np.zeros((-(-count // at_once) * at_once, 512), np.float32)
+        given[:count] = exact = x
+    else:
+        given, exact = quantized(x, -(-count // at_once) * at_once, level)
+    bias = rng.standard_normal(36).astype(np.float32)
+    y = np.full((count + 1, 36), 7, np.float32)
+    kernel = product(Product(format, at_once, adds=True, has_bias=True))
+    integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 512, 36
+    run(kernel, level, len(packed), (packed, given, y, bias), integers)
+    want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
+    scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
+    assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
+    assert (y[count] == 7).all()
+
+
+@every_level
+@every_format
+def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None:
+    rng = np.random.default_rng(2)
+    format, packed, values = stored(rng, name, 36, 256)
+    ids = np.array([35, 0, 17, 17], np.int32)
+    out = np.empty((4, 256), np.float32)
+    integers = 256 // format.values, packed.shape[1], 256
+    run(dequantize_rows(format), level, 4, (packed, ids, out), integers, (1.0,))
+    np.testing.assert_array_equal(out, values[ids])
+
+
+@every_format
+def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
+    rng = np.random.default_rng(3)
+    format, packed, _ = stored(rng, name, 36, 256)
+    assert packed.nbytes == tiles.tile_bytes(format, 36, 256)
