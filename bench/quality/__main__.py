@@ -20,6 +20,13 @@ from bench.quality import angles, needle, plots
 from bench.quality.reference import Reference
 from bench.quality.scores import SCORINGS, Quality, format_table, measure, one_line, passes, windows
 from bench.quality.types import FULL_PRECISION, all_types, chosen_types
+from bench.quality.weight_types import (
+    WeightQuality,
+    chosen_weight_types,
+    format_weight_table,
+    measure_weights,
+    one_weight_line,
+)
 from bench.report import Output
 from engine.config import setting
 from engine.flags import FlagError, parse
@@ -42,6 +49,12 @@ class Options:
     )
     key_bias: float = setting(
         0.0, "--key-bias", metavar="X", help="measure the model with X times the keys' RMS added to its keys"
+    )
+    weight_types: str | None = setting(
+        None,
+        "--weight-types",
+        metavar="TYPES",
+        help="measure weight types, such as q8_0,q4_0, in the place of cache types: what converting the weights costs",
     )
     needle: bool = setting(False, "--needle", help="also hide a sentence in the text and ask for it; takes minutes")
     needle_lengths: str = setting(
@@ -66,19 +79,18 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         checks={"windows": at_least(1), "window": at_least(2), "key_bias": _times},
     )
     types = chosen_types(options.types, options.ablate, key_conditioning=options.key_conditioning)
+    of_weights = [] if options.weight_types is None else chosen_weight_types(options.weight_types)
+    if of_weights and (types or options.needle or options.key_bias):
+        raise FlagError("--weight-types measures weights alone; leave --types, --ablate, --needle and --key-bias out")
     text = _read(options.text)
     with Reference(options.weights, options.window) as reference:
         name = reference.model.name + (f" with key bias {options.key_bias:g}" if options.key_bias else "")
-        output = destination.path("quality", name)
+        output = destination.path("weights" if of_weights else "quality", name)
         _check_context("--window", options.window, reference)
         ids = reference.tokenize(text)
         cut = windows(ids, options.window, reference.model.tokenizer.bos_id)[: options.windows]
         if not cut:
             raise FlagError(f"--text {options.text} is too short: there is no token to predict")
-        types = types or all_types(reference.model.config.head_dim, key_conditioning=options.key_conditioning)
-        prompts = _prompts(options, reference, ids)
-        if options.key_bias:
-            reference.bias_keys(options.key_bias, cut[0])
         about = {
             "model": name,
             "weights": reference.model.dtype,
@@ -87,6 +99,13 @@ def _measure_and_report(argv: Sequence[str]) -> None:
             "window": options.window,
             "windows": len(cut),
         }
+        if of_weights:
+            _measure_weights(reference, of_weights, cut, output, argv, about)
+            return
+        types = types or all_types(reference.model.config.head_dim, key_conditioning=options.key_conditioning)
+        prompts = _prompts(options, reference, ids)
+        if options.key_bias:
+            reference.bias_keys(options.key_bias, cut[0])
         started = time.perf_counter()
         recording = reference.record(cut[0])
         seconds = time.perf_counter() - started
@@ -111,6 +130,33 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     note(f"Written to {output}")
     note(plots.draw_all(result, name, output))
     _print(quality, cells, about)
+
+
+def _measure_weights(
+    reference: Reference,
+    types: Sequence[str],
+    cut: Sequence[Sequence[int]],
+    output: Path,
+    argv: Sequence[str],
+    about: dict[str, Any],
+) -> None:
+    """Measures weight types, writes JSON and prints the table."""
+    note(f"{len(types)} weight types on {len(cut)} windows of {len(cut[0]):,} tokens. Figures are kept in {output}")
+
+    def keep(quality: WeightQuality) -> None:
+        report.write(output, "quality", argv, {**about, **asdict(quality)}, complete=False)
+        note(one_weight_line(quality.weight_rows[-1], quality.exact_perplexity))
+
+    quality = measure_weights(reference, types, cut, keep)
+    report.write(output, "quality", argv, {**about, **asdict(quality)})
+    note(f"Written to {output}")
+    print(
+        f"{about['model']} on {about['text']}: {about['windows']} windows of up to {about['window']} tokens, "
+        f"{quality.scored_tokens} tokens scored in full precision.\n"
+        "KL: of the distributions with the weights as stored against those with the weight type, nats. Bits/weight: of "
+        "all matrices.\n"
+    )
+    print(format_weight_table(quality, about["weights"]))
 
 
 def _prompts(options: Options, reference: Reference, ids: Sequence[int]) -> list[needle.Prompt]:

@@ -45,16 +45,14 @@ class Reference:
         """Raises LoadError or EngineError."""
         self._recorder = Recorder()
         self._bias: Change | None = None
-        self._engine = open_engine(
-            weights,
-            self._recorder.install,
-            verbose=note,
-            cache_type_k="f16",
-            cache_type_v="f16",
-            ctx_size=window,
-            block_size=-(-window // 4) * 4,
-            kept_sequences=0,
-        )
+        self._exact: dict[str, Any] = {
+            "cache_type_k": "f16",
+            "cache_type_v": "f16",
+            "ctx_size": window,
+            "block_size": -(-window // 4) * 4,
+            "kept_sequences": 0,
+        }
+        self._engine = open_engine(weights, self._recorder.install, verbose=note, **self._exact)
 
     @property
     def model(self) -> model_loaders.Model:
@@ -97,6 +95,10 @@ class Reference:
         """An engine of the same model with a cache of its own."""
         changes = (*([self._bias] if self._bias else []), *changes)
         return open_engine(str(self.model.path), *changes, encoding=encoding, **settings)
+
+    def open_exact(self, **settings: Any) -> Engine:
+        """An engine of the same model that scores in full precision, as this reference does, with other settings."""
+        return open_engine(str(self.model.path), verbose=note, **self._exact, **settings)
 
     def __enter__(self) -> Reference:
         return self

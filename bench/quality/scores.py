@@ -79,12 +79,7 @@ def measure(
     recording = recording or reference.record(cut[0])
     rows: list[Row] = []
 
-    def reference_score(window: int) -> Score:
-        return reference.score(cut[window])
-
-    if 4 * reference.model.config.vocab_size * sum(map(len, cut)) <= _KEPT_LOGITS:
-        reference_score = functools.cache(reference_score)
-
+    reference_score = kept_scores(reference, cut)
     with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window") as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
@@ -97,6 +92,16 @@ def measure(
     return quality
 
 
+def kept_scores(reference: Reference, cut: Sequence[Sequence[int]]) -> Callable[[int], Score]:
+    """The reference's score of window i of `cut`: kept for the next time if the logits of all take at most 2 GiB."""
+
+    def score(window: int) -> Score:
+        return reference.score(cut[window])
+
+    fits = 4 * reference.model.config.vocab_size * sum(map(len, cut)) <= _KEPT_LOGITS
+    return functools.cache(score) if fits else score
+
+
 def passes(windows: int) -> int:
     """Passes over windows for each type: the reference and each scoring, and attention errors over the first window."""
     return windows * (1 + len(SCORINGS)) + len(SCORINGS)
@@ -105,7 +110,7 @@ def passes(windows: int) -> int:
 def one_line(row: Row, exact_perplexity: float) -> str:
     """A row as a line of text."""
     change = 100 * (row.perplexity / exact_perplexity - 1)
-    return f"{row.type}, {row.scored_as}: perplexity {change:+.2f} %, KL {_small(row.kl_mean)}"
+    return f"{row.type}, {row.scored_as}: perplexity {change:+.2f} %, KL {small(row.kl_mean)}"
 
 
 @dataclass(frozen=True)
@@ -184,16 +189,17 @@ def format_table(quality: Quality) -> str:
             f"{row.bits_per_value:.3f}",
             f"{row.perplexity:.3f}",
             f"{100 * (row.perplexity / quality.exact_perplexity - 1):+.2f} %",
-            _small(row.kl_mean),
-            _small(row.kl_99th_percentile),
+            small(row.kl_mean),
+            small(row.kl_99th_percentile),
             f"{100 * row.same_top1:.1f} %",
-            _small(float(np.mean(row.attention_error))),
-            _small(max(row.attention_error)),
+            small(float(np.mean(row.attention_error))),
+            small(max(row.attention_error)),
         )
         for row in quality.rows
     ]
     return report.table(header, [first, *rows])
 
 
-def _small(figure: float) -> str:
+def small(figure: float) -> str:
+    """A figure of divergence for a table."""
     return f"{figure:.1e}" if figure < 1e-3 else f"{figure:.4f}"

@@ -65,15 +65,19 @@ def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None)
     """The format in which a matrix with rows of `columns` values, which the file stores as `stored`, goes to `ops`.
 
     wanted: the format to convert it to, or None for the file's own. Types without a weight format go as `stored_as`
-    says to a backend that keeps that format, and as float32 to others. Rows that are not whole blocks of `wanted` keep
-    a type of 16 bits, or become half precision.
+    says to a backend that keeps that format, and as float32 to others.
     """
-    own = find(stored)
-    if wanted is None:
-        kept = own or stored_as(stored)
-        return kept if own or ops.matrix_bytes(kept, kept.values) == kept.nbytes else get("f32")
+    if wanted is not None:
+        return nearest(wanted, stored, columns)
+    kept = stored_as(stored)
+    return kept if find(stored) or ops.matrix_bytes(kept, kept.values) == kept.nbytes else get("f32")
+
+
+def nearest(wanted: WeightFormat, stored: str, columns: int) -> WeightFormat:
+    """`wanted`; but rows that are not whole blocks of it keep a type of 16 bits, or become half precision."""
     if fits(columns, wanted):
         return wanted
+    own = find(stored)
     return get("f16") if own is None or own.name == "f32" else own
 
 

@@ -1,0 +1,142 @@
+"""What a weight type costs: matrices converted while they are loaded, against those that the file stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from tqdm import tqdm
+
+from bench import report
+from bench.quality.divergence import Divergence, compare, perplexity
+from bench.quality.reference import Reference
+from bench.quality.scores import kept_scores, small
+from engine import EngineError
+from engine.assembly import settle
+from engine.config import AS_STORED
+from engine.flags import FlagError
+from engine.model.file_matrix import nearest
+from engine.weight_formats import get
+from model_loaders.weights import WeightSource
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """Figures of one weight type over all windows."""
+
+    type: str
+    bits_per_weight: float  # of all matrices, the embedding included, in the formats that `type` gives them
+    perplexity: float
+    kl_mean: float  # nats, from the weights as stored
+    kl_99th_percentile: float
+    same_top1: float  # share of positions
+
+
+@dataclass(frozen=True)
+class WeightQuality:
+    """A whole measurement. stored_bits, exact_perplexity: of the weights as stored."""
+
+    scored_tokens: int
+    stored_bits: float
+    exact_perplexity: float
+    weight_rows: list[WeightRow]
+
+
+def chosen_weight_types(text: str) -> list[str]:
+    """Weight types separated by commas, each once. Raises FlagError for one that does not exist."""
+    names = list(dict.fromkeys(name.strip().lower() for name in text.split(",")))
+    for name in names:
+        try:
+            settle(None, None, {"weight_type": name})
+        except EngineError as error:
+            raise FlagError(str(error).replace("weight_type=", "--weight-types ", 1)) from None
+    return names
+
+
+def measure_weights(
+    reference: Reference,
+    names: Sequence[str],
+    cut: Sequence[Sequence[int]],
+    on_progress: Callable[[WeightQuality], None] = lambda quality: None,
+) -> WeightQuality:
+    """Score the windows `cut` (ids, BOS included) with each weight type, in full precision otherwise.
+
+    on_progress: called after each type with all results so far. Raises EngineError.
+    """
+    source, rows = reference.model.weights, []
+    stored_bits = bits_per_weight(source, AS_STORED)
+    expected = kept_scores(reference, cut)
+    with tqdm(total=len(names) * len(cut), desc="Scoring", unit="window") as bar:
+        for name in names:
+            bar.set_postfix_str(name)
+            exact, given, divergences = [], [], []
+            with reference.open_exact(weight_type=name) as engine:
+                for window, ids in enumerate(cut):
+                    wanted, score = expected(window), engine.score(ids, logits=True)
+                    exact.append(wanted.logprobs)
+                    given.append(score.logprobs)
+                    # Logits after the last id predict nothing of the text and are left out.
+                    divergences.append(compare(wanted.logits[:-1], score.logits[:-1]))
+                    bar.update()
+            exact_perplexity = perplexity(np.concatenate(exact))
+            rows.append(_row(name, bits_per_weight(source, name), np.concatenate(given), divergences))
+            quality = WeightQuality(sum(map(len, exact)), stored_bits, exact_perplexity, list(rows))
+            on_progress(quality)
+    return quality
+
+
+def bits_per_weight(source: WeightSource, name: str) -> float:
+    """Bits of all matrices that are loaded with the weight type `name`, over their values."""
+    bits = values = 0
+    for tensor in source.names():
+        if len(shape := source.shape(tensor)) > 1:
+            stored = source.stored_dtype(tensor)
+            if name == AS_STORED:
+                block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[stored]]
+            else:
+                format = nearest(get(name), stored, shape[1])
+                block, nbytes = format.values, format.nbytes
+            bits += 8 * prod(shape) // block * nbytes
+            values += prod(shape)
+    return bits / values
+
+
+def _row(name: str, bits: float, logprobs: np.ndarray, divergences: Sequence[Divergence]) -> WeightRow:
+    kl = np.concatenate([window.kl for window in divergences])
+    return WeightRow(
+        type=name,
+        bits_per_weight=bits,
+        perplexity=perplexity(logprobs),
+        kl_mean=float(kl.mean()),
+        kl_99th_percentile=float(np.quantile(kl, 0.99)),
+        same_top1=float(np.mean(np.concatenate([window.same_top1 for window in divergences]))),
+    )
+
+
+def one_weight_line(row: WeightRow, exact_perplexity: float) -> str:
+    """A row as a line of text."""
+    change = 100 * (row.perplexity / exact_perplexity - 1)
+    return f"{row.type}: {row.bits_per_weight:.2f} bits/weight, perplexity {change:+.2f} %, KL {small(row.kl_mean)}"
+
+
+def format_weight_table(quality: WeightQuality, stored: str) -> str:
+    """A table of all figures; the change of perplexity is relative to the weights as stored, in the type `stored`."""
+    header = ["weight type", "bits/weight", "PPL", "change", "KL mean", "KL 99 %", "same top-1"]
+    full = quality.exact_perplexity
+    first = (f"as stored ({stored})", f"{quality.stored_bits:.2f}", f"{full:.3f}", "—", "0", "0", "100.0 %")
+    rows = [
+        (
+            row.type,
+            f"{row.bits_per_weight:.2f}",
+            f"{row.perplexity:.3f}",
+            f"{100 * (row.perplexity / full - 1):+.2f} %",
+            small(row.kl_mean),
+            small(row.kl_99th_percentile),
+            f"{100 * row.same_top1:.1f} %",
+        )
+        for row in quality.weight_rows
+    ]
+    return report.table(header, [first, *rows])
