@@ -76,6 +76,13 @@ class Emitter:
         constant.initializer = ir.Constant(kind, bytearray(content))
         return Value(self, self.builder.gep(constant, [ir.Constant(I64, 0)], source_etype=I8))
 
+    def stack(self, nbytes: int) -> Value:
+        """Pointer to memory of the running function, aligned to 64: a few KiB at most."""
+        with self.builder.goto_entry_block():
+            memory = self.builder.alloca(ir.ArrayType(I8, nbytes))
+        memory.align = 64
+        return Value(self, self.builder.gep(memory, [ir.Constant(I64, 0)], source_etype=I8))
+
     def load_atomic(self, pointer: Value) -> Value:
         """The int64 at `pointer`, and all that was written before it was (acquire)."""
         return Value(self, self.builder.load_atomic(pointer.ir, "acquire", 8, typ=I64))

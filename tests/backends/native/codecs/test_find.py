@@ -1,0 +1,26 @@
+"""The tiles of a codec are found by the name of its file."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from engine import codecs
+from engine.backends.native import codecs as tiles
+
+
+def test_a_codec_without_a_module_has_no_tiles() -> None:
+    codec = codecs.get("trellis3")
+    assert tiles.keys(codec, 64, 64) is None
+    assert tiles.values(codec, 64, 64) is None
+
+
+def test_the_module_of_the_codec_makes_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("f16")
+    module.keys = lambda codec, block_size, head_dim: (codec.name, block_size, head_dim)  # type: ignore[attr-defined]
+    monkeypatch.setattr(tiles, "_module", {"f16": module}.__getitem__)
+    assert tiles.keys(codecs.get("f16"), 64, 80) == ("f16", 64, 80)
+    assert tiles.values(codecs.get("f16"), 64, 80) is None
