@@ -8,32 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.backends.cuda.device import Array, Device
+from engine.backends.hadamard import hadamard_signs
 from engine.backends.ops import HeadTransform
-
-
-class Signs(NamedTuple):
-    """diag(before) · H/√order · diag(after), with D/order Hadamard matrices H on the diagonal; signs (D,) float32."""
-
-    order: int
-    before: np.ndarray
-    after: np.ndarray
-
-
-def hadamard_signs(rotation: np.ndarray) -> Signs | None:
-    """The signs of `rotation` (D, D) if it is a signed Hadamard matrix, else None."""
-    dim = len(rotation)
-    order = dim & -dim
-    firsts = np.arange(dim) // order * order
-    # The first row and the first column of a Hadamard matrix are 1.
-    before = np.sign(rotation[np.arange(dim), firsts])
-    after = np.sign(rotation[firsts, np.arange(dim)]) * before[firsts]
-    plain = before[:, None] * rotation * after * np.sqrt(order)
-    hadamard: np.ndarray = np.ones((1, 1))
-    while len(hadamard) < order:
-        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-    if not np.allclose(plain, np.kron(np.eye(dim // order), hadamard), atol=1e-4):
-        return None
-    return Signs(order, before.astype(np.float32), after.astype(np.float32))
 
 
 class DeviceRotation(NamedTuple):

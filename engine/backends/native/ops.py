@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from engine.backends.native.heads import HeadOps
 from engine.backends.native.launch import Launcher
 from engine.backends.native.linear import LinearOps
 from engine.backends.numpy.cores import cores
@@ -32,15 +33,16 @@ class NativeOps:
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
 
-        self.prepare = plain.prepare
-        self.transform_heads = plain.transform_heads
+        heads = HeadOps(launch)
+        self.prepare = heads.prepare
+        self.transform_heads = heads.transform_heads
+        self.place_kv = heads.place_kv
 
         self.cache_bytes = plain.cache_bytes
         self.cache = plain.cache
         self.buffer = plain.buffer
         self.spans = plain.spans
         self.append_kv = plain.append_kv
-        self.place_kv = plain.place_kv
         self.attention = plain.attention
         self.copy_full = plain.copy_full
         self.round_trip = plain.round_trip

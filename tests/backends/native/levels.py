@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from engine.backends.native.compiler import Kernel, LoadedObject, compile_object
+from engine.backends.native.launch import Launcher
+from engine.backends.native.library import library
 from engine.backends.native.target import Level, levels
 
 every_level = pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
@@ -36,3 +38,10 @@ def run(
     """Run the kernel on all of its units, on the calling thread."""
     arguments = kernel.pack([array.ctypes.data for array in pointers], integers, floats)
     _Function(_loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)
+
+
+def launcher(level: Level, threads: int = 1) -> Launcher:
+    """A launcher of kernels that are compiled for this level."""
+    launch = Launcher(threads)
+    launch.level, launch.library = level, library(level)
+    return launch

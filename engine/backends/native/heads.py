@@ -1,0 +1,183 @@
+"""QK-norm, RoPE, scale and rotation of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backends.hadamard import hadamard_signs
+from engine.backends.native.kernels.heads import Heads, transform
+from engine.backends.native.launch import Launcher
+from engine.backends.numpy.attention import LayerCache
+from engine.backends.ops import HeadTransform, SpanView
+
+Rope = tuple[np.ndarray, np.ndarray]  # cos and sin
+Norms = tuple[np.ndarray, np.ndarray, float] | None  # weights for queries and for keys, eps
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """A rotation as kernels apply it.
+
+    order 0: a product with memory (D, D). order 1: none. From 2 on: x · before, then D/order Hadamard matrices, then
+    · memory (D,), the signs after them over √order.
+    """
+
+    order: int
+    memory: np.ndarray
+    before: np.ndarray | None = None
+
+
+NO_ROTATION = Rotation(1, np.zeros(1, np.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedTransform(HeadTransform):
+    """A `HeadTransform`, and what its kernels read. back: the inverse of `values`.
+
+    key_factor (H + K, D), value_factor (K, D): scale, times the signs before a Hadamard matrix; of one row if they are
+    the same for all heads; None if there are neither.
+    """
+
+    keys: Rotation = NO_ROTATION
+    values: Rotation = NO_ROTATION
+    back: Rotation = NO_ROTATION
+    key_factor: np.ndarray | None = None
+    value_factor: np.ndarray | None = None
+
+
+class HeadOps:
+    """The ops `prepare`, `transform_heads` and `place_kv`."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+
+    def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
+        made: dict[tuple[int, bool], Rotation] = {}
+
+        def rotation(matrix: np.ndarray | None, inverse: bool = False) -> Rotation:
+            if matrix is None:
+                return NO_ROTATION
+            key = id(matrix), inverse
+            if key not in made:
+                made[key] = _rotation(matrix.T if inverse else matrix)
+            return made[key]
+
+        return [
+            _prepared(
+                given,
+                rotation(given.key_rotation),
+                rotation(given.value_rotation),
+                rotation(given.value_rotation, inverse=True),
+            )
+            for given in transforms
+        ]
+
+    def transform_heads(
+        self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rows, _, dim = qkv.shape
+        k, v = (np.empty((rows, transform.kv_heads, dim), np.float32) for _ in range(2))
+        strides = k.strides[0], k.strides[1]
+        return self._transform(qkv, rope, transform, norms, (k, v), strides), k, v
+
+    def place_kv(
+        self,
+        qkv: np.ndarray,
+        rope: Rope,
+        transform: PreparedTransform,
+        cache: LayerCache,
+        spans: Sequence[SpanView],
+        norms: Norms = None,
+    ) -> np.ndarray:
+        if spans[0].current.buffer is None:
+            full = cache.full_k, cache.full_v
+            places = _places(spans, cache.format.block_size)
+            return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], places)
+        (span,) = spans
+        first = span.position - span.current_start
+        k, v = (side[:, first:] for side in cache.full(span.current))
+        return self._transform(qkv, rope, transform, norms, (k, v), (4 * qkv.shape[2], k.strides[0]))
+
+    def _transform(
+        self,
+        qkv: np.ndarray,
+        rope: Rope,
+        prepared: PreparedTransform,
+        norms: Norms,
+        targets: tuple[np.ndarray, np.ndarray],
+        strides: tuple[int, ...],
+        places: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """The queries (T, H, D); keys and values go to `targets`. strides: row_stride and head_stride of the kernel."""
+        rows, heads, dim = qkv.shape
+        kv_heads = prepared.kv_heads
+        queries = heads - 2 * kv_heads
+        q = np.empty((rows, queries, dim), np.float32)
+        factors = prepared.key_factor, prepared.value_factor
+        spec = Heads(
+            dim,
+            norms is not None,
+            (factors[0] is not None, prepared.keys.order),
+            (factors[1] is not None, prepared.values.order),
+            places is not None,
+        )
+        q_norm, k_norm, eps = norms or (0, 0, 0.0)
+        memories = prepared.keys.memory, prepared.values.memory
+        pointers = qkv, *rope, q_norm, k_norm, *(_or_none(factor) for factor in factors), *memories, q, *targets
+        steps = [0 if factor is None or len(factor) == 1 else factor.strides[0] for factor in factors]
+        integers = queries // kv_heads, kv_heads, *strides, *steps
+        self._launch(transform(spec), rows * kv_heads, (*pointers, _or_none(places)), integers, (eps,))
+        return q
+
+
+def _or_none(array: np.ndarray | None) -> np.ndarray | int:
+    return 0 if array is None else array
+
+
+def _places(spans: Sequence[SpanView], block_size: int) -> np.ndarray:
+    """Slot and offset in it of each row of a step: (T, 2) int64."""
+    places = []
+    for span in spans:
+        first = span.position - span.current_start
+        numbers, offsets = np.divmod(np.arange(first, first + span.rows.stop - span.rows.start), block_size)
+        slots = np.array([span.current.block, *span.following])[numbers]
+        places.append(np.stack([slots, offsets], axis=1))
+    return np.concatenate(places, dtype=np.int64)
+
+
+def _rotation(matrix: np.ndarray) -> Rotation:
+    """matrix (D, D) float32, as signs where it is a signed Hadamard matrix."""
+    signs = hadamard_signs(matrix)
+    if signs is None:
+        return Rotation(0, np.ascontiguousarray(matrix, np.float32))
+    return Rotation(signs.order, signs.after / np.sqrt(np.float32(signs.order)), signs.before)
+
+
+def _prepared(given: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
+    split = None if given.scale is None else len(given.scale) - given.kv_heads
+    scales = (None, None) if given.scale is None else (given.scale[:split], given.scale[split:])
+    key_factor, value_factor = (
+        _factor(scale, rotation.before) for scale, rotation in zip(scales, (keys, values), strict=True)
+    )
+    return PreparedTransform(
+        given.kv_heads,
+        given.scale,
+        given.key_rotation,
+        given.value_rotation,
+        given.scale_back,
+        keys,
+        values,
+        back,
+        key_factor,
+        value_factor,
+    )
+
+
+def _factor(scale: np.ndarray | None, signs: np.ndarray | None) -> np.ndarray | None:
+    """scale (heads, D) times signs (D,), either of which may be None."""
+    if scale is None:
+        return None if signs is None else signs[None]
+    return np.ascontiguousarray(scale if signs is None else scale * signs, np.float32)

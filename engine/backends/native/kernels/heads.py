@@ -1,0 +1,98 @@
+"""QK-norm, RoPE, scale and rotation of heads, and where their keys and values go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.rotation import pieces, rotate
+from engine.backends.native.kernels.rows import inverse_rms
+from engine.backends.native.values import F32, I64, Value, vector
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a kernel is specialized for.
+
+    keys, values: whether they are multiplied by a factor, and the order of their rotation (see `Rotation`); those of
+    keys hold for queries too. in_slots: keys and values go to full-precision slots, which `places` names.
+    """
+
+    dim: int
+    has_norms: bool
+    keys: tuple[bool, int]
+    values: tuple[bool, int]
+    in_slots: bool
+
+    @property
+    def name(self) -> str:
+        sides = "_".join(f"{'scaled' * scaled}{order}" for scaled, order in (self.keys, self.values))
+        return f"heads_{self.dim}{'_norm' * self.has_norms}_{sides}{'_slots' * self.in_slots}"
+
+
+@cache
+def transform(spec: Heads) -> Kernel:
+    """qkv (T, H + 2K, D) → q (T, H, D), and keys and values at their places; unit by row and KV head.
+
+    group: H / K. cos, sin (T, D/2). key_factor (H + K, D) and value_factor (K, D), or one row for all heads, if
+    *_factor_stride, bytes from head to head, is 0. key_rotation, value_rotation: memory of a `Rotation`. Row t of KV
+    head j goes to k and v, in bytes: t · row_stride + j · head_stride; or, in slots, slot · row_stride +
+    j · head_stride + offset · 4D, with slot and offset from `places` (T, 2) int64.
+    """
+    dim, row_bytes = spec.dim, 4 * spec.dim
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        qkv, cos, sin, q_norm, k_norm, key_factor, value_factor, key_rotation, value_rotation, *rest = args
+        q, k, v, places, *rest = rest
+        group, kv_heads, row_stride, head_stride, key_factor_stride, value_factor_stride, eps = rest
+        queries = group * kv_heads
+        with e.loop(begin, end) as unit:
+            row, head = unit // kv_heads, unit % kv_heads
+            heads_at, half_at = qkv + row * (queries + kv_heads * 2) * row_bytes, row * (row_bytes // 2)
+            if spec.in_slots:
+                at = places + row * 16
+                place = e.load(at, I64) * row_stride + head * head_stride + e.load(at, I64, 8) * row_bytes
+            else:
+                place = row * row_stride + head * head_stride
+            with e.loop(0, group + 1) as i:  # the queries of the group, then their key
+                is_key = i >= group
+                number = e.select(is_key, queries + head, head * group + i)
+                target = e.select(is_key, k + place, q + (row * queries + head * group + i) * row_bytes)
+                weight = e.select(is_key, k_norm, q_norm)
+                source, factor = heads_at + number * row_bytes, key_factor + number * key_factor_stride
+                _norm_and_rope(e, spec, source, scratch, weight, eps, cos + half_at, sin + half_at, factor)
+                rotate(e, scratch, target, key_rotation, dim, spec.keys[1])
+            source, target = heads_at + (queries + kv_heads + head) * row_bytes, v + place
+            if spec.values[0]:
+                factor = value_factor + head * value_factor_stride
+                for first, lanes in pieces(dim):
+                    kind = vector(F32, lanes)
+                    e.store(e.load(source, kind, 4 * first) * e.load(factor, kind, 4 * first), scratch, 4 * first)
+                source = scratch
+            rotate(e, source, target, value_rotation, dim, spec.values[1])
+
+    factors = "key_factor", "value_factor", "key_rotation", "value_rotation"
+    strides = "row_stride", "head_stride", "key_factor_stride", "value_factor_stride"
+    pointers = "qkv", "cos", "sin", "q_norm", "k_norm", *factors, "q", "k", "v", "places"
+    return Kernel(spec.name, emit, pointers, ("group", "kv_heads", *strides), ("eps",), scratch=row_bytes)
+
+
+def _norm_and_rope(
+    e: Emitter, spec: Heads, x: Value, target: Value, weight: Value, eps: Value, cos: Value, sin: Value, factor: Value
+) -> None:
+    """A query or key x (D,), normed if there are norms, rotated by its position, times its factor → target (D,)."""
+    half = spec.dim // 2
+    inverse = inverse_rms(e, x, e.i64(spec.dim), eps) if spec.has_norms else None
+    for first, lanes in pieces(half):
+        kind, places = vector(F32, lanes), (4 * first, 4 * (first + half))
+        low, high = (e.load(x, kind, place) for place in places)
+        if inverse is not None:
+            low, high = (
+                part * inverse * e.load(weight, kind, place) for part, place in zip((low, high), places, strict=True)
+            )
+        c, s = e.load(cos, kind, 4 * first), e.load(sin, kind, 4 * first)
+        turned = e.fma(low, c, -(high * s)), e.fma(high, c, low * s)
+        for part, place in zip(turned, places, strict=True):
+            e.store(part * e.load(factor, kind, place) if spec.keys[0] else part, target, place)
