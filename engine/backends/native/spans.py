@@ -1,0 +1,126 @@
+"""The spans of a step as kernels read them: tables in memory that stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.backends.native.workers import aligned
+from engine.backends.ops import STEP_ROWS, SpanView
+
+_LEAST_IDS = 16
+CHUNK_TOKENS = 512  # least tokens of a chunk of quantized blocks
+MOST_CHUNKS = 64  # of the quantized blocks of a sequence
+
+
+class SpanHeader(NamedTuple):
+    """The words about a sequence. It attends in chunks: 0 is its blocks in full precision, the others are of
+    `chunk_blocks` quantized blocks each."""
+
+    first_row: int
+    rows: int
+    position: int  # of the first row
+    quantized: int  # number of quantized blocks
+    table_start: int  # position of the first token of these
+    chunk_blocks: int
+    chunks: int
+    full: int  # number of blocks in full precision
+
+
+HEADER = len(SpanHeader._fields)  # words
+FULL = 2  # words of a block in full precision: its slot, the position of its first token
+UNIT = 2  # words of a unit: its sequence, its chunk
+PLACE = 2  # words of a row's place: its slot, its offset in that
+
+
+class StepTable:
+    """The spans of the B sequences of a step, int64 arrays in one piece of memory.
+
+    headers (B, HEADER): a `SpanHeader` each. table (B, W): ids of the quantized blocks. full (B, F, FULL): the blocks
+    in full precision, in order of position. row_sequences (T,): the sequence of each row. places (T, PLACE): where each
+    row's K/V go. units (B · most_chunks, UNIT): the chunks of all sequences, `unit_count` of them.
+    """
+
+    def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
+        """views: as for `engine.backends.ops.Ops.spans`; all of their new tokens go to full-precision slots."""
+        self.views = views
+        self._block_size = block_size
+        count, self.rows = len(views), views[-1].rows.stop - views[0].rows.start
+        self.most_rows = max(view.rows.stop - view.rows.start for view in views)
+        width = table_width(max(len(view.table) for view in views))
+        most_full = 2 + (STEP_ROWS + block_size - 2) // block_size
+        self.most_chunks = 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
+        shapes = (
+            (count, HEADER),
+            (count, width),
+            (count, most_full, FULL),
+            (self.rows,),
+            (self.rows, PLACE),
+            (count * self.most_chunks, UNIT),
+        )
+        ends = np.cumsum([np.prod(shape) for shape in shapes])
+        self._memory = aligned(8 * int(ends[-1])).view(np.int64)
+        parts = [part.reshape(shape) for part, shape in zip(np.split(self._memory, ends[:-1]), shapes, strict=True)]
+        self.headers, self.table, self.full, self.row_sequences, self.places, self.units = parts
+        for number, view in enumerate(views):
+            self._write(number, view)
+        # The long units first: those that begin last keep the threads waiting.
+        chunks = [header[SpanHeader._fields.index("chunks")] for header in self.headers.tolist()]
+        units = [(number, chunk) for number, own in enumerate(chunks) for chunk in range(1, own)]
+        units += [(number, 0) for number in range(count)]
+        self.units[: len(units)] = units
+        self.unit_count = len(units)
+
+    def _write(self, number: int, view: SpanView) -> None:
+        n, quantized = self._block_size, len(view.table)
+        first = view.rows.start - self.views[0].rows.start
+        count = view.rows.stop - view.rows.start
+        chunk_blocks = max(_least_blocks(n), -(-quantized // MOST_CHUNKS))
+        slots = [view.current.block, *view.following]
+        full = [] if view.sink is None else [(view.sink, 0)]
+        full += [(slot, view.current_start + n * i) for i, slot in enumerate(slots)]
+        chunks = 1 + -(-quantized // chunk_blocks)
+        self.headers[number] = SpanHeader(
+            first, count, view.position, quantized, view.table_start, chunk_blocks, chunks, len(full)
+        )
+        self.table[number, :quantized] = view.table
+        self.full[number, : len(full)] = full
+        self.row_sequences[first : first + count] = number
+        offset = view.position - view.current_start
+        self.places[first : first + count] = [(slots[i // n], i % n) for i in range(offset, offset + count)]
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What tables have in common whose contents can be copied into each other."""
+        return self._block_size, len(self.headers), self.rows, self.most_rows, self.table.shape[1]
+
+    def copy_from(self, other: StepTable) -> None:
+        """Take the contents of another table with the same `key`."""
+        assert self.key == other.key
+        self._memory[:] = other._memory
+        self.unit_count, self.views = other.unit_count, other.views
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __iter__(self) -> Iterator[SpanView]:
+        return iter(self.views)
+
+    def __getitem__(self, number: int) -> SpanView:
+        return self.views[number]
+
+
+def is_step(views: Sequence[SpanView]) -> bool:
+    """Whether the new tokens of all spans go to full-precision slots."""
+    return all(view.current.buffer is None for view in views)
+
+
+def table_width(blocks: int) -> int:
+    """W for `blocks` block ids: a power of two, since every width needs a recording of its own."""
+    return max(_LEAST_IDS, 1 << max(0, blocks - 1).bit_length())
+
+
+def _least_blocks(block_size: int) -> int:
+    return max(1, CHUNK_TOKENS // block_size)
