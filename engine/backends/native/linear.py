@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.native import tiles
-from engine.backends.native.kernels.activations import quantize_rows, row_bytes
+from engine.backends.native.kernels.activations import panel_bytes, quantize_rows
 from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
 from engine.backends.native.kernels.rows import gate, norm_rows
 from engine.backends.native.launch import Launcher
@@ -87,12 +87,12 @@ class LinearOps:
             is_packed = part.format.unpack is not None
             if is_packed not in inputs:
                 prepare = self._quantized if is_packed else self._floats
-                inputs[is_packed] = prepare(x, norm, -(-len(x) // at_once) * at_once)
+                inputs[is_packed] = prepare(x, norm, at_once)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
             spec = Product(part.format, at_once, residual is not None, w.bias is not None)
             integers = columns // part.format.values, memory.shape[1], given.strides[0], y.strides[0], len(x)
             pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:]
-            self._launch(product(spec), len(memory), pointers, (*integers, columns, outputs))
+            self._launch(product(spec), len(memory), pointers, (*integers, outputs))
             first += outputs
         if activation is None:
             return y
@@ -100,16 +100,17 @@ class LinearOps:
         self._launch(gate(activation), len(x), (y, out), (out.shape[1],))
         return out
 
-    def _quantized(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, rows: int) -> np.ndarray:
-        """x as the bytes of `quantize_rows`, with room for `rows` rows."""
-        out = np.zeros((rows, row_bytes(x.shape[1])), np.uint8)
+    def _quantized(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int) -> np.ndarray:
+        """x in panels of `quantize_rows`."""
+        out = np.zeros((-(-len(x) // at_once), panel_bytes(x.shape[1], at_once)), np.uint8)
         weight, eps = norm or (0, 0.0)
-        integers = x.shape[1], x.strides[0], out.strides[0]
-        self._launch(quantize_rows(norm is not None), len(x), (x, weight, out), integers, (eps,))
+        kernel = quantize_rows(norm is not None, at_once)
+        self._launch(kernel, len(x), (x, weight, out), (x.shape[1], x.strides[0]), (eps,))
         return out
 
-    def _floats(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, rows: int) -> np.ndarray:
-        """x, normed, with room for `rows` rows."""
+    def _floats(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int) -> np.ndarray:
+        """x, normed, with as many rows as a multiple of at_once."""
+        rows = -(-len(x) // at_once) * at_once
         if norm is None and rows == len(x):
             return x
         out = np.zeros((rows, x.shape[1]), np.float32)

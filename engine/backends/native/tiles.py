@@ -1,14 +1,15 @@
 """Weight matrices in tiles of 16 rows, so that the lanes of a vector are rows and no sum runs across lanes.
 
-A tile is a run of blocks of `values` inputs. In a block all codes come first, then the scales. A vector of codes has
-64 bytes: 4 consecutive inputs, a quad, of each of the 16 rows. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32
-inputs, eight quads, a plane of b bits has b vectors; quad g lies in vector g % b, shifted by b · (g // b) bits.
+A tile is a run of blocks of `values` inputs. A block has its scales first, because the hardware reads ahead only where
+addresses ascend, and then its codes. A vector of codes has 64 bytes: 4 consecutive inputs, a quad, of each of the 16
+rows. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32 inputs, eight quads, a plane of b bits has b vectors; quad
+g lies in vector g % b, shifted by b · (g // b) bits.
 
-    codes        values / 32 times: the vectors of each plane, low bits first
-    sub_scale    (values / group, 16) int8      where the format has them
-    sub_offset   (values / group, 16) uint8
     scale        (16,) float16, or bfloat16 for scales that are powers of two
-    offset       (16,) float16
+    offset       (16,) float16                  where the format has it
+    sub_scale    (values / group, 16) int8      likewise
+    sub_offset   (values / group, 16) uint8     likewise
+    codes        values / 32 times: the vectors of each plane, low bits first
 
 Formats without codes are tiles of their own numbers: (inputs, 16). Rows are filled up with zeros to a multiple of 16.
 """
@@ -33,10 +34,11 @@ class TileLayout:
 
     format: WeightFormat
     planes: tuple[int, ...]
-    sub_scale: int | None
-    sub_offset: int | None
     scale: int
     offset: int | None
+    sub_scale: int | None
+    sub_offset: int | None
+    codes: int
     nbytes: int  # of a block of 16 rows
     is_power: bool  # scales are bfloat16
 
@@ -52,15 +54,17 @@ def layout(format: WeightFormat) -> TileLayout:
     assert format.unpack is not None
     one = format.unpack(np.zeros((1, format.nbytes), np.uint8))
     planes, groups = _PLANES[format.bits], format.values // format.group
-    end = format.values // 32 * 64 * sum(planes)
-    places: list[int | None] = []
-    sizes = (one.sub_scale, groups), (one.sub_offset, groups), (one.scale, 2), (one.offset, 2)
+    end, places = 0, []
+    sizes = (one.scale, 2), (one.offset, 2), (one.sub_scale, groups), (one.sub_offset, groups)
     for field, size in sizes:
         places.append(None if field is None else end)
         end += 0 if field is None else ROWS * size
-    sub_scale, sub_offset, scale, offset = places
+    scale, offset, sub_scale, sub_offset = places
     assert scale is not None
-    return TileLayout(format, planes, sub_scale, sub_offset, scale, offset, end, one.scale.dtype == np.float32)
+    nbytes = end + format.values // 32 * 64 * sum(planes)
+    return TileLayout(
+        format, planes, scale, offset, sub_scale, sub_offset, end, nbytes, is_power=one.scale.dtype == np.float32
+    )
 
 
 def tile_bytes(format: WeightFormat, rows: int, columns: int) -> int:
@@ -82,7 +86,7 @@ def pack(raw: np.ndarray, format: WeightFormat) -> np.ndarray:
     place, grouped = layout(format), format.unpack(raw)
     tiles, blocks = len(raw) // ROWS, grouped.codes.shape[1] // format.values
     out = np.empty((tiles, blocks, place.nbytes), np.uint8)
-    out[:, :, : place.part_bytes * (format.values // 32)] = _pack_codes(grouped.codes, place.planes, blocks)
+    out[:, :, place.codes :] = _pack_codes(grouped.codes, place.planes, blocks)
     scale = (grouped.scale.view(np.uint32) >> 16).astype(np.uint16) if place.is_power else grouped.scale
     fields = (grouped.sub_scale, place.sub_scale), (grouped.sub_offset, place.sub_offset)
     for field, start in (*fields, (scale, place.scale), (grouped.offset, place.offset)):

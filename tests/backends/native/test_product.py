@@ -10,7 +10,7 @@ from tests import weights
 from tests.backends.native.levels import every_level, run
 
 from engine.backends.native import tiles  # isort: skip
-from engine.backends.native.kernels.activations import quantize_rows, row_bytes
+from engine.backends.native.kernels.activations import panel_bytes, quantize_rows
 from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
 from engine.backends.native.target import Level
 
@@ -29,27 +29,35 @@ def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tupl
     return format, tiles.pack(raw, format), values
 
 
-def quantized(x: np.ndarray, rows: int, level: Level) -> tuple[np.ndarray, np.ndarray]:
-    """x as `quantize_rows` writes it, filled up to `rows` rows, and the values of its bytes, float64."""
+def quantized(x: np.ndarray, at_once: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x in panels of `quantize_rows`, its bytes (rows, groups, 32), and their numbers (rows, groups, 4)."""
     count, columns = x.shape
-    out = np.zeros((rows, row_bytes(columns)), np.uint8)
-    run(quantize_rows(False), level, count, (x, x, out), (columns, x.strides[0], out.strides[0]), (0.0,))
-    scales = np.ascontiguousarray(out[:count, columns : columns + columns // 8]).view(np.float32)
-    groups = out[:count, :columns].view(np.int8).reshape(count, -1, 32)
-    return out, (groups * scales.astype(np.float64)[..., None]).reshape(x.shape)
+    out = np.zeros((-(-count // at_once), panel_bytes(columns, at_once)), np.uint8)
+    run(quantize_rows(False, at_once), level, count, (x, x, out), (columns, x.strides[0]), (0.0,))
+    groups = out.reshape(len(out), columns // 32, -1)
+    bytes_ = groups[..., : 32 * at_once].view(np.int8).reshape(len(out), -1, at_once, 32).swapaxes(1, 2)
+    floats = np.ascontiguousarray(groups[..., 32 * at_once :]).view(np.float32)
+    numbers = floats.reshape(len(out), -1, at_once, 4).swapaxes(1, 2)
+    return out, bytes_.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, 4)[:count]
+
+
+def read_back(bytes_: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The values of rows that have been quantized, float64."""
+    return (bytes_ * numbers[..., :1].astype(np.float64)).reshape(len(bytes_), -1)
 
 
 @every_level
-def test_rows_are_quantized_to_the_nearest_byte(level: Level) -> None:
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_rows_are_quantized_to_the_nearest_byte(level: Level, at_once: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 128)).astype(np.float32)
     x[1, :32] = 0
-    out, values = quantized(x, 3, level)
+    _, bytes_, numbers = quantized(x, at_once, level)
     step = np.abs(x.reshape(3, -1, 32)).max(-1) / 127
-    assert (np.abs(values - x).reshape(3, -1, 32) <= 0.5001 * step[..., None]).all()
-    bytes_, floats = out[:, :128].view(np.int8).astype(int), np.ascontiguousarray(out[:, 128:]).view(np.float32)
-    np.testing.assert_array_equal(floats[:, 4:8], bytes_.reshape(3, -1, 32).sum(-1))
-    np.testing.assert_array_equal(floats[:, 8:], bytes_.reshape(3, -1, 16).sum(-1))
+    errors = np.abs(read_back(bytes_, numbers) - x).reshape(3, -1, 32)
+    assert (errors <= 0.5001 * step[..., None]).all()
+    np.testing.assert_array_equal(numbers[..., 1], bytes_.sum(-1, dtype=int))
+    np.testing.assert_array_equal(numbers[..., 2:], bytes_.reshape(3, -1, 2, 16).sum(-1, dtype=int))
 
 
 @every_level
@@ -65,11 +73,12 @@ def test_product(name: str, level: Level, count: int) -> None:
         given = np.zeros((-(-count // at_once) * at_once, 512), np.float32)
         given[:count] = exact = x
     else:
-        given, exact = quantized(x, -(-count // at_once) * at_once, level)
+        given, *parts = quantized(x, at_once, level)
+        exact = read_back(*parts)
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
     kernel = product(Product(format, at_once, adds=True, has_bias=True))
-    integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 512, 36
+    integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36
     run(kernel, level, len(packed), (packed, given, y, bias), integers)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)

@@ -11,7 +11,7 @@ import numpy as np
 from engine.backends.native.byte_ops import Table, dot4, dot4_signed
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.activations import sums_at
+from engine.backends.native.kernels.activations import GROUP, ROW_BYTES
 from engine.backends.native.tiles import TileLayout, layout
 from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
 from engine.weight_formats import WeightFormat
@@ -44,21 +44,22 @@ class Product:
 def product(spec: Product) -> Kernel:
     """y = x @ wᵀ, unit by tile of 16 outputs.
 
-    x: rows from `quantize_rows`, or float32 for formats without codes. rows: a multiple of at_once of x; of y only
-    `rows_out` are written. bias (outputs,). blocks: of a row of weights, inputs for formats without codes.
+    x: panels from `quantize_rows`, or rows of float32 for formats without codes; a multiple of at_once, of which `rows`
+    count. x_stride: bytes from row to row, or from panel to panel. bias (outputs,). blocks: of a row of weights, inputs
+    for formats without codes.
     """
     body = _plain if spec.format.unpack is None else _packed
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        weights, x, y, bias, blocks, tile_bytes, x_stride, y_stride, rows, columns, outputs = args
+        weights, x, y, bias, blocks, tile_bytes, x_stride, y_stride, rows, outputs = args
         with e.loop(begin, end) as tile, e.loop(0, rows, spec.at_once) as first:
-            sums = body(e, spec, weights + tile * tile_bytes, x + first * x_stride, blocks, x_stride, columns)
+            sums = body(e, spec, weights + tile * tile_bytes, x, first, blocks, x_stride)
             target, own_bias, left = y + first * y_stride + tile * 64, bias + tile * 64, outputs - tile * 16
             for number, total in enumerate(sums):
                 with e.when(first + number < rows) if spec.at_once > 1 else nullcontext():
                     _write(e, spec, total, target + y_stride * number, own_bias, left, scratch)
 
-    integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "columns", "outputs"
+    integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "outputs"
     return Kernel(spec.name, emit, ("weights", "x", "y", "bias"), integers)
 
 
@@ -78,7 +79,9 @@ def _write(e: Emitter, spec: Product, total: Value, y: Value, bias: Value, left:
             e.store(finished(e.load(scratch + lane * 4, F32), lane * 4), y + lane * 4)
 
 
-def _plain(e: Emitter, spec: Product, weights: Value, x: Value, columns: Value, stride: Value, _: Value) -> list[Value]:
+def _plain(
+    e: Emitter, spec: Product, weights: Value, x: Value, first: Value, columns: Value, stride: Value
+) -> list[Value]:
     """Weights that are float32, float16 or bfloat16; x float32."""
     size = spec.format.nbytes
     sums = [e.variable(e.zero(_F16)) for _ in range(spec.at_once)]
@@ -89,27 +92,26 @@ def _plain(e: Emitter, spec: Product, weights: Value, x: Value, columns: Value, 
         elif spec.format.name == "bf16":
             raw = (raw.zext(I32) << 16).bits(_F16)
         for number, total in enumerate(sums):
-            factor = e.broadcast(x + stride * number + column * 4, F32, 16)
+            factor = e.broadcast(x + (first + number) * stride + column * 4, F32, 16)
             total.set(e.fma(raw, factor, total.get()))
     return [total.get() for total in sums]
 
 
 def _packed(
-    e: Emitter, spec: Product, weights: Value, x: Value, blocks: Value, stride: Value, columns: Value
+    e: Emitter, spec: Product, weights: Value, x: Value, first: Value, blocks: Value, stride: Value
 ) -> list[Value]:
     """Weights of codes and scales; x from `quantize_rows`."""
-    format, place = spec.format, layout(spec.format)
+    format, place, rows = spec.format, layout(spec.format), range(spec.at_once)
     codes = _Codes(e, format, place)
-    rows = [x + stride * number for number in range(spec.at_once)]
-    x_scales = [row + columns for row in rows]
-    x_sums = [row + sums_at(columns, format.group) for row in rows]
+    panel = x + first // spec.at_once * stride
     totals = [e.variable(e.zero(_F16)) for _ in rows]
     with e.loop(0, blocks) as block:
         at = weights + block * place.nbytes
         scale = _number(e, at, place.scale, place.is_power)
         offset = None if place.offset is None else _number(e, at, place.offset, False)
         with e.loop(0, format.values // 32) as part:
-            codes_at, done = at + part * place.part_bytes, block * format.values + part * 32
+            codes_at = at + part * place.part_bytes + place.codes
+            inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.at_once)
             sub_at = at + part * (16 * (32 // format.group))
             for group in range(32 // format.group):
                 own_scale = _times_sub(e, scale, sub_at, place.sub_scale, group, signed=True)
@@ -120,19 +122,18 @@ def _packed(
                 for quad in quads:
                     code = codes.quad(codes_at, quad)
                     for row, dot in zip(rows, dots, strict=True):
-                        inputs = e.broadcast(row + done, I32, 16, 4 * quad)
-                        dot[quad % chains] = codes.dot(dot[quad % chains], code, inputs)
-                for number, dot in enumerate(dots):
+                        four = e.broadcast(inputs, I32, 16, GROUP * row + 4 * quad)
+                        dot[quad % chains] = codes.dot(dot[quad % chains], code, four)
+                for row, dot in zip(rows, dots, strict=True):
                     value = (dot[0] + dot[1] if chains == 2 else dot[0]).to_float()
-                    if codes.zero or own_offset is not None:
-                        x_sum = e.broadcast(x_sums[number] + done * 4 // format.group, F32, 16, 4 * group)
+                    numbers = GROUP * spec.at_once + 16 * row
+                    x_sum = e.broadcast(inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
                     if codes.zero:
                         value = e.fma(x_sum, e.constant(_F16, -float(codes.zero)), value)
                     value = value * own_scale
                     if own_offset is not None:
                         value = e.fma(x_sum, own_offset, value)
-                    x_scale = e.broadcast(x_scales[number] + done // 8, F32, 16)
-                    totals[number].set(e.fma(value, x_scale, totals[number].get()))
+                    totals[row].set(e.fma(value, e.broadcast(inputs, F32, 16, numbers), totals[row].get()))
     return [total.get() for total in totals]
 
 
@@ -234,7 +235,8 @@ def _dequantize_lane(
         scale = number(place.scale, place.is_power)
         offset = None if place.offset is None else number(place.offset, False)
         with e.loop(0, format.values // 32) as part:
-            codes_at, sub_at = at + part * place.part_bytes + lane * 4, at + part * (16 * (32 // format.group)) + lane
+            codes_at = at + part * place.part_bytes + lane * 4 + place.codes
+            sub_at = at + part * (16 * (32 // format.group)) + lane
             out = target + (block * format.values + part * 32) * 4
             for quad in range(8):
                 group = quad * 4 // format.group
