@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from engine.backends.native.target import best
 from engine.backends.native.workers import Launch, Tape, workers
 
 Units = int | Callable[[], int]
+Op = TypeVar("Op", bound=Callable[..., Any])
 _CHUNKS = 8  # that each thread takes of an op's units, so that no thread waits long for another
 
 
 class CannotRecord(Exception):
-    """An op that a step needs runs outside the tape."""
+    """A step needs an op that is not a kernel: the step runs op by op."""
 
 
 class _Recorded(NamedTuple):
@@ -89,9 +91,16 @@ class Launcher:
             call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
             self._workers.run(Tape([call]), self.threads)
 
-    @property
-    def is_recording(self) -> bool:
-        return self._recording is not None
+    def unrecorded(self, op: Op) -> Op:
+        """`op`, which runs in NumPy, for ops of `Ops`: it raises CannotRecord in a recording."""
+
+        @functools.wraps(op)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._recording is not None:
+                raise CannotRecord
+            return op(*args, **kwargs)
+
+        return cast(Op, run)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:

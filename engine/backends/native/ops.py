@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from engine.backends.native.graphs import Graphs
 from engine.backends.native.heads import HeadOps
 from engine.backends.native.launch import Launcher
 from engine.backends.native.linear import LinearOps
 from engine.backends.numpy.cores import cores
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Result
+from engine.sampling.sample import Draw, Sampled, sample_all
 
 
 class NativeOps:
@@ -42,8 +45,8 @@ class NativeOps:
         self.cache = plain.cache
         self.buffer = plain.buffer
         self.spans = plain.spans
-        self.append_kv = plain.append_kv
-        self.attention = plain.attention
+        self.append_kv = launch.unrecorded(plain.append_kv)
+        self.attention = launch.unrecorded(plain.attention)
         self.copy_full = plain.copy_full
         self.round_trip = plain.round_trip
         self.encode_blocks = plain.encode_blocks
@@ -52,10 +55,9 @@ class NativeOps:
         self.read_full = plain.read_full
         self.write_full = plain.write_full
 
-        self.pack_draws = plain.pack_draws
-        self.sample = plain.sample
-        self.fetch_tokens = plain.fetch_tokens
+        self.run_graph = Graphs(launch).run
 
+        self.pack_draws = plain.pack_draws
         self.to_device = plain.to_device
         self.to_host = plain.to_host
         self.threads = plain.threads
@@ -70,8 +72,11 @@ class NativeOps:
     def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
         return [work(i) for i in range(count)]
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        return work(*inputs)
-
     def weight_type(self, stored: str) -> str:
         return stored
+
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> None:
+        """Nothing yet: `fetch_tokens` samples, on the logits of a step that has run."""
+
+    def fetch_tokens(self, chosen: None, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+        return sample_all(logits, draws)
