@@ -16,14 +16,11 @@ _MOST = 32  # recordings that are kept; each has the memory of a step
 
 @runtime_checkable
 class Table(Protocol):
-    """An input in fixed memory, such as the spans of a step."""
+    """An input in memory of its own, such as the spans of a step, which the first recording keeps."""
 
     @property
     def key(self) -> Hashable:
         """Tables of the same key can take each other's contents."""
-
-    def copy(self) -> Table:
-        """A table with the same contents in memory of its own."""
 
     def copy_from(self, other: Table) -> None:
         """Take over the contents of a table of the same key."""
@@ -59,7 +56,7 @@ class Graphs:
 
     def _record(self, work: Callable[..., Result], inputs: Sequence[Any]) -> tuple[list[Any], Recording] | None:
         """Inputs in fixed memory and what `work` launches with them; None if it needs an op that is not a kernel."""
-        fixed = [x.copy() if isinstance(x, Table | np.ndarray) else x for x in inputs]
+        fixed = [x.copy() if isinstance(x, np.ndarray) else x for x in inputs]
         try:
             with self._launch.record() as recording:
                 recording.result = work(*fixed)

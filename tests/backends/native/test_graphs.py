@@ -1,0 +1,73 @@
+"""Recorded steps give what the same ops give one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from engine.backends.native.graphs import Graphs
+from engine.backends.native.launch import Launcher
+from engine.backends.native.linear import LinearOps
+from engine.weight_formats import Linear
+from tests import weights
+
+
+class Model:
+    """Two products with a norm and an activation between them."""
+
+    def __init__(self, launch: Launcher) -> None:
+        rng = np.random.default_rng(0)
+        self.ops = LinearOps(launch)
+        both, out = (
+            weights.StoredBytes(weights.random_blocks(rng, "q4_1", rows, columns), "q4_1")
+            for rows, columns in ((128, 64), (64, 64))
+        )
+        self.both, self.out = Linear(self.ops.load([both])), Linear(self.ops.load([out]))
+        self.norm = rng.standard_normal(64).astype(np.float32), 1e-5
+        self.calls = 0
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        self.calls += 1
+        y = self.ops.linear(x, self.both, norm=self.norm, activation="silu")
+        return self.ops.linear(y, self.out, residual=x)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_recording_follows_its_inputs(threads: int) -> None:
+    launch = Launcher(threads)
+    model, graphs = Model(launch), Graphs(launch)
+    rng = np.random.default_rng(1)
+    for rows in (1, 3, 1, 3):
+        x = rng.standard_normal((rows, 64)).astype(np.float32)
+        recorded = graphs.run("step", model.forward, [x]).copy()
+        np.testing.assert_array_equal(recorded, model.forward(x.copy()))
+    assert model.calls == 4 + 2  # of the recorded ones, the first of each shape
+
+
+def test_a_step_with_an_op_outside_runs_op_by_op() -> None:
+    launch = Launcher(1)
+    model, graphs = Model(launch), Graphs(launch)
+    halve = launch.unrecorded(lambda x: x / 2)
+
+    def work(x: np.ndarray) -> np.ndarray:
+        return halve(model.forward(x))
+
+    x = np.ones((1, 64), np.float32)
+    for _ in range(2):
+        np.testing.assert_array_equal(graphs.run("step", work, [x.copy()]), model.forward(x.copy()) / 2)
+
+
+def test_an_error_while_recording_leaves_no_recording_open() -> None:
+    launch = Launcher(1)
+    model, graphs = Model(launch), Graphs(launch)
+
+    def work(x: np.ndarray) -> np.ndarray:
+        model.forward(x)
+        raise ValueError("not this time")
+
+    x = np.ones((1, 64), np.float32)
+    with pytest.raises(ValueError, match="not this time"):
+        graphs.run("step", work, [x])
+    assert np.isfinite(model.forward(x)).all()
