@@ -84,8 +84,14 @@ class Emitter:
         return Value(self, self.builder.gep(memory, [ir.Constant(I64, 0)], source_etype=I8))
 
     def load_atomic(self, pointer: Value) -> Value:
-        """The int64 at `pointer`, and all that was written before it was (acquire)."""
-        return Value(self, self.builder.load_atomic(pointer.ir, "acquire", 8, typ=I64))
+        """The int64 at `pointer`, and all that was written before it was (sequentially consistent)."""
+        return Value(self, self.builder.load_atomic(pointer.ir, "seq_cst", 8, typ=I64))
+
+    def store_atomic(self, number: Value, pointer: Value) -> None:
+        """Stores an int64, after all that this thread has written (sequentially consistent)."""
+        # llvmlite wants to know the type of what the pointer points to.
+        typed = self.builder.inttoptr(self.builder.ptrtoint(pointer.ir, I64), I64.as_pointer())
+        self.builder.store_atomic(number.ir, typed, "seq_cst", 8)
 
     def add_atomic(self, pointer: Value, number: Value) -> None:
         """Adds to the int64 at `pointer`, after all that this thread has written (sequentially consistent)."""

@@ -88,6 +88,10 @@ class Value:
     def __rshift__(self, other: Number) -> Value:
         return self._binary(other, "lshr", None)
 
+    def __invert__(self) -> Value:
+        """All bits of integers flipped."""
+        return Value(self.emitter, self.emitter.builder.not_(self.ir))
+
     def __neg__(self) -> Value:
         return self.emitter.like(0, self) - self
 

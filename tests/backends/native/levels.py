@@ -23,7 +23,7 @@ _scratch = np.zeros(1 << 20, np.uint8)
 
 
 @cache
-def _loaded(kernel: Kernel, level: Level) -> LoadedObject:
+def loaded(kernel: Kernel, level: Level) -> LoadedObject:
     return LoadedObject(compile_object(kernel, level), level)
 
 
@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Run the kernel on all of its units, on the calling thread."""
     arguments = kernel.pack([array.ctypes.data for array in pointers], integers, floats)
-    _Function(_loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)
+    _Function(loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)
 
 
 def launcher(level: Level, threads: int = 1) -> Launcher:

@@ -1,0 +1,216 @@
+"""The compiled code that runs a tape, and that each worker serves with; `engine.backends.native.workers` explains it.
+
+Everything that threads share is one piece of memory, the state: a head of the fields below, a mutex and two condition
+variables of the system, and a slot for each entry of the tape. No Python runs between the start of a tape and its end,
+so an exception in Python, such as that of Ctrl-C, finds a tape either not begun or completed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import I64, POINTER, Value
+
+MOST_ENTRIES = 1 << 13  # of a tape
+
+# Places in the state, in bytes. What is polled, what is changed under the mutex, and what never changes lie in
+# different cache lines.
+_RUN, _THREADS, _TABLE, _COUNT = 0, 8, 16, 24
+_SLEEPING = 64
+_LOCK, _UNLOCK, _WAIT, _WAKE_ALL, _OFFER_CORE = range(128, 168, 8)
+_NEXT, _SERVED = 192, 200  # numbers of runs: that the next caller gets, and that may run now
+_MUTEX, _WORK, _TURN = 256, 384, 512
+_HEAD = 640
+_LEFT, _COMPLETED, _UNITS, _GRAIN, _SLOT = 0, 8, 16, 24, 32
+STATE_BYTES = _HEAD + _SLOT * MOST_ENTRIES
+
+# A row of a tape's table, in bytes.
+_KERNEL, _ARGUMENTS, _ROW_UNITS, _ROW_GRAIN, _ROW = 0, 8, 16, 24, 32
+
+_SPINS = 2_000  # polls, some tens of microseconds, before a waiting thread offers its core to others
+_IDLE_SPINS = 5_000  # polls before a thread without work goes to sleep
+_NUMBERS = (1 << 31) - 1  # a run's number has 31 bits
+
+
+def set_up(state: np.ndarray) -> None:
+    """Make the state of threads before their first run of STATE_BYTES zeros: uint8, aligned to 64 bytes."""
+    names = ["AcquireSRWLockExclusive", "ReleaseSRWLockExclusive", "SleepConditionVariableSRW"]
+    names += ["WakeAllConditionVariable", "SwitchToThread"]
+    if os.name == "nt":  # where zeros are a valid mutex and condition variable
+        library = ctypes.CDLL("kernel32")
+    else:
+        library = ctypes.CDLL(None)
+        names = ["pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait", "pthread_cond_broadcast"]
+        names += ["sched_yield"]
+        address = state.ctypes.data
+        library.pthread_mutex_init(ctypes.c_void_p(address + _MUTEX), None)
+        for condition in (_WORK, _TURN):
+            library.pthread_cond_init(ctypes.c_void_p(address + condition), None)
+    functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+    state[_LOCK : _OFFER_CORE + 8].view(np.int64)[:] = functions
+
+
+class _State:
+    """The state as the compiled code sees it."""
+
+    def __init__(self, emitter: Emitter, pointer: Value) -> None:
+        self._e, self.pointer = emitter, pointer
+
+    def _system(self, function: int, *arguments: Value) -> None:
+        self._e.call(self._e.load(self.pointer, POINTER, function), *arguments)
+
+    def lock(self) -> None:
+        self._system(_LOCK, self.pointer + _MUTEX)
+
+    def unlock(self) -> None:
+        self._system(_UNLOCK, self.pointer + _MUTEX)
+
+    def wait(self, condition: int) -> None:
+        """Unlock, sleep until the condition is signalled, and lock again. May return earlier."""
+        # Windows takes two more arguments, a time without end and no flags; others do not look at them.
+        forever, none = self._e.i64(0xFFFFFFFF), self._e.i64(0)
+        self._system(_WAIT, self.pointer + condition, self.pointer + _MUTEX, forever, none)
+
+    def wake_all(self, condition: int) -> None:
+        self._system(_WAKE_ALL, self.pointer + condition)
+
+    def offer_core(self) -> None:
+        """Let other threads of the system run."""
+        self._system(_OFFER_CORE)
+
+    def relax(self) -> None:
+        """Tell the core that this thread is waiting."""
+        if self._e.is_x86:
+            self._e.intrinsic("llvm.x86.sse2.pause", None)
+
+    def load(self, field: int) -> Value:
+        """A field that other threads do not change now."""
+        return self._e.load(self.pointer, I64, field)
+
+    def store(self, value: Value, field: int) -> None:
+        self._e.store(value, self.pointer, field)
+
+    def load_shared(self, field: int) -> Value:
+        """A field that other threads change."""
+        return self._e.load_atomic(self.pointer + field)
+
+    def store_shared(self, value: Value, field: int) -> None:
+        self._e.store_atomic(value, self.pointer + field)
+
+    def slot(self, entry: Value) -> Value:
+        return self.pointer + entry * _SLOT + _HEAD
+
+
+def _emit_run(
+    e: Emitter, pointer: Value, table: Value, count: Value, threads: Value, begin: Value, end: Value, scratch: Value
+) -> None:
+    """Run a tape on the calling thread and on up to threads - 1 workers, after the callers that came before."""
+    state = _State(e, pointer)
+    state.lock()
+    turn = state.load(_NEXT)
+    state.store(turn + 1, _NEXT)
+    with e.repeat_while() as again:
+        must_wait = ~state.load(_SERVED).equals(turn)
+        with e.when(must_wait):
+            state.wait(_TURN)
+        again.append(must_wait)
+    state.unlock()
+
+    run = (state.load(_RUN) + 1) & _NUMBERS
+    with e.loop(0, count) as entry:
+        slot, row = state.slot(entry), table + entry * _ROW
+        units = e.load(row, I64, _ROW_UNITS)
+        e.store(units, slot, _UNITS)
+        e.store(e.load(row, I64, _ROW_GRAIN), slot, _GRAIN)
+        e.store_atomic(e.i64(0), slot + _COMPLETED)
+        e.store_atomic((run << 32) + units, slot + _LEFT)
+    for field, value in ((_TABLE, table), (_COUNT, count), (_THREADS, threads)):
+        e.store(value, pointer, field)
+    state.store_shared(run, _RUN)
+    with e.when((threads > 1) & (state.load_shared(_SLEEPING) > 0)):
+        state.lock()
+        state.wake_all(_WORK)
+        state.unlock()
+    _emit_take_part(e, state, run, scratch)
+
+    state.lock()
+    state.store(turn + 1, _SERVED)
+    with e.when(~state.load(_NEXT).equals(turn + 1)):
+        state.wake_all(_TURN)
+    state.unlock()
+
+
+def _emit_serve(e: Emitter, pointer: Value, number: Value, begin: Value, end: Value, scratch: Value) -> None:
+    """Take part in all runs of more than `number` threads, and sleep between them. Never returns."""
+    state = _State(e, pointer)
+    served, polls = e.variable(e.i64(0)), e.variable(e.i64(0))
+    with e.repeat_while() as again:
+        run = state.load_shared(_RUN)
+        with e.when(~run.equals(served.get())):
+            with e.when(number < state.load(_THREADS)):
+                _emit_take_part(e, state, run, scratch)
+            served.set(run)
+            polls.set(e.i64(0))
+        _wait_a_little(e, state, polls)
+        with e.when(polls.get() > _IDLE_SPINS):
+            _sleep(e, state, served.get())
+            polls.set(e.i64(0))
+        again.append(e.i64(0).equals(0))
+
+
+def _sleep(e: Emitter, state: _State, served: Value) -> None:
+    """Sleep until there is another run than the one that was served last."""
+    state.lock()
+    e.add_atomic(state.pointer + _SLEEPING, e.i64(1))
+    # A run that starts now is seen here, or its starter sees that a thread sleeps and waits for the mutex.
+    with e.repeat_while() as again:
+        none = state.load_shared(_RUN).equals(served)
+        with e.when(none):
+            state.wait(_WORK)
+        again.append(none)
+    e.add_atomic(state.pointer + _SLEEPING, e.i64(-1))
+    state.unlock()
+
+
+def _emit_take_part(e: Emitter, state: _State, run: Value, scratch: Value) -> None:
+    """Take part in the run with this number until it is completed, or another one has begun."""
+    tag = run << 32
+    with e.loop(0, state.load(_COUNT)) as entry:
+        slot = state.slot(entry)
+        with e.repeat_while() as again:
+            word = e.load_atomic(slot + _LEFT)
+            left = word - tag  # negative, or beyond 2³², if the slot belongs to another run
+            mine = (left > 0) & (left < 1 << 32)
+            again.append(mine)
+            with e.when(mine):
+                size = e.least(left, e.load(slot, I64, _GRAIN))
+                with e.when(e.exchange_if(slot + _LEFT, word, word - size)):
+                    row = e.load(state.pointer, POINTER, _TABLE) + entry * _ROW
+                    first = e.load(slot, I64, _UNITS) - left
+                    arguments = e.load(row, POINTER, _ARGUMENTS), first, first + size, scratch
+                    e.call(e.load(row, POINTER, _KERNEL), *arguments)
+                    e.add_atomic(slot + _COMPLETED, size)
+        polls = e.variable(e.i64(0))
+        with e.repeat_while() as again:
+            waits = e.load_atomic(slot + _COMPLETED) < e.load_atomic(slot + _UNITS)
+            waits = waits & state.load_shared(_RUN).equals(run)
+            again.append(waits)
+            with e.when(waits):
+                _wait_a_little(e, state, polls)
+
+
+def _wait_a_little(e: Emitter, state: _State, polls: Any) -> None:
+    polls.add(1)
+    with e.when(polls.get() > _SPINS):
+        state.offer_core()
+    state.relax()
+
+
+RUN = Kernel("run", _emit_run, ("state", "table"), ("count", "threads"))
+SERVE = Kernel("serve", _emit_serve, ("state",), ("number",))

@@ -1,0 +1,356 @@
+"""Tapes on persistent threads: each unit once, entries in order, whatever threads, forks and signals do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.backends.native.levels import loaded
+from tests.requests.test_forks import begun_in_child
+
+from engine.backends.native import run_tape  # isort: skip
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.target import best
+from engine.backends.native.values import I64, Value
+from engine.backends.native.workers import Launch, Tape, Workers, workers
+
+ROOT = Path(__file__).resolve().parents[3]
+PATIENCE = 60  # seconds until a test that hangs fails
+POLLS = 200_000_000  # of a kernel that waits, so that no failure hangs
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+def emit_count(
+    e: Emitter, counts: Value, total: Value, errors: Value, before: Value, begin: Value, end: Value, scratch: Value
+) -> None:
+    """Count each unit, and an error for each that begins before `before` units have ended. Total: of ended units."""
+    with e.loop(begin, end) as unit:
+        with e.when(e.load_atomic(total) < before):
+            e.add_atomic(errors, e.i64(1))
+        e.store(e.load(counts + unit * 8, I64) + 1, counts + unit * 8)
+    e.add_atomic(total, end - begin)
+
+
+def emit_await(
+    e: Emitter,
+    flag: Value,
+    late: Value,
+    number: Value,
+    only: Value,
+    most: Value,
+    begin: Value,
+    end: Value,
+    scratch: Value,
+) -> None:
+    """The unit `only`, or each if that is negative, waits until the flag reaches the number, for `most` polls.
+
+    `late` counts the units that have not seen it. Before it waits, a unit other than `only` adds one to the flag.
+    """
+    with e.loop(begin, end) as unit:
+        with e.when(~unit.equals(only)):
+            e.add_atomic(flag, e.i64(1))
+        with e.when((only < 0) | unit.equals(only)):
+            polls = e.variable(e.i64(0))
+            with e.repeat_while() as again:
+                polls.add(1)
+                again.append((e.load_atomic(flag) < number) & (polls.get() < most))
+            with e.when(e.load_atomic(flag) < number):
+                e.add_atomic(late, e.i64(1))
+
+
+COUNT = Kernel("test_count", emit_count, ("counts", "total", "errors"), ("before",))
+AWAIT = Kernel("test_await", emit_await, ("flag", "late"), ("number", "only", "most"))
+
+
+def launch(
+    kernel: Kernel, units: int, grain: int, pointers: tuple[np.ndarray, ...], integers: tuple[int, ...]
+) -> Launch:
+    """A launch whose arguments live as long as the process."""
+    arguments, code = kernel.pack([array.ctypes.data for array in pointers], integers), loaded(kernel, best())
+    _kept.append((code, arguments, *pointers))
+    return Launch(code.address, arguments.ctypes.data, units, grain)
+
+
+_kept: list[tuple[Any, ...]] = []
+
+
+class Counted:
+    """A tape of many short entries that count their units."""
+
+    def __init__(self, seed: int, entries: int) -> None:
+        rng = np.random.default_rng(seed)
+        units, grains = rng.integers(0, 40, entries), rng.integers(1, 12, entries)
+        self.total, self.errors = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self.counts = [np.zeros(n, np.int64) for n in units]
+        before = np.cumsum([0, *units])
+        self.tape = Tape(
+            [
+                launch(COUNT, int(n), int(grain), (counts, self.total, self.errors), (int(done),))
+                for n, grain, counts, done in zip(units, grains, self.counts, before, strict=False)
+            ]
+        )
+
+    def run(self, threads: int, times: int = 1, on: Workers | None = None) -> None:
+        for _ in range(times):
+            self.total[0] = 0
+            (on or workers()).run(self.tape, threads)
+
+    def check(self, times: int) -> None:
+        """Each unit has run `times` times, after those of all entries before it."""
+        assert self.errors[0] == 0
+        for counts in self.counts:
+            np.testing.assert_array_equal(counts, times)
+
+
+class Meeting:
+    """A tape that ends well only if several threads run it at the same time."""
+
+    def __init__(self, threads: int, polls: int = POLLS) -> None:
+        self._flag, self._late = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._tape = Tape([launch(AWAIT, threads, 1, (self._flag, self._late), (threads, -1, polls))])
+
+    def takes_place(self, on: Workers, threads: int) -> bool:
+        self._flag[0] = self._late[0] = 0
+        on.run(self._tape, threads)
+        return int(self._late[0]) == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until condition() is true."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.0005)
+
+
+def field(on: Workers, offset: int) -> int:
+    """A field of the state."""
+    return int(on._state[offset : offset + 8].view(np.int64)[0])
+
+
+def sleeping(on: Workers) -> int:
+    return field(on, run_tape._SLEEPING)
+
+
+@pytest.fixture(scope="module")
+def own() -> Workers:
+    """Workers of these tests alone."""
+    return Workers()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_each_unit_runs_once_after_all_units_of_the_entries_before(threads: int) -> None:
+    counted = Counted(threads, 3000)
+    counted.run(threads, times=10)
+    counted.check(10)
+
+
+def test_a_tape_may_be_empty_and_its_units_may_change(own: Workers) -> None:
+    own.run(Tape([]), 2)
+    counts, total, errors = (np.zeros(size, np.int64) for size in (9, 1, 1))
+    tape = Tape([launch(COUNT, 0, 2, (counts, total, errors), (0,))])
+    for units in (0, 9, 4):
+        tape.units[0] = units
+        own.run(tape, 2)
+    assert counts.tolist() == [2] * 4 + [1] * 5
+
+
+def test_python_threads_run_their_tapes_at_the_same_time() -> None:
+    tapes = [Counted(seed, 300) for seed in range(6)]
+    with ThreadPoolExecutor(len(tapes)) as pool:
+        runs = [pool.submit(tape.run, 1 + seed % 4, 30) for seed, tape in enumerate(tapes)]
+        for run in runs:
+            run.result(PATIENCE)
+    for tape in tapes:
+        tape.check(30)
+
+
+def test_all_threads_take_part(own: Workers) -> None:
+    meeting = Meeting(4)
+    assert all(meeting.takes_place(own, 4) for _ in range(10))
+
+
+def test_a_tape_runs_on_no_more_threads_than_it_may(own: Workers) -> None:
+    """Three workers exist; a tape for two threads does not get a third one to meet."""
+    until(lambda: own.start(4) == 4)
+    assert not Meeting(3, polls=3_000_000).takes_place(own, 2)
+
+
+def test_a_suspended_thread_holds_up_only_the_units_it_has_taken(own: Workers) -> None:
+    """The first unit ends when all others have: as if the system had suspended its thread until then."""
+    flag, late, errors = (np.zeros(1, np.int64) for _ in range(3))
+    counts = np.zeros(10, np.int64)
+    tape = Tape(
+        [
+            launch(AWAIT, 64, 1, (flag, late), (63, 0, POLLS)),
+            launch(COUNT, 10, 1, (counts, flag, errors), (63,)),
+        ]
+    )
+    for run in range(1, 11):
+        flag[0] = 0
+        own.run(tape, 2)
+        assert (late[0], errors[0]) == (0, 0)
+        assert (counts == run).all()
+
+
+def test_idle_workers_sleep_and_wake_up_for_the_next_tape(own: Workers) -> None:
+    meeting = Meeting(4)
+    for _ in range(5):
+        assert meeting.takes_place(own, 4)
+        until(lambda: sleeping(own) == 3)
+    before = time.process_time()
+    time.sleep(0.1)
+    assert time.process_time() - before < 0.05
+
+
+def test_workers_take_part_after_the_number_of_a_run_has_wrapped_around() -> None:
+    own = Workers()
+    own._state[run_tape._RUN : run_tape._RUN + 8].view(np.int64)[0] = run_tape._NUMBERS - 2
+    counted, meeting = Counted(0, 100), Meeting(2)
+    for _ in range(5):
+        assert meeting.takes_place(own, 2)
+        counted.run(2, on=own)
+    counted.check(5)
+    assert field(own, run_tape._RUN) < 10
+
+
+def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
+    """The first caller's tape waits for a flag; the others come one after another."""
+    flag, late, order = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    places = np.zeros(5, np.int64)
+
+    def emit(e: Emitter, order: Value, place: Value, begin: Value, end: Value, scratch: Value) -> None:
+        e.store(e.load(order, I64), place)
+        e.add_atomic(order, e.i64(1))
+
+    take_place = Kernel("test_order", emit, ("order", "place"))
+    first = Tape([launch(AWAIT, 1, 1, (flag, late), (1, 0, POLLS))])
+    tapes = [Tape([launch(take_place, 1, 1, (order, places[i:]), ())]) for i in range(5)]
+    begun = field(own, run_tape._NEXT)
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(own.run, first, 2)]
+        until(lambda: field(own, run_tape._NEXT) == begun + 1)
+        for number, tape in enumerate(tapes):
+            calls.append(pool.submit(own.run, tape, 2))
+            until(lambda number=number: field(own, run_tape._NEXT) == begun + 2 + number)
+        flag[0] = 1
+        for call in calls:
+            call.result(PATIENCE)
+    assert late[0] == 0
+    assert places.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_threads_that_cannot_be_started_are_done_without(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    own, start, tries = Workers(), threading.Thread.start, []
+
+    def refused(thread: threading.Thread) -> None:
+        tries.append(thread)
+        if len(tries) > 1:
+            raise error
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    counted = Counted(1, 200)
+    counted.run(4, times=5, on=own)
+    counted.check(5)
+    assert own.start(4) == 2
+    assert len(tries) == 2  # not tried at each run
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer signals")
+def test_a_tape_is_completed_before_ctrl_c_is_raised(own: Workers) -> None:
+    counted, times = Counted(2, 2000), 0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def run_until_interrupted(seconds: float) -> None:
+        nonlocal times
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            times += 1
+            counted.run(3, on=own)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(30):
+            with pytest.raises(KeyboardInterrupt):
+                run_until_interrupted(0.0005 + 0.0001 * number)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    ran = set(map(int, np.concatenate(counted.counts)))
+    assert len(ran) == 1, "a run was left in the middle"
+    assert counted.errors[0] == 0
+    assert times - 30 <= ran.pop() <= times  # the exception may come before a run begins
+    counted.run(3, on=own)
+
+
+@needs_fork
+def test_a_child_forked_between_runs_has_its_own_workers(own: Workers) -> None:
+    meeting, counted = Meeting(3), Counted(3, 500)
+    counted.run(3, on=own)
+
+    def work() -> bool:
+        counted.run(3, times=3, on=own)
+        counted.check(4)
+        return meeting.takes_place(own, 3)
+
+    child = begun_in_child(work)
+    counted.run(3, times=2, on=own)
+    assert child() is True
+    counted.check(3)
+    assert meeting.takes_place(own, 3)
+
+
+@needs_fork
+def test_a_child_forked_during_a_run_has_its_own_workers(own: Workers) -> None:
+    flag, late = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    waiting = Tape([launch(AWAIT, 2, 1, (flag, late), (2, 0, POLLS))])
+    meeting = Meeting(3)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(own.run, waiting, 2)
+        until(lambda: flag[0] == 1)  # all but the unit that waits
+        child = begun_in_child(lambda: meeting.takes_place(own, 3))
+        assert child() is True
+        flag[0] = 2
+        call.result(PATIENCE)
+    assert late[0] == 0
+    assert meeting.takes_place(own, 3)
+
+
+def test_the_interpreter_ends_while_workers_and_other_threads_run() -> None:
+    script = """
+        import threading
+        from tests.backends.native.test_workers import Counted
+        begun = threading.Event()
+        def forever():
+            counted = Counted(0, 100)
+            while True:
+                counted.run(3)
+                begun.set()
+        threading.Thread(target=forever, daemon=True).start()
+        counted = Counted(1, 100)
+        counted.run(3, times=20)
+        assert begun.wait(60)
+        counted.check(20)
+        print("done")
+    """
+    for _ in range(2):
+        command = [sys.executable, "-c", textwrap.dedent(script)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
