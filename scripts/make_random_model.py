@@ -1,0 +1,203 @@
+"""`python -m scripts.make_random_model --shape SHAPE --type TYPE OUT.gguf`: a model with random weights, to time.
+
+Its matrices have the sizes and the weight formats of a real model, so that engines take the time that they take for
+that one. Its text means nothing. The tokenizer is that of the demonstration model, and is filled up with unused tokens
+to the vocabulary of the shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from tqdm import tqdm
+
+from model_loaders import LoadError
+from model_loaders.demo import demo_model
+
+_TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model."""
+
+    arch: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int  # at least; that of the tokenizer if it is larger
+    context: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied: bool = False  # the embedding is the head, too
+    qkv_bias: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+SHAPES = {
+    # The context of the original is 2,048.
+    "tinyllama-1.1b": Shape("llama", 22, 2048, 5632, 32, 4, 32_000, 8192),
+    "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 8960, 12, 2, 151_936, 32_768, 1e6, 1e-6, tied=True, qkv_bias=True),
+}
+# Type of the command line → the type of most matrices, and of those that matter most.
+TYPES = {"q4_k": (Type.Q4_K, Type.Q6_K), "q8_0": (Type.Q8_0, Type.Q8_0)}
+_FILE_TYPES = {"q4_k": gguf.LlamaFileType.MOSTLY_Q4_K_M, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.make_random_model", description=__doc__.split("\n")[2])
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--type", choices=TYPES, required=True, help="q4_k is the mixture Q4_K_M")
+    parser.add_argument("out", type=Path, metavar="OUT.gguf")
+    options = parser.parse_args()
+    try:
+        write(options.out, options.shape, SHAPES[options.shape], options.type, demo_model())
+    except (LoadError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write(out: Path, name: str, shape: Shape, kind: str, tokenizer: Path) -> None:
+    """Write a model of `shape` to `out`. kind: a key of TYPES. tokenizer: a .gguf file that has the tokenizer."""
+    writer = gguf.GGUFWriter(out, shape.arch)
+    writer.add_name(f"Random {name}")
+    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    vocabulary = _copy_tokenizer(writer, tokenizer, shape.vocabulary)
+    tensors = list(_tensors(shape, kind, vocabulary))
+    for tensor, rows, columns, type in tensors:
+        writer.add_tensor_info(tensor, *_stored(rows, columns, type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    rng = np.random.default_rng(0)
+    total = sum(_stored(rows, columns, type)[2] for _, rows, columns, type in tensors)
+    with tqdm(total=total, desc=f"Writing {out.name}", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        for tensor, rows, columns, type in tensors:
+            data = _norm_or_bias(tensor, columns) if rows == 0 else random_blocks(rng, rows, columns, type)
+            writer.write_tensor_data(data)
+            bar.update(data.nbytes)
+    writer.close()
+
+
+def _copy_tokenizer(writer: gguf.GGUFWriter, path: Path, vocabulary: int) -> int:
+    """Copy all about the tokenizer, with tokens up to `vocabulary` that stand for nothing → the number of tokens."""
+    fields = {name: field for name, field in gguf.GGUFReader(path).fields.items() if name.startswith("tokenizer.")}
+    values = {name: field.contents() for name, field in fields.items()}
+    tokens = values[_TOKENS]
+    more = range(len(tokens), vocabulary)
+    values[_TOKENS] = [*tokens, *(f"<unused{i}>" for i in more)]
+    values[_TOKEN_TYPES] = [*values[_TOKEN_TYPES], *(int(gguf.TokenType.UNUSED) for _ in more)]
+    for name, field in fields.items():
+        writer.add_key_value(name, values[name], field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    return max(len(tokens), vocabulary)
+
+
+def _tensors(shape: Shape, kind: str, vocabulary: int) -> Iterator[tuple[str, int, int, Type]]:
+    """(name, rows, columns, type) of every tensor; a vector has 0 rows."""
+    usual, better = TYPES[kind]
+    kv = shape.kv_heads * shape.head_dim
+    yield "token_embd.weight", vocabulary, shape.hidden, better if shape.tied else usual
+    for layer in range(shape.layers):
+        mixed = better if _has_better_matrices(layer, shape.layers) else usual
+        for name, rows, columns, type in (
+            ("attn_norm.weight", 0, shape.hidden, Type.F32),
+            ("attn_q.weight", shape.hidden, shape.hidden, usual),
+            ("attn_k.weight", kv, shape.hidden, usual),
+            ("attn_v.weight", kv, shape.hidden, mixed),
+            ("attn_output.weight", shape.hidden, shape.hidden, usual),
+            ("ffn_norm.weight", 0, shape.hidden, Type.F32),
+            ("ffn_gate.weight", shape.ffn, shape.hidden, usual),
+            ("ffn_up.weight", shape.ffn, shape.hidden, usual),
+            ("ffn_down.weight", shape.hidden, shape.ffn, mixed),
+        ):
+            yield f"blk.{layer}.{name}", rows, columns, type
+        if shape.qkv_bias:
+            for part, length in (("q", shape.hidden), ("k", kv), ("v", kv)):
+                yield f"blk.{layer}.attn_{part}.bias", 0, length, Type.F32
+    yield "output_norm.weight", 0, shape.hidden, Type.F32
+    if not shape.tied:
+        yield "output.weight", vocabulary, shape.hidden, better
+
+
+def _has_better_matrices(layer: int, layers: int) -> bool:
+    """Whether values and the down projection of a layer have more bits in Q4_K_M: those of about half of the layers."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _stored(rows: int, columns: int, type: Type) -> tuple[list[int], np.dtype, int, Type]:
+    """The shape in bytes, its dtype, the number of bytes and the type, as the writer wants them."""
+    if rows == 0:
+        return [columns], np.dtype(np.float32), 4 * columns, type
+    values, nbytes = gguf.GGML_QUANT_SIZES[type]
+    row = columns // values * nbytes
+    return [rows, row], np.dtype(np.uint8), rows * row, type
+
+
+def _norm_or_bias(name: str, length: int) -> np.ndarray:
+    return np.full(length, name.endswith("norm.weight"), np.float32)
+
+
+def random_blocks(rng: np.random.Generator, rows: int, columns: int, type: Type) -> np.ndarray:
+    """A matrix of random blocks: (rows, bytes of a row) uint8. Its values have a mean near 0 and variance 1/columns."""
+    values, nbytes = gguf.GGML_QUANT_SIZES[type]
+    blocks = rng.integers(256, size=(rows, columns // values, nbytes), dtype=np.uint8)
+    _SCALES[type](rng, blocks, columns**-0.5)
+    return blocks.reshape(rows, -1)
+
+
+def _scale_q8_0(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    """d, then 32 int8: all 256 of them have a standard deviation of 74."""
+    _set_half(blocks, 0, size / 74)
+
+
+def _scale_q4_k(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    """d and dmin, then scales and minima of 6 bits. Values are d · scale · q − dmin · minimum; the mean of q is 7.5."""
+    _set_half(blocks, 0, size / 257)
+    _set_half(blocks, 2, 7.5 * size / 257)
+
+
+def _scale_q6_k(rng: np.random.Generator, blocks: np.ndarray, size: float) -> None:
+    """192 bytes of codes, 16 int8 scales, d. Values are d · scale · (q − 32); q has a standard deviation of 18.5."""
+    scales = rng.integers(20, 60, size=blocks[..., 192:208].shape)
+    blocks[..., 192:208] = scales
+    _set_half(blocks, 208, size / (18.5 * float(np.sqrt(np.mean(scales**2)))))
+
+
+def _set_half(blocks: np.ndarray, at: int, value: float) -> None:
+    blocks[..., at : at + 2] = np.array(value, "<f2").reshape(1).view(np.uint8)
+
+
+_SCALES: dict[Type, Callable[[np.random.Generator, np.ndarray, float], None]] = {
+    Type.Q8_0: _scale_q8_0,
+    Type.Q4_K: _scale_q4_k,
+    Type.Q6_K: _scale_q6_k,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""A .gguf file with random weights that takes milliseconds to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+from tokenizers import pre_tokenizers
+
+from scripts.make_random_model import Shape, write
+
+TINY = Shape("llama", 2, 256, 512, 4, 2, 262, 512)
+_CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+
+
+def random_model(folder: Path) -> Path:
+    """The path of a model of shape TINY in Q8_0."""
+    path = folder / "random-Q8_0.gguf"
+    write(path, "tiny", TINY, "q8_0", tokenizer_file(folder))
+    return path
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """A .gguf file with nothing but a tokenizer of bytes, 262 tokens in all."""
+    path = folder / "tokenizer.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    spelt = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "he"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*_CONTROL, *spelt])
+    writer.add_token_types([int(gguf.TokenType.CONTROL)] * len(_CONTROL) + [int(gguf.TokenType.NORMAL)] * len(spelt))
+    writer.add_token_merges(["t h", "h e"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
