@@ -79,7 +79,7 @@ class HeadOps:
         self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows, _, dim = qkv.shape
-        k, v = (np.empty((rows, transform.kv_heads, dim), np.float32) for _ in range(2))
+        k, v = (self._launch.empty((rows, transform.kv_heads, dim)) for _ in range(2))
         strides = k.strides[0], k.strides[1]
         return self._transform(qkv, rope, transform, norms, (k, v), strides), k, v
 
@@ -115,7 +115,7 @@ class HeadOps:
         rows, heads, dim = qkv.shape
         kv_heads = prepared.kv_heads
         queries = heads - 2 * kv_heads
-        q = np.empty((rows, queries, dim), np.float32)
+        q = self._launch.empty((rows, queries, dim))
         factors = prepared.key_factor, prepared.value_factor
         spec = Heads(
             dim,

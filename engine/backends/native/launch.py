@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from engine.backends.native.buffers import Buffers, is_leased
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.library import library
 from engine.backends.native.target import best
@@ -36,6 +37,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.launches: list[_Recorded] = []
+        self.buffers = Buffers()
         self.result: Any = None
         self._tape: Tape | None = None
         self._varying: list[tuple[int, Callable[[], int]]] = []
@@ -63,6 +65,15 @@ class Launcher:
         self.library = library(self.level)
         self._workers = workers()
         self._recording: Recording | None = None
+        self._buffers = Buffers()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        """An array with arbitrary contents, for the result of an op.
+
+        In a recording its memory belongs to the recording, and launches after the last that uses it may use it again.
+        """
+        buffers = self._buffers if self._recording is None else self._recording.buffers
+        return buffers.empty(shape, dtype)
 
     def __call__(
         self,
@@ -84,7 +95,8 @@ class Launcher:
             now = units if isinstance(units, int) else units()
             grain = max(1, now // (_CHUNKS * self.threads))
         if self._recording is not None:
-            self._recording.launches.append(_Recorded(kernel, arguments, units, grain, tuple(pointers)))
+            keep = tuple(p for p in pointers if not (isinstance(p, np.ndarray) and is_leased(p)))
+            self._recording.launches.append(_Recorded(kernel, arguments, units, grain, keep))
             return
         count = units if isinstance(units, int) else units()
         if count:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.native import tiles
+from engine.backends.native.buffers import aligned
 from engine.backends.native.kernels.activations import panel_bytes, quantize_rows
 from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
 from engine.backends.native.kernels.rows import gate, norm_rows
 from engine.backends.native.launch import Launcher
-from engine.backends.native.workers import aligned
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 
 _SLAB_BYTES = 1 << 20  # of a file that are packed at a time
@@ -53,15 +53,16 @@ class LinearOps:
         for part in parts:
             own = np.arange(max(start, first), min(stop, first + part.shape[0])) - first
             first += part.shape[0]
-            out.append(self._dequantize(part, own.astype(np.int32), 1.0))
-        return np.concatenate(out)
+            values = np.empty((len(own), part.shape[1]), np.float32)
+            out.append(self._dequantize(part, own.astype(np.int32), 1.0, values))
+        return out[0] if len(out) == 1 else np.concatenate(out)
 
     def embed(self, table: Matrix, ids: np.ndarray, scale: float = 1.0) -> np.ndarray:
-        return self._dequantize(table, ids, scale)
+        return self._dequantize(table, ids, scale, self._launch.empty((len(ids), table.shape[1])))
 
-    def _dequantize(self, matrix: Matrix, ids: np.ndarray, factor: float) -> np.ndarray:
+    def _dequantize(self, matrix: Matrix, ids: np.ndarray, factor: float, out: np.ndarray) -> np.ndarray:
+        """Rows `ids` times `factor`, in `out`."""
         columns, memory = matrix.shape[1], matrix.data.memory
-        out = np.empty((len(ids), columns), np.float32)
         integers = columns // matrix.format.values, memory.shape[1], columns
         self._launch(dequantize_rows(matrix.format), len(ids), (memory, ids, out), integers, (factor,))
         return out
@@ -80,7 +81,7 @@ class LinearOps:
         recorded: bool = False,
     ) -> np.ndarray:
         at_once = rows_at_once(len(x), self._launch.level.lanes)
-        y = np.empty((len(x), w.shape[0]), np.float32) if residual is None else residual
+        y = self._launch.empty((len(x), w.shape[0])) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
         first = 0
         for part in w.parts:
@@ -96,13 +97,13 @@ class LinearOps:
             first += outputs
         if activation is None:
             return y
-        out = np.empty((len(x), y.shape[1] // 2), np.float32)
+        out = self._launch.empty((len(x), y.shape[1] // 2))
         self._launch(gate(activation), len(x), (y, out), (out.shape[1],))
         return out
 
     def _quantized(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int) -> np.ndarray:
         """x in panels of `quantize_rows`."""
-        out = np.zeros((-(-len(x) // at_once), panel_bytes(x.shape[1], at_once)), np.uint8)
+        out = self._launch.empty((-(-len(x) // at_once), panel_bytes(x.shape[1], at_once)), np.uint8)
         weight, eps = norm or (0, 0.0)
         kernel = quantize_rows(norm is not None, at_once)
         self._launch(kernel, len(x), (x, weight, out), (x.shape[1], x.strides[0]), (eps,))
@@ -113,7 +114,7 @@ class LinearOps:
         rows = -(-len(x) // at_once) * at_once
         if norm is None and rows == len(x):
             return x
-        out = np.zeros((rows, x.shape[1]), np.float32)
+        out = self._launch.empty((rows, x.shape[1]))
         self._norm(x, out, norm)
         return out
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.native.workers import aligned
+from engine.backends.native.buffers import aligned
 from engine.backends.ops import STEP_ROWS, SpanView
 
 _LEAST_IDS = 16

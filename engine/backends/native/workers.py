@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.backends.native.buffers import aligned
 from engine.backends.native.compiler import LoadedObject, compile_object
 from engine.backends.native.run_tape import MOST_ENTRIES, RUN, SERVE, STATE_BYTES, set_up
 from engine.backends.native.target import best
@@ -100,13 +101,6 @@ class Workers:
             self.start(threads)
         arguments = _RunArguments(self._state.ctypes.data, tape.address, len(tape.units), threads)
         self._run(arguments, 0, 0, self._scratch.ctypes.data)
-
-
-def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:
-    """Zeroed bytes at an aligned address: uint8 (nbytes,)."""
-    whole = np.zeros(nbytes + alignment, np.uint8)
-    first = -whole.ctypes.data % alignment
-    return whole[first : first + nbytes]
 
 
 _of_this_process: list[Workers] = []

@@ -1,0 +1,36 @@
+"""Memory for results returns to its pool when the last view of it is gone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.backends.native.buffers import MOST, Buffers, aligned, is_leased
+
+
+def test_memory_is_used_again_once_no_view_is_left() -> None:
+    buffers = Buffers()
+    x = buffers.empty((300, 7))
+    address, view = x.ctypes.data, x[5:].reshape(-1)[3:]
+    del x
+    other = buffers.empty((300, 7))
+    assert other.ctypes.data != address
+    view[:] = 1
+    del view
+    assert buffers.empty((300, 7)).ctypes.data == address
+    assert buffers.nbytes < 2.5 * other.nbytes + 3 * 4096
+
+
+def test_memory_of_great_size_is_not_kept() -> None:
+    buffers = Buffers()
+    buffers.empty((MOST + 1,), np.uint8)
+    assert buffers.nbytes == 0
+
+
+def test_leases_are_aligned_and_told_from_other_arrays() -> None:
+    buffers = Buffers()
+    x = buffers.empty((3, 5), np.int16)
+    assert (x.shape, x.dtype, x.ctypes.data % 64) == ((3, 5), np.int16, 0)
+    assert is_leased(x)
+    assert is_leased(x[1:].T)
+    assert not is_leased(aligned(10)[2:])
+    assert buffers.empty((0, 4)).shape == (0, 4)
