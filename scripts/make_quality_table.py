@@ -65,6 +65,17 @@ def key_bias_table() -> str:
     return "\n".join([*lines, "", _source(measured, measured["exact_perplexity"])])
 
 
+def weights_table() -> str:
+    """Perplexity and KL of a model whose matrices were converted, from the matrices as stored."""
+    measured = newest(f"weights-{DEMO}")
+    full = measured["exact_perplexity"]
+    lines = ["| Weights | bits/weight | perplexity, KL |", "|---|---|---|"]
+    lines.append(f"| as stored ({measured['weights']}) | {measured['stored_bits']:.2f} | |")
+    for row in sorted(measured["weight_rows"], key=lambda row: -row["bits_per_weight"]):
+        lines.append(f"| `{row['type']}` | {row['bits_per_weight']:.2f} | {_cost(row, full)} |")
+    return "\n".join([*lines, "", _source(measured, full, "with the weights as stored")])
+
+
 def needle_table() -> str:
     """How many needles were found, as served, by type and length of the prompt."""
     files = [newest(f"needle-{DEMO}"), newest(f"needle-{DEMO}-more")]
@@ -124,11 +135,11 @@ def _cost(row: Measured, full: float) -> str:
     return f"{100 * (row['perplexity'] / full - 1):+.1f} %, {row['kl_mean']:.2g}"
 
 
-def _source(measured: Measured, full: float) -> str:
+def _source(measured: Measured, full: float, of_what: str = "in full precision") -> str:
     windows = "1 window" if measured["windows"] == 1 else f"{measured['windows']} windows"
     return (
         f"{measured['model']} on {measured['text']}, {windows} of {measured['window']:,} tokens, "
-        f"perplexity {full:.2f} in full precision; measured on {measured['date']} with\n`{measured['command']}`."
+        f"perplexity {full:.2f} {of_what}; measured on {measured['date']} with\n`{measured['command']}`."
     )
 
 
@@ -139,6 +150,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "quality": lambda: quality_table(newest(f"quality-{DEMO}")),
         "ablation": ablation_table,
         "key bias": key_bias_table,
+        "weights": weights_table,
         "needle": needle_table,
     },
 }

@@ -55,7 +55,8 @@ class StoredMatrix(Protocol):
     """A matrix in a file that has not been read yet."""
 
     @property
-    def format(self) -> WeightFormat: ...
+    def format(self) -> WeightFormat:
+        """The file's, or the one that the matrix is converted to as it is read."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,8 +66,8 @@ class StoredMatrix(Protocol):
         """Write the whole matrix to `out` (out, in) float32, C-contiguous."""
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """All rows in order, as many at a time as fit into `nbytes`, at least one → their slice, and their bytes in the
-        file's format, uint8 (rows, bytes of a row), valid until the next."""
+        """All rows in order, as many at a time as fit into `nbytes`, at least one → their slice, and their bytes in
+        `format`, uint8 (rows, bytes of a row), valid until the next."""
 
 
 @cache
