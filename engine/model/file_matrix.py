@@ -70,7 +70,12 @@ def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None)
     if wanted is not None:
         return nearest(wanted, stored, columns)
     kept = stored_as(stored)
-    return kept if find(stored) or ops.matrix_bytes(kept, kept.values) == kept.nbytes else get("f32")
+    return kept if find(stored) or _keeps(ops, kept) else get("f32")
+
+
+def _keeps(ops: Ops, format: WeightFormat) -> bool:
+    """Whether `ops` does not widen matrices of this format, to half precision or float32."""
+    return ops.matrix_bytes(format, format.values) < 2 * format.values
 
 
 def nearest(wanted: WeightFormat, stored: str, columns: int) -> WeightFormat:

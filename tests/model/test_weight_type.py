@@ -31,12 +31,10 @@ DOWN, EMBEDDING, HEAD = "model.layers.1.mlp.down_proj.weight", "model.embed_toke
 
 
 class InPlace(NumpyOps):
-    """A backend that keeps the bytes of the formats that it is told, as far as sizes say."""
-
-    kept: tuple[str, ...] = ("q8_0",)
+    """A backend that says that it keeps formats; it widens them like NumPy's."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
-        return format.size(count) if format.name in self.kept else 4 * count
+        return format.size(count)
 
 
 def converted(source: WeightSource, name: str, to: str) -> np.ndarray:
@@ -102,6 +100,26 @@ def test_types_without_a_format_become_q8_0_where_that_is_read_in_place(dtype: s
     np.testing.assert_array_equal(weights.embedding.data, converted(source, EMBEDDING, "q8_0"))
     elsewhere = load_weights(NumpyOps(), config, source)
     np.testing.assert_array_equal(elsewhere.embedding.data, read(source, EMBEDDING))
+    source.close()
+
+
+@pytest.mark.parametrize("weight_type", [None, "q4_0", "bf16"])
+@pytest.mark.parametrize("dtype", ["IQ2_XS", "Q4_K"])
+def test_the_compiled_backend_gets_the_same_values(dtype: str, weight_type: str | None, tmp_path: Path) -> None:
+    """In the format that a matrix is to have, with the rows of q and k in order."""
+    pytest.importorskip("llvmlite")
+    from engine.backends.native.ops import NativeOps
+
+    quantized_model(tmp_path / "model.gguf", dtype)
+    config, source, _ = open_weights(tmp_path / "model.gguf")
+    native = NativeOps(1)
+    weights = load_weights(native, config, source, None, weight_type and get(weight_type))
+    wanted = weight_type or {"IQ2_XS": "q8_0", "Q4_K": "q4_k"}[dtype]
+    qkv = weights.layers[0].qkv
+    assert {part.format.name for part in (*qkv.parts, weights.embedding, *weights.head.parts)} == {wanted}
+    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+    values = np.concatenate([read(source, n) if wanted == "q4_k" else converted(source, n, wanted) for n in names])
+    np.testing.assert_allclose(native.rows(qkv), values, rtol=1e-6, atol=1e-5 * np.abs(values).max())
     source.close()
 
 
