@@ -10,6 +10,7 @@ import numpy as np
 from engine.backends.hadamard import hadamard_signs
 from engine.backends.native.kernels.heads import Heads, transform
 from engine.backends.native.launch import Launcher
+from engine.backends.native.spans import StepTable
 from engine.backends.numpy.attention import LayerCache
 from engine.backends.ops import HeadTransform, SpanView
 
@@ -89,13 +90,13 @@ class HeadOps:
         rope: Rope,
         transform: PreparedTransform,
         cache: LayerCache,
-        spans: Sequence[SpanView],
+        spans: StepTable | Sequence[SpanView],
         norms: Norms = None,
     ) -> np.ndarray:
         if spans[0].current.buffer is None:
+            table = spans if isinstance(spans, StepTable) else StepTable(spans, cache.format.block_size)
             full = cache.full_k, cache.full_v
-            places = _places(spans, cache.format.block_size)
-            return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], places)
+            return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], table.places)
         (span,) = spans
         first = span.position - span.current_start
         k, v = (side[:, first:] for side in cache.full(span.current))
@@ -135,17 +136,6 @@ class HeadOps:
 
 def _or_none(array: np.ndarray | None) -> np.ndarray | int:
     return 0 if array is None else array
-
-
-def _places(spans: Sequence[SpanView], block_size: int) -> np.ndarray:
-    """Slot and offset in it of each row of a step: (T, 2) int64."""
-    places = []
-    for span in spans:
-        first = span.position - span.current_start
-        numbers, offsets = np.divmod(np.arange(first, first + span.rows.stop - span.rows.start), block_size)
-        slots = np.array([span.current.block, *span.following])[numbers]
-        places.append(np.stack([slots, offsets], axis=1))
-    return np.concatenate(places, dtype=np.int64)
 
 
 def _rotation(matrix: np.ndarray) -> Rotation:

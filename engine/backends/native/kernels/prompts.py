@@ -1,0 +1,309 @@
+"""Attention of many rows of one sequence over float32 keys and values, with online softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.rotation import pieces, rotate
+from engine.backends.native.values import F32, I32, I64, POINTER, Value, vector
+from engine.backends.native.workers import SCRATCH
+
+KEYS = 64  # of a tile
+MOST_QUERIES = 192  # of a unit
+SEGMENT_FIELDS = 5
+_AT_ONCE = 6  # queries whose sums stay in registers
+_NONE = -1e30  # the maximum of no scores
+_F16 = vector(F32, 16)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a kernel is specialized for: head dim; whether results are scaled; the order of their rotation back."""
+
+    dim: int
+    is_scaled: bool = False
+    order: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"prompt_attention_{self.dim}_{'scaled' * self.is_scaled}{self.order}"
+
+
+class _Scratch:
+    """Where things lie in the scratch of a unit, in bytes.
+
+    keys (D, KEYS): a tile, transposed. weights (_AT_ONCE, KEYS): scores, then their exponentials. fade (16,): the
+    factors of older sums. Of each query: position () int64, query (D,), scaled, mix (D,): weighted values; top (),
+    total (): maximum of its scores, and sum of its weights.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.end = 0
+        self.keys = self._room(KEYS * dim)
+        self.weights = self._room(_AT_ONCE * KEYS)
+        self.fade = self._room(16)
+        self.position = self._room(2 * MOST_QUERIES)
+        self.query = self._room(MOST_QUERIES * dim)
+        self.mix = self._room(MOST_QUERIES * dim)
+        self.top = self._room(MOST_QUERIES)
+        self.total = self._room(MOST_QUERIES)
+
+    def _room(self, numbers: int) -> int:
+        start = self.end
+        self.end += -(-numbers // 16) * 64
+        return start
+
+
+def supports(dim: int, group: int) -> bool:
+    """Whether a kernel exists for this head dim, and this number of queries per KV head."""
+    return group <= MOST_QUERIES and _Scratch(dim).end <= SCRATCH
+
+
+@cache
+def attend(spec: Prompt) -> Kernel:
+    """Attention of q (T, H, D) over segments of keys and values → out (T, H, D); unit by KV head and `tile` rows.
+
+    Row t has `position` + t and sees keys at positions up to its own, and after that minus `window`. group: H / K.
+    tile · group is at most MOST_QUERIES. scale: multiplies the scores. segments (…, SEGMENT_FIELDS) int64: address of
+    k, address of v, bytes from head to head, position of the first token, tokens; a token's D channels follow those of
+    the token before it. Segments have a token at least.
+    Several launches may attend to the segments of a sequence, one after another: is_first, is_last. Until the last one,
+    top and total (T, H) and out have the maximum, the sum of weights and the weighted sum. The last multiplies the
+    result by scale_back (H,), and rotates it: before (D,) and rotation are those of a `Rotation`.
+    """
+    place, row_bytes = _Scratch(spec.dim), 4 * spec.dim
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        q, out, segments, top, total, scale_back, before, rotation, *rest = args
+        rows, group, kv_heads, tile, position, count, window, is_first, is_last, scale = rest
+        unit_state = _Unit(e, spec, place, scratch)
+        with e.loop(begin, end) as unit:
+            head, first_row = unit % kv_heads, unit // kv_heads * tile
+            own_rows = e.least(rows - first_row, tile)
+            queries = own_rows * group
+            first_position = position + first_row
+            last_position = first_position + own_rows - 1
+            with e.loop(0, own_rows) as row, e.loop(0, group) as member:
+                number = ((first_row + row) * kv_heads + head) * group + member
+                unit_state.open(row * group + member, first_position + row, q + number * row_bytes, scale)
+                with e.when(is_first < 1):
+                    unit_state.resume(row * group + member, out + number * row_bytes, top, total, number)
+            unit_state.fill_up(queries, last_position)
+            with e.loop(0, count) as index:
+                segment = segments + index * (8 * SEGMENT_FIELDS)
+                k, v = (e.load(segment, POINTER, 8 * field) for field in (0, 1))
+                head_stride, start, tokens = (e.load(segment, I64, 8 * field) for field in (2, 3, 4))
+                from_key = e.most(first_position - window + 1 - start, 0) // KEYS * KEYS
+                to_key = e.least(tokens, last_position + 1 - start)
+                with e.loop(from_key, to_key, KEYS) as first:
+                    at = head * head_stride + first * row_bytes
+                    left = e.least(tokens - first, KEYS)
+                    unit_state.attend(k + at, v + at, start + first, left, queries, window)
+            with e.loop(0, own_rows) as row, e.loop(0, group) as member:
+                number = ((first_row + row) * kv_heads + head) * group + member
+                target = out + number * row_bytes
+                with e.when(is_last < 1):
+                    unit_state.suspend(row * group + member, target, top, total, number)
+                with e.when(is_last > 0):
+                    own_scale = scale_back + (head * group + member) * 4
+                    unit_state.finish(row * group + member, target, own_scale, before, rotation)
+
+    sizes = "rows", "group", "kv_heads", "tile", "position", "count", "window"
+    integers = *sizes, "is_first", "is_last"
+    pointers = "q", "out", "segments", "top", "total", "scale_back", "before", "rotation"
+    return Kernel(spec.name, emit, pointers, integers, ("scale",), scratch=place.end)
+
+
+class _Unit:
+    """What a unit does with its queries, whose state is in scratch."""
+
+    def __init__(self, e: Emitter, spec: Prompt, place: _Scratch, scratch: Value) -> None:
+        self._e, self._spec, self._dim = e, spec, spec.dim
+        self._keys, self._weights, self._fade = (scratch + at for at in (place.keys, place.weights, place.fade))
+        self._position, self._query, self._mix = (scratch + at for at in (place.position, place.query, place.mix))
+        self._top, self._total = scratch + place.top, scratch + place.total
+        self._rows, self._vectors = {16: (_AT_ONCE, 4), 8: (_AT_ONCE, 1), 4: (2, 1)}[e.level.lanes]
+
+    def _row(self, i: Value) -> tuple[Value, Value]:
+        """Where query i and its weighted sum lie."""
+        return self._query + i * (4 * self._dim), self._mix + i * (4 * self._dim)
+
+    def open(self, i: Value, position: Value, q: Value, scale: Value) -> None:
+        """Query i has no scores yet."""
+        e = self._e
+        query, mix = self._row(i)
+        for first, lanes in pieces(self._dim):
+            e.store(e.load(q, vector(F32, lanes), 4 * first) * scale, query, 4 * first)
+            e.store(e.zero(vector(F32, lanes)), mix, 4 * first)
+        e.store(e.constant(F32, _NONE), self._top + i * 4)
+        e.store(e.constant(F32, 0.0), self._total + i * 4)
+        e.store(position, self._position + i * 8)
+
+    def fill_up(self, queries: Value, position: Value) -> None:
+        """Queries up to a whole number of `_rows`; their results are not read."""
+        e = self._e
+        with e.loop(queries, (queries + (self._rows - 1)) // self._rows * self._rows) as i:
+            self.open(i, position, self._query, e.constant(F32, 0.0))
+
+    def resume(self, i: Value, out: Value, top: Value, total: Value, number: Value) -> None:
+        """Take the state of query i from where an earlier launch has left it."""
+        e = self._e
+        _copy(e, out, self._row(i)[1], self._dim)
+        e.store(e.load(top + number * 4, F32), self._top + i * 4)
+        e.store(e.load(total + number * 4, F32), self._total + i * 4)
+
+    def suspend(self, i: Value, out: Value, top: Value, total: Value, number: Value) -> None:
+        """Leave the state of query i for a later launch."""
+        e = self._e
+        _copy(e, self._row(i)[1], out, self._dim)
+        e.store(e.load(self._top + i * 4, F32), top + number * 4)
+        e.store(e.load(self._total + i * 4, F32), total + number * 4)
+
+    def finish(self, i: Value, out: Value, scale_back: Value, before: Value, rotation: Value) -> None:
+        """The result of query i."""
+        e, mix, order = self._e, self._row(i)[1], self._spec.order
+        total = e.load(self._total + i * 4, F32)
+        factor = e.like(1.0, total) / total
+        if self._spec.is_scaled:
+            factor = factor * e.load(scale_back, F32)
+        for first, lanes in pieces(self._dim):
+            x = e.load(mix, vector(F32, lanes), 4 * first) * factor
+            e.store(x * e.load(before, x.type, 4 * first) if order > 1 else x, mix, 4 * first)
+        rotate(e, mix, out, rotation, self._dim, order)
+
+    def attend(self, k: Value, v: Value, start: Value, tokens: Value, queries: Value, window: Value) -> None:
+        """Attention of all queries to a tile of keys and values, the first of which has position `start`."""
+        e, rows = self._e, self._rows
+        self._transpose(k, tokens)
+        with e.loop(0, queries, rows) as i:
+            at = self._position + i * 8
+            lowest, highest = e.load(at, I64), e.load(at, I64, 8 * (rows - 1))
+            with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
+                query, mix = self._row(i)
+                step = 16 * self._vectors
+                with e.loop(0, KEYS, step) as first:
+                    panel = self._multiply(
+                        query,
+                        4 * self._dim,
+                        self._keys + first * 4,
+                        4 * KEYS,
+                        e.i64(self._dim),
+                        [[e.zero(_F16)] * self._vectors for _ in range(rows)],
+                    )
+                    for row, sums in enumerate(panel):
+                        for number, value in enumerate(sums):
+                            e.store(value, self._weights + first * 4, 4 * (KEYS * row + 16 * number))
+                self._soften(i, start, tokens, window)
+                seen = e.least(highest - start + 1, tokens)
+                for part in _groups(list(pieces(self._dim)), self._vectors):
+                    self._mix_values(mix, v, seen, part)
+
+    def _transpose(self, k: Value, tokens: Value) -> None:
+        """k (tokens, D) → keys (D, KEYS); the last token fills up the tile."""
+        e, row_bytes = self._e, 4 * self._dim
+        with e.loop(0, KEYS, 16) as first:
+            rows = [k + e.least(first + i, tokens - 1) * row_bytes for i in range(16)]
+            target = self._keys + first * 4
+            whole = self._dim // 16 * 16
+            with e.loop(0, whole, 16) as channel:
+                square = _transposed(e, [e.load(row + channel * 4, _F16) for row in rows])
+                for number, column in enumerate(square):
+                    e.store(column, target + channel * (4 * KEYS), 4 * KEYS * number)
+            for rest in range(whole, self._dim):
+                e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)
+
+    def _multiply(
+        self, left: Value, left_stride: int, right: Value, right_stride: int, size: Value, start: list[list[Value]]
+    ) -> list[list[Value]]:
+        """start + left (rows, size) @ right (size, lanes of start), with strides in bytes from row to row."""
+        e = self._e
+        sums = [[e.variable(value) for value in row] for row in start]
+        with e.loop(0, size) as i:
+            at = right + i * right_stride
+            lanes = [value.lanes for value in start[0]]
+            parts = [e.load(at, vector(F32, count), 4 * sum(lanes[:n])) for n, count in enumerate(lanes)]
+            for row, own in enumerate(sums):
+                factor = e.load(left + i * 4, F32, left_stride * row)
+                for part, total in zip(parts, own, strict=True):
+                    total.set(e.fma(part, factor, total.get()))
+        return [[total.get() for total in own] for own in sums]
+
+    def _soften(self, i: Value, start: Value, tokens: Value, window: Value) -> None:
+        """Scores → weights, and the top, total and fade of these queries."""
+        e = self._e
+        integers = vector(I32, 16)
+        keys = [e.constant(integers, list(range(first, first + 16))) for first in range(0, KEYS, 16)]
+        tops, totals = [], []
+        for row in range(self._rows):
+            position = e.load(self._position + i * 8, I64, 8 * row)
+            last = e.most(e.least(position - start, tokens - 1), -1).trunc(I32)
+            first = e.least(e.most(position - start - window + 1, 0), KEYS).trunc(I32)
+            at, seen, scores = self._weights + 4 * KEYS * row, [], []
+            for number, key in enumerate(keys):
+                seen.append((key <= last) & (key >= first))
+                score = e.load(at, _F16, 64 * number)
+                scores.append(e.select(seen[-1], score, e.like(_NONE, score)))
+            before = e.load(self._top + i * 4, F32, 4 * row)
+            top = e.maximum(e.maximum_lanes(_reduced(scores, e.maximum)), before)
+            e.store(before - top, self._fade, 4 * row)
+            weights = [e.select(own, e.exp(score - top), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)]
+            for number, weight in enumerate(weights):
+                e.store(weight, at, 64 * number)
+            tops.append(top)
+            # `exp` of NaN is a number: the sum takes NaN and infinity from the scores.
+            marked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
+            totals.append(e.sum_lanes(_reduced(marked, lambda a, b: a + b)))
+        e.store(e.exp(e.load(self._fade, _F16)), self._fade)
+        for row, (top, total) in enumerate(zip(tops, totals, strict=True)):
+            place, fade = self._total + i * 4, e.load(self._fade, F32, 4 * row)
+            e.store(e.fma(e.load(place, F32, 4 * row), fade, total), place, 4 * row)
+            e.store(top, self._top + i * 4, 4 * row)
+
+    def _mix_values(self, mix: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
+        """Add weights · values of some channels to the faded sums."""
+        e, row_bytes, first = self._e, 4 * self._dim, part[0][0]
+        start = []
+        for row in range(self._rows):
+            fade = e.load(self._fade, F32, 4 * row)
+            start.append(
+                [e.load(mix, vector(F32, lanes), row_bytes * row + 4 * channel) * fade for channel, lanes in part]
+            )
+        sums = self._multiply(self._weights, 4 * KEYS, v + 4 * first, row_bytes, seen, start)
+        for row, own in enumerate(sums):
+            for (channel, _), value in zip(part, own, strict=True):
+                e.store(value, mix, row_bytes * row + 4 * channel)
+
+
+def _copy(e: Emitter, source: Value, target: Value, dim: int) -> None:
+    for first, lanes in pieces(dim):
+        e.store(e.load(source, vector(F32, lanes), 4 * first), target, 4 * first)
+
+
+def _reduced(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
+    """The values combined, by halves."""
+    whole = list(values)
+    while len(whole) > 1:
+        whole = [combine(a, b) for a, b in zip(whole[::2], whole[1::2], strict=True)]
+    return whole[0]
+
+
+def _groups(parts: Sequence[tuple[int, int]], size: int) -> list[Sequence[tuple[int, int]]]:
+    return [parts[first : first + size] for first in range(0, len(parts), size)]
+
+
+def _transposed(e: Emitter, rows: Sequence[Value]) -> list[Value]:
+    """16 vectors of 16 lanes as a matrix, transposed."""
+    square, step = list(rows), 1
+    while step < 16:
+        low = [lane if not lane & step else lane - step + 16 for lane in range(16)]
+        high = [lane + step if not lane & step else lane + 16 for lane in range(16)]
+        for i in range(16):
+            if not i & step:
+                a, b = square[i], square[i + step]
+                square[i], square[i + step] = e.shuffle(a, b, low), e.shuffle(a, b, high)
+        step *= 2
+    return square

@@ -1,0 +1,120 @@
+"""Attention of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.backends.native.heads import NO_ROTATION, PreparedTransform
+from engine.backends.native.kernels.prompts import MOST_QUERIES, Prompt, attend, supports
+from engine.backends.native.launch import Launcher
+from engine.backends.numpy.attention import LayerCache, read_blocks
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import SpanView
+
+_LEAST_QUERIES = 48  # of a unit
+_UNITS = 4  # for each thread, if units have more queries than that
+_DECODED = 4096  # tokens of quantized blocks that are in memory as float32 together
+_NO_WINDOW = 1 << 40  # more than there are positions
+
+
+class _Segment(NamedTuple):
+    """Consecutive keys and values: k, v (K, at least `tokens`, D), the first of them at position `start`."""
+
+    k: np.ndarray
+    v: np.ndarray
+    start: int
+    tokens: int
+
+
+class PromptOps:
+    """Attention of prompts."""
+
+    def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
+        self._launch, self._plain = launch, plain
+
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: LayerCache,
+        spans: Sequence[SpanView],
+        scale: float,
+        window: int | None,
+        transform: PreparedTransform | None = None,
+    ) -> np.ndarray:
+        """In NumPy for steps, and for head dims and groups without a kernel."""
+        is_step = any(span.current.buffer is None for span in spans)
+        if is_step or not supports(q.shape[2], q.shape[1] // cache.format.kv_heads):
+            return self._plain.attention(q, cache, spans, scale, window, transform)
+        out = np.empty(q.shape, np.float32)
+        for span in spans:
+            self._attend(q[span.rows], out[span.rows], cache, span, scale, window or _NO_WINDOW, transform)
+        return out
+
+    def _attend(
+        self,
+        q: np.ndarray,
+        out: np.ndarray,
+        cache: LayerCache,
+        span: SpanView,
+        scale: float,
+        window: int,
+        transform: PreparedTransform | None,
+    ) -> None:
+        """Attention of the rows q (T, H, D) of one sequence → out (T, H, D)."""
+        (rows, heads, dim), kv_heads = q.shape, cache.format.kv_heads
+        group = heads // kv_heads
+        tile = self._tile(rows, group, kv_heads)
+        back = NO_ROTATION if transform is None else transform.back
+        scale_back = None if transform is None else transform.scale_back
+        kernel = attend(Prompt(dim, scale_back is not None, back.order))
+        tops, totals = np.empty((2, rows, heads), np.float32)
+        transforms = [0 if array is None else array for array in (scale_back, back.before)]
+        pending: list[_Segment] = []
+        is_first = True
+
+        def launch(is_last: bool) -> None:
+            table = np.array([(k.ctypes.data, v.ctypes.data, k.strides[0], *rest) for k, v, *rest in pending], np.int64)
+            pointers = q, out, table, tops, totals, *transforms, back.memory
+            integers = rows, group, kv_heads, tile, span.position, len(table), window, is_first, is_last
+            self._launch(kernel, -(-rows // tile) * kv_heads, pointers, integers, (scale,), grain=1)
+
+        oldest = max(0, span.position - window + 1)
+        for segment in _quantized(cache, span, oldest):
+            if pending:
+                launch(is_last=False)
+                is_first = False
+            pending = [segment]
+        pending += _full(cache, span, oldest, span.position + rows)
+        launch(is_last=True)
+
+    def _tile(self, rows: int, group: int, kv_heads: int) -> int:
+        """Rows of a unit. Results do not depend on it."""
+        tile = MOST_QUERIES // group
+        while -(-rows // tile) * kv_heads < _UNITS * self._launch.threads and tile * group >= 2 * _LEAST_QUERIES:
+            tile //= 2
+        return tile
+
+
+def _quantized(cache: LayerCache, span: SpanView, oldest: int) -> Iterator[_Segment]:
+    """The quantized blocks from position `oldest` on, decoded."""
+    size = cache.format.block_size
+    ids = np.asarray(span.table, np.intp)
+    at_once = max(1, _DECODED // size)
+    for first in range(max(0, oldest - span.table_start) // size, len(ids), at_once):
+        k, v, mean = read_blocks(cache, ids[first : first + at_once])
+        if mean is not None:
+            by_block = k.reshape(*mean.shape[:2], size, mean.shape[2])
+            by_block += mean[:, :, None]
+        yield _Segment(k, v, span.table_start + first * size, k.shape[1])
+
+
+def _full(cache: LayerCache, span: SpanView, oldest: int, end: int) -> Iterator[_Segment]:
+    """The keys and values in full precision at positions from `oldest` up to `end`."""
+    size = cache.format.block_size
+    if span.sink is not None and oldest < size:
+        yield _Segment(cache.full_k[span.sink], cache.full_v[span.sink], 0, size)
+    k, v = cache.full(span.current)
+    yield _Segment(k, v, span.current_start, min(end - span.current_start, k.shape[1]))
