@@ -10,7 +10,7 @@ from functools import partial
 from llvmlite import ir
 
 from engine.backends.native.emit import Emitter
-from engine.backends.native.values import I1, I8, I16, I32, I64, Value, vector
+from engine.backends.native.values import I1, I8, I16, I64, POINTER, Value, vector
 
 
 def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
@@ -88,11 +88,14 @@ class Table:
             return e.by_parts(64, self._vbmi, index)
         if e.level.has("avx2"):
             return e.by_parts(4 * e.level.lanes, self._pshufb, index)
-        lanes = ir.Constant(index.type, ir.Undefined)
-        for lane in range(index.lanes):
-            entry = e.load(self._pointer + e.extract(index, lane).zext(I64), I8)
-            lanes = e.builder.insert_element(lanes, entry.ir, ir.Constant(I32, lane))
-        return Value(e, lanes)
+        with e.builder.goto_entry_block():
+            # Through an integer, because llvmlite takes a pointer from `alloca` as one to values of that type only.
+            place = Value(e, e.builder.inttoptr(e.builder.ptrtoint(e.builder.alloca(index.type), I64), POINTER))
+        e.store(index, place)
+        with e.loop(0, index.lanes) as lane:
+            entry = self._pointer + e.load(place + lane, I8).zext(I64)
+            e.store(e.load(entry, I8), place + lane)
+        return e.load(place, index.type)
 
     def _vbmi(self, index: Value) -> Value:
         e, parts = self._e, self._parts

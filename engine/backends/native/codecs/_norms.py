@@ -1,0 +1,30 @@
+"""Norms of the tokens of a tile: one byte, the logarithm of `engine.codecs._norms`, or half precision."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import I8, I16, I32, Value, vector
+
+# Of code 128 ± i, in octaves: i / 32, and beyond 88 more, (i - 88)² / 256.
+_ZERO, _STEP, _KNEE, _CURVE = 128, 1 / 32, 88, 1 / 256
+
+
+def emit_norms(e: Emitter, at: Value, count: int, dtype: np.dtype) -> list[Value]:
+    """`count` norms at `at`, stored as uint8 or float16 → float32, 16 tokens to a vector."""
+    if dtype == np.float16:
+        return [e.half_to_float(e.load(at, vector(I16, 16), 2 * first)) for first in range(0, count, 16)]
+    return [_from_byte(e, e.load(at, vector(I8, 16), first).zext(I32)) for first in range(0, count, 16)]
+
+
+def _from_byte(e: Emitter, code: Value) -> Value:
+    """Computed rather than looked up: a gather of 16 numbers takes longer on most CPUs."""
+    steps = (code - _ZERO).to_float()
+    size = e.absolute(steps)
+    beyond = e.maximum(size - float(_KNEE), 0.0)
+    octaves = e.fma(beyond * beyond, e.like(_CURVE, size), size * _STEP)
+    norm = e.exp(e.select(steps < 0.0, -octaves, octaves) * math.log(2))
+    return e.select(code > 0, norm, e.zero(norm.type))

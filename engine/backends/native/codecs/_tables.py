@@ -1,0 +1,318 @@
+"""Codes that stand for points of a table, and a norm for each token: tiles of keys and of values.
+
+A code stands for 1 or 2 neighbouring channels, so a vector has C = D or D/2 codes. The table has bytes: a point's
+coordinates in 127ths of the largest. Products are sums of bytes times bytes in int32, so a tile is read without
+arithmetic in between, and the only errors beside float32's are those of three roundings:
+
+    the table      half a step, 1/254 of the largest coordinate
+    a query        half a step, 1/254 of its largest channel; 1/128 on CPUs that add two products in 16 bits
+    a weight       times its token's norm: half a step, 1/510 of the largest of the block; 1/256 on such CPUs
+
+Tiles. V vectors of 64 codes, packed by `_packing`, then the norms as the codec has them.
+
+    keys    lanes are tokens: (C/4, N/16) vectors, each of 16 tokens x 4 codes. Nothing is summed across lanes.
+    values  lanes are codes: (C/p, N·p/64) vectors, each of 16/p fours of tokens x p codes x 4 tokens, p = gcd(C, 16)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backends.native.byte_ops import Table, dot4
+from engine.backends.native.codecs._norms import emit_norms
+from engine.backends.native.codecs._packing import Packing
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I8, I32, Value, vector
+
+_F16, _I16 = vector(F32, 16), vector(I32, 16)
+_BIAS = 128  # that makes the table's bytes unsigned
+
+
+@dataclass(frozen=True)
+class CodeTable:
+    """Points (2^bits, width) float32; width: channels of a code."""
+
+    bits: int
+    points: np.ndarray
+
+    @property
+    def width(self) -> int:
+        return int(self.points.shape[1])
+
+    @property
+    def scale(self) -> float:
+        """The value of a step."""
+        return float(np.abs(self.points).max()) / 127
+
+    @property
+    def bytes_(self) -> np.ndarray:
+        """(2^bits, width) int8."""
+        return np.rint(self.points / self.scale).astype(np.int8)
+
+    def emit(self, e: Emitter, bias: int) -> Callable[[list[Value]], list[Value]]:
+        """A function of the vectors of a code, from `Packing.emit` → a vector of bytes for each channel, plus bias."""
+        channels = [(column.astype(np.int16) + bias).astype(np.uint8) for column in self.bytes_.T]
+        tables = [_parts(e, channel) for channel in channels]
+
+        def lookup(code: list[Value]) -> list[Value]:
+            if len(code) == 1:
+                return [parts[0][code[0]] for parts in tables]
+            low, high = code
+            first, second = (high & 1).equals(1), (high & 2).equals(2)
+            found = []
+            for parts in tables:
+                a, b, c, d = (part[low] for part in parts)
+                found.append(e.select(second, e.select(first, d, c), e.select(first, b, a)))
+            return found
+
+        return lookup
+
+
+def _parts(e: Emitter, entries: np.ndarray) -> list[Table]:
+    """Tables of 256 bytes; of fewer if there are fewer."""
+    if len(entries) < 16:
+        entries = np.resize(entries, 16)
+    cuts = [entries[first : first + 256] for first in range(0, len(entries), 256)]
+    return [Table(e, e.constant_bytes(cut.tobytes()), len(cut)) for cut in cuts]
+
+
+@dataclass(frozen=True)
+class TableStore:
+    """How a codec stores codes and norms. norm: the type of the norms.
+
+    split: fields → codes (..., N, C) uint8 or uint16, norms (..., N); join: the inverse.
+    """
+
+    name: str
+    table: CodeTable
+    norm: np.dtype
+    split: Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, np.ndarray]]
+    join: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]
+
+
+class _TableTiles(ABC):
+    """The common part of tiles of keys and of values."""
+
+    _side: str
+
+    def __init__(self, store: TableStore, block_size: int, head_dim: int) -> None:
+        self._store, self._table, self._norm = store, store.table, store.norm
+        self._tokens, self._head_dim = block_size, head_dim
+        self._codes = head_dim // store.table.width
+        self._packing = Packing(store.table.bits)
+        self._vectors = block_size * self._codes // 64
+        self._norms_at = self._packing.nbytes(self._vectors)
+        self._end = self._norms_at + block_size * self._norm.itemsize
+        self.name = f"{store.name}_{self._side}_{block_size}_{head_dim}"
+        self.nbytes = -(-self._end // 64) * 64
+
+    @property
+    @abstractmethod
+    def _cuts(self) -> tuple[int, ...]:
+        """The axes N and C, cut into pieces."""
+
+    _order: tuple[int, ...]  # of these pieces in a tile
+
+    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        codes, norms = self._store.split(fields)
+        lead = norms.shape[:-1]
+        pieces = codes.reshape(*lead, *self._cuts).transpose(*range(len(lead)), *(len(lead) + i for i in self._order))
+        tiles = np.zeros((*lead, self.nbytes), np.uint8)
+        tiles[..., : self._norms_at] = self._packing.pack(pieces.reshape(*lead, self._vectors, 64))
+        tiles[..., self._norms_at : self._end] = np.ascontiguousarray(norms).view(np.uint8)
+        return tiles
+
+    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
+        lead = tiles.shape[:-1]
+        vectors = self._packing.unpack(tiles[..., : self._norms_at], self._vectors)
+        pieces = vectors.reshape(*lead, *(self._cuts[i] for i in self._order))
+        back = (len(lead) + i for i in np.argsort(self._order))
+        codes = pieces.transpose(*range(len(lead)), *back).reshape(*lead, self._tokens, self._codes)
+        norms = np.ascontiguousarray(tiles[..., self._norms_at : self._end]).view(self._norm)
+        return self._store.join(np.ascontiguousarray(codes), norms)
+
+    def _read(self, e: Emitter, at: Value, count: int) -> Iterator[list[Value]]:
+        """The codes of `count` vectors from the beginning of a run. Each run is loaded when it is needed, so that its
+        registers are."""
+        run = self._packing.run
+        dirty = e.level.has("avx512vbmi")  # its lookups ignore the bits above
+        for first in range(0, count, run):
+            start = at + self._packing.nbytes(first) if first else at
+            yield from self._packing.emit(e, start, min(run, count - first), dirty=dirty)
+
+
+class TableKeys(_TableTiles):
+    """Tiles of keys.
+
+    A prepared query: int8 (D,), of each four codes first all first channels, then all second ones; at D rounded up to
+    16, the value of a step times the table's, float32, and -128 times the sum of the bytes, int32.
+    """
+
+    _side = "keys"
+
+    @property
+    def _groups(self) -> int:
+        return self._tokens // 16
+
+    @property
+    def _cuts(self) -> tuple[int, ...]:
+        return self._groups, 16, self._codes // 4, 4
+
+    _order = (2, 0, 1, 3)
+
+    @property
+    def _factor_at(self) -> int:
+        return -(-self._head_dim // 16) * 16
+
+    @property
+    def query_bytes(self) -> int:
+        return -(-(self._factor_at + 8) // 64) * 64
+
+    def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
+        limit = 127.0 if e.level.has_wide_products else 64.0
+        parts = [e.load(q, _F16, 4 * first) for first in range(0, self._factor_at, 16)]
+        top = largest(e, parts)
+        inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
+        lanes = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in range(4)]
+        total = e.zero(_I16)
+        for number, part in enumerate(parts):
+            integers = e.round(part * inverse)
+            total = total + integers
+            if self._table.width == 2:
+                integers = e.shuffle(integers, integers, lanes)
+            e.store(integers.trunc(I8), out, 16 * number)
+        e.store(top * (self._table.scale / limit), out, self._factor_at)
+        e.store(e.sum_lanes(total) * -_BIAS, out, self._factor_at + 4)
+
+    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
+        groups, width = self._groups, self._table.width
+        lookup = self._table.emit(e, _BIAS)
+        starts = [e.broadcast(query, I32, 16, self._factor_at + 4) for query in queries]
+        totals = [[e.variable(start) for _ in range(groups)] for start in starts]
+
+        def add(at: Value, own: Sequence[Value], count: int) -> None:
+            """The products of `count` vectors with queries from their first quad on."""
+            for number, code in enumerate(self._read(e, at, count)):
+                quad, group = divmod(number, groups)
+                for channel, found in enumerate(lookup(code)):
+                    for query, total in zip(own, totals, strict=True):
+                        factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
+                        total[group].set(dot4(e, total[group].get(), found.bits(_I16), factor))
+
+        at_once = math.lcm(self._packing.run, groups)
+        if self._vectors % at_once:
+            add(block, queries, self._vectors)
+        else:
+            with e.loop(0, self._vectors // at_once) as part:
+                offset = part * (at_once // groups * 4 * width)
+                at = block + part * self._packing.nbytes(at_once)
+                add(at, [query + offset for query in queries], at_once)
+        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        for query, target, total in zip(queries, out, totals, strict=True):
+            factor = e.broadcast(query, F32, 16, self._factor_at)
+            for group, norm in enumerate(norms):
+                e.store(total[group].get().to_float() * (norm * factor), target, 64 * group)
+
+
+class TableValues(_TableTiles):
+    """Tiles of values."""
+
+    _side = "values"
+
+    @property
+    def _lanes(self) -> int:
+        """Codes of a vector that stand beside each other, p."""
+        return math.gcd(self._codes, 16)
+
+    @property
+    def _cuts(self) -> tuple[int, ...]:
+        p = self._lanes
+        return self._tokens * p // 64, 16 // p, 4, self._codes // p, p
+
+    _order = (3, 0, 1, 4, 2)
+
+    def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+        chunks, along, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
+        width = self._table.width
+        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        factors = [quantize_weights(e, own, norms) * self._table.scale for own in weights]
+        lookup = self._table.emit(e, 0)
+        totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
+
+        def add(code: list[Value], own: Sequence[Value], place: int) -> None:
+            """The products of a vector with the weights of its tokens: `place` vectors after `own`."""
+            found = lookup(code)
+            for weight, total in zip(own, totals, strict=True):
+                fours = self._weights(e, weight, place)
+                for channel, values in enumerate(found):
+                    total[channel].set(dot4(e, total[channel].get(), fours, values.bits(_I16)))
+
+        def finish(offset: Value | int) -> None:
+            """Add the totals of a chunk to the sums at this offset, and begin again at zero."""
+            for total, factor, target in zip(totals, factors, sums, strict=True):
+                own = [self._folded(e, channel.get()).to_float() for channel in total]
+                self._add_to_sums(e, own, factor, target + offset)
+                for channel in total:
+                    channel.set(e.zero(_I16))
+
+        if along % run:
+            for number, code in enumerate(self._read(e, block, self._vectors)):
+                add(code, weights, number % along)
+                if number % along == along - 1:
+                    finish(number // along * (4 * self._lanes * width))
+            return
+        at_once = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
+        with e.loop(0, chunks) as chunk:
+            start = block + chunk * self._packing.nbytes(along)
+            with e.loop(0, along // at_once) as part:
+                own = [weight + part * (at_once * 64 // self._lanes) for weight in weights]
+                for place, code in enumerate(self._read(e, start + part * self._packing.nbytes(at_once), at_once)):
+                    add(code, own, place)
+            finish(chunk * (4 * self._lanes * width))
+
+    def _weights(self, e: Emitter, weights: Value, place: int) -> Value:
+        """Four weights for each lane of vector `place`."""
+        fours = 16 // self._lanes
+        if fours == 1:
+            return e.broadcast(weights, I32, 16, 4 * place)
+        own = e.load(weights, vector(I32, fours), 4 * fours * place)
+        return e.shuffle(own, own, [lane // self._lanes for lane in range(16)])
+
+    def _folded(self, e: Emitter, total: Value) -> Value:
+        """The sums over all tokens: (p,)."""
+        while total.lanes > self._lanes:
+            half = total.lanes // 2
+            total = e.part(total, 0, half) + e.part(total, half, half)
+        return total
+
+    def _add_to_sums(self, e: Emitter, channels: list[Value], factor: Value, target: Value) -> None:
+        """channels: for each channel of a code, (p,) float32."""
+        p, width = self._lanes, self._table.width
+        for first in range(0, width):
+            order = [p * (i % width) + i // width for i in range(first * p, (first + 1) * p)]
+            both = e.shuffle(channels[0], channels[-1], order)
+            e.store(e.fma(both, factor, e.load(target, both.type, 4 * first * p)), target, 4 * first * p)
+
+
+def largest(e: Emitter, parts: Sequence[Value]) -> Value:
+    """The largest magnitude of vectors of float32."""
+    top = e.absolute(parts[0])
+    for part in parts[1:]:
+        top = e.maximum(top, e.absolute(part))
+    return e.maximum_lanes(top)
+
+
+def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:
+    """Replace the float32 weights, each times its factor ≥ 0 (16 to a vector), by bytes → the value of a step."""
+    limit = 255.0 if e.level.has_wide_products else 128.0
+    parts = [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)]
+    top = largest(e, parts)
+    inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
+    for number, part in enumerate(parts):
+        e.store(e.round(part * inverse).trunc(I8), weights, 16 * number)
+    return top * (1 / limit)

@@ -1,0 +1,123 @@
+"""Tiles under test: random fields, and kernels that score queries and mix values with one tile after another."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("llvmlite")
+
+import numpy as np
+
+from engine.backends.native.codecs import KeyTiles, ValueTiles
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.target import Level, levels
+from engine.backends.native.values import F32, Value, vector
+from engine.backends.native.workers import aligned
+from engine.codecs import Codec
+from tests.backends.native.levels import run
+
+# (head dim, block size, queries that read a block together)
+SIZES = ((64, 64, 3), (48, 16, 2), (128, 64, 4), (80, 64, 1), (8, 128, 4), (96, 16, 3), (16, 64, 1), (256, 64, 2))
+
+
+def sizes(codec: int, level: Level, of_32: bool = False) -> tuple[int, int, int]:
+    """One of the sizes: all of them appear among six levels and a few codecs, and kernels take long to compile."""
+    choices = [size for size in SIZES if not of_32 or size[0] % 32 == 0]
+    return choices[(codec + levels().index(level)) % len(choices)]
+
+
+def random_fields(
+    rng: np.random.Generator, codec: Codec, lead: tuple[int, ...], n: int, d: int
+) -> dict[str, np.ndarray]:
+    """Any bytes; halves are finite, and norms and radii not negative."""
+    fields = {}
+    for name, field in codec.fields(n, d).items():
+        raw = rng.integers(0, 256, (*lead, field.nbytes), np.uint8)
+        fields[name] = raw.view(field.dtype).reshape(*lead, *field.shape)
+        if field.dtype == np.float16:
+            halves = rng.standard_normal(fields[name].shape)
+            fields[name][...] = halves if name == "scale" else np.abs(halves)
+    return fields
+
+
+def in_memory(x: np.ndarray) -> np.ndarray:
+    """The same bytes at an aligned address."""
+    memory = aligned(x.nbytes)
+    memory[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return memory
+
+
+def prepared(tiles: KeyTiles, level: Level, queries: np.ndarray) -> np.ndarray:
+    """queries (H, D) → uint8 (H, query_bytes)."""
+    padded = np.zeros((len(queries), -(-queries.shape[1] // 16) * 16), np.float32)
+    padded[:, : queries.shape[1]] = queries
+
+    def emit(e: Emitter, q: Value, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as head:
+            tiles.emit_query(e, q + head * padded.strides[0], out + head * tiles.query_bytes)
+
+    out = aligned(len(queries) * tiles.query_bytes)
+    run(Kernel(f"query_{tiles.name}", emit, ("q", "out")), level, len(queries), (in_memory(padded), out))
+    return out.reshape(len(queries), -1)
+
+
+def scores_kernel(tiles: KeyTiles, n: int, heads: int) -> Kernel:
+    """Scores of all heads with one tile after another: float32 (blocks, H, N)."""
+
+    def emit(e: Emitter, blocks: Value, queries: Value, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as block:
+            own = [queries + head * tiles.query_bytes for head in range(heads)]
+            targets = [out + (block * heads + head) * (4 * n) for head in range(heads)]
+            tiles.emit_scores(e, blocks + block * tiles.nbytes, own, targets)
+
+    return Kernel(f"scores_{tiles.name}_{heads}", emit, ("blocks", "queries", "out"))
+
+
+def scores(tiles: KeyTiles, level: Level, packed: np.ndarray, queries: np.ndarray, n: int) -> np.ndarray:
+    """packed (blocks, nbytes), queries (H, D) → (blocks, H, N) float32."""
+    out = aligned(4 * len(packed) * len(queries) * n)
+    kernel = scores_kernel(tiles, n, len(queries))
+    run(kernel, level, len(packed), (in_memory(packed), prepared(tiles, level, queries), out))
+    return out.view(np.float32).reshape(len(packed), len(queries), n)
+
+
+def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
+    """The sums of all blocks; weights (blocks, H, N) float32, sums (H, D rounded up to 16)."""
+
+    def emit(e: Emitter, blocks: Value, weights: Value, sums: Value, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as block:
+            own = [scratch + head * (4 * n) for head in range(heads)]
+            for head, target in enumerate(own):
+                for first in range(0, 4 * n, 64):
+                    weight = e.load(weights + (block * heads + head) * (4 * n), vector(F32, 16), first)
+                    e.store(weight, target, first)
+            targets = [sums + head * (4 * -(-d // 16) * 16) for head in range(heads)]
+            tiles.emit_mix(e, blocks + block * tiles.nbytes, own, targets)
+
+    return Kernel(f"mix_{tiles.name}_{heads}", emit, ("blocks", "weights", "sums"))
+
+
+def mixed(tiles: ValueTiles, level: Level, packed: np.ndarray, weights: np.ndarray, d: int) -> np.ndarray:
+    """packed (blocks, nbytes), weights (blocks, H, N) → 7 plus the sums, (H, D) float32."""
+    heads, n = weights.shape[1:]
+    sums = aligned(heads * 4 * -(-d // 16) * 16)
+    sums.view(np.float32)[:] = 7
+    kernel = mix_kernel(tiles, n, d, heads)
+    run(kernel, level, len(packed), (in_memory(packed), in_memory(weights.astype(np.float32)), sums))
+    return sums.view(np.float32).reshape(heads, -1)[:, :d]
+
+
+def check_inverse(tiles: KeyTiles | ValueTiles, fields: dict[str, np.ndarray]) -> None:
+    """`unpack` is the exact inverse of `pack`, and keeps the leading axes."""
+    packed = tiles.pack(fields)
+    lead = next(iter(fields.values())).shape[:2]
+    assert packed.dtype == np.uint8
+    assert packed.shape == (*lead, tiles.nbytes)
+    assert tiles.nbytes % 64 == 0
+    back = tiles.unpack(packed)
+    assert list(back) == list(fields)
+    for name, field in fields.items():
+        assert back[name].dtype == field.dtype
+        assert back[name].shape == field.shape
+        assert back[name].tobytes() == field.tobytes()

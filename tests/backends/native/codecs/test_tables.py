@@ -1,0 +1,173 @@
+"""Tiles of codecs with a table: exact packing, and the int8 arithmetic against float64."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import codecs
+from tests.backends.native.codecs import attend
+from tests.backends.native.levels import every_level
+
+from engine.backends.native import codecs as tiles  # isort: skip
+from engine.backends.native.codecs._tables import CodeTable
+from engine.backends.native.compiler import assembly
+from engine.backends.native.target import LEVELS, Level, levels
+from engine.codecs import Codec
+
+NAMES = ("ring4", "ring3.5", "ring3", "ring5", "ring4+norm16")
+every_codec = pytest.mark.parametrize("name", NAMES)
+
+
+def table_of(codec: Codec) -> CodeTable:
+    found = tiles.keys(codec, 64, 64)
+    assert found is not None
+    return found._table  # type: ignore[attr-defined, no-any-return]
+
+
+def bytes_and_norms(codec: Codec, fields: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The table's bytes of all codes (..., N, D) and the norms (..., N), float64."""
+    n, d = fields["norm"].shape[-1], codec.decode(fields).shape[-1]
+    store = tiles.keys(codec, n, d)._store  # type: ignore[union-attr]
+    codes, norms = store.split(fields)
+    bytes_ = table_of(codec).bytes_[codes].reshape(*codes.shape[:-1], d)
+    return bytes_.astype(np.float64), codec.rounding.norms.unpack(norms).astype(np.float64)  # type: ignore[union-attr]
+
+
+@given(
+    st.sampled_from(NAMES),
+    st.sampled_from([8, 16, 48, 64, 80, 96, 128, 256]),
+    st.sampled_from([16, 48, 64, 128]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_unpacking_gives_back_the_fields(name: str, d: int, n: int, seed: int) -> None:
+    codec = codecs.get(name)
+    fields = attend.random_fields(np.random.default_rng(seed), codec, (2, 3), n, d)
+    for side in (tiles.keys, tiles.values):
+        own = side(codec, n, d)
+        assert own is not None
+        attend.check_inverse(own, fields)
+
+
+@every_codec
+def test_a_tile_takes_the_bytes_of_the_codec(name: str) -> None:
+    """Up to what rounding to 64 bytes adds."""
+    codec = codecs.get(name)
+    stored = sum(field.nbytes for field in codec.fields(64, 128).values())
+    for side in (tiles.keys, tiles.values):
+        own = side(codec, 64, 128)
+        assert own is not None
+        assert stored <= own.nbytes < stored + 64
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_differ_where_layouts_differ(name: str) -> None:
+    codec = codecs.get(name)
+    every = [side(codec, n, d) for side in (tiles.keys, tiles.values) for n in (16, 64) for d in (64, 128)]
+    assert len({own.name for own in every if own is not None}) == len(every)
+
+
+def test_blocks_that_do_not_fill_vectors_have_no_tiles() -> None:
+    assert tiles.keys(codecs.get("ring4"), 24, 64) is None
+    assert tiles.values(codecs.get("ring4"), 24, 64) is None
+
+
+@every_level
+@every_codec
+def test_scores(name: str, level: Level) -> None:
+    """Exact integers, and within half a step of the table and half a step of the query of the decoded keys."""
+    d, n, heads = attend.sizes(NAMES.index(name), level)
+    codec, rng = codecs.get(name), np.random.default_rng(1)
+    fields = attend.random_fields(rng, codec, (3,), n, d)
+    own = tiles.keys(codec, n, d)
+    assert own is not None
+    queries = rng.standard_normal((heads, d)).astype(np.float32)
+    got = attend.scores(own, level, own.pack(fields), queries, n)
+
+    table, limit = table_of(codec), np.float32(127 if level.has_wide_products else 64)
+    bytes_, norms = bytes_and_norms(codec, fields)
+    top = np.abs(queries).max(-1, keepdims=True)
+    rounded = np.rint(queries * (limit / top)).astype(np.float64)
+    step = top[:, 0].astype(np.float64) / limit
+    size = np.einsum("hd,bnd->bhn", np.abs(rounded), np.abs(bytes_)) * (step * table.scale)[:, None] * norms[:, None]
+    model = np.einsum("hd,bnd->bhn", rounded, bytes_) * (step * table.scale)[:, None] * norms[:, None]
+    np.testing.assert_array_less(np.abs(got - model), 1e-6 * size + 1e-12)
+
+    keys = codec.decode(fields).astype(np.float64)
+    exact = np.einsum("hd,bnd->bhn", queries.astype(np.float64), keys)
+    of_table = np.abs(queries).sum(-1)[:, None] * table.scale / 2 * norms[:, None]
+    of_query = np.abs(keys).sum(-1)[:, None] * step[:, None] / 2
+    both = d * table.scale * step[:, None] / 4 * norms[:, None]
+    np.testing.assert_array_less(np.abs(got - exact), 1.001 * (of_table + of_query + both) + 1e-5 * size + 1e-12)
+
+
+@every_level
+def test_a_query_of_zeros(level: Level) -> None:
+    codec = codecs.get("ring4")
+    own = tiles.keys(codec, 16, 16)
+    assert own is not None
+    fields = attend.random_fields(np.random.default_rng(2), codec, (1,), 16, 16)
+    assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
+
+
+@every_level
+@every_codec
+def test_mix(name: str, level: Level) -> None:
+    """Exact integers, and within half a step of the table and of the weights of the mix of the decoded values."""
+    d, n, heads = attend.sizes(NAMES.index(name) + 3, level)
+    codec, rng = codecs.get(name), np.random.default_rng(3)
+    fields = attend.random_fields(rng, codec, (3,), n, d)
+    own = tiles.values(codec, n, d)
+    assert own is not None
+    weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
+    weights[1, 0] = 0
+    got = attend.mixed(own, level, own.pack(fields), weights, d)
+
+    table, limit = table_of(codec), 255 if level.has_wide_products else 128
+    bytes_, norms = bytes_and_norms(codec, fields)
+    scaled = weights * norms[:, None]
+    top = scaled.max(-1, keepdims=True)
+    step = top / limit
+    # Float32's own products decide which way a weight close to a half goes, so the model has an error of a few steps.
+    rounded = np.rint(scaled / np.where(top > 0, step, 1))
+    size = np.einsum("bhn,bnd->hd", rounded * step, np.abs(bytes_) * table.scale)
+    model = 7 + np.einsum("bhn,bnd->hd", rounded * step, bytes_ * table.scale)
+    few = 2 * 127 * table.scale * step.sum(0)
+    np.testing.assert_array_less(np.abs(got - model), few + 1e-5 * (size + 7))
+
+    values = codec.decode(fields).astype(np.float64)
+    exact = 7 + np.einsum("bhn,bnd->hd", weights, values)
+    of_table = np.einsum("bhn->h", scaled)[:, None] * table.scale / 2
+    points = np.abs(bytes_) * table.scale + table.scale / 2
+    of_weights = np.einsum("bh,bd->hd", step[..., 0] / 2, points.sum(1))
+    np.testing.assert_array_less(np.abs(got - exact), 1.001 * (of_table + of_weights) + 1e-5 * (size + 7))
+
+
+INSTRUCTIONS = {
+    "avx2": ("vpshufb", "vpmaddubsw"),
+    "avx2-vnni": ("vpshufb", "vpdpbusd"),
+    "avx512": ("vpshufb", "vpmaddubsw"),
+    "avx512-vnni": ("vpshufb", "vpdpbusd"),
+    "avx512-vbmi": ("vperm[it]2b", "vpdpbusd"),
+}
+
+
+@pytest.mark.parametrize(
+    "level", [level for level in LEVELS if level.name in INSTRUCTIONS], ids=lambda level: level.name
+)
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_instructions(level: Level, side: str) -> None:
+    """The kernels have the instructions that they exist for, in whole registers."""
+    if level not in levels():
+        pytest.skip("LLVM compiles for another CPU here")
+    codec = codecs.get("ring4")
+    own = getattr(tiles, side)(codec, 64, 64)
+    kernel = attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3)
+    text, register = assembly(kernel, level), "zmm" if level.lanes == 16 else "ymm"
+    for instruction in INSTRUCTIONS[level.name]:
+        assert re.search(rf"{instruction}\s.*%{register}", text)
