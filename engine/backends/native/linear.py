@@ -80,8 +80,10 @@ class LinearOps:
         activation: str | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
-        at_once = rows_at_once(len(x), self._launch.level.lanes)
-        y = self._launch.empty((len(x), w.shape[0])) if residual is None else residual
+        gates = activation if activation is not None and _is_gated(w) else None
+        at_once = rows_at_once(len(x), self._launch.level.lanes, gates)
+        width = w.shape[0] // 2 if gates else w.shape[0]
+        y = self._launch.empty((len(x), width)) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
         first = 0
         for part in w.parts:
@@ -90,14 +92,15 @@ class LinearOps:
                 prepare = self._quantized if is_packed else self._floats
                 inputs[is_packed] = prepare(x, norm, at_once)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
-            spec = Product(part.format, at_once, residual is not None, w.bias is not None)
+            spec = Product(part.format, at_once, residual is not None, w.bias is not None, gates)
+            units = len(memory) // 2 if gates else len(memory)
             integers = columns // part.format.values, memory.shape[1], given.strides[0], y.strides[0], len(x)
             pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:]
-            self._launch(product(spec), len(memory), pointers, (*integers, outputs))
+            self._launch(product(spec), units, pointers, (*integers, width if gates else outputs, units))
             first += outputs
-        if activation is None:
+        if activation is None or gates:
             return y
-        out = self._launch.empty((len(x), y.shape[1] // 2))
+        out = self._launch.empty((len(x), width // 2))
         self._launch(gate(activation), len(x), (y, out), (out.shape[1],))
         return out
 
@@ -124,6 +127,11 @@ class LinearOps:
         weight, eps = norm or (0, 0.0)
         kernel = norm_rows(normed=norm is not None, adds=adds)
         self._launch(kernel, len(x), (x, weight, target), (x.shape[1], x.strides[0], target.strides[0]), (eps,))
+
+
+def _is_gated(w: Linear) -> bool:
+    """Whether one kernel can multiply with both halves of the outputs."""
+    return len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0
 
 
 def _packed(matrices: Sequence[StoredMatrix]) -> Matrix:

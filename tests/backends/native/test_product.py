@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.backends.numpy.activations import ACTIVATIONS
 from engine.weight_formats import WeightFormat, available, get
 from tests import weights
 from tests.backends.native.levels import every_level, run
@@ -78,12 +79,36 @@ def test_product(name: str, level: Level, count: int) -> None:
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
     kernel = product(Product(format, at_once, adds=True, has_bias=True))
-    integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36
+    integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36, 0
     run(kernel, level, len(packed), (packed, given, y, bias), integers)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
     assert (y[count] == 7).all()
+
+
+@every_level
+@every_format
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_product(name: str, level: Level, activation: str) -> None:
+    rng = np.random.default_rng(4)
+    format, packed, values = stored(rng, name, 64, 256)
+    x = rng.standard_normal((3, 256)).astype(np.float32)
+    at_once = rows_at_once(3, level.lanes, activation)
+    if format.unpack is None:
+        given = np.zeros((-(-3 // at_once) * at_once, 256), np.float32)
+        given[:3] = exact = x
+    else:
+        given, *parts = quantized(x, at_once, level)
+        exact = read_back(*parts)
+    bias, y = rng.standard_normal(64).astype(np.float32), np.empty((3, 32), np.float32)
+    kernel = product(Product(format, at_once, has_bias=True, activation=activation))
+    integers = 256 // format.values, packed.shape[1], given.strides[0], y.strides[0], 3, 32, 2
+    run(kernel, level, 2, (packed, given, y, bias), integers)
+    both = bias + exact.astype(np.float64) @ values.T.astype(np.float64)
+    want = ACTIVATIONS[activation](both)
+    scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1).max()
+    assert (np.abs(y - want) <= 1e-6 * scale * (1 + np.abs(both).max()) + 1e-5).all()
 
 
 @every_level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,7 @@ from engine.backends.native.byte_ops import Table, dot4, dot4_signed
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
 from engine.backends.native.kernels.activations import GROUP, ROW_BYTES
+from engine.backends.native.kernels.rows import gated
 from engine.backends.native.tiles import TileLayout, layout
 from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
 from engine.weight_formats import WeightFormat
@@ -19,25 +21,32 @@ from engine.weight_formats import WeightFormat
 _F16, _I16, _BYTES = vector(F32, 16), vector(I32, 16), vector(I8, 64)
 
 
-def rows_at_once(rows: int, lanes: int) -> int:
+def rows_at_once(rows: int, lanes: int, activation: str | None = None) -> int:
     """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
     their sums stay in registers."""
     most = {16: 8, 8: 3, 4: 2}[lanes]
+    if activation is not None:  # two sums for each row
+        most = most // 2
     return -(-rows // -(-rows // most))
 
 
 @dataclass(frozen=True)
 class Product:
-    """What a kernel is specialized for. at_once: rows; adds: to y, which has values; has_bias: y starts at a bias."""
+    """What a kernel is specialized for. at_once: rows; adds: to y, which has values; has_bias: y starts at a bias.
+
+    activation: the weights are [gate | up], each of whole tiles, and y = activation(gate) * up. It excludes `adds`.
+    """
 
     format: WeightFormat
     at_once: int
     adds: bool = False
     has_bias: bool = False
+    activation: str | None = None
 
     @property
     def name(self) -> str:
-        return f"product_{self.format.name}_{self.at_once}{'_add' * self.adds}{'_bias' * self.has_bias}"
+        options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
+        return f"product_{self.format.name}_{self.at_once}{options}"
 
 
 @cache
@@ -46,95 +55,111 @@ def product(spec: Product) -> Kernel:
 
     x: panels from `quantize_rows`, or rows of float32 for formats without codes; a multiple of at_once, of which `rows`
     count. x_stride: bytes from row to row, or from panel to panel. bias (outputs,). blocks: of a row of weights, inputs
-    for formats without codes.
+    for formats without codes. up: tiles from the gate to the up projection, if there is an activation.
     """
     body = _plain if spec.format.unpack is None else _packed
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        weights, x, y, bias, blocks, tile_bytes, x_stride, y_stride, rows, outputs = args
+        weights, x, y, bias, blocks, tile_bytes, x_stride, y_stride, rows, outputs, up = args
         with e.loop(begin, end) as tile, e.loop(0, rows, spec.at_once) as first:
-            sums = body(e, spec, weights + tile * tile_bytes, x, first, blocks, x_stride)
-            target, own_bias, left = y + first * y_stride + tile * 64, bias + tile * 64, outputs - tile * 16
-            for number, total in enumerate(sums):
+            numbers = [tile, tile + up] if spec.activation else [tile]
+            sums = body(e, spec, [weights + n * tile_bytes for n in numbers], x, first, blocks, x_stride)
+            biases, left = [bias + n * 64 for n in numbers], outputs - tile * 16
+            for number, totals in enumerate(zip(*sums, strict=True)):
                 with e.when(first + number < rows) if spec.at_once > 1 else nullcontext():
-                    _write(e, spec, total, target + y_stride * number, own_bias, left, scratch)
+                    _write(e, spec, totals, y + (first + number) * y_stride + tile * 64, biases, left, scratch)
 
-    integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "outputs"
+    integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "outputs", "up"
     return Kernel(spec.name, emit, ("weights", "x", "y", "bias"), integers)
 
 
-def _write(e: Emitter, spec: Product, total: Value, y: Value, bias: Value, left: Value, scratch: Value) -> None:
-    """Store the sums of up to 16 outputs; left: outputs from here to the end of the row."""
+def _write(
+    e: Emitter, spec: Product, totals: Sequence[Value], y: Value, biases: Sequence[Value], left: Value, scratch: Value
+) -> None:
+    """Store up to 16 outputs of one row. totals: the sums, of the gate and of the up projection if there is an
+    activation; left: outputs from here to the end of the row."""
 
-    def finished(value: Value, offset: Value) -> Value:
+    def finished(values: Sequence[Value], offset: Value) -> Value:
         if spec.has_bias:
-            value = value + e.load(bias + offset, value.type)
-        return value + e.load(y + offset, value.type) if spec.adds else value
+            values = [value + e.load(own + offset, value.type) for value, own in zip(values, biases, strict=True)]
+        if spec.activation:
+            return gated(e, spec.activation, *values)
+        return values[0] + e.load(y + offset, values[0].type) if spec.adds else values[0]
 
     with e.when(left >= 16):
-        e.store(finished(total, e.i64(0)), y)
+        e.store(finished(totals, e.i64(0)), y)
     with e.when(left < 16):
-        e.store(total, scratch)
+        for number, total in enumerate(totals):
+            e.store(total, scratch, 64 * number)
         with e.loop(0, left) as lane:
-            e.store(finished(e.load(scratch + lane * 4, F32), lane * 4), y + lane * 4)
+            values = [e.load(scratch + lane * 4, F32, 64 * number) for number in range(len(totals))]
+            e.store(finished(values, lane * 4), y + lane * 4)
 
 
 def _plain(
-    e: Emitter, spec: Product, weights: Value, x: Value, first: Value, columns: Value, stride: Value
-) -> list[Value]:
-    """Weights that are float32, float16 or bfloat16; x float32."""
+    e: Emitter, spec: Product, tiles: Sequence[Value], x: Value, first: Value, columns: Value, stride: Value
+) -> list[list[Value]]:
+    """Weights that are float32, float16 or bfloat16; x float32. Returns the sums of each tile and row."""
     size = spec.format.nbytes
-    sums = [e.variable(e.zero(_F16)) for _ in range(spec.at_once)]
+    sums = [[e.variable(e.zero(_F16)) for _ in range(spec.at_once)] for _ in tiles]
     with e.loop(0, columns) as column:
-        raw = e.load(weights + column * (16 * size), _F16 if size == 4 else vector(I16, 16))
-        if spec.format.name == "f16":
-            raw = e.half_to_float(raw)
-        elif spec.format.name == "bf16":
-            raw = (raw.zext(I32) << 16).bits(_F16)
-        for number, total in enumerate(sums):
-            factor = e.broadcast(x + (first + number) * stride + column * 4, F32, 16)
-            total.set(e.fma(raw, factor, total.get()))
-    return [total.get() for total in sums]
+        factors = [e.broadcast(x + (first + number) * stride + column * 4, F32, 16) for number in range(spec.at_once)]
+        for tile, totals in zip(tiles, sums, strict=True):
+            raw = e.load(tile + column * (16 * size), _F16 if size == 4 else vector(I16, 16))
+            if spec.format.name == "f16":
+                raw = e.half_to_float(raw)
+            elif spec.format.name == "bf16":
+                raw = (raw.zext(I32) << 16).bits(_F16)
+            for factor, total in zip(factors, totals, strict=True):
+                total.set(e.fma(raw, factor, total.get()))
+    return [[total.get() for total in totals] for totals in sums]
 
 
 def _packed(
-    e: Emitter, spec: Product, weights: Value, x: Value, first: Value, blocks: Value, stride: Value
-) -> list[Value]:
-    """Weights of codes and scales; x from `quantize_rows`."""
+    e: Emitter, spec: Product, tiles: Sequence[Value], x: Value, first: Value, blocks: Value, stride: Value
+) -> list[list[Value]]:
+    """Weights of codes and scales; x from `quantize_rows`. Returns the sums of each tile and row."""
     format, place, rows = spec.format, layout(spec.format), range(spec.at_once)
     codes = _Codes(e, format, place)
     panel = x + first // spec.at_once * stride
-    totals = [e.variable(e.zero(_F16)) for _ in rows]
+    sums = [[e.variable(e.zero(_F16)) for _ in rows] for _ in tiles]
     with e.loop(0, blocks) as block:
-        at = weights + block * place.nbytes
-        scale = _number(e, at, place.scale, place.is_power)
-        offset = None if place.offset is None else _number(e, at, place.offset, False)
+        starts = [tile + block * place.nbytes for tile in tiles]
+        scales = [_number(e, at, place.scale, place.is_power) for at in starts]
+        offsets = [None if place.offset is None else _number(e, at, place.offset, False) for at in starts]
         with e.loop(0, format.values // 32) as part:
-            codes_at = at + part * place.part_bytes + place.codes
             inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.at_once)
-            sub_at = at + part * (16 * (32 // format.group))
+            sub = part * (16 * (32 // format.group))
             for group in range(32 // format.group):
-                own_scale = _times_sub(e, scale, sub_at, place.sub_scale, group, signed=True)
-                own_offset = None if offset is None else _times_sub(e, offset, sub_at, place.sub_offset, group)
-                quads = range(group * format.group // 4, (group + 1) * format.group // 4)
-                chains = 2 if spec.at_once == 1 else 1  # one sum alone would wait for each of its products
-                dots = [[e.zero(_I16)] * chains for _ in rows]
-                for quad in quads:
-                    code = codes.quad(codes_at, quad)
-                    for row, dot in zip(rows, dots, strict=True):
-                        four = e.broadcast(inputs, I32, 16, GROUP * row + 4 * quad)
-                        dot[quad % chains] = codes.dot(dot[quad % chains], code, four)
-                for row, dot in zip(rows, dots, strict=True):
-                    value = (dot[0] + dot[1] if chains == 2 else dot[0]).to_float()
-                    numbers = GROUP * spec.at_once + 16 * row
-                    x_sum = e.broadcast(inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
-                    if codes.zero:
-                        value = e.fma(x_sum, e.constant(_F16, -float(codes.zero)), value)
-                    value = value * own_scale
-                    if own_offset is not None:
-                        value = e.fma(x_sum, own_offset, value)
-                    totals[row].set(e.fma(value, e.broadcast(inputs, F32, 16, numbers), totals[row].get()))
-    return [total.get() for total in totals]
+                for at, scale, offset, totals in zip(starts, scales, offsets, sums, strict=True):
+                    own_scale = _times_sub(e, scale, at + sub, place.sub_scale, group, signed=True)
+                    own_offset = None if offset is None else _times_sub(e, offset, at + sub, place.sub_offset, group)
+                    codes_at = at + part * place.part_bytes + place.codes
+                    dots = _dots(e, codes, codes_at, inputs, group, spec)
+                    for row, (dot, total) in enumerate(zip(dots, totals, strict=True)):
+                        numbers = GROUP * spec.at_once + 16 * row
+                        x_sum = e.broadcast(inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
+                        value = dot.to_float()
+                        if codes.zero:
+                            value = e.fma(x_sum, e.constant(_F16, -float(codes.zero)), value)
+                        value = value * own_scale
+                        if own_offset is not None:
+                            value = e.fma(x_sum, own_offset, value)
+                        total.set(e.fma(value, e.broadcast(inputs, F32, 16, numbers), total.get()))
+    return [[total.get() for total in totals] for totals in sums]
+
+
+def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec: Product) -> list[Value]:
+    """Products of a group's codes, of 16 outputs, with the bytes of each row: int32."""
+    size = spec.format.group // 4
+    chains = 2 if spec.at_once == 1 else 1  # one sum alone would wait for each of its products
+    sums = [[e.zero(_I16)] * chains for _ in range(spec.at_once)]
+    for quad in range(group * size, (group + 1) * size):
+        code = codes.quad(at, quad)
+        for row, dot in enumerate(sums):
+            four = e.broadcast(inputs, I32, 16, GROUP * row + 4 * quad)
+            dot[quad % chains] = codes.dot(dot[quad % chains], code, four)
+    return [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
 
 
 class _Codes:

@@ -70,15 +70,15 @@ def gate(activation: str) -> Kernel:
             second = first + columns * 4
 
             def write(offset: Value, kind: Type) -> None:
-                x = e.load(first + offset, kind)
-                e.store(_over_one_plus_exp(e, x, activation) * e.load(second + offset, kind), target + offset)
+                x, up = e.load(first + offset, kind), e.load(second + offset, kind)
+                e.store(gated(e, activation, x, up), target + offset)
 
             over_columns(e, columns, write)
 
     return Kernel(f"gate_{activation}", emit, ("both", "out"), ("columns",))
 
 
-def _over_one_plus_exp(e: Emitter, x: Value, activation: str) -> Value:
-    """x / (1 + e^u), with u = -x (SiLU) or u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh)."""
+def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
+    """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU) or u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh)."""
     u = -x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * -((8 / 3.141592653589793) ** 0.5)
-    return x / (e.exp(e.minimum(u, 88.0)) + 1.0)
+    return x / (e.exp(e.minimum(u, 88.0)) + 1.0) * up
