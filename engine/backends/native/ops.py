@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from engine.backends.native.attention import AttentionOps
+from engine.backends.native.cache import CacheOps
 from engine.backends.native.graphs import Graphs
 from engine.backends.native.heads import HeadOps
 from engine.backends.native.launch import Launcher
@@ -41,12 +43,14 @@ class NativeOps:
         self.transform_heads = heads.transform_heads
         self.place_kv = heads.place_kv
 
-        self.cache_bytes = plain.cache_bytes
-        self.cache = plain.cache
+        caches = CacheOps(plain)
+        self.cache_bytes = caches.cache_bytes
+        self.cache = caches.cache
         self.buffer = plain.buffer
-        self.spans = plain.spans
         self.append_kv = launch.unrecorded(plain.append_kv)
-        self.attention = launch.unrecorded(plain.attention)
+        attention = AttentionOps(launch, plain)
+        self.spans = attention.spans
+        self.attention = attention.attention
         self.copy_full = plain.copy_full
         self.round_trip = plain.round_trip
         self.encode_blocks = plain.encode_blocks

@@ -23,6 +23,14 @@ Fields = dict[str, np.ndarray]
 Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D)
 
 
+class Sides(NamedTuple):
+    """The fields of quantized blocks, each (K, blocks, …): of keys, of values, of the keys' means."""
+
+    k: Fields
+    v: Fields
+    mean: Fields
+
+
 @dataclass
 class LayerCache:
     """The stored K/V of one layer.
@@ -39,11 +47,16 @@ class LayerCache:
     full_k: np.ndarray
     full_v: np.ndarray
 
-    @property
-    def quantized(self) -> Fields:
-        """All quantized blocks, under the names of `engine.backends.transfer`."""
-        sides = {"k": self.k, "v": self.v, "mean": self.mean}
-        return {f"{side}.{name}": array for side, fields in sides.items() for name, array in fields.items()}
+    def read(self, blocks: np.ndarray) -> Sides:
+        """The quantized blocks with these ids."""
+        arrays = self.k, self.v, self.mean
+        return Sides(*({name: array.take(blocks, axis=1) for name, array in side.items()} for side in arrays))
+
+    def write(self, blocks: Sequence[int], sides: Sides) -> None:
+        """Overwrite the quantized blocks with these ids."""
+        for side, given in zip((self.k, self.v, self.mean), sides, strict=True):
+            for name, array in side.items():
+                array[:, blocks] = given[name]
 
     def full(self, place: Place) -> Buffer:
         """k, v (K, S, D) at `place`: the N tokens of a slot, or those of a buffer from that block on."""
@@ -172,7 +185,7 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
 def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Decode quantized blocks → k without the means (K, B·N, D), v (K, B·N, D), means (K, B, D) float32 or None."""
     kv_heads, _, dim = cache.full_k.shape[1:]
-    k = cache.format.codec_k.decode({field: codes.take(ids, axis=1) for field, codes in cache.k.items()})
-    v = cache.format.codec_v.decode({field: codes.take(ids, axis=1) for field, codes in cache.v.items()})
-    mean = read_mean({field: part.take(ids, axis=1) for field, part in cache.mean.items()}) if cache.mean else None
+    sides = cache.read(ids)
+    k, v = cache.format.codec_k.decode(sides.k), cache.format.codec_v.decode(sides.v)
+    mean = read_mean(sides.mean) if sides.mean else None
     return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean

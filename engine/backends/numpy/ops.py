@@ -16,7 +16,7 @@ import numpy as np
 from engine.backends import transfer
 from engine.backends.numpy import host_memory
 from engine.backends.numpy.activations import ACTIVATIONS
-from engine.backends.numpy.attention import Buffer, LayerCache, attend_alone
+from engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone
 from engine.backends.numpy.cores import cores
 from engine.backends.numpy.encoding import alike, encode_side
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
@@ -266,9 +266,7 @@ class NumpyOps:
             (k, mean), (v, _) = self.parallel_map(functools.partial(encode_side, layers, sources), 2)
             for number, cache in enumerate(layers):
                 heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
-                for fields, values in ((cache.mean, mean), (cache.k, k), (cache.v, v)):
-                    for name in fields:
-                        fields[name][:, blocks] = values[name][heads]
+                cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))
 
     def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
         for to, x in zip(cache.full(target), cache.full(source), strict=True):
@@ -282,13 +280,13 @@ class NumpyOps:
         v[...] = read_back(format.codec_v, v, format.metric_v, format.block_size)
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
-        ids = np.asarray(blocks, np.intp)
-        return {name: array.take(ids, axis=1) for name, array in cache.quantized.items()}
+        sides = cache.read(np.asarray(blocks, np.intp))
+        return {f"{side}.{name}": x for side, fields in sides._asdict().items() for name, x in fields.items()}
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         given = transfer.as_fields(cache.format, len(blocks), arrays)
-        for name, array in cache.quantized.items():
-            array[:, blocks] = given[name]
+        names = transfer.fields(cache.format)
+        cache.write(blocks, Sides(*({name: given[f"{side}.{name}"] for name in names[side]} for side in Sides._fields)))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = cache.full(Place(None, slot))

@@ -1,0 +1,94 @@
+"""Attention of steps over tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.backends.native.cache import TileCache
+from engine.backends.native.heads import NO_ROTATION, PreparedTransform
+from engine.backends.native.kernels.attention import Attention, attend, queries_at_once
+from engine.backends.native.kernels.partials import merge, partial_bytes
+from engine.backends.native.launch import Launcher
+from engine.backends.native.spans import StepTable, is_step
+from engine.backends.native.workers import aligned
+from engine.backends.numpy.attention import LayerCache
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import SpanView
+
+_NO_WINDOW = 1 << 40  # more than there are positions
+
+
+class AttentionOps:
+    """Attention, and the spans that it reads."""
+
+    def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
+        self._launch, self._plain = launch, plain
+        self._in_numpy = launch.unrecorded(plain.attention)
+        self._parts = aligned(0)
+
+    def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
+        return StepTable(spans, block_size) if is_step(spans) else self._plain.spans(spans, block_size)
+
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: LayerCache,
+        spans: StepTable | Sequence[SpanView],
+        scale: float,
+        window: int | None,
+        transform: PreparedTransform | None = None,
+    ) -> np.ndarray:
+        """In NumPy for a prompt, and for a layer without tiles."""
+        if not isinstance(spans, StepTable):
+            return self._in_numpy(q, cache, spans, scale, window, transform)
+        if isinstance(cache, TileCache):
+            return self._step(q, cache, spans, scale, window, transform)
+        views = self._plain.spans(spans.views, cache.format.block_size)
+        return self._in_numpy(q, cache, views, scale, window, transform)
+
+    def _step(
+        self,
+        q: np.ndarray,
+        cache: TileCache,
+        table: StepTable,
+        scale: float,
+        window: int | None,
+        transform: PreparedTransform | None,
+    ) -> np.ndarray:
+        (rows, heads, dim), format = q.shape, cache.format
+        group = heads // format.kv_heads
+        at_once = queries_at_once(group * table.most_rows)
+        sizes = format.block_size, dim, group, at_once
+        spec = Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes)
+        parts = self._partial_results(rows * heads * table.most_chunks * partial_bytes(dim))
+        memory, means = cache.memory, [cache.mean.get(name) for name in ("mean", "mean_scale")]
+        pointers: list[Any] = [q, parts, *memory, *(0 if mean is None else mean for mean in means)]
+        pointers += [cache.full_k, cache.full_v, table.headers, table.table, table.full, table.units]
+        blocks = memory[0].shape[1]
+        sizes_of_tables = table.table.shape[1], table.full.shape[1], table.most_chunks
+        integers = (
+            format.kv_heads,
+            blocks,
+            *(side.strides[0] for side in memory),
+            *sizes_of_tables,
+            window or _NO_WINDOW,
+        )
+        self._launch(attend(spec), lambda: table.unit_count * format.kv_heads, pointers, integers, (scale,), grain=1)
+
+        out = np.empty(q.shape, np.float32)
+        back = NO_ROTATION if transform is None else transform.back
+        scale_back = None if transform is None else transform.scale_back
+        pointers = [parts, table.headers, table.row_sequences, 0 if scale_back is None else scale_back]
+        pointers += [0 if back.before is None else back.before, back.memory, out]
+        kernel = merge(dim, back.order, is_scaled=scale_back is not None)
+        self._launch(kernel, rows * heads, pointers, (heads, table.most_chunks))
+        return out
+
+    def _partial_results(self, nbytes: int) -> np.ndarray:
+        """Memory for partial results. All layers use the same: none needs it beyond its own attention."""
+        if len(self._parts) < nbytes:
+            self._parts = aligned(nbytes)
+        return self._parts

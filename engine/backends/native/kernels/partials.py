@@ -1,0 +1,74 @@
+"""Partial results of attention, and the kernel that merges them.
+
+What the tokens of a chunk give for a row and a query head is
+
+    top     the largest score                                  float32, then
+    total   the sum of the weights e^(score − top)             float32, then nothing up to 64 bytes, then
+    mix     the sum of the weighted values                     float32, D rounded up to a multiple of 16
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.rotation import pieces, rotate
+from engine.backends.native.spans import HEADER, SpanHeader
+from engine.backends.native.values import F32, I64, Value, vector
+
+LOWEST = -1e30  # the score of a token that is not seen: finite, so that differences of two are no NaN
+MIX = 64  # bytes of a partial result before its mix
+
+_F16 = vector(F32, 16)
+
+
+def padded(head_dim: int) -> int:
+    """Bytes of D float32 rounded up to a multiple of 16."""
+    return -(-head_dim // 16) * 64
+
+
+def partial_bytes(head_dim: int) -> int:
+    """Bytes of a partial result."""
+    return MIX + padded(head_dim)
+
+
+@cache
+def merge(head_dim: int, order: int, *, is_scaled: bool) -> Kernel:
+    """Partial results → out (T, H, D), unit by row and head.
+
+    Each result is multiplied by scale_back (H,) if is_scaled, and then rotated; order, memory, before: of a `Rotation`.
+    """
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        parts, headers, row_sequences, scale_back, before, memory, out, heads, most_chunks = args
+        size, offsets = partial_bytes(head_dim), range(0, padded(head_dim), 64)
+        with e.loop(begin, end) as unit:
+            header = headers + e.load(row_sequences + (unit // heads) * 8, I64) * (8 * HEADER)
+            chunks = e.load(header, I64, 8 * SpanHeader._fields.index("chunks"))
+            own = parts + unit * most_chunks * size
+            top = e.variable(e.constant(F32, LOWEST))
+            with e.loop(0, chunks) as chunk:
+                top.set(e.maximum(top.get(), e.load(own + chunk * size, F32)))
+            total = e.variable(e.zero(F32))
+            sums = [e.variable(e.zero(_F16)) for _ in offsets]
+            with e.loop(0, chunks) as chunk:
+                part = own + chunk * size
+                fade = e.exp(e.load(part, F32) - top.get())
+                total.set(e.fma(fade, e.load(part, F32, 4), total.get()))
+                for offset, mix in zip(offsets, sums, strict=True):
+                    mix.set(e.fma(e.load(part, _F16, MIX + offset), fade, mix.get()))
+            factor = e.like(1.0, total.get()) / total.get()
+            if is_scaled:
+                factor = factor * e.load(scale_back + (unit % heads) * 4, F32)
+            for offset, mix in zip(offsets, sums, strict=True):
+                e.store(mix.get() * factor, scratch, offset)
+            if order > 1:
+                for channel, lanes in pieces(head_dim):
+                    signs = e.load(before, vector(F32, lanes), 4 * channel)
+                    e.store(e.load(scratch, signs.type, 4 * channel) * signs, scratch, 4 * channel)
+            rotate(e, scratch, out + unit * (4 * head_dim), memory, head_dim, order)
+
+    pointers = "parts", "headers", "row_sequences", "scale_back", "before", "memory", "out"
+    name = f"merge_{head_dim}_order{order}{'_scaled' * is_scaled}"
+    return Kernel(name, emit, pointers, ("heads", "most_chunks"))
