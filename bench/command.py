@@ -12,6 +12,7 @@ from tqdm import tqdm
 from engine import EngineConfig, EngineError, codecs
 from engine.assembly import WHOLE, Encoding
 from engine.flags import Check, FlagError, in_flags
+from engine.kv.cache_types import PRESETS
 from model_loaders import LoadError
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
@@ -20,7 +21,7 @@ _PLAIN = ":plain"
 WEIGHTS_HELP = "folder of safetensors or a .gguf file; without it, the demonstration model"
 TYPES_HELP = (
     "cache types, separated by commas: polarquant for keys and values alike, f16/polarquant for one each, "
-    "polarquant:plain without key conditioning"
+    "balanced or another preset, polarquant:plain without key conditioning"
 )
 
 
@@ -36,19 +37,24 @@ class CacheType:
 
     @classmethod
     def read(cls, text: str) -> CacheType:
-        """KEYS[/VALUES][:plain]. Raises FlagError for a codec that does not exist.
+        """KEYS[/VALUES][:plain], or PRESET[:plain]. Raises FlagError for a codec that does not exist.
 
         >>> CacheType.read("f16/polarquant:plain")
         CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
         """
         names = text.removesuffix(_PLAIN)
-        key, _, value = names.partition("/")
+        key, _, value = "/".join(PRESETS.get(names, (names,))).partition("/")
         for name in (key, value or key):
             try:
                 codecs.get(name)
             except ValueError as error:
                 raise FlagError(f"--types {text}: {str(error).rstrip('.')}") from None
         return cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
+
+    @property
+    def pair(self) -> str:
+        """The types of keys and of values, as "ring4/ring3.5", or one name for both."""
+        return self.key if self.key == self.value else f"{self.key}/{self.value}"
 
     def check(self, head_dim: int) -> None:
         """Raises FlagError if a codec does not support this head dim."""

@@ -1,25 +1,53 @@
-"""The lines of a speed measurement, as JSON and as a table."""
+"""The figures of a speed measurement, as JSON."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench import report
-from bench.speed.peer import NAME as PEER_NAME
-from bench.speed.timing import Rates
+from bench.speed import peer
+from bench.speed.contestants import OURS, Contestant
+
+PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"
 
 
 @dataclass
-class Figure:
-    """One line of the table: our rate and its comparisons."""
+class Cell:
+    """Runs of one contestant in one row, in tokens a second; or why there are none."""
 
+    contestant: Contestant
+    threads: int
+    runs: list[float] = field(default_factory=list)
+    failure: str | None = None
+    read: Mapping[str, int] | None = None  # bytes that a step reads: of "weights" and of the "cache"
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.runs)
+
+    def as_json(self, bandwidth: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+        """bandwidth: number of threads → bytes a second, of which a step reaches a share."""
+        found: dict[str, Any] = {"engine": self.contestant.engine, "cache": self.contestant.cache}
+        if self.failure is not None or not self.runs:
+            return {**found, "failure": self.failure or "not measured"}
+        found |= {"threads": self.threads, "median": self.median, "fastest": max(self.runs), "runs": self.runs}
+        if self.read is not None:
+            found["bytes_read"] = dict(self.read)
+            if self.threads in bandwidth:
+                found["bandwidth_share"] = sum(self.read.values()) * self.median / max(bandwidth[self.threads])
+        return found
+
+
+@dataclass
+class Row:
+    """All contestants at one task."""
+
+    section: str
     name: str
-    cache_type: str  # label of a CacheType
-    ours: Rates = field(default_factory=Rates)
-    weights_alone: Rates | None = None
-    peer: Rates | str | None = None  # a string is the reason why there is none
-    one_stream: Rates | None = None  # for steps of a batch
+    tokens: int  # of the prompt, or before the steps; for batches, sequences
+    cells: list[Cell] = field(default_factory=list)
 
 
 @dataclass
@@ -27,61 +55,49 @@ class Speed:
     """A whole measurement."""
 
     model: str
-    weights: str  # how they are stored
-    peer: str  # its version, or the reason why it is missing
-    figures: list[Figure]
+    weights: str  # how the file stores them
+    device: str
+    contestants: Sequence[Contestant]
+    peer: str  # its version, or why it is missing
+    peer_built_with: str = ""
+    most_threads: int = 1
+    # Engine → number of threads → steps a second of short generation; what decides the number for generation.
+    tried: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    chosen: dict[str, int] = field(default_factory=dict)
+    bandwidth: dict[int, list[float]] = field(default_factory=dict)  # threads → bytes a second
+    rows: list[Row] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # sentences
 
     def as_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "weights": self.weights,
-            "peer": {"name": PEER_NAME, "version_or_absence": self.peer},
-            "unit": "tokens/s",
-            "figures": [
+            "device": self.device,
+            "peer": {"name": peer.NAME, "version_or_absence": self.peer, "built_with": self.peer_built_with},
+            "contestants": [
                 {
-                    "name": figure.name,
-                    "cache_type": figure.cache_type,
-                    "ours": figure.ours.summary(),
-                    "weights_alone": figure.weights_alone and figure.weights_alone.summary(),
-                    "one_stream": figure.one_stream and figure.one_stream.summary(),
-                    "peer": figure.peer.summary() if isinstance(figure.peer, Rates) else figure.peer,
+                    "engine": contestant.engine,
+                    "cache": contestant.cache,
+                    **({"types": contestant.types.pair} if contestant.types else {}),
                 }
-                for figure in self.figures
+                for contestant in self.contestants
             ],
+            "threads": {"most": self.most_threads, "chosen": self.chosen, "tried": self.tried},
+            "bytes_per_second": self.bandwidth,
+            "unit": "tokens/s",
+            "rows": [
+                {
+                    "section": row.section,
+                    "name": row.name,
+                    "tokens": row.tokens,
+                    "cells": [cell.as_json(self.bandwidth) for cell in row.cells],
+                }
+                for row in self.rows
+            ],
+            "memory": self.memory,
+            "left_out": self.left_out,
         }
 
 
-def format_table(speed: Speed) -> str:
-    """Our rate, then the weights alone, one stream and the peer, each with our share or multiple of it."""
-    header = (
-        "",
-        "cache",
-        "tokens/s",
-        "threads",
-        "fastest",
-        "weights alone",
-        "share",
-        "one stream",
-        "times",
-        PEER_NAME,
-        "ratio",
-    )
-    rows = []
-    for figure in speed.figures:
-        ours, floor, one, peer = figure.ours, figure.weights_alone, figure.one_stream, figure.peer
-        rows.append(
-            (
-                figure.name,
-                figure.cache_type,
-                f"{ours.median:,.1f}",
-                str(ours.threads),
-                f"{ours.fastest:,.1f}",
-                f"{floor.median:,.1f}" if floor else "—",
-                f"{100 * ours.median / floor.median:.0f} %" if floor else "—",
-                f"{one.median:,.1f}" if one else "—",
-                f"{ours.median / one.median:.2f}" if one else "—",
-                f"{peer.median:,.1f}" if isinstance(peer, Rates) else peer or "—",
-                f"{ours.median / peer.median:.2f}" if isinstance(peer, Rates) else "—",
-            )
-        )
-    return report.table(header, rows)
+__all__ = ["BATCHES", "GENERATION", "OURS", "PROMPT", "Cell", "Row", "Speed"]

@@ -1,6 +1,8 @@
-"""llama-cpp-python as a yardstick: the same float32 weights, prompts and step counts, in the same process.
+"""llama-cpp-python as a yardstick: the same file, prompts, steps and numbers of threads, in a process of its own.
 
-It is no dependency: where it is not installed, the comparison is left out and says so.
+It is no dependency: where it is not installed, the comparison is left out and says so. It may be installed for another
+Python, so this file needs nothing but it and the standard library. Its functions are called as they are in C: nothing
+is sampled and no text is made, which is in the peer's favour.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import model_loaders
+from bench.speed.child import serve
 
 NAME = "llama-cpp-python"
-_BATCH = 512
+# Caches of the peer: GGML's numbers of the types, and bits of a value.
+CACHES = {"f16": (1, 16.0), "q8_0": (8, 8.5), "q4_0": (2, 4.5)}
+_BATCH = 2048  # tokens of a call; the library cuts them into 512, its default
 
 
 class NoPeer(Exception):
@@ -21,45 +25,71 @@ class NoPeer(Exception):
 
 
 class Peer:
-    """A model loaded by llama-cpp-python, with its default float16 KV cache."""
+    """A model loaded by llama-cpp-python, with flash attention, which its quantized caches need."""
 
-    def __init__(self, source: model_loaders.Model, context: int):
-        """Load the weights of `source`, in float32, for sequences of up to `context` tokens. Raises NoPeer."""
-        self._library = _library()
-        self.version: str = self._library.__version__
-        if not source.path.is_file():
-            raise NoPeer("needs a .gguf file")
-        from bench.speed.full_precision import float32_copy  # needs a package that is only there for GGUF files
+    def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
+        """Load a .gguf file for a sequence of up to `context` tokens. Raises NoPeer."""
+        library = self._library = _library()
+        self._quiet = library.llama_log_callback(lambda level, text, data: None)  # it must live as long as the library
+        library.llama_log_set(self._quiet, None)
+        library.llama_backend_init()
+        self._model = library.llama_model_load_from_file(path.encode(), library.llama_model_default_params())
+        if not self._model:
+            raise NoPeer("cannot load the model")
+        settings = library.llama_context_default_params()
+        settings.n_ctx, settings.n_batch = context, _BATCH
+        settings.n_threads = settings.n_threads_batch = threads
+        settings.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        settings.type_k = settings.type_v = CACHES[cache][0]
+        self._context = library.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise NoPeer(f"cannot have a cache of {cache} for {context} tokens")
+        self._memory = library.llama_get_memory(self._context)
+        self._held: list[int] = []  # the tokens in the cache
 
-        path = source.path if source.dtype == "F32" else float32_copy(source.path)
-        try:
-            self._llama = self._library.Llama(str(path), n_ctx=context, n_batch=_BATCH, logits_all=False, verbose=False)
-        except ValueError:
-            raise NoPeer("cannot load the model") from None
+    def about(self) -> dict[str, str]:
+        """Its version, and the instructions that it was built with."""
+        return {
+            "version": str(self._library.__version__),
+            "built_with": self._library.llama_print_system_info().decode().strip(" |"),
+        }
 
-    def prompt_rate(self, ids: Sequence[int], threads: int) -> float:
-        """Tokens a second of a prompt, up to the logits of its last token."""
-        self._restart(threads)
+    def prompt_rate(self, ids: Sequence[int]) -> float:
+        """Tokens a second of a prompt, up to the logits of its last token. The prompt stays in the cache."""
+        self._rewind(0)
         return len(ids) / self._seconds(ids)
 
-    def generation_rate(self, ids: Sequence[int], following: Sequence[int], threads: int) -> float:
-        """Steps a second through `following`, token by token, after the prompt `ids`."""
-        self._restart(threads)
-        self._seconds(ids)
-        return len(following) / sum(self._seconds([token]) for token in following)
+    def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
+        """Steps a second through `following`, token by token, behind `ids` and the first token of `following`.
 
-    def _restart(self, threads: int) -> None:
-        self._llama.reset()
-        self._library.llama_set_n_threads(self._llama.ctx, threads, threads)
+        What the cache holds of `ids` is not computed again.
+        """
+        same = next((i for i, pair in enumerate(zip(ids, self._held, strict=False)) if pair[0] != pair[1]), None)
+        self._rewind(min(len(ids), len(self._held)) if same is None else same)
+        self._seconds(ids[len(self._held) :])
+        self._seconds(following[:1])
+        rate = len(following[1:]) / sum(self._seconds([token]) for token in following[1:])
+        self._rewind(len(ids))
+        return rate
+
+    def _rewind(self, length: int) -> None:
+        self._library.llama_memory_seq_rm(self._memory, 0, length, -1)
+        del self._held[length:]
 
     def _seconds(self, ids: Sequence[int]) -> float:
-        started = time.perf_counter()
-        self._llama.eval(ids)
-        self._library.llama_synchronize(self._llama.ctx)
-        return time.perf_counter() - started
-
-    def close(self) -> None:
-        self._llama.close()
+        """Computes `ids` behind what the cache holds."""
+        seconds = 0.0
+        for first in range(0, len(ids), _BATCH):
+            part = ids[first : first + _BATCH]
+            tokens = (self._library.llama_token * len(part))(*part)
+            started = time.perf_counter()
+            failed = self._library.llama_decode(self._context, self._library.llama_batch_get_one(tokens, len(part)))
+            self._library.llama_synchronize(self._context)
+            seconds += time.perf_counter() - started
+            if failed:
+                raise NoPeer(f"cannot compute {len(ids)} tokens behind {len(self._held)}")
+            self._held += part
+        return seconds
 
 
 def _library() -> Any:
@@ -69,3 +99,7 @@ def _library() -> Any:
         raise NoPeer("not installed") from None
     except (OSError, RuntimeError):  # its shared library is missing or does not work on this machine
         raise NoPeer("does not start") from None
+
+
+if __name__ == "__main__":
+    serve(Peer, [NoPeer])

@@ -1,0 +1,96 @@
+"""The contestants of a measurement: each engine with each of its caches, in child processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.command import CacheType
+from bench.speed import peer
+from bench.speed.child import Child, Failed
+
+OURS = "polarlm"
+_OURS, _PEER = "bench.speed.ours", "bench.speed.peer"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An engine and its cache."""
+
+    engine: str
+    cache: str
+    types: CacheType | None = field(default=None, compare=False)  # of ours
+
+    @property
+    def is_ours(self) -> bool:
+        return self.engine == OURS
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that all contestants run."""
+
+    path: Path
+    device: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    peer_python: str = sys.executable
+
+    def peer_cache_bytes(self, cache: str, tokens: int) -> int:
+        """Bytes of the K/V of `tokens` tokens in a cache of the peer."""
+        return round(2 * self.layers * self.kv_heads * self.head_dim * tokens * peer.CACHES[cache][1] / 8)
+
+    def file_bytes(self) -> int:
+        """Bytes of the matrices of a .gguf file that a step multiplies by."""
+        import gguf
+
+        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(self.path).tensors if len(tensor.shape) == 2}
+        if "output.weight" in tensors:  # the embedding is not the head
+            tensors.pop("token_embd.weight", None)
+        return sum(int(tensor.n_bytes) for tensor in tensors.values())
+
+
+class Children:
+    """Processes of contestants. One that has failed stays out, with the reason."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.failures: dict[Contestant, str] = {}
+        self._subject = subject
+        self._children: dict[tuple[Contestant, int, int], Child] = {}
+
+    def child(
+        self, contestant: Contestant, threads: int, context: int, settings: Mapping[str, Any] | None = None
+    ) -> Child:
+        """Its process with this number of threads and room for `context` tokens, started if there is none.
+
+        settings: further fields of EngineConfig, for a process of ours that is started. Raises Failed.
+        """
+        key = contestant, threads, context
+        if key not in self._children:
+            subject = self._subject
+            if contestant.is_ours:
+                child = Child(_OURS)
+                types = {} if contestant.types is None else contestant.types.settings()
+                arguments: list[Any] = [{"device": subject.device, **types, **(settings or {})}]
+            else:
+                child, arguments = Child(_PEER, subject.peer_python), [contestant.cache]
+            self._children[key] = child
+            child.call("start", str(subject.path), context, threads, *arguments)
+        return self._children[key]
+
+    def fail(self, contestant: Contestant, reason: str) -> None:
+        """Leave a contestant out from now on."""
+        self.failures[contestant] = reason
+        self.close(lambda other, _: other == contestant)
+
+    def close(self, leaves: Any = lambda contestant, threads: True) -> None:
+        """End the processes for which leaves(contestant, threads) is true: all, unless it is given."""
+        for key in [key for key in self._children if leaves(key[0], key[1])]:
+            self._children.pop(key).close()
+
+
+__all__ = ["OURS", "Children", "Contestant", "Failed", "Subject"]

@@ -1,0 +1,305 @@
+"""The sections of a speed measurement: threads, prompts, generation behind growing contexts, batches, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from bench.command import note
+from bench.speed import process
+from bench.speed.bandwidth import Memory
+from bench.speed.child import Child, Failed
+from bench.speed.contestants import Children, Contestant, Subject
+from bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed
+from bench.speed.referee import Referee, Runs
+from engine import EngineConfig
+
+# Short generation: from this context up to 64 tokens.
+SHORT_DEPTH, SHORT_STEPS = 8, 56
+DEEP_STEPS = 16
+# Steps of several sequences together, after prompts of their own.
+SEQUENCES = (1, 8, 16)
+_BATCH_DEPTH, _BATCH_STEPS = 128, 24
+_WHOLE = 256  # tokens; the peer rounds the size of its cache up to a multiple
+# How the expected time of a step and of a prompt's token grows, for the progress bar.
+_CACHE_WEIGHT = 2.0  # a byte of the cache takes so much longer than a byte of the weights
+_PROMPT_DOUBLES = 7000  # tokens of context behind which a token of a prompt takes twice as long
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. All tokens fit into the model's context."""
+
+    prompts: Sequence[int]
+    depths: Sequence[int]
+    threads: Sequence[int]
+    repeat: int
+    vocabulary: int
+    max_context: int
+
+    @property
+    def context(self) -> int:
+        """Tokens of context for prompts and generation."""
+        needed = [SHORT_DEPTH + SHORT_STEPS, *self.prompts, *(depth + DEEP_STEPS for depth in self.depths)]
+        return self._whole(max(needed) + 1)
+
+    @property
+    def memory_tokens(self) -> int:
+        """Tokens before the steps after which the memory is read: the longest prompt."""
+        return max(self.prompts)
+
+    @property
+    def memory_context(self) -> int:
+        """Tokens of context when the memory is read: little more than are in use."""
+        return self._whole(self.memory_tokens + DEEP_STEPS + 1)
+
+    def _whole(self, tokens: int) -> int:
+        return min(-(-tokens // _WHOLE) * _WHOLE, self.max_context)
+
+
+class Measurement:
+    """Measures all sections in order. on_progress is called with all figures so far after each row."""
+
+    def __init__(
+        self, plan: Plan, subject: Subject, speed: Speed, children: Children, on_progress: Callable[[Speed], None]
+    ) -> None:
+        self._plan, self._subject, self._speed = plan, subject, speed
+        self._children, self._on_progress = children, on_progress
+        self._referee = Referee(children, plan.repeat)
+        self._rng = np.random.default_rng(0)
+        self._deep = self._ids(max([1, *plan.prompts, *plan.depths]))  # prompts and depths begin with the same tokens
+        self._step: dict[str, float] = {}  # engine → seconds of a step with a short context
+        self._token: dict[str, float] = {}  # engine → seconds of a token of the shortest prompt
+        self._weights: dict[str, int] = {}  # engine → bytes of its matrices
+
+    def run(self) -> None:
+        """Everything. A contestant that fails is left out from then on; its cells say why."""
+        try:
+            self._measure_bandwidth()
+            self._choose_threads()
+            self._referee.show(self._expected())
+            self._generate("generation, depth ≤ 64", SHORT_DEPTH, SHORT_STEPS)
+            for prompt in self._plan.prompts:
+                self._measure_prompt(prompt)
+            for depth in self._plan.depths:
+                self._generate(f"generation at {depth:,}", depth, DEEP_STEPS)
+            self._children.close()
+            self._measure_batches()
+            self._children.close()
+            self._measure_memory()
+        finally:
+            self._referee.close()
+
+    # -- the machine -------------------------------------------------------------------------------------------
+
+    def _measure_bandwidth(self) -> None:
+        if self._speed.device != "cpu":
+            return
+        memory = Memory()
+        for _ in range(self._plan.repeat):
+            for threads in self._plan.threads:
+                self._speed.bandwidth.setdefault(threads, []).append(memory.read_rate(threads))
+
+    def _choose_threads(self) -> None:
+        """Find for each engine the number of threads with which it generates faster, behind a short context.
+
+        It is that of its first contestant. Prompts use the most threads: they have work for all.
+        """
+        plan, speed = self._plan, self._speed
+        leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
+        cells = {(c.engine, threads): Cell(c, threads) for c in leaders.values() for threads in plan.threads}
+        note("Loading, and trying the numbers of threads" if len(plan.threads) > 1 else "Loading")
+        self._referee.measure("threads", [self._generation(c, SHORT_DEPTH, SHORT_STEPS) for c in cells.values()])
+        for engine, leader in leaders.items():
+            runs = {threads: cells[engine, threads].runs for threads in plan.threads}
+            medians = {threads: float(np.median(rates)) for threads, rates in runs.items() if rates}
+            chosen = max(medians, key=lambda threads: medians[threads], default=speed.most_threads)
+            speed.tried[engine], speed.chosen[engine] = runs, chosen
+            self._expect(leader, medians.get(chosen, 1.0))
+        self._children.close(lambda contestant, threads: threads != speed.chosen[contestant.engine])
+
+    def _expect(self, leader: Contestant, steps: float) -> None:
+        """Note what the runs of an engine cost, for the progress bar."""
+        self._step[leader.engine] = 1 / steps
+        if leader not in self._children.failures:
+            try:
+                rate = self._child(leader, self._speed.most_threads).call(
+                    "prompt_rate", self._ids(self._plan.prompts[0])
+                )
+                self._token[leader.engine] = 1 / rate
+                self._weights[leader.engine] = self._weight_bytes(leader)
+            except Failed as error:
+                self._children.fail(leader, str(error))
+
+    # -- sections ----------------------------------------------------------------------------------------------
+
+    def _generate(self, name: str, depth: int, steps: int) -> None:
+        """Steps behind `depth` tokens, which every contestant computes once."""
+        row = Row(GENERATION, name, depth)
+        row.cells += [Cell(c, self._speed.chosen[c.engine]) for c in self._speed.contestants]
+        expected = sum(self._generation_seconds(cell.contestant, depth, steps) for cell in row.cells)
+        self._referee.measure(name, [self._generation(c, depth, steps) for c in row.cells], expected=expected)
+        for cell in row.cells:
+            if cell.runs:
+                cell.read = {
+                    "weights": self._weight_bytes(cell.contestant),
+                    "cache": self._cache_bytes(cell.contestant, depth),
+                }
+        self._add(row)
+
+    def _generation(self, cell: Cell, depth: int, steps: int) -> Runs:
+        ids, following = self._deep[:depth], self._ids(steps + 1)
+
+        def run(number: int) -> float:
+            return float(self._child(cell.contestant, cell.threads).call("generation_rate", ids, following))
+
+        return Runs(cell, run)
+
+    def _measure_prompt(self, tokens: int) -> None:
+        """Each run has a prompt of its own; the last is the beginning of the context of generation."""
+        row = Row(PROMPT, f"prompt of {tokens:,}", tokens)
+        row.cells += [Cell(c, self._speed.most_threads) for c in self._speed.contestants]
+        prompts = [self._ids(tokens) for _ in range(self._plan.repeat)]
+        prompts[-1] = self._deep[:tokens]
+
+        def runs(cell: Cell) -> Runs:
+            def run(number: int) -> float:
+                return float(self._child(cell.contestant, cell.threads).call("prompt_rate", prompts[number]))
+
+            return Runs(cell, run)
+
+        first = tokens == self._plan.prompts[0]  # longer ones find everything warm
+        expected = sum(self._prompt_seconds(cell.contestant, tokens) for cell in row.cells)
+        self._referee.measure(row.name, [runs(cell) for cell in row.cells], warm_up=first, expected=expected)
+        self._add(row)
+
+    def _measure_batches(self) -> None:
+        """Steps of several sequences at once beside one alone, with our first cache."""
+        leader = self._leader()
+        if leader is None:
+            return
+        most, tokens = max(SEQUENCES), _BATCH_DEPTH + _BATCH_STEPS + EngineConfig.block_size
+        prompts = [self._ids(_BATCH_DEPTH) for _ in range(most)]
+        rows = [
+            Row(BATCHES, f"steps of {n} at {_BATCH_DEPTH}", n, [Cell(leader, self._speed.chosen[leader.engine])])
+            for n in SEQUENCES
+        ]
+        # Room for two sequences each: its prompt, which stays, and its continuation.
+        settings = {"parallel": 2 * most, "kept_sequences": 0}
+
+        def runs(row: Row) -> Runs:
+            (cell,) = row.cells
+
+            def run(number: int) -> float:
+                child = self._children.child(leader, cell.threads, most * tokens, settings)
+                return float(child.call("streams_rate", prompts, row.tokens, _BATCH_STEPS))
+
+            return Runs(cell, run)
+
+        self._referee.measure("batches", [runs(row) for row in rows], expected=self._batch_seconds())
+        for row in rows:
+            self._add(row)
+
+    def _leader(self) -> Contestant | None:
+        """The first of our contestants that has not failed."""
+        ours = (c for c in self._speed.contestants if c.is_ours and c not in self._children.failures)
+        return next(ours, None)
+
+    def _measure_memory(self) -> None:
+        """Of fresh processes, after the longest prompt and some steps, with a cache for little more than that."""
+        tokens = self._plan.memory_tokens
+        ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
+        context = self._plan.memory_context
+        for contestant in self._speed.contestants:
+            found: dict[str, Any] = {"engine": contestant.engine, "cache": contestant.cache}
+            if contestant not in self._children.failures:
+                try:
+                    child = self._children.child(contestant, self._speed.most_threads, context)
+                    child.call("generation_rate", ids, following)
+                    found |= process.memory(child.pid)
+                    found["cache_bytes"] = self._cache_bytes(contestant, tokens, child)
+                except Failed as error:
+                    self._children.fail(contestant, str(error))
+                self._children.close()
+            if contestant in self._children.failures:
+                found = {"engine": contestant.engine, "cache": contestant.cache}
+                found["failure"] = self._children.failures[contestant]
+            self._speed.memory.append(found | {"tokens": tokens, "context": context})
+            self._referee.advance(self._memory_seconds(contestant))
+        self._on_progress(self._speed)
+
+    # -- help --------------------------------------------------------------------------------------------------
+
+    def _child(self, contestant: Contestant, threads: int) -> Child:
+        return self._children.child(contestant, threads, self._plan.context)
+
+    def _ids(self, count: int) -> list[int]:
+        """New random tokens with each call, the same in every measurement."""
+        return self._rng.integers(self._plan.vocabulary, size=count).tolist()
+
+    def _add(self, row: Row) -> None:
+        self._speed.rows.append(row)
+        for cell in row.cells:
+            rate = f"{cell.median:,.1f} tokens/s" if cell.runs and cell.failure is None else cell.failure
+            note(f"{row.name}, {cell.contestant.engine} {cell.contestant.cache}: {rate}")
+        self._on_progress(self._speed)
+
+    def _weight_bytes(self, contestant: Contestant) -> int:
+        if contestant.is_ours:
+            return int(self._child(contestant, self._speed.chosen[contestant.engine]).call("weight_bytes"))
+        return self._subject.file_bytes()
+
+    def _cache_bytes(self, contestant: Contestant, tokens: int, child: Child | None = None) -> int:
+        if contestant.is_ours:
+            child = child or self._child(contestant, self._speed.chosen[contestant.engine])
+            return int(child.call("cache_bytes", tokens))
+        return self._subject.peer_cache_bytes(contestant.cache, tokens)
+
+    # -- expected seconds --------------------------------------------------------------------------------------
+
+    def _expected(self) -> float:
+        """An estimate of the seconds of all sections, from the first runs; printed, too."""
+        plan, contestants = self._plan, self._speed.contestants
+        generation = [(SHORT_DEPTH, SHORT_STEPS), *((depth, DEEP_STEPS) for depth in plan.depths)]
+        seconds = sum(
+            sum(self._generation_seconds(c, *runs) for runs in generation)
+            + sum(self._prompt_seconds(c, tokens) for tokens in plan.prompts)
+            + self._memory_seconds(c)
+            for c in contestants
+        )
+        seconds += self._batch_seconds()
+        note(f"Takes about {report.duration(seconds)}")
+        return seconds
+
+    def _step_seconds(self, contestant: Contestant, depth: int) -> float:
+        step, weights = self._step.get(contestant.engine, 0), self._weights.get(contestant.engine)
+        f16 = self._subject.peer_cache_bytes("f16", depth)
+        return step * (1 + _CACHE_WEIGHT * f16 / weights) if weights else step
+
+    def _fill_seconds(self, contestant: Contestant, first: int, last: int) -> float:
+        """Of tokens `first` to `last` of a prompt."""
+        return self._token.get(contestant.engine, 0) * (last - first) * (1 + (first + last) / 2 / _PROMPT_DOUBLES)
+
+    def _prompt_seconds(self, contestant: Contestant, tokens: int) -> float:
+        runs = self._plan.repeat + (tokens == self._plan.prompts[0])
+        return runs * self._fill_seconds(contestant, 0, tokens)
+
+    def _generation_seconds(self, contestant: Contestant, depth: int, steps: int) -> float:
+        before = max([0, *(n for n in (*self._plan.prompts, *self._plan.depths) if n < depth)])
+        fill = 0.0 if depth in self._plan.prompts else self._fill_seconds(contestant, before, depth)
+        return fill + (1 + self._plan.repeat) * steps * self._step_seconds(contestant, depth)
+
+    def _batch_seconds(self) -> float:
+        leader = self._leader()
+        if leader is None:
+            return 0
+        step = 3 * self._step_seconds(leader, _BATCH_DEPTH)  # a step of many takes longer than one alone
+        return (1 + self._plan.repeat) * len(SEQUENCES) * _BATCH_STEPS * step
+
+    def _memory_seconds(self, contestant: Contestant) -> float:
+        tokens = self._plan.memory_tokens
+        return self._fill_seconds(contestant, 0, tokens) + DEEP_STEPS * self._step_seconds(contestant, tokens)

@@ -1,0 +1,117 @@
+"""The engine as a contestant, through its public interface, in a process of its own; and many streams together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from bench.speed.child import serve
+from engine import Engine, EngineError, PromptOptions, SamplingParams
+from engine.assembly import assemble, settle
+from engine.kv.prefix import PrefixCache
+from engine.kv.store import SequenceKV
+from engine.model.forward import Transformer
+from engine.sampling.sample import Draw, resolve
+from model_loaders.config import GenerationDefaults
+
+_UNTIL_RECORDED = 2  # calls of `run_graph` before a device launches the recorded graph
+_GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=True)
+
+
+class Ours:
+    """An engine that keeps the newest sequence."""
+
+    def __init__(self, path: str, context: int, threads: int, settings: dict[str, Any]) -> None:
+        """settings: further fields of EngineConfig. Raises EngineError."""
+        settings = {"ctx_size": context, "threads": threads, "kept_sequences": 1, "parallel": 1, **settings}
+        parts = assemble(settle(path, None, settings), None)
+        self._model, self._shape = parts.model, parts.plan.shape
+        self._engine = Engine(parts)
+        self._streams: Streams | None = None
+
+    def weight_bytes(self) -> int:
+        """Bytes of the matrices that a step multiplies by, as the backend holds them."""
+        weights = self._model.weights
+        layers = sum(
+            matrix.nbytes for layer in weights.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        )
+        return layers + weights.head.nbytes
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of the K/V of a sequence, which a step behind `tokens` tokens reads."""
+        return self._shape.sequence_bytes(tokens)
+
+    def prompt_rate(self, ids: Sequence[int]) -> float:
+        """Tokens a second of a prompt that is computed as a whole, up to the logits of its last token."""
+        return self._usage(ids, 1, PromptOptions(cache_prompt=False)).prompt_rate
+
+    def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
+        """Steps a second behind `ids` and one more token; there are as many as `following` has tokens after its first.
+
+        What the store holds of `ids` is not computed again. The tokens are sampled and turned into text.
+        """
+        return self._usage([*ids, following[0]], len(following), PromptOptions()).generation_rate
+
+    def _usage(self, ids: Sequence[int], tokens: int, options: PromptOptions) -> Any:
+        usage = self._engine.generate(ids, replace(_GREEDY, max_tokens=tokens), options).usage
+        if usage.completion_tokens != tokens:
+            raise EngineError(f"stopped after {usage.completion_tokens} of {tokens} tokens")
+        return usage
+
+    def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
+        """Tokens a second of the first `batch` of `prompts` together, over `steps` steps.
+
+        The prompts are those of the first call. The engine needs room for all of them, and for their steps beside.
+        """
+        if self._streams is None:
+            self._streams = Streams(self._model, prompts)
+        return self._streams.rate(batch, steps)
+
+
+class Streams:
+    """Sequences with prompts of their own that take steps together, as an engine's requests do.
+
+    Prompts are whole blocks, so that every run continues from the same ones.
+    """
+
+    def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
+        self._model, self._store = model, model.store
+        self._draw = Draw(resolve(_GREEDY, GenerationDefaults()), [], 0.5, model.config.vocab_size)
+        self._prefixes = PrefixCache(model.store)
+        self._prompts = prompts
+        self._held = [self._prefill(ids) for ids in prompts]
+
+    def _prefill(self, ids: Sequence[int]) -> SequenceKV:
+        assert len(ids) % self._store.shape.block_size == 0
+        sequence = self._store.new_sequence()
+        span = self._store.open(sequence, len(ids))
+        self._model.forward([span], ids)
+        self._store.commit(span)
+        self._prefixes.insert(sequence, ids)
+        return sequence
+
+    def rate(self, batch: int, steps: int) -> float:
+        """Tokens a second of the first `batch` sequences together, over `steps` steps from their prompts."""
+        sequences = [self._prefixes.match_prefix(ids) for ids in self._prompts[:batch]]
+        try:
+            for _ in range(_UNTIL_RECORDED):
+                self._step(sequences)
+            started = time.perf_counter()
+            for _ in range(steps - _UNTIL_RECORDED):
+                self._step(sequences)
+            return batch * (steps - _UNTIL_RECORDED) / (time.perf_counter() - started)
+        finally:
+            for sequence in sequences:
+                self._store.release(sequence)
+
+    def _step(self, sequences: Sequence[SequenceKV]) -> None:
+        """One step with the same token for all; the time does not depend on it."""
+        spans = [self._store.open_step(sequence) for sequence in sequences]
+        self._model.step(spans, [0] * len(spans), [self._draw] * len(spans))
+        self._store.commit_steps(spans)
+
+
+if __name__ == "__main__":
+    serve(Ours, [EngineError])

@@ -1,0 +1,70 @@
+"""Alternates the runs of contestants, so that a machine that slows down slows all of them; and shows the progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from bench.speed.child import Failed
+from bench.speed.contestants import Children
+from bench.speed.figures import Cell
+
+# Idle threads of a library may spin for a moment, which would slow the next run.
+_REST_SECONDS = 0.1
+
+
+@dataclass
+class Runs:
+    """What a cell is measured by: run(number) is a rate; number −1 is a run before those that count."""
+
+    cell: Cell
+    run: Callable[[int], float]
+
+
+class Referee:
+    """Runs contestants in turn. The progress bar counts seconds that were expected, not runs: some are much longer."""
+
+    def __init__(self, children: Children, repeat: int) -> None:
+        self.repeat = repeat
+        self._children = children
+        self._bar = tqdm(total=0, desc="Measuring", disable=True)
+
+    def show(self, seconds: float) -> None:
+        """A progress bar for runs that are expected to take `seconds` in all."""
+        layout = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
+        self._bar = tqdm(total=round(seconds, 1), desc="Measuring", bar_format=layout)
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def measure(self, name: str, runs: Sequence[Runs], warm_up: bool = True, expected: float = 0) -> None:
+        """`repeat` runs of each, one after the other in turn, after one that does not count if `warm_up`.
+
+        expected: seconds of all of them.
+        """
+        self._bar.set_postfix_str(name)
+        numbers = range(-1 if warm_up else 0, self.repeat)
+        for number in numbers:
+            for one in runs:
+                rate = self._run(one, number)
+                if rate is not None and number >= 0:
+                    one.cell.runs.append(rate)
+                self.advance(expected / (len(numbers) * len(runs)))
+
+    def advance(self, seconds: float) -> None:
+        """Work of which `seconds` were expected is done."""
+        self._bar.update(min(seconds, self._bar.total - self._bar.n))  # sums of parts are rounded
+
+    def _run(self, one: Runs, number: int) -> float | None:
+        contestant = one.cell.contestant
+        if contestant not in self._children.failures:
+            time.sleep(_REST_SECONDS)
+            try:
+                return one.run(number)
+            except Failed as error:
+                self._children.fail(contestant, str(error))
+        one.cell.failure = self._children.failures[contestant]
+        return None

@@ -1,0 +1,152 @@
+"""The tables of a speed measurement, from its JSON: for the terminal, the README and docs/speed.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench import report
+from bench.speed import peer
+from bench.speed.contestants import OURS
+from bench.speed.figures import BATCHES, GENERATION, PROMPT
+from engine.config import EngineConfig
+from engine.kv.plan import format_bytes
+
+Measured = Mapping[str, Any]
+PEER = "llama.cpp"
+NOTHING = "—"
+
+
+def format_tables(measured: Measured) -> str:
+    """All tables with a line about each, for the terminal."""
+    parts = [_about(measured)]
+    if any(row["section"] == PROMPT for row in measured["rows"]):
+        parts.append(f"Prompts, tokens/s\n\n{rates_table(measured, [PROMPT], spread=True)}")
+    if any(row["section"] == GENERATION for row in measured["rows"]):
+        parts.append(f"Generation, tokens/s\n\n{rates_table(measured, [GENERATION], spread=True)}")
+        parts.append(f"Bytes that a step reads, and share of the memory's bandwidth\n\n{bandwidth_table(measured)}")
+    if any(row["section"] == BATCHES for row in measured["rows"]):
+        parts.append(f"Steps of several sequences together\n\n{batches_table(measured)}")
+    if measured["memory"]:
+        parts.append(f"Memory of the process\n\n{memory_table(measured)}")
+    return "\n\n".join([*parts, *measured["left_out"]])
+
+
+def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = False) -> str:
+    """A line per prompt or context, a column per contestant; ours with the ratio to the peer's fastest cache there.
+
+    spread: whether half the distance between the slowest and the fastest run is shown, too.
+    """
+    rows = []
+    for row in measured["rows"]:
+        if row["section"] in sections:
+            best = max((cell["median"] for cell in row["cells"] if _is_peer(cell) and "median" in cell), default=None)
+            cells = [_rate_cell(cell, best, spread) for cell in row["cells"]]
+            rows.append([row["name"], *cells])
+    return report.table(["", *_columns(measured)], rows)
+
+
+def bandwidth_table(measured: Measured) -> str:
+    """Bytes of weights and of the cache that a step reads, and the share of the memory's bandwidth that this makes."""
+    rows = []
+    for row in measured["rows"]:
+        if row["section"] == GENERATION:
+            rows.append([row["name"], *map(_bytes_cell, row["cells"])])
+    return report.table(["", *_columns(measured)], rows)
+
+
+def batches_table(measured: Measured) -> str:
+    """Tokens/s of several sequences together, and how many times those of one."""
+    rows = [row for row in measured["rows"] if row["section"] == BATCHES]
+    one = next((row["cells"][0].get("median") for row in rows if row["tokens"] == 1), None)
+    lines = []
+    for row in rows:
+        (cell,) = row["cells"]
+        if "median" in cell:
+            times = f"{cell['median'] / one:.2f}" if one else NOTHING
+            lines.append([row["name"], f"`{cell['cache']}`", _rate(cell["median"]), times])
+        else:
+            lines.append([row["name"], f"`{cell['cache']}`", cell["failure"], NOTHING])
+    return report.table(["", "cache", "tokens/s", "times one"], lines)
+
+
+def memory_table(measured: Measured) -> str:
+    """The peak of each contestant's process, and what it takes after the steps."""
+    lines = []
+    for row, column in zip(measured["memory"], _columns(measured), strict=True):
+        if "failure" in row:
+            lines.append([column, row["failure"], *[NOTHING] * 4])
+        else:
+            sizes = [row.get(name) for name in ("peak", "now", "private", "file", "cache_bytes")]
+            lines.append([column, *(NOTHING if size is None else format_bytes(size) for size in sizes)])
+    return report.table(["", "peak", "after steps", "private", "files", "cache"], lines)
+
+
+def source(measured: Measured) -> str:
+    """What was measured, where, how and when, in Markdown."""
+    machine, threads = measured["machine"], measured["threads"]
+    runs = max((len(cell.get("runs", ())) for row in measured["rows"] for cell in row["cells"]), default=0)
+    chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
+    return (
+        f"{measured['model']} ({measured['weights']}) on {machine['cores']} cores of an {machine['cpu']}, "
+        f"{machine['system']}; {measured['peer']['name']} {measured['peer']['version_or_absence']}; medians of {runs} "
+        f"runs; threads: {threads['most']} for prompts, for steps {chosen}; measured on {measured['date']} with\n"
+        f"`{measured['command']}`."
+    )
+
+
+def _about(measured: Measured) -> str:
+    machine, threads, other = measured["machine"], measured["threads"], measured["peer"]
+    place = machine["gpu"]["name"] if "gpu" in machine else f"{machine['cpu']}, {machine['cores']} cores"
+    lines = [f"{measured['model']} ({measured['weights']}) on {place}. Medians ± half the spread."]
+    built = f" ({other['built_with']})" if other["built_with"] else ""
+    lines.append(f"{other['name']}: {other['version_or_absence']}{built}")
+    if threads["chosen"] and measured["device"] == "cpu":
+        chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
+        lines.append(f"Threads: {threads['most']} for prompts; for steps {chosen}")
+    rates = [f"{max(rates) / 1e9:.1f} GB/s with {n}" for n, rates in measured["bytes_per_second"].items()]
+    if rates:
+        lines.append(f"Memory is read with {', '.join(rates)} threads")
+    return "\n".join(lines)
+
+
+def _columns(measured: Measured) -> list[str]:
+    """A heading for each contestant; that of the default cache in bold."""
+    found = []
+    for contestant in measured["contestants"]:
+        cache = contestant["cache"]
+        if contestant["engine"] != OURS:
+            found.append(f"{PEER} {cache}")
+        else:
+            found.append(f"**{cache}**" if cache == EngineConfig.cache_type else cache)
+    return found
+
+
+def _engine(name: str) -> str:
+    return PEER if name == peer.NAME else "here"
+
+
+def _is_peer(cell: Mapping[str, Any]) -> bool:
+    return bool(cell["engine"] == peer.NAME)
+
+
+def _rate_cell(cell: Mapping[str, Any], best: float | None, spread: bool) -> str:
+    if "median" not in cell:
+        return str(cell["failure"])
+    text = _rate(cell["median"])
+    if spread:
+        half = (max(cell["runs"]) - min(cell["runs"])) / 2
+        text += f" ±{half:,.1f}" if cell["median"] < 100 else f" ±{half:,.0f}"
+    return text if _is_peer(cell) or best is None else f"{text} ({cell['median'] / best:.2f}×)"
+
+
+def _bytes_cell(cell: Mapping[str, Any]) -> str:
+    if "bytes_read" not in cell:
+        return str(cell.get("failure", NOTHING))
+    sizes = " + ".join(f"{cell['bytes_read'][part] / 1e6:,.0f}" for part in ("weights", "cache"))
+    share = f", {cell['bandwidth_share']:.0%}" if "bandwidth_share" in cell else ""
+    return f"{sizes} MB{share}"
+
+
+def _rate(median: float) -> str:
+    return f"{median:,.0f}" if median >= 100 else f"{median:.1f}"

@@ -1,0 +1,93 @@
+"""Contestants in processes of their own: answers, failures, crashes, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.speed import process
+from bench.speed.child import Child, Failed
+
+MODULE = "tests.bench.contestant"
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child(MODULE)
+    yield child
+    child.close()
+
+
+def test_a_child_answers_and_reports_failures_and_goes_on(child: Child) -> None:
+    with pytest.raises(Failed, match=r"^it needs a name$"):
+        child.call("start", "")
+    child.call("start", "Ada")
+    assert child.call("greet", "Émile") == ["Ada", "Émile"]
+    with pytest.raises(Failed, match=r"^ZeroDivisionError: division by zero$"):
+        child.call("divide", 0)
+    assert child.call("divide", 4) == 0.25
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no signals")
+def test_a_crash_is_named_with_the_last_line_that_was_written(child: Child) -> None:
+    child.call("start", "Ada")
+    for _ in range(2):  # further calls say the same
+        with pytest.raises(Failed, match=r"^crashed \(SIGABRT\): GGML_ASSERT failed$"):
+            child.call("crash")
+
+
+def test_an_end_without_a_word_is_named_by_its_code(child: Child) -> None:
+    child.call("start", "Ada")
+    with pytest.raises(Failed, match=r"^ended with exit code 3: what a library prints$|^ended with exit code 3$"):
+        child.call("leave")
+
+
+def test_a_python_that_does_not_exist_is_a_failure() -> None:
+    with pytest.raises(Failed, match=r"^/no/python cannot be started: No such file or directory$"):
+        Child(MODULE, "/no/python")
+
+
+def test_a_child_without_the_package_names_the_error() -> None:
+    child = Child("tests.bench.no_contestant")
+    with pytest.raises(Failed, match=r"^ended with exit code 1: .*No module named"):
+        child.call("start")
+    child.close()
+
+
+def test_closing_ends_the_process(child: Child) -> None:
+    child.call("start", "Ada")
+    child.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the parts are counted on Linux only")
+def test_memory_is_that_of_the_process() -> None:
+    before = process.memory(os.getpid())
+    held = bytearray(os.urandom(1 << 20)) * 40
+    during = process.memory(os.getpid())
+    assert during["private"] - before["private"] == pytest.approx(len(held), abs=4 << 20)
+    del held
+    after = process.memory(os.getpid())
+    assert during["now"] > after["now"]
+    assert after["peak"] > during["now"] - (1 << 20)  # the system counts in batches
+    assert after["private"] + after["file"] <= after["now"] + (1 << 20)
+
+
+def test_memory_elsewhere_is_what_psutil_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Path.read_text
+
+    def no_proc(path: Path, *given: str, **named: str) -> str:
+        if path.is_relative_to("/proc"):
+            raise FileNotFoundError
+        return there(path, *given, **named)
+
+    pid = os.getpid()
+    now = process.memory(pid)["now"]
+    monkeypatch.setattr(Path, "read_text", no_proc)
+    found = process.memory(pid)
+    assert found.keys() == {"now"}
+    assert found["now"] == pytest.approx(now, rel=0.2)

@@ -1,0 +1,227 @@
+"""What the contestants of the speed measurement do: the engine, many streams, the peer, the memory's bandwidth."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bench.speed import peer
+from bench.speed.bandwidth import Memory
+from bench.speed.ours import Ours, Streams
+from engine.model.forward import Transformer
+from tests.bare import bare_model, read_model
+from tests.conftest import FIXTURES
+
+# -- ours ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ours(tiny_path: Path) -> Ours:
+    return Ours(str(tiny_path), 256, 1, {"device": "cpu", "cache_type": "f16"})
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first positions of all steps."""
+    found: list[int] = []
+    take = Transformer.step
+    monkeypatch.setattr(Transformer, "step", lambda *given: (found.append(given[1][0].start), take(*given))[1])
+    return found
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tokens of all prefills."""
+    found: list[int] = []
+    units = Transformer.forward_units
+    monkeypatch.setattr(
+        Transformer, "forward_units", lambda *given, **named: (found.append(len(given[2])), units(*given, **named))[1]
+    )
+    return found
+
+
+def ids(count: int) -> list[int]:
+    return np.random.default_rng(0).integers(5, 96, count).tolist()
+
+
+def test_a_context_is_computed_once_and_all_runs_step_from_its_end(
+    ours: Ours, steps: list[int], computed: list[int]
+) -> None:
+    """An end token does not end a run, and the first token, which the prefill returns, is no step."""
+    for _ in range(3):
+        assert ours.generation_rate(ids(128), ids(41)) > 0
+    assert computed == [129, 1, 1]
+    assert steps == 3 * [*range(129, 169)]
+    assert ours.generation_rate(ids(192), ids(6)) > 0
+    assert computed[3:] == [65], "a longer context goes on from the shorter one"
+
+
+def test_a_prompt_is_computed_as_a_whole_and_stays_for_generation(ours: Ours, computed: list[int]) -> None:
+    for _ in range(2):
+        assert ours.prompt_rate(ids(128)) > 0
+    assert computed == [128, 128]
+    assert ours.generation_rate(ids(128), ids(3)) > 0
+    assert computed[2:] == [1]
+
+
+def test_bytes_are_those_of_all_matrices_that_a_step_reads(ours: Ours) -> None:
+    weights = ours._model.weights
+    matrices = [m for layer in weights.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    parts = [part for linear in (*matrices, weights.head) for part in linear.parts]
+    assert ours.weight_bytes() == sum(part.nbytes for part in parts) > 0
+    assert ours.cache_bytes(128) == ours._shape.sequence_bytes(128) > ours.cache_bytes(64) > 0
+
+
+def test_streams_step_together_and_restart_with_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = read_model(FIXTURES / "llama_gqa_linear")
+    model = bare_model(config, weights)
+    steps: list[list[int]] = []
+    take = Transformer.step
+    monkeypatch.setattr(Transformer, "step", lambda *of: (steps.append([span.start for span in of[1]]), take(*of))[1])
+    streams = Streams(model, [[5] * 64, [6] * 128, [7] * 64])
+    free = [(group.quantized.free, group.full.free) for group in model.store.groups]
+    for _ in range(2):
+        assert streams.rate(2, 5) > 0
+        assert steps == [[64 + i, 128 + i] for i in range(5)]
+        steps.clear()
+    assert [(group.quantized.free, group.full.free) for group in model.store.groups] == free
+
+
+# -- the peer ------------------------------------------------------------------------------------------------------
+
+
+class Library(SimpleNamespace):
+    """A stand-in for the package llama_cpp, which keeps the tokens of its cache and notes its calls."""
+
+    __version__ = "0.0.1"
+    LLAMA_FLASH_ATTN_TYPE_ENABLED = 1
+
+    def __init__(self, calls: list[object], tokens: list[int]) -> None:
+        super().__init__(calls=calls, tokens=tokens, room=1 << 20)
+        self.llama_token = IdArray()
+
+    def llama_log_callback(self, call: object) -> object:
+        return call
+
+    def llama_log_set(self, call: object, data: object) -> None: ...
+
+    def llama_backend_init(self) -> None: ...
+
+    def llama_model_default_params(self) -> None: ...
+
+    def llama_context_default_params(self) -> SimpleNamespace:
+        return SimpleNamespace()
+
+    def llama_model_load_from_file(self, path: bytes, settings: object) -> bool:
+        self.calls.append(path.decode())
+        return path.endswith(b".gguf")
+
+    def llama_init_from_model(self, model: object, settings: SimpleNamespace) -> str:
+        self.calls.append(vars(settings))
+        return "context"
+
+    def llama_get_memory(self, context: str) -> str:
+        return "memory"
+
+    def llama_memory_seq_rm(self, memory: str, sequence: int, first: int, last: int) -> None:
+        assert (memory, sequence, last) == ("memory", 0, -1)
+        del self.tokens[first:]
+
+    def llama_batch_get_one(self, ids: Sequence[int], count: int) -> list[int]:
+        assert len(ids) == count
+        return list(ids)
+
+    def llama_decode(self, context: str, batch: list[int]) -> int:
+        self.calls.append((len(self.tokens), len(batch)))
+        self.tokens += batch
+        return int(len(self.tokens) > self.room)
+
+    def llama_synchronize(self, context: str) -> None:
+        self.calls.append("done")
+
+    def llama_print_system_info(self) -> bytes:
+        return b"CPU : AVX2 = 1 | "
+
+
+class IdArray:
+    """`llama_token * n`, which is called with n tokens."""
+
+    def __mul__(self, count: int) -> object:
+        return lambda *ids: list(ids)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library([], [])
+    monkeypatch.setitem(sys.modules, "llama_cpp", made)
+    return made
+
+
+def test_the_peer_runs_the_file_with_the_given_threads_and_cache(library: Library) -> None:
+    other = peer.Peer("a/model.gguf", 99, 2, "q4_0")
+    assert other.about() == {"version": "0.0.1", "built_with": "CPU : AVX2 = 1"}
+    path, settings = library.calls
+    assert path == "a/model.gguf"
+    assert settings == {
+        "n_ctx": 99,
+        "n_batch": 2048,
+        "n_threads": 2,
+        "n_threads_batch": 2,
+        "flash_attn_type": 1,
+        "type_k": 2,
+        "type_v": 2,
+    }
+
+
+def test_the_peer_s_context_is_computed_once_and_all_runs_step_from_its_end(library: Library) -> None:
+    other = peer.Peer("model.gguf", 4096, 1, "f16")
+    library.calls.clear()
+    for _ in range(2):
+        assert other.generation_rate([3, 4, 5], [6, 7, 8]) > 0
+    steps = [(3, 1), "done", (4, 1), "done", (5, 1), "done"]
+    assert library.calls == [(0, 3), "done", *steps, *steps]
+    library.calls.clear()
+    other.generation_rate([3, 4, 5, 9], [6, 7])
+    assert library.calls[:2] == [(3, 1), "done"], "a longer context goes on from the shorter one"
+    other.generation_rate([3, 8], [6, 7])
+    assert library.tokens == [3, 8], "another one from where they part"
+
+
+def test_the_peer_computes_a_prompt_as_a_whole_and_keeps_it(library: Library) -> None:
+    other = peer.Peer("model.gguf", 4096, 1, "f16")
+    for _ in range(2):
+        library.calls.clear()
+        assert other.prompt_rate(ids(3000)) > 0
+        assert library.calls == [(0, 2048), "done", (2048, 952), "done"]
+    other.generation_rate(ids(3000), [6, 7])
+    assert library.calls[4] == (3000, 1)
+
+
+def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(peer.NoPeer, match=r"^cannot load the model$"):
+        peer.Peer("model.bin", 99, 1, "f16")
+    other = peer.Peer("model.gguf", 99, 1, "f16")
+    library.room = 10
+    with pytest.raises(peer.NoPeer, match=r"^cannot compute 11 tokens behind 0$"):
+        other.prompt_rate(ids(11))
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(peer.NoPeer, match=r"^not installed$"):
+        peer.Peer("model.gguf", 99, 1, "f16")
+
+
+# -- the machine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_bandwidth_is_that_of_reading_all_bytes_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    largest = np.max
+    monkeypatch.setattr(np, "max", lambda part: (read.append(part.nbytes), largest(part))[1])
+    assert Memory(1 << 16).read_rate(threads) > 0
+    assert len(read) == 2 * threads
+    assert sum(read) == (1 << 16) + threads * 4, "after a look at the first number of each part"
