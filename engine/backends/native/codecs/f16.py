@@ -1,0 +1,118 @@
+"""Tiles of half precision.
+
+    keys    (D, N) float16: lanes are tokens, so nothing is summed across lanes; N a multiple of 16
+    values  (N, D') float16, D' = D rounded up to 16: lanes are channels
+
+A prepared query is its D float32. Products are float32, in the order of the channels or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I16, Value, vector
+from engine.codecs import Codec
+
+_F16, _I16 = vector(F32, 16), vector(I16, 16)
+
+
+def keys(codec: Codec, block_size: int, head_dim: int) -> HalfKeys | None:
+    return HalfKeys(block_size, head_dim) if block_size % 16 == 0 else None
+
+
+def values(codec: Codec, block_size: int, head_dim: int) -> HalfValues | None:
+    return HalfValues(block_size, head_dim) if block_size % 16 == 0 else None
+
+
+def _at_once(e: Emitter, heads: int, vectors: int) -> int:
+    """A divisor of the vectors of 16 lanes, whose sums for all heads take about half of the registers."""
+    most = e.level.registers // 2 // (heads * (16 // e.level.lanes))
+    return max(count for count in range(1, vectors + 1) if vectors % count == 0 and count <= max(1, most))
+
+
+class HalfKeys:
+    """Tiles of keys."""
+
+    def __init__(self, block_size: int, head_dim: int) -> None:
+        self._tokens, self._head_dim = block_size, head_dim
+        self.name = f"half_keys_{block_size}_{head_dim}"
+        self._end = 2 * block_size * head_dim
+        self.nbytes = -(-self._end // 64) * 64
+        self.query_bytes = -(-head_dim // 16) * 64
+
+    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        by_channel = np.ascontiguousarray(fields["values"].swapaxes(-1, -2))
+        tiles = np.zeros((*by_channel.shape[:-2], self.nbytes), np.uint8)
+        tiles[..., : self._end] = by_channel.view(np.uint8).reshape(*by_channel.shape[:-2], -1)
+        return tiles
+
+    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
+        halves = np.ascontiguousarray(tiles[..., : self._end]).view(np.float16)
+        by_channel = halves.reshape(*tiles.shape[:-1], self._head_dim, self._tokens)
+        return {"values": np.ascontiguousarray(by_channel.swapaxes(-1, -2))}
+
+    def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
+        for first in range(0, self._head_dim, 16):
+            e.store(e.load(q, _F16, 4 * first), out, 4 * first)
+
+    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
+        together = _at_once(e, len(queries), self._tokens // 16)
+        unrolled = math.gcd(self._head_dim, 4)
+        for first in range(0, self._tokens // 16, together):
+            totals = [[e.variable(e.zero(_F16)) for _ in range(together)] for _ in queries]
+            with e.loop(0, self._head_dim, unrolled) as channel:
+                row = block + channel * (2 * self._tokens)
+                own = [query + channel * 4 for query in queries]
+                for step in range(unrolled):
+                    factors = [e.broadcast(query, F32, 16, 4 * step) for query in own]
+                    for group in range(together):
+                        place = 2 * self._tokens * step + 32 * (first + group)
+                        key = e.half_to_float(e.load(row, _I16, place))
+                        for factor, total in zip(factors, totals, strict=True):
+                            total[group].set(e.fma(key, factor, total[group].get()))
+            for total, target in zip(totals, out, strict=True):
+                for group, sum_ in enumerate(total):
+                    e.store(sum_.get(), target, 64 * (first + group))
+
+
+class HalfValues:
+    """Tiles of values."""
+
+    def __init__(self, block_size: int, head_dim: int) -> None:
+        self._tokens, self._head_dim = block_size, head_dim
+        self._row = -(-head_dim // 16) * 16
+        self.name = f"half_values_{block_size}_{head_dim}"
+        self.nbytes = 2 * block_size * self._row
+
+    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        halves = fields["values"]
+        rows = np.zeros((*halves.shape[:-1], self._row), np.float16)
+        rows[..., : self._head_dim] = halves
+        return rows.view(np.uint8).reshape(*halves.shape[:-2], self.nbytes)
+
+    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
+        rows = np.ascontiguousarray(tiles).view(np.float16).reshape(*tiles.shape[:-1], self._tokens, self._row)
+        return {"values": np.ascontiguousarray(rows[..., : self._head_dim])}
+
+    def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+        parts = self._row // 16
+        together = _at_once(e, len(weights), parts)
+        for first in range(0, parts, together):
+            places = [64 * (first + part) for part in range(together)]
+            totals = [[e.variable(e.load(target, _F16, place)) for place in places] for target in sums]
+            with e.loop(0, self._tokens, 4) as token:
+                row = block + token * (2 * self._row)
+                own = [weight + token * 4 for weight in weights]
+                for step in range(4):
+                    factors = [e.broadcast(weight, F32, 16, 4 * step) for weight in own]
+                    for part in range(together):
+                        value = e.half_to_float(e.load(row, _I16, 2 * self._row * step + 32 * (first + part)))
+                        for factor, total in zip(factors, totals, strict=True):
+                            total[part].set(e.fma(value, factor, total[part].get()))
+            for total, target in zip(totals, sums, strict=True):
+                for place, sum_ in zip(places, total, strict=True):
+                    e.store(sum_.get(), target, place)
