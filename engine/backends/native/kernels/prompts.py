@@ -12,7 +12,7 @@ from engine.backends.native.kernels.rotation import pieces, rotate
 from engine.backends.native.values import F32, I32, I64, POINTER, Value, vector
 from engine.backends.native.workers import SCRATCH
 
-KEYS = 64  # of a tile
+KEYS = 128  # of a tile
 MOST_QUERIES = 192  # of a unit
 SEGMENT_FIELDS = 5
 _AT_ONCE = 6  # queries whose sums stay in registers
@@ -37,7 +37,7 @@ class _Scratch:
     """Where things lie in the scratch of a unit, in bytes.
 
     keys (D, KEYS): a tile, transposed. weights (_AT_ONCE, KEYS): scores, then their exponentials. fade (16,): the
-    factors of older sums. Of each query: position () int64, query (D,), scaled, mix (D,): weighted values; top (),
+    factors of older sums, then (16,) the sums of the weights. Of each query: position () int64, query (D,), scaled, mix (D,): weighted values; top (),
     total (): maximum of its scores, and sum of its weights.
     """
 
@@ -45,7 +45,7 @@ class _Scratch:
         self.end = 0
         self.keys = self._room(KEYS * dim)
         self.weights = self._room(_AT_ONCE * KEYS)
-        self.fade = self._room(16)
+        self.fade = self._room(32)
         self.position = self._room(2 * MOST_QUERIES)
         self.query = self._room(MOST_QUERIES * dim)
         self.mix = self._room(MOST_QUERIES * dim)
@@ -184,8 +184,9 @@ class _Unit:
             lowest, highest = e.load(at, I64), e.load(at, I64, 8 * (rows - 1))
             with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
                 query, mix = self._row(i)
+                seen = e.least(highest - start + 1, tokens)
                 step = 16 * self._vectors
-                with e.loop(0, KEYS, step) as first:
+                with e.loop(0, seen, step) as first:
                     panel = self._multiply(
                         query,
                         4 * self._dim,
@@ -198,7 +199,6 @@ class _Unit:
                         for number, value in enumerate(sums):
                             e.store(value, self._weights + first * 4, 4 * (KEYS * row + 16 * number))
                 self._soften(i, start, tokens, window)
-                seen = e.least(highest - start + 1, tokens)
                 for part in _groups(list(pieces(self._dim)), self._vectors):
                     self._mix_values(mix, v, seen, part)
 
@@ -237,31 +237,31 @@ class _Unit:
         e = self._e
         integers = vector(I32, 16)
         keys = [e.constant(integers, list(range(first, first + 16))) for first in range(0, KEYS, 16)]
-        tops, totals = [], []
-        for row in range(self._rows):
-            position = e.load(self._position + i * 8, I64, 8 * row)
+        with e.loop(0, self._rows) as row:
+            position = e.load(self._position + (i + row) * 8, I64)
             last = e.most(e.least(position - start, tokens - 1), -1).trunc(I32)
             first = e.least(e.most(position - start - window + 1, 0), KEYS).trunc(I32)
-            at, seen, scores = self._weights + 4 * KEYS * row, [], []
+            at, seen, scores = self._weights + row * (4 * KEYS), [], []
             for number, key in enumerate(keys):
                 seen.append((key <= last) & (key >= first))
                 score = e.load(at, _F16, 64 * number)
                 scores.append(e.select(seen[-1], score, e.like(_NONE, score)))
-            before = e.load(self._top + i * 4, F32, 4 * row)
+            own_top, fade = self._top + (i + row) * 4, self._fade + row * 4
+            before = e.load(own_top, F32)
             top = e.maximum(e.maximum_lanes(_reduced(scores, e.maximum)), before)
-            e.store(before - top, self._fade, 4 * row)
             weights = [e.select(own, e.exp(score - top), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)]
             for number, weight in enumerate(weights):
                 e.store(weight, at, 64 * number)
-            tops.append(top)
             # `exp` of NaN is a number: the sum takes NaN and infinity from the scores.
             marked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
-            totals.append(e.sum_lanes(_reduced(marked, lambda a, b: a + b)))
+            e.store(top, own_top)
+            e.store(before - top, fade)
+            e.store(e.sum_lanes(_reduced(marked, lambda a, b: a + b)), fade, 64)
         e.store(e.exp(e.load(self._fade, _F16)), self._fade)
-        for row, (top, total) in enumerate(zip(tops, totals, strict=True)):
-            place, fade = self._total + i * 4, e.load(self._fade, F32, 4 * row)
-            e.store(e.fma(e.load(place, F32, 4 * row), fade, total), place, 4 * row)
-            e.store(top, self._top + i * 4, 4 * row)
+        for row in range(self._rows):
+            total, fade = self._total + i * 4, e.load(self._fade, F32, 4 * row)
+            added = e.load(self._fade, F32, 64 + 4 * row)
+            e.store(e.fma(e.load(total, F32, 4 * row), fade, added), total, 4 * row)
 
     def _mix_values(self, mix: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
         """Add weights · values of some channels to the faded sums."""
