@@ -1,4 +1,4 @@
-"""Attention of steps over tiles."""
+"""Attention of prompts, and of steps over tiles."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from engine.backends.native.kernels.attention import Attention, attend, queries_at_once
 from engine.backends.native.kernels.partials import merge, partial_bytes
 from engine.backends.native.launch import Launcher
+from engine.backends.native.prompts import PromptOps
 from engine.backends.native.spans import StepTable, is_step
 from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache
@@ -27,6 +28,7 @@ class AttentionOps:
     def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
         self._launch, self._plain = launch, plain
         self._in_numpy = launch.unrecorded(plain.attention)
+        self._prompts = PromptOps(launch, plain)
         self._parts = aligned(0)
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
@@ -41,9 +43,9 @@ class AttentionOps:
         window: int | None,
         transform: PreparedTransform | None = None,
     ) -> np.ndarray:
-        """In NumPy for a prompt, and for a layer without tiles."""
+        """In NumPy for a step in a layer without tiles."""
         if not isinstance(spans, StepTable):
-            return self._in_numpy(q, cache, spans, scale, window, transform)
+            return self._prompts.attention(q, cache, spans, scale, window, transform)
         if isinstance(cache, TileCache):
             return self._step(q, cache, spans, scale, window, transform)
         views = self._plain.spans(spans.views, cache.format.block_size)

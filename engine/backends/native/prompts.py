@@ -44,9 +44,8 @@ class PromptOps:
         window: int | None,
         transform: PreparedTransform | None = None,
     ) -> np.ndarray:
-        """In NumPy for steps, and for head dims and groups without a kernel."""
-        is_step = any(span.current.buffer is None for span in spans)
-        if is_step or not supports(q.shape[2], q.shape[1] // cache.format.kv_heads):
+        """In NumPy for head dims and groups without a kernel."""
+        if not supports(q.shape[2], q.shape[1] // cache.format.kv_heads):
             return self._plain.attention(q, cache, spans, scale, window, transform)
         out = np.empty(q.shape, np.float32)
         for span in spans:

@@ -18,6 +18,7 @@ from tests.backends.native.levels import every_level, launcher
 
 from engine.backends.native import prompts  # isort: skip
 from engine.backends.native.heads import HeadOps  # isort: skip
+from engine.backends.native.ops import NativeOps  # isort: skip
 from engine.backends.native.prompts import PromptOps  # isort: skip
 from engine.backends.native.target import Level, best
 
@@ -163,3 +164,15 @@ def test_head_dims_without_a_kernel_attend_in_numpy() -> None:
     q = rng.standard_normal((4, 1, 1024)).astype(np.float32)
     found = PromptOps(launcher(best()), PLAIN).attention(q, cache, [span], 0.1, None)
     np.testing.assert_array_equal(found, PLAIN.attention(q, cache, [span], 0.1, None))
+
+
+def test_prompts_of_an_engine_attend_by_the_kernel() -> None:
+    """On the compiled backend, whatever the cache type."""
+    rng = np.random.default_rng(0)
+    ops = NativeOps(1)
+    cache, span = sequence(rng, 64, 1, "trellis3", 2, 40, 0)
+    (prepared,) = ops.prepare([HeadTransform(1)])
+    q = rng.standard_normal((40, 2, 64)).astype(np.float32)
+    found = ops.attention(q, cache, ops.spans([span], N), 0.1, None, prepared)
+    np.testing.assert_array_equal(found, PromptOps(launcher(best()), PLAIN).attention(q, cache, [span], 0.1, None))
+    assert (found != PLAIN.attention(q, cache, [span], 0.1, None)).any()

@@ -37,8 +37,8 @@ class _Scratch:
     """Where things lie in the scratch of a unit, in bytes.
 
     keys (D, KEYS): a tile, transposed. weights (_AT_ONCE, KEYS): scores, then their exponentials. fade (16,): the
-    factors of older sums, then (16,) the sums of the weights. Of each query: position () int64, query (D,), scaled, mix (D,): weighted values; top (),
-    total (): maximum of its scores, and sum of its weights.
+    factors of older sums, then (16,) the sums of the weights. Of each query: position () int64, query (D,), scaled,
+    mix (D,): weighted values; top (), total (): maximum of its scores, and sum of its weights.
     """
 
     def __init__(self, dim: int) -> None:
@@ -258,10 +258,10 @@ class _Unit:
             e.store(before - top, fade)
             e.store(e.sum_lanes(_reduced(marked, lambda a, b: a + b)), fade, 64)
         e.store(e.exp(e.load(self._fade, _F16)), self._fade)
-        for row in range(self._rows):
-            total, fade = self._total + i * 4, e.load(self._fade, F32, 4 * row)
-            added = e.load(self._fade, F32, 64 + 4 * row)
-            e.store(e.fma(e.load(total, F32, 4 * row), fade, added), total, 4 * row)
+        for number in range(self._rows):
+            total, fade = self._total + i * 4, e.load(self._fade, F32, 4 * number)
+            added = e.load(self._fade, F32, 64 + 4 * number)
+            e.store(e.fma(e.load(total, F32, 4 * number), fade, added), total, 4 * number)
 
     def _mix_values(self, mix: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
         """Add weights · values of some channels to the faded sums."""
