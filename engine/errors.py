@@ -27,6 +27,13 @@ class EngineError(Exception):
         self.numbers = numbers
 
 
+class KernelError(EngineError):
+    """A kernel for this CPU cannot be compiled or loaded. The message is a sentence without a full stop."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "device_unavailable")
+
+
 def shown(value: Any) -> str:
     """A value as text for an error message: its repr, shortened to 80 characters.
 

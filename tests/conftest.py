@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +29,20 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _calibrations_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep statistics of test models in a folder of the tests, but the demonstration model in the user's cache."""
-    folder = tmp_path_factory.mktemp("calibrations")
+def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep statistics of test models and compiled kernels in a folder of the tests, and the demonstration model in the
+    user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else folder)
+
+        def here() -> Path:
+            return cache_folder() if CACHE_VARIABLE in os.environ else folder
+
+        patch.setattr(calibration, "cache_folder", here)
+        if importlib.util.find_spec("llvmlite"):
+            from engine.backends.native import object_cache
+
+            patch.setattr(object_cache, "cache_folder", here)
         yield
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -62,28 +65,50 @@ class Kernel:
         return np.array([*pointers, *integers, *bits], np.int64)
 
 
-_setup = threading.Lock()
+# llvmlite has a lock of its own, which a forked child would find held forever if another thread was compiling.
+_llvm_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(
+        before=_llvm_lock.acquire, after_in_parent=_llvm_lock.release, after_in_child=_llvm_lock.release
+    )
+
+_numbers = itertools.count()  # names of loaded objects
 
 
+@cache
 def _binding() -> Any:
     """llvmlite.binding, initialized."""
     import llvmlite.binding as llvm
 
-    with _setup:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
     return llvm
 
 
+@cache
 def _triple() -> str:
     return _binding().get_process_triple()
 
 
+def _cpu(level: Level) -> str:
+    return level.cpu or ("x86-64" if _triple().startswith("x86_64") else "generic")
+
+
+def target_description(level: Level) -> str:
+    """A text that differs between targets, and between versions of LLVM."""
+    import llvmlite
+
+    version = ".".join(map(str, _binding().llvm_version_info))
+    return f"llvmlite {llvmlite.__version__}, LLVM {version}, {_triple()}, {_cpu(level)}, {level.features}"
+
+
 def _machine(level: Level) -> Any:
-    llvm = _binding()
-    cpu = level.cpu or ("x86-64" if _triple().startswith("x86_64") else "generic")
-    return llvm.Target.from_triple(_triple()).create_target_machine(
-        cpu=cpu, features=level.features, opt=3, jit=True, codemodel="jitdefault", reloc="default"
+    return (
+        _binding()
+        .Target.from_triple(_triple())
+        .create_target_machine(
+            cpu=_cpu(level), features=level.features, opt=3, jit=True, codemodel="jitdefault", reloc="default"
+        )
     )
 
 
@@ -101,9 +126,16 @@ def _optimized(source: str, machine: Any) -> Any:
 
 
 def compile_object(kernel: Kernel, level: Level) -> bytes:
-    """The kernel as an object file."""
+    """The kernel as an object file. Raises RuntimeError if LLVM cannot compile it."""
+    source = kernel.module(level)
+    with _llvm_lock:
+        return _object(source, level)
+
+
+def _object(source: str, level: Level) -> bytes:
+    """A function, so that LLVM's objects are gone before the lock is released: to free them is a call of LLVM."""
     machine = _machine(level)
-    return machine.emit_object(_optimized(kernel.module(level), machine))
+    return machine.emit_object(_optimized(source, machine))
 
 
 def assembly(kernel: Kernel, level: Level) -> str:
@@ -112,13 +144,21 @@ def assembly(kernel: Kernel, level: Level) -> str:
     return machine.emit_assembly(_optimized(kernel.module(level), machine))
 
 
+@cache
+def _linker(level: Level) -> Any:
+    return _binding().create_lljit_compiler(_machine(level), suppress_errors=True)
+
+
 class LoadedObject:
-    """Object code in memory; `address` is the kernel's. It stays valid as long as this object lives."""
+    """Object code in memory; `address` is the kernel's. It stays valid as long as this object lives.
+
+    Raises RuntimeError for code that is not an object file, that calls functions which this process does not have, or
+    if the system does not allow memory to be executed.
+    """
 
     def __init__(self, code: bytes, level: Level) -> None:
-        llvm = _binding()
-        empty = llvm.parse_assembly(f'target triple = "{_triple()}"')
-        self._engine = llvm.create_mcjit_compiler(empty, _machine(level))
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-        self.address: int = self._engine.get_function_address("kernel")
+        with _llvm_lock:
+            self._linker = _linker(level)
+            library = _binding().JITLibraryBuilder().add_object_img(code).add_current_process()
+            self._tracker = library.export_symbol("kernel").link(self._linker, f"kernel{next(_numbers)}")
+        self.address: int = self._tracker["kernel"]

@@ -3,38 +3,124 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from functools import cache
 
 from engine.backends.native.compiler import Kernel, LoadedObject, compile_object
+from engine.backends.native.object_cache import ObjectCache, object_cache
 from engine.backends.native.target import Level
+from engine.errors import KernelError
+from model_loaders.forks import renew_in_children
 
 
 class Library:
-    """Compiles kernels for one level when they are first asked for."""
+    """The kernels of one level, read from the user's cache folder or compiled, by a thread.
 
-    def __init__(self, level: Level) -> None:
-        self.level = level
-        self._lock = threading.Lock()
+    `expect` asks for kernels before they are needed, so that they are compiled while a model is loaded.
+    """
+
+    def __init__(self, level: Level, cache: ObjectCache | None) -> None:
+        self.level, self._cache = level, cache
         self._loaded: dict[Kernel, LoadedObject] = {}
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Forget what the thread had to do: in a forked child, which does not have the thread."""
+        self._lock = threading.Lock()
+        self._asked: dict[Kernel, Future[LoadedObject]] = {}  # not loaded yet, or failed
+        self._queue: deque[Kernel] = deque()
+        self._has_thread = False
 
     def address(self, kernel: Kernel) -> int:
-        """The address of the compiled kernel."""
+        """The address of the compiled kernel. Raises KernelError if it cannot be compiled or loaded."""
         loaded = self._loaded.get(kernel)
         if loaded is None:
-            with self._lock:
-                loaded = self._loaded.get(kernel)
-                if loaded is None:
-                    loaded = LoadedObject(compile_object(kernel, self.level), self.level)
-                    self._loaded[kernel] = loaded
+            loaded = self._ask(kernel, first=True).result()
         return loaded.address
+
+    def expect(self, kernels: Iterable[Kernel]) -> None:
+        """Compile these kernels soon, in this order. Returns at once."""
+        for kernel in kernels:
+            if kernel not in self._loaded:
+                self._ask(kernel)
+
+    def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
+        """Wait until all kernels that were asked for are compiled; progress(kernels done, all) is called on the way.
+
+        Raises KernelError if one cannot be compiled or loaded.
+        """
+        with self._lock:
+            futures = list(self._asked.values())
+        for done, future in enumerate(futures):
+            progress(done, len(futures))
+            future.result()
+
+    def _ask(self, kernel: Kernel, *, first: bool = False) -> Future[LoadedObject]:
+        """A kernel of the queue, which is put there if it is new; first: before all others."""
+        with self._lock:
+            future = self._asked.get(kernel)
+            if future is None:
+                future = Future()
+                if (loaded := self._loaded.get(kernel)) is not None:
+                    future.set_result(loaded)
+                    return future
+                self._asked[kernel] = future
+                self._queue.append(kernel)
+            if first and kernel in self._queue:
+                self._queue.remove(kernel)
+                self._queue.appendleft(kernel)
+            if self._queue and not self._has_thread:
+                # Not a daemon: LLVM must not be at work while the process ends.
+                threading.Thread(target=self._work, name="compiler").start()
+                self._has_thread = True
+        return future
+
+    def _work(self) -> None:
+        """Compile what is in the queue, until it is empty or the program ends."""
+        while True:
+            with self._lock:
+                if not self._queue or not threading.main_thread().is_alive():
+                    self._has_thread = False
+                    return
+                kernel = self._queue.popleft()
+                future = self._asked[kernel]
+            code = None
+            try:
+                loaded, code = self._load(kernel)
+            except BaseException as error:
+                future.set_exception(error)
+                continue
+            with self._lock:
+                self._loaded[kernel] = loaded
+                del self._asked[kernel]
+            future.set_result(loaded)
+            if code is not None and self._cache is not None:
+                self._cache.write(kernel.name, code)
+
+    def _load(self, kernel: Kernel) -> tuple[LoadedObject, bytes | None]:
+        """The kernel, and its object code if it is not in the cache."""
+        try:
+            code = self._cache.read(kernel.name) if self._cache is not None else None
+            if code is not None:
+                return LoadedObject(code, self.level), None
+            code = compile_object(kernel, self.level)
+            return LoadedObject(code, self.level), code
+        except MemoryError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise KernelError(f"The kernel {kernel.name} cannot be compiled for this CPU: {reason}") from error
 
     @property
     def names(self) -> list[str]:
-        """Names of the kernels that have been asked for."""
-        return sorted(kernel.name for kernel in self._loaded)
+        """Names of the kernels that have been loaded."""
+        return sorted(kernel.name for kernel in list(self._loaded))
 
 
 @cache
 def library(level: Level) -> Library:
     """The library of a level; all engines of the process share it."""
-    return Library(level)
+    return Library(level, object_cache(level))

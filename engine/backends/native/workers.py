@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.backends.native.buffers import aligned
-from engine.backends.native.compiler import LoadedObject, compile_object
+from engine.backends.native.library import library
 from engine.backends.native.run_tape import MOST_ENTRIES, RUN, SERVE, STATE_BYTES, set_up
 from engine.backends.native.target import best
 from model_loaders.forks import renew_in_children
@@ -59,9 +59,8 @@ class Workers:
     """Threads that run kernels."""
 
     def __init__(self) -> None:
-        level = best()
-        self._code = [LoadedObject(compile_object(kernel, level), level) for kernel in (RUN, SERVE)]
-        self._run, self._serve = (_Function(code.address) for code in self._code)
+        self._code = library(best())
+        self._run, self._serve = (_Function(self._code.address(kernel)) for kernel in (RUN, SERVE))
         self.renew()
         renew_in_children(self)
 

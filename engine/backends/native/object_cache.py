@@ -1,0 +1,116 @@
+"""Compiled kernels in the user's cache folder, one file each.
+
+The files of one set were compiled from the same sources, by the same LLVM, for the same level of CPU features, and lie
+in a folder that is named after all of these. A file that cannot be read, is damaged or belongs to another user is as
+good as none. So is a folder that cannot be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from engine.backends.native.compiler import target_description
+from engine.backends.native.target import Level
+from model_loaders.errors import LoadError
+from model_loaders.user_dirs import cache_folder
+
+_SETS = 4  # that stay: those used last, of other versions and levels
+_ENGINE = Path(__file__).resolve().parents[2]
+_SOURCES = ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")  # what kernels are made from
+_CHECKSUM = 32  # bytes
+
+
+class ObjectCache:
+    """One set of compiled kernels. folder: of the set, created by the first `write`; key: what the set depends on."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._folder, self._key = folder, key
+        with suppress(OSError):
+            os.utime(folder)  # the sets used last stay
+
+    def read(self, name: str) -> bytes | None:
+        """The object code of the kernel of this name; None if there is none to be trusted."""
+        try:
+            if not _is_ours(os.stat(self._folder)):
+                return None
+            # Opened once: what is checked is what is read.
+            with self._file(name).open("rb") as file:
+                if not _is_ours(os.fstat(file.fileno())):
+                    return None
+                content = file.read()
+        except OSError:
+            return None
+        code = content[_CHECKSUM:]
+        return code if content[:_CHECKSUM] == self._checksum(name, code) else None
+
+    def write(self, name: str, code: bytes) -> None:
+        """Keep the object code of a kernel, if that is possible."""
+        with suppress(OSError):
+            if not self._folder.is_dir():
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _remove_old(self._folder)
+            if not _is_ours(os.stat(self._folder)):
+                return
+            number, temporary = tempfile.mkstemp(prefix=".unfinished-", dir=self._folder)
+            try:
+                with os.fdopen(number, "wb") as file:
+                    file.write(self._checksum(name, code) + code)
+                os.replace(temporary, self._file(name))
+            except BaseException:
+                os.unlink(temporary)
+                raise
+
+    def _file(self, name: str) -> Path:
+        return self._folder / hashlib.sha256(name.encode()).hexdigest()[:32]
+
+    def _checksum(self, name: str, code: bytes) -> bytes:
+        return hashlib.sha256(f"{self._key}\n{name}\n".encode() + code).digest()
+
+
+def object_cache(level: Level) -> ObjectCache | None:
+    """The set of a level; None if the user has no cache folder, or where this program's sources cannot be read."""
+    sources = _sources_digest()
+    try:
+        folder = cache_folder() / "kernels"
+    except LoadError:
+        return None
+    if sources is None:
+        return None
+    key = "\n".join([sources, np.__version__, level.name, target_description(level)])
+    return ObjectCache(folder / hashlib.sha256(key.encode()).hexdigest()[:32], key)
+
+
+def _sources_digest() -> str | None:
+    """A digest of all that decides what kernels do."""
+    digest = hashlib.sha256()
+    files = [file for folder in _SOURCES for file in sorted((_ENGINE / folder).rglob("*.py"))]
+    try:
+        for file in files:
+            digest.update(f"{file.relative_to(_ENGINE).as_posix()}\n".encode() + file.read_bytes())
+    except OSError:
+        return None
+    return digest.hexdigest() if files else None
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether only this user can have written to a file or folder; always so on Windows, whose folders are the users'
+    own."""
+    return not hasattr(os, "getuid") or (
+        status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
+
+
+def _remove_old(newest: Path) -> None:
+    """Remove all sets but `newest` and the others that were used last."""
+    others = [folder for folder in newest.parent.iterdir() if folder != newest]
+    others.sort(key=lambda folder: folder.lstat().st_mtime, reverse=True)
+    for folder in others[_SETS - 1 :]:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,406 @@
+"""Compiled kernels in the user's cache folder, and the thread that compiles them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from engine.backends.native import compiler
+from engine.backends.native import library as module
+from engine.backends.native import object_cache as cache_module
+from engine.backends.native.compiler import Kernel, compile_object
+from engine.backends.native.emit import Emitter
+from engine.backends.native.library import Library
+from engine.backends.native.object_cache import ObjectCache, object_cache
+from engine.backends.native.target import levels
+from engine.backends.native.values import I64, Value
+from engine.errors import KernelError
+from tests.small_disk import small_disk
+from tests.test_bare_python import ROOT
+
+LEVEL = levels()[-1]
+needs_users = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner of this kind here")
+
+
+def number_kernel(number: int) -> Kernel:
+    """A kernel that stores a number."""
+
+    def emit(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+        e.store(e.constant(I64, number), out)
+
+    return Kernel(f"test_{number}", emit, ("out",))
+
+
+def stored_by(address: int) -> int:
+    """The number that such a kernel stores."""
+    out = np.zeros(1, np.int64)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)(address)
+    arguments = number_kernel(0).pack([out.ctypes.data])
+    function(arguments.ctypes.data, 0, 1, None)
+    return int(out[0])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder."""
+    monkeypatch.setattr(cache_module, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were compiled, and not read from the cache."""
+    names: list[str] = []
+
+    def watched(kernel: Kernel, level: object) -> bytes:
+        names.append(kernel.name)
+        return compile_object(kernel, LEVEL)
+
+    monkeypatch.setattr(module, "compile_object", watched)
+    return names
+
+
+def loaded(number: int = 7) -> Library:
+    """A new library that has loaded a kernel, and whose thread has ended."""
+    library = Library(LEVEL, object_cache(LEVEL))
+    assert stored_by(library.address(number_kernel(number))) == number
+    end_of_thread()
+    return library
+
+
+def end_of_thread() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "compiler":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_a_kernel_is_compiled_once_for_all_processes(folder: Path, compiled: list[str]) -> None:
+    loaded()
+    loaded()
+    assert compiled == ["test_7"]
+    loaded(8)
+    assert compiled == ["test_7", "test_8"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda code: b"",
+        lambda code: code[: len(code) // 2],
+        lambda code: code[:-1] + bytes([code[-1] ^ 1]),
+        lambda code: bytes([code[0] ^ 1]) + code[1:],
+        lambda code: bytes(len(code)),
+        lambda code: code + b"\0",
+    ],
+    ids=["empty", "truncated", "last byte", "checksum", "zeros", "longer"],
+)
+def test_a_damaged_file_is_replaced(folder: Path, compiled: list[str], damage) -> None:
+    loaded()
+    (file,) = files(folder)
+    right = file.read_bytes()
+    file.write_bytes(damage(right))
+    loaded()
+    assert compiled == ["test_7"] * 2
+    assert file.read_bytes() == right
+
+
+def test_a_file_of_another_kernel_is_not_loaded(folder: Path, compiled: list[str]) -> None:
+    loaded(7)
+    (file,) = files(folder)
+    loaded(8)
+    (other,) = set(files(folder)) - {file}
+    file.write_bytes(other.read_bytes())
+    loaded(7)
+    assert compiled == ["test_7", "test_8", "test_7"]
+
+
+@needs_users
+@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("mode", [0o660, 0o606])
+def test_what_others_may_write_to_is_not_loaded(folder: Path, compiled: list[str], what: str, mode: int) -> None:
+    loaded()
+    (file,) = files(folder)
+    (file if what == "file" else file.parent).chmod(mode | 0o100)
+    loaded()
+    assert compiled == ["test_7"] * 2
+
+
+@needs_users
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_what_belongs_to_another_user_is_not_loaded(folder: Path, compiled: list[str], what: str) -> None:
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    loaded()
+    (file,) = files(folder)
+    os.chown(file if what == "file" else file.parent, 1, -1)
+    loaded()
+    assert compiled == ["test_7"] * 2
+
+
+@needs_users
+def test_nobody_else_can_write_to_the_files(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        loaded()
+    finally:
+        os.umask(before)
+    (file,) = files(folder)
+    assert not (file.stat().st_mode | file.parent.stat().st_mode) & 0o022
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(folder: Path, compiled: list[str]) -> None:
+    folder.write_text("a file where the folder should be")
+    loaded()
+    loaded()
+    assert compiled == ["test_7"] * 2
+
+
+def test_no_cache_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise cache_module.LoadError("There is no cache folder")
+
+    monkeypatch.setattr(cache_module, "cache_folder", missing)
+    assert object_cache(LEVEL) is None
+    loaded()
+
+
+def test_a_full_disk_is_no_error(folder: Path, compiled: list[str]) -> None:
+    folder.mkdir()
+    with small_disk(folder, 64 << 10):
+        (folder / "other").write_bytes(bytes(60 << 10))
+        with pytest.raises(OSError), (folder / "more").open("wb") as file:
+            file.write(bytes(64 << 10))
+        loaded()
+        assert not [path for path in files(folder) if "kernels" in path.parts and path.stat().st_size]
+        for path in files(folder):
+            path.unlink()
+        loaded()
+        loaded()
+    assert compiled == ["test_7"] * 2
+
+
+def test_levels_versions_and_sources_have_sets_of_their_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sets() -> int:
+        return len(list((folder / "kernels").iterdir()))
+
+    for level in levels():
+        cache = object_cache(level)
+        assert cache is not None
+        cache.write("name", level.name.encode())
+    for level in levels()[-2:]:
+        cache = object_cache(level)
+        assert cache is not None
+        assert cache.read("name") == level.name.encode()
+
+    def is_new() -> bool:
+        cache = object_cache(LEVEL)
+        assert cache is not None
+        return cache.read("name") is None
+
+    assert not is_new()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "target_description", lambda level: "llvmlite 99")
+        assert is_new()
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "__version__", "99")
+        assert is_new()
+    with monkeypatch.context() as patch:
+        (tmp_path / "backends").mkdir()
+        (tmp_path / "backends" / "kernel.py").write_text("")
+        patch.setattr(cache_module, "_ENGINE", tmp_path)
+        assert is_new()
+    assert not is_new()
+
+
+def test_without_sources_there_is_no_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_ENGINE", tmp_path)
+    assert object_cache(LEVEL) is None
+
+
+def test_the_sets_used_last_stay(tmp_path: Path) -> None:
+    for number in range(6):
+        ObjectCache(tmp_path / f"set{number}", "").write("name", b"code")
+        os.utime(tmp_path / f"set{number}", (number, number))
+    ObjectCache(tmp_path / "set2", "")  # it is used again
+    ObjectCache(tmp_path / "new", "").write("name", b"code")
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "set2", "set4", "set5"}
+
+
+def test_processes_may_write_at_the_same_time(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from tests.backends.native.test_library import *
+library = Library(LEVEL, ObjectCache(Path(sys.argv[1]), "key"))
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(8):
+    assert stored_by(library.address(number_kernel(number))) == number
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "set")]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert [process.wait(60) for process in processes] == [0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    cache = ObjectCache(tmp_path / "set", "key")
+    assert all(cache.read(f"test_{number}") for number in range(8))
+    assert len(files(tmp_path)) == 8
+
+
+# -- the thread --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], threading.Event]:
+    """(names of kernels whose compilation began, the event for which each compilation waits)."""
+    names: list[str] = []
+    released = threading.Event()
+
+    def slow(kernel: Kernel, level: object) -> bytes:
+        names.append(kernel.name)
+        assert released.wait(30)
+        return compile_object(kernel, LEVEL)
+
+    monkeypatch.setattr(module, "compile_object", slow)
+    return names, released
+
+
+def test_kernels_are_compiled_before_they_are_needed(compiled: list[str]) -> None:
+    library = Library(LEVEL, None)
+    library.expect(number_kernel(number) for number in (1, 2, 1))
+    seen: list[tuple[int, int]] = []
+    library.wait(lambda done, count: seen.append((done, count)))
+    assert compiled == library.names == ["test_1", "test_2"]
+    assert all(done < count <= 2 for done, count in seen)
+    library.expect([number_kernel(2)])
+    assert stored_by(library.address(number_kernel(2))) == 2
+    assert compiled == ["test_1", "test_2"]
+
+
+def test_what_is_needed_at_once_comes_first(held: tuple[list[str], threading.Event]) -> None:
+    names, released = held
+    library = Library(LEVEL, None)
+    library.expect(map(number_kernel, (1, 2, 3)))
+    wait_until(lambda: names == ["test_1"])
+    needed = threading.Thread(target=lambda: library.address(number_kernel(3)))
+    needed.start()
+    wait_until(lambda: library._queue[0] == number_kernel(3))
+    released.set()
+    needed.join(30)
+    library.wait()
+    assert names == ["test_1", "test_3", "test_2"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("LLVM ERROR:\nmore"), OSError("no"), AssertionError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_cannot_be_compiled_is_a_sentence(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def broken(kernel: Kernel, level: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(module, "compile_object", broken)
+    library = Library(LEVEL, None)
+    library.expect([number_kernel(1)])
+    end_of_thread()
+    for needed in (library.wait, lambda: library.address(number_kernel(1))):
+        with pytest.raises(KernelError) as raised:
+            needed()
+        assert "test_1" in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_missing_function_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def emit(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+        e.intrinsic("no_such_function", None)
+
+    with pytest.raises(KernelError, match="test_missing"):
+        Library(LEVEL, None).address(Kernel("test_missing", emit, ("out",)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_children_compile_by_themselves() -> None:
+    """Also those that are forked while LLVM is at work in the thread, which they do not have."""
+    library = Library(LEVEL, None)
+    library.expect(map(number_kernel, range(100)))
+
+    def llvm_is_at_work() -> bool:
+        if compiler._llvm_lock.acquire(blocking=False):
+            compiler._llvm_lock.release()
+            return False
+        return True
+
+    for _ in range(2):
+        wait_until(llvm_is_at_work)
+        child = os.fork()
+        if not child:
+            try:
+                compile_object(number_kernel(1), LEVEL)  # in this thread; another one could pass for the dead one
+                os._exit(0 if stored_by(library.address(number_kernel(99))) == 99 else 1)
+            finally:
+                os._exit(2)
+        ended: list[int] = []
+
+        def has_ended(child: int = child, ended: list[int] = ended) -> bool:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            ended.extend([status] * (pid == child))
+            return bool(ended)
+
+        try:
+            wait_until(has_ended)
+        finally:
+            if not ended:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        assert ended == [0]
+    library.wait()
+    assert len(library.names) == 100
+
+
+def test_the_program_ends_while_kernels_are_compiled() -> None:
+    program = """
+from tests.backends.native.test_library import *
+library = Library(LEVEL, None)
+library.expect(map(number_kernel, range(2000)))
+print(library._has_thread)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
