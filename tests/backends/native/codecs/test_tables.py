@@ -19,7 +19,7 @@ from engine.backends.native.compiler import assembly
 from engine.backends.native.target import LEVELS, Level, levels
 from engine.codecs import Codec
 
-NAMES = ("ring4", "ring3.5", "ring3", "ring5", "ring4+norm16")
+NAMES = ("ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4")
 every_codec = pytest.mark.parametrize("name", NAMES)
 
 
