@@ -94,28 +94,6 @@ def needle_table() -> str:
     return "\n".join([*lines, "", f"Measured on {files[0]['date']} with\n{commands}."])
 
 
-def speed_table() -> str:
-    """Tokens a second on the CPU, compared with another engine and with reading the weights alone."""
-    measured = newest("speed-amd-epyc-????-??-??")
-    peer = f"{measured['peer']['name']} {measured['peer']['version_or_absence']}, same run"
-    lines = [f"| | cache | tokens/s | {peer} | reading the weights alone |", "|---|---|---|---|---|"]
-    for figure in measured["figures"]:
-        cells = [figure[column] for column in ("ours", "peer", "weights_alone")]
-        rates = [_rate(cell["median"]) if isinstance(cell, dict) else "" for cell in cells]
-        lines.append(f"| {figure['name']} | `{figure['cache_type']}` | {' | '.join(rates)} |")
-    machine = measured["machine"]
-    source = (
-        f"{measured['model']} from a {measured['weights']} file, whose weights are computed with as float32, on "
-        f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}, {machine['blas']}; medians, the better "
-        f"of one and two threads; measured on {measured['date']} with\n`{measured['command']}`."
-    )
-    return "\n".join([*lines, "", source])
-
-
-def _rate(median: float) -> str:
-    return f"{median:.0f}" if median >= 100 else f"{median:.1f}"
-
-
 def _by_type(measured: Measured) -> dict[str, dict[str, dict]]:
     rows: dict[str, dict[str, dict]] = {}
     for row in measured["rows"]:
@@ -145,7 +123,7 @@ def _source(measured: Measured, full: float, of_what: str = "in full precision")
 
 # Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
-    README: {"costs": lambda: quality_table(newest(f"quality-{DEMO}"), _SHORT), "speed": speed_table},
+    README: {"costs": lambda: quality_table(newest(f"quality-{DEMO}"), _SHORT)},
     DOCUMENT: {
         "quality": lambda: quality_table(newest(f"quality-{DEMO}")),
         "ablation": ablation_table,

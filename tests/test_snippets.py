@@ -32,6 +32,7 @@ PAGES = [
 ]
 # What needs the network, a GPU, minutes, or the whole test suite.
 NOT_RUN = (".venv/bin/hf download", "make test", "make gpu-test", "make gpu-bench", "make compile-all")
+NOT_RUN += ("python3 -m venv", "CMAKE_ARGS=")
 PYTHON = """\
 import json, os, subprocess, sys
 module = sys.argv[2]

@@ -35,14 +35,13 @@ def format_tables(measured: Measured) -> str:
 def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = False) -> str:
     """A line per prompt or context, a column per contestant; ours with the ratio to the peer's fastest cache there.
 
-    spread: whether half the distance between the slowest and the fastest run is shown, too.
+    sections: those of the rows, in this order. spread: whether half the distance between the slowest and the fastest
+    run is shown, too.
     """
     rows = []
-    for row in measured["rows"]:
-        if row["section"] in sections:
-            best = max((cell["median"] for cell in row["cells"] if _is_peer(cell) and "median" in cell), default=None)
-            cells = [_rate_cell(cell, best, spread) for cell in row["cells"]]
-            rows.append([row["name"], *cells])
+    for row in (row for section in sections for row in measured["rows"] if row["section"] == section):
+        best = max((cell["median"] for cell in row["cells"] if _is_peer(cell) and "median" in cell), default=None)
+        rows.append([row["name"], *(_rate_cell(cell, best, spread) for cell in row["cells"])])
     return report.table(["", *_columns(measured)], rows)
 
 

@@ -1,0 +1,67 @@
+"""Writes the speed measurements of bench/results into README.md and docs/speed.md, between their marks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bench.speed.figures import GENERATION, PROMPT
+from bench.speed.tables import Measured, bandwidth_table, batches_table, memory_table, rates_table, source
+from scripts.make_quality_table import README, RESULTS, ROOT, with_tables
+
+DOCUMENT = ROOT / "docs" / "speed.md"
+DEMO = "SmolLM2-135M-Instruct"
+MISSING = "This version has not been measured yet; `make bench` measures it."
+
+
+def published() -> dict[Path, Measured]:
+    """The newest complete measurement of each model on a CPU: that of the demonstration model first, then by name."""
+    found: dict[str, tuple[Path, Measured]] = {}
+    measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob("speed-*.json")]
+    for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
+        if measured["complete"] and measured["device"] == "cpu":
+            found[f"{measured['model']} {measured['weights']}"] = path, measured
+    return dict(sorted(found.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
+
+
+def headline() -> str:
+    """Rates of the demonstration model and their picture, for the README."""
+    for path, measured in published().items():
+        if measured["model"] == DEMO:
+            parts = [rates_table(measured, [GENERATION, PROMPT]), source(measured), *_picture(path, README)]
+            return "\n\n".join(parts)
+    return MISSING
+
+
+def all_tables() -> str:
+    """All tables of all models, for docs/speed.md."""
+    parts = []
+    for path, measured in published().items():
+        parts.append(f"### {measured['model']}, {measured['weights']}")
+        parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path, DOCUMENT)]
+        parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
+        parts += ["Memory of the process:", memory_table(measured)]
+        parts += ["Steps of several sequences together:", batches_table(measured)]
+        parts += [*(f"{sentence}." for sentence in measured["left_out"]), source(measured)]
+    return "\n\n".join(parts) or MISSING
+
+
+def _picture(path: Path, document: Path) -> list[str]:
+    """The link from `document` to the picture beside a measurement, if there is one."""
+    picture = path.with_suffix(".png")
+    up = "../" * (len(document.relative_to(ROOT).parts) - 1)
+    link = f"![Generated tokens/s against the context]({up}{picture.relative_to(ROOT).as_posix()})"
+    return [link] if picture.exists() else []
+
+
+# Document → the name of a mark → the text between `<!-- name -->` and `<!-- /name -->`.
+TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    README: {"speed": headline},
+    DOCUMENT: {"speed": all_tables},
+}
+
+
+if __name__ == "__main__":
+    for document, tables in TABLES.items():
+        document.write_text(with_tables(document.read_text(encoding="utf-8"), tables), encoding="utf-8")
