@@ -7,9 +7,11 @@ from functools import cache
 
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.rotation import pieces, rotate
+from engine.backends.native.kernels.rotation import pieces, rotate, rotate_dense
 from engine.backends.native.kernels.rows import inverse_rms
 from engine.backends.native.values import F32, I64, Value, vector
+
+_TOGETHER = 4  # vectors that are multiplied by a matrix
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def transform(spec: Heads) -> Kernel:
     head j goes to k and v, in bytes: t · row_stride + j · head_stride; or, in slots, slot · row_stride +
     j · head_stride + offset · 4D, with slot and offset from `places` (T, 2) int64.
     """
-    dim, row_bytes = spec.dim, 4 * spec.dim
+    dim, row_bytes, order = spec.dim, 4 * spec.dim, spec.keys[1]
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
         qkv, cos, sin, q_norm, k_norm, key_factor, value_factor, key_rotation, value_rotation, *rest = args
@@ -56,20 +58,34 @@ def transform(spec: Heads) -> Kernel:
                 place = e.load(at, I64) * row_stride + head * head_stride + e.load(at, I64, 8) * row_bytes
             else:
                 place = row * row_stride + head * head_stride
-            with e.loop(0, group + 1) as i:  # the queries of the group, then their key
+
+            def target_of(i: Value) -> Value:
+                """Where query i of the group goes, or its key, which follows the queries."""
+                query = q + (row * queries + head * group + i) * row_bytes
+                return e.select(i >= group, k + place, query)
+
+            # For a matrix, all of them lie in scratch first, so that several share each pass over it.
+            with e.loop(0, group + 1) as i:
                 is_key = i >= group
                 number = e.select(is_key, queries + head, head * group + i)
-                target = e.select(is_key, k + place, q + (row * queries + head * group + i) * row_bytes)
                 weight = e.select(is_key, k_norm, q_norm)
                 source, factor = heads_at + number * row_bytes, key_factor + number * key_factor_stride
-                _norm_and_rope(e, spec, source, scratch, weight, eps, cos + half_at, sin + half_at, factor)
-                rotate(e, scratch, target, key_rotation, dim, spec.keys[1])
+                ready = scratch + i * row_bytes if order == 0 else scratch
+                _norm_and_rope(e, spec, source, ready, weight, eps, cos + half_at, sin + half_at, factor)
+                if order != 0:
+                    rotate(e, scratch, target_of(i), key_rotation, dim, order)
+            if order == 0:
+                with e.loop(0, group + 1, _TOGETHER) as first:
+                    for offset, vectors in rotate_dense(e, scratch + first * row_bytes, key_rotation, dim, _TOGETHER):
+                        for member, value in enumerate(vectors):
+                            with e.when(first + member <= group):
+                                e.store(value, target_of(first + member), offset)
             source, target = heads_at + (queries + kv_heads + head) * row_bytes, v + place
             if spec.values[0]:
                 factor = value_factor + head * value_factor_stride
-                for first, lanes in pieces(dim):
-                    kind = vector(F32, lanes)
-                    e.store(e.load(source, kind, 4 * first) * e.load(factor, kind, 4 * first), scratch, 4 * first)
+                for channel, lanes in pieces(dim):
+                    kind, offset = vector(F32, lanes), 4 * channel
+                    e.store(e.load(source, kind, offset) * e.load(factor, kind, offset), scratch, offset)
                 source = scratch
             rotate(e, source, target, value_rotation, dim, spec.values[1])
 

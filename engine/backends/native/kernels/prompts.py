@@ -8,6 +8,7 @@ from functools import cache
 
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.multiply import multiply
 from engine.backends.native.kernels.rotation import pieces, rotate
 from engine.backends.native.values import F32, I32, I64, POINTER, Value, vector
 from engine.backends.native.workers import SCRATCH
@@ -187,7 +188,8 @@ class _Unit:
                 seen = e.least(highest - start + 1, tokens)
                 step = 16 * self._vectors
                 with e.loop(0, seen, step) as first:
-                    panel = self._multiply(
+                    panel = multiply(
+                        e,
                         query,
                         4 * self._dim,
                         self._keys + first * 4,
@@ -215,22 +217,6 @@ class _Unit:
                     e.store(column, target + channel * (4 * KEYS), 4 * KEYS * number)
             for rest in range(whole, self._dim):
                 e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)
-
-    def _multiply(
-        self, left: Value, left_stride: int, right: Value, right_stride: int, size: Value, start: list[list[Value]]
-    ) -> list[list[Value]]:
-        """start + left (rows, size) @ right (size, lanes of start), with strides in bytes from row to row."""
-        e = self._e
-        sums = [[e.variable(value) for value in row] for row in start]
-        with e.loop(0, size) as i:
-            at = right + i * right_stride
-            lanes = [value.lanes for value in start[0]]
-            parts = [e.load(at, vector(F32, count), 4 * sum(lanes[:n])) for n, count in enumerate(lanes)]
-            for row, own in enumerate(sums):
-                factor = e.load(left + i * 4, F32, left_stride * row)
-                for part, total in zip(parts, own, strict=True):
-                    total.set(e.fma(part, factor, total.get()))
-        return [[total.get() for total in own] for own in sums]
 
     def _soften(self, i: Value, start: Value, tokens: Value, window: Value) -> None:
         """Scores → weights, and the top, total and fade of these queries."""
@@ -272,7 +258,7 @@ class _Unit:
             start.append(
                 [e.load(mix, vector(F32, lanes), row_bytes * row + 4 * channel) * fade for channel, lanes in part]
             )
-        sums = self._multiply(self._weights, 4 * KEYS, v + 4 * first, row_bytes, seen, start)
+        sums = multiply(e, self._weights, 4 * KEYS, v + 4 * first, row_bytes, seen, start)
         for row, own in enumerate(sums):
             for (channel, _), value in zip(part, own, strict=True):
                 e.store(value, mix, row_bytes * row + 4 * channel)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.multiply import multiply
 from engine.backends.native.values import F32, Value, vector
-
-_AT_ONCE = 4  # results of 16 channels that a product with a matrix sums up together
 
 
 def pieces(channels: int) -> Iterator[tuple[int, int]]:
@@ -28,24 +27,23 @@ def rotate(e: Emitter, x: Value, target: Value, memory: Value, dim: int, order: 
         for first, lanes in pieces(dim):
             e.store(e.load(x, vector(F32, lanes), 4 * first), target, 4 * first)
     elif order == 0:
-        _multiply(e, x, target, memory, dim)
+        for place, (value,) in rotate_dense(e, x, memory, dim, 1):
+            e.store(value, target, place)
     else:
         for first in range(0, dim, order):
             _hadamard(e, x, target, memory, first, order)
 
 
-def _multiply(e: Emitter, x: Value, target: Value, matrix: Value, dim: int) -> None:
+def rotate_dense(e: Emitter, x: Value, matrix: Value, dim: int, rows: int) -> Iterator[tuple[int, list[Value]]]:
+    """x (rows, D) @ matrix (D, D) → some channels of the result after others: offset in bytes, a vector of each row."""
+    at_once = max(4, e.level.lanes // 4) if rows == 1 else max(1, e.level.lanes // 4)
     parts = list(pieces(dim))
-    for number in range(0, len(parts), _AT_ONCE):
-        own = parts[number : number + _AT_ONCE]
-        sums = [e.variable(e.zero(vector(F32, lanes))) for _, lanes in own]
-        with e.loop(0, dim) as row:
-            factor, weights = e.load(x + row * 4, F32), matrix + row * (4 * dim)
-            for (first, lanes), total in zip(own, sums, strict=True):
-                weight = e.load(weights, vector(F32, lanes), 4 * first)
-                total.set(e.fma(weight, factor, total.get()))
-        for (first, _), total in zip(own, sums, strict=True):
-            e.store(total.get(), target, 4 * first)
+    for number in range(0, len(parts), at_once):
+        own = parts[number : number + at_once]
+        start = [[e.zero(vector(F32, lanes)) for _, lanes in own] for _ in range(rows)]
+        sums = multiply(e, x, 4 * dim, matrix + 4 * own[0][0], 4 * dim, e.i64(dim), start)
+        for (first, _), values in zip(own, zip(*sums, strict=True), strict=True):
+            yield 4 * first, list(values)
 
 
 def _hadamard(e: Emitter, x: Value, target: Value, after: Value, first: int, order: int) -> None:
