@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.backends.native import tiles
 from engine.backends.native.buffers import aligned
-from engine.backends.native.kernels.activations import panel_bytes, quantize_rows
+from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
 from engine.backends.native.kernels.rows import gate, norm_rows
 from engine.backends.native.launch import Launcher
@@ -68,7 +68,9 @@ class LinearOps:
         return out
 
     def rms_norm(self, x: np.ndarray, norm: tuple[np.ndarray, float], residual: np.ndarray | None = None) -> None:
-        self._norm(x, x if residual is None else residual, norm, adds=residual is not None)
+        target = x if residual is None else residual
+        kernel, (weight, eps) = norm_rows(adds=residual is not None), norm
+        self._launch(kernel, len(x), (x, weight, target), (x.shape[1], x.strides[0], target.strides[0]), (eps,))
 
     def linear(
         self,
@@ -89,8 +91,7 @@ class LinearOps:
         for part in w.parts:
             is_packed = part.format.unpack is not None
             if is_packed not in inputs:
-                prepare = self._quantized if is_packed else self._floats
-                inputs[is_packed] = prepare(x, norm, at_once)
+                inputs[is_packed] = self._panels(x, norm, at_once, is_packed)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
             spec = Product(part.format, at_once, residual is not None, w.bias is not None, gates)
             units = len(memory) // 2 if gates else len(memory)
@@ -104,29 +105,19 @@ class LinearOps:
         self._launch(gate(activation), len(x), (y, out), (out.shape[1],))
         return out
 
-    def _quantized(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int) -> np.ndarray:
-        """x in panels of `quantize_rows`."""
-        out = self._launch.empty((-(-len(x) // at_once), panel_bytes(x.shape[1], at_once)), np.uint8)
-        weight, eps = norm or (0, 0.0)
-        kernel = quantize_rows(norm is not None, at_once)
-        self._launch(kernel, len(x), (x, weight, out), (x.shape[1], x.strides[0]), (eps,))
-        return out
-
-    def _floats(self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int) -> np.ndarray:
-        """x, normed, with as many rows as a multiple of at_once."""
-        rows = -(-len(x) // at_once) * at_once
-        if norm is None and rows == len(x):
+    def _panels(
+        self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int, is_packed: bool
+    ) -> np.ndarray:
+        """x, normed, in panels of at_once rows: as bytes for packed weights, else as float32."""
+        columns = x.shape[1]
+        if not is_packed and norm is None and at_once == 1 and x.flags.c_contiguous:
             return x
-        out = self._launch.empty((rows, x.shape[1]))
-        self._norm(x, out, norm)
-        return out
-
-    def _norm(
-        self, x: np.ndarray, target: np.ndarray, norm: tuple[np.ndarray, float] | None, *, adds: bool = False
-    ) -> None:
+        nbytes = panel_bytes(columns, at_once) if is_packed else 4 * columns * at_once
+        out = self._launch.empty((-(-len(x) // at_once), nbytes), np.uint8)
         weight, eps = norm or (0, 0.0)
-        kernel = norm_rows(normed=norm is not None, adds=adds)
-        self._launch(kernel, len(x), (x, weight, target), (x.shape[1], x.strides[0], target.strides[0]), (eps,))
+        kernel = (quantize_rows if is_packed else interleave_rows)(norm is not None, at_once)
+        self._launch(kernel, len(x), (x, weight, out), (columns, x.strides[0]), (eps,))
+        return out
 
 
 def _is_gated(w: Linear) -> bool:

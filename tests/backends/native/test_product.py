@@ -11,7 +11,7 @@ from tests import weights
 from tests.backends.native.levels import every_level, run
 
 from engine.backends.native import tiles  # isort: skip
-from engine.backends.native.kernels.activations import panel_bytes, quantize_rows
+from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
 from engine.backends.native.target import Level
 
@@ -42,6 +42,14 @@ def quantized(x: np.ndarray, at_once: int, level: Level) -> tuple[np.ndarray, np
     return out, bytes_.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, 4)[:count]
 
 
+def interleaved(x: np.ndarray, at_once: int, level: Level) -> np.ndarray:
+    """x in panels of `interleave_rows`."""
+    count, columns = x.shape
+    out = np.full((-(-count // at_once), columns, at_once), 9, np.float32)
+    run(interleave_rows(False, at_once), level, count, (x, x, out), (columns, x.strides[0]), (0.0,))
+    return out
+
+
 def read_back(bytes_: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """The values of rows that have been quantized, float64."""
     return (bytes_ * numbers[..., :1].astype(np.float64)).reshape(len(bytes_), -1)
@@ -62,6 +70,18 @@ def test_rows_are_quantized_to_the_nearest_byte(level: Level, at_once: int) -> N
 
 
 @every_level
+@pytest.mark.parametrize("columns", [48, 43])
+def test_rows_are_normed_and_interleaved(level: Level, columns: int) -> None:
+    rng = np.random.default_rng(5)
+    x, weight = rng.standard_normal((3, columns)).astype(np.float32), rng.standard_normal(columns).astype(np.float32)
+    out = np.zeros((2, columns, 2), np.float32)
+    run(interleave_rows(True, 2), level, 3, (x, weight, out), (columns, x.strides[0]), (1e-5,))
+    wide = x.astype(np.float64)
+    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
+    np.testing.assert_allclose(out.swapaxes(1, 2).reshape(4, columns)[:3], want, rtol=1e-5, atol=1e-6)
+
+
+@every_level
 @every_format
 @pytest.mark.parametrize("count", [1, 5])
 def test_product(name: str, level: Level, count: int) -> None:
@@ -71,8 +91,7 @@ def test_product(name: str, level: Level, count: int) -> None:
     x = rng.standard_normal((count, 512)).astype(np.float32)
     at_once = rows_at_once(count, level.lanes)
     if format.unpack is None:
-        given = np.zeros((-(-count // at_once) * at_once, 512), np.float32)
-        given[:count] = exact = x
+        given, exact = interleaved(x, at_once, level), x
     else:
         given, *parts = quantized(x, at_once, level)
         exact = read_back(*parts)
@@ -96,8 +115,7 @@ def test_gated_product(name: str, level: Level, activation: str) -> None:
     x = rng.standard_normal((3, 256)).astype(np.float32)
     at_once = rows_at_once(3, level.lanes, activation)
     if format.unpack is None:
-        given = np.zeros((-(-3 // at_once) * at_once, 256), np.float32)
-        given[:3] = exact = x
+        given, exact = interleaved(x, at_once, level), x
     else:
         given, *parts = quantized(x, at_once, level)
         exact = read_back(*parts)

@@ -1,8 +1,9 @@
-"""Rows of activations as bytes: the inputs of products with packed weights.
+"""Rows of activations as products read them.
 
-They lie in panels of the R rows that a product multiplies at once. For each group of 32 inputs a panel has the bytes of
-all its rows, int8 (R, 32), and then their numbers, float32 (R, 4): the scale, the sum of the 32 bytes, and the sums of
-the first and of the last 16. So all that a kernel reads lies at constant distances from one address.
+They lie in panels of the R rows that a product multiplies at once, so that all that a kernel reads lies at constant
+distances from one address. For weights without codes a panel is float32 (inputs, R). For packed weights it has, for
+each group of 32 inputs, the bytes of all its rows, int8 (R, 32), and then their numbers, float32 (R, 4): the scale, the
+sum of the 32 bytes, and the sums of the first and of the last 16.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from functools import cache
 
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.rows import inverse_rms
-from engine.backends.native.values import F32, I8, Value, vector
+from engine.backends.native.kernels.rows import inverse_rms, over_columns
+from engine.backends.native.values import F32, I8, Type, Value, vector
 
 GROUP = 32  # inputs that share a scale
 ROW_BYTES = GROUP + 16  # of a row's group
@@ -55,4 +56,29 @@ def quantize_rows(normed: bool, at_once: int) -> Kernel:
                 e.store(e.collect([top * (1 / 127), *(total.to_float() for total in sums)]), numbers)
 
     name = f"quantize{'_normed' * normed}_{at_once}"
+    return Kernel(name, emit, ("x", "weight", "out"), ("columns", "stride"), ("eps",))
+
+
+@cache
+def interleave_rows(normed: bool, at_once: int) -> Kernel:
+    """Rows of x → panels of float32, unit by row; the arguments are those of `quantize_rows`, for any columns."""
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        x, weight, out, columns, stride, eps = args
+        with e.loop(begin, end) as row:
+            source, panel = x + row * stride, out + row // at_once * columns * (4 * at_once)
+            target = panel + row % at_once * 4
+            factor = inverse_rms(e, source, columns, eps) if normed else None
+
+            def write(offset: Value, kind: Type) -> None:
+                value = e.load(source + offset, kind)
+                if factor is not None:
+                    value = value * factor * e.load(weight + offset, kind)
+                for lane in range(value.lanes or 1):
+                    number = e.extract(value, lane) if value.lanes else value
+                    e.store(number, target + offset * at_once, 4 * at_once * lane)
+
+            over_columns(e, columns, write)
+
+    name = f"interleave{'_normed' * normed}_{at_once}"
     return Kernel(name, emit, ("x", "weight", "out"), ("columns", "stride"), ("eps",))

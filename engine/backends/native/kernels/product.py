@@ -53,9 +53,9 @@ class Product:
 def product(spec: Product) -> Kernel:
     """y = x @ wᵀ, unit by tile of 16 outputs.
 
-    x: panels from `quantize_rows`, or rows of float32 for formats without codes; a multiple of at_once, of which `rows`
-    count. x_stride: bytes from row to row, or from panel to panel. bias (outputs,). blocks: of a row of weights, inputs
-    for formats without codes. up: tiles from the gate to the up projection, if there is an activation.
+    x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; `rows` of their rows count.
+    x_stride: bytes of a panel. bias (outputs,). blocks: of a row of weights, inputs for formats without codes. up:
+    tiles from the gate to the up projection, if there is an activation.
     """
     body = _plain if spec.format.unpack is None else _packed
 
@@ -100,10 +100,11 @@ def _plain(
     e: Emitter, spec: Product, tiles: Sequence[Value], x: Value, first: Value, columns: Value, stride: Value
 ) -> list[list[Value]]:
     """Weights that are float32, float16 or bfloat16; x float32. Returns the sums of each tile and row."""
-    size = spec.format.nbytes
-    sums = [[e.variable(e.zero(_F16)) for _ in range(spec.at_once)] for _ in tiles]
+    size, at_once = spec.format.nbytes, spec.at_once
+    panel = x + first // at_once * stride
+    sums = [[e.variable(e.zero(_F16)) for _ in range(at_once)] for _ in tiles]
     with e.loop(0, columns) as column:
-        factors = [e.broadcast(x + (first + number) * stride + column * 4, F32, 16) for number in range(spec.at_once)]
+        factors = [e.broadcast(panel + column * (4 * at_once), F32, 16, 4 * row) for row in range(at_once)]
         for tile, totals in zip(tiles, sums, strict=True):
             raw = e.load(tile + column * (16 * size), _F16 if size == 4 else vector(I16, 16))
             if spec.format.name == "f16":

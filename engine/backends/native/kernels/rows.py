@@ -1,4 +1,4 @@
-"""Ops on rows of float32: RMS norms, copies, and the gate of the feed-forward network."""
+"""Ops on rows of float32: RMS norms, and the gate of the feed-forward network."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
 
 
 @cache
-def norm_rows(*, normed: bool, adds: bool = False) -> Kernel:
-    """target = x / rms(x) * weight, or x itself, unit by row; adds: it is added to target. target may be x.
+def norm_rows(*, adds: bool) -> Kernel:
+    """target = x / rms(x) * weight, unit by row; adds: it is added to target. target may be x.
 
     x_stride, stride: bytes from row to row of x and of target.
     """
@@ -45,18 +45,17 @@ def norm_rows(*, normed: bool, adds: bool = False) -> Kernel:
         x, weight, target, columns, x_stride, stride, eps = args
         with e.loop(begin, end) as row:
             source, into = x + row * x_stride, target + row * stride
-            factor = inverse_rms(e, source, columns, eps) if normed else None
+            factor = inverse_rms(e, source, columns, eps)
 
             def write(offset: Value, kind: Type) -> None:
-                value = e.load(source + offset, kind)
-                if factor is not None:
-                    value = value * factor * e.load(weight + offset, kind)
+                value = e.load(source + offset, kind) * factor * e.load(weight + offset, kind)
                 e.store(e.load(into + offset, kind) + value if adds else value, into + offset)
 
             over_columns(e, columns, write)
 
-    name = f"{'norm' if normed else 'copy'}_rows{'_add' * adds}"
-    return Kernel(name, emit, ("x", "weight", "target"), ("columns", "x_stride", "stride"), ("eps",))
+    return Kernel(
+        f"norm_rows{'_add' * adds}", emit, ("x", "weight", "target"), ("columns", "x_stride", "stride"), ("eps",)
+    )
 
 
 @cache
