@@ -13,10 +13,10 @@ from tqdm import tqdm
 import model_loaders
 from engine import codecs, weight_formats
 from engine.backends.ops import Load, Ops
-from engine.backends.select import select
+from engine.backends.select import select, without_kernels
 from engine.calibration import load_or_calibrate
 from engine.config import AS_STORED, EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, KernelError
 from engine.kv import cache_types
 from engine.kv.plan import (
     CacheShape,
@@ -133,17 +133,22 @@ def _weight_type(config: EngineConfig) -> WeightFormat | None:
 
 def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE) -> Parts:
     """Load the model and allocate its KV store. Raises EngineError."""
+    say = verbose or (lambda sentence: None)
     try:
-        return _assemble(config, verbose, encoding)
+        ops, note = select(config.device, config.threads)
+        if note:
+            say(note)
+        try:
+            return _assemble(config, ops, verbose, encoding)
+        except KernelError as error:
+            say(without_kernels(str(error)))
+        return _assemble(config, select("cpu", config.threads, compiled=False)[0], verbose, encoding)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
 
 
-def _assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding) -> Parts:
+def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> Parts:
     say = verbose or (lambda sentence: None)
-    ops, note = select(config.device, config.threads)
-    if note:
-        say(note)
     source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose)
     source = replace(source, config=source.config.for_context(config.ctx_size))
     try:

@@ -71,6 +71,29 @@ def test_everything_else_imports_without_them() -> None:
     run_without(["gguf", "platformdirs"], "import bench.gpu, bench.speed, tests.conftest, engine.backends.cuda.ops")
 
 
+def test_without_llvmlite_numpy_computes_and_says_so(tiny_path: Path, tmp_path: Path) -> None:
+    program = """
+import importlib, pkgutil
+import engine, model_loaders, server
+from engine import Engine, SamplingParams, assembly
+from engine.backends.select import select
+assembly.select = lambda device, threads, compiled=True: select(device, threads, compiled)
+said = []
+with Engine.load(sys.argv[1], device="cpu", block_size=8, verbose=said.append) as loaded:
+    print(len(loaded.generate([7, 8, 9], SamplingParams(max_tokens=5, ignore_eos=True)).token_ids))
+print(*(line for line in said if "polarlm[cpu]" in line), sep="\\n")
+needs_more = ("engine.backends.native", "engine.backends.cuda.cupy_", "engine.chat.__main__", "server.__main__")
+for package in (engine, model_loaders, server):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.startswith(needs_more):
+            importlib.import_module(module.name)
+"""
+    count, *said = run_without(["llvmlite"], program, tiny_path, POLARLM_CACHE=str(tmp_path)).splitlines()
+    assert count == "5"
+    assert len(said) == 1
+    assert "NumPy" in said[0]
+
+
 def test_an_engine_needs_nothing_that_windows_lacks(tiny_path: Path, tmp_path: Path) -> None:
     """As far as Linux can show it: modules and functions are taken away, and all else stays Linux's own."""
     program = """

@@ -147,6 +147,12 @@ def test_only_the_cuda_backend_imports_cupy() -> None:
     assert users <= {"engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"}
 
 
+def test_only_the_native_backend_imports_llvmlite() -> None:
+    users = {name for name, path in ALL.items() if any(i.split(".")[0] == "llvmlite" for i in imports(path))}
+    assert users
+    assert all(within(name, "engine.backends.native") for name in users)
+
+
 def test_cuda_holds_no_python() -> None:
     assert not list((ROOT / "cuda").rglob("*.py"))
 

@@ -8,28 +8,59 @@ import os
 
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Ops
-from engine.errors import EngineError
+from engine.errors import EngineError, KernelError
 
 NO_DRIVER = "No NVIDIA driver found"
 
 
-def select(device: str, threads: int) -> tuple[Ops, str]:
+COMPILED = False  # whether a CPU computes with compiled kernels, where it can
+
+
+def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, str]:
     """The ops of `device` ("auto", "cpu" or "cuda"), and a note for the user, empty if there is nothing to say.
 
-    The note says why "auto" does not use a GPU although the machine has an NVIDIA driver. Raises EngineError for an
-    unknown or unavailable device.
+    The note says why "auto" does not use a GPU although the machine has an NVIDIA driver, and why a CPU computes with
+    NumPy. compiled: on a CPU, prefer compiled kernels to NumPy. Raises EngineError for an unknown or unavailable
+    device.
     """
     if device == "cpu":
-        return NumpyOps(threads), ""
+        return _cpu(threads, compiled)
     if device not in ("auto", "cuda"):
         raise EngineError(f"device={device}: there are auto, cpu and cuda", settings=("device",))
     try:
         return _cuda(), ""
     except EngineError as error:
         if device == "auto":
-            return NumpyOps(threads), "" if driver_version() is None else f"{error}: running on the CPU."
+            ops, note = _cpu(threads, compiled)
+            no_gpu = "" if driver_version() is None else f"{error}: running on the CPU."
+            return ops, " ".join(filter(None, (no_gpu, note)))
         sentence = f"device=cuda: {error}; device=cpu needs none of this"
         raise EngineError(sentence, "device_unavailable", ("device",)) from error
+
+
+def _cpu(threads: int, compiled: bool) -> tuple[Ops, str]:
+    """The ops of the CPU, and a note. Raises EngineError for a level that POLARLM_CPU_LEVEL names wrongly."""
+    if not compiled:
+        return NumpyOps(threads), ""
+    if importlib.util.find_spec("llvmlite") is None:
+        return NumpyOps(threads), without_kernels("The Python package llvmlite is missing (pip install 'polarlm[cpu]')")
+    try:
+        from engine.backends.native.ops import NativeOps
+
+        ops = NativeOps(threads)
+    except KernelError as error:
+        return NumpyOps(threads), without_kernels(str(error))
+    except EngineError:
+        raise
+    except Exception as error:  # a llvmlite that is broken, or too old
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return NumpyOps(threads), without_kernels(f"llvmlite cannot be used ({reason}; pip install 'polarlm[cpu]')")
+    return ops, ops.note
+
+
+def without_kernels(reason: str) -> str:
+    """A sentence for users whose CPU computes with NumPy."""
+    return f"{reason}: NumPy computes in place of compiled kernels, more slowly and with all weights as float32."
 
 
 def _cuda() -> Ops:

@@ -12,7 +12,7 @@ import numpy as np
 from engine.backends.native.buffers import Buffers, is_leased
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.library import library
-from engine.backends.native.target import best
+from engine.backends.native.target import Level, best
 from engine.backends.native.workers import Launch, Tape, workers
 
 Units = int | Callable[[], int]
@@ -59,9 +59,10 @@ class Recording:
 class Launcher:
     """Runs kernels on the workers of this process, on up to `threads` of them."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, level: Level | None = None) -> None:
+        """level: of the kernels; None for the highest that this machine can run."""
         self.threads = threads
-        self.level = best()
+        self.level = level or best()
         self.library = library(self.level)
         self._workers = workers()
         self._recording: Recording | None = None

@@ -22,7 +22,7 @@ from engine.backends.native.target import Level
 from model_loaders.errors import LoadError
 from model_loaders.user_dirs import cache_folder
 
-_SETS = 4  # that stay: those used last, of other versions and levels
+_SETS = 8  # that stay: those used last, of all versions and levels
 _ENGINE = Path(__file__).resolve().parents[2]
 _SOURCES = ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")  # what kernels are made from
 _CHECKSUM = 32  # bytes

@@ -12,6 +12,7 @@ from engine.backends.native.graphs import Graphs
 from engine.backends.native.heads import HeadOps
 from engine.backends.native.launch import Launcher
 from engine.backends.native.linear import LinearOps
+from engine.backends.native.self_test import choose
 from engine.backends.numpy.cores import cores
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Result
@@ -27,8 +28,14 @@ class NativeOps:
     prefill_rows = NumpyOps.prefill_rows
 
     def __init__(self, threads: int = 0) -> None:
+        """Raises KernelError if kernels do not work here, EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
+
+        `note`: a sentence for the user, empty if there is nothing to say.
+        """
         plain = NumpyOps(threads)
-        launch = Launcher(threads or cores().number)
+        choice = choose()
+        self.note = choice.note
+        launch = Launcher(threads or cores().number, choice.level)
 
         matrices = LinearOps(launch)
         self.matrix_bytes = matrices.matrix_bytes

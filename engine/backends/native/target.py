@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from functools import cache
 
+from engine.errors import EngineError
+
 VARIABLE = "POLARLM_CPU_LEVEL"  # restricts the level, for measurements and tests
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
@@ -51,10 +53,17 @@ LEVELS = (
 
 @cache
 def host_features() -> frozenset[str]:
-    """LLVM's names of the features that both the CPU and the operating system support."""
+    """LLVM's names of the features that both the CPU and the operating system support; none if they are not known.
+
+    The system must save the wide registers when it switches threads. LLVM asks for that (XGETBV), so features of AVX
+    are missing where the CPU has them and the system, or a hypervisor, does not enable them.
+    """
     import llvmlite.binding as llvm
 
-    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+    try:
+        return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+    except RuntimeError:
+        return frozenset()
 
 
 def levels() -> list[Level]:
@@ -62,15 +71,20 @@ def levels() -> list[Level]:
     return [level for level in LEVELS if host_features().issuperset(level.needs)]
 
 
-def best() -> Level:
-    """The highest level that this machine can run; the environment variable POLARLM_CPU_LEVEL may name a lower one.
+def permitted() -> list[Level]:
+    """The levels that this machine can run, up to the one that POLARLM_CPU_LEVEL names, in ascending order.
 
-    Raises ValueError for a name that is no level, or one that this machine cannot run.
+    Raises EngineError for a name that is no level of this machine.
     """
     here = levels()
     if not (name := os.environ.get(VARIABLE)):
-        return here[-1]
-    for level in here:
-        if level.name == name:
-            return level
-    raise ValueError(f"{VARIABLE}={name}: this CPU has the levels {', '.join(level.name for level in here)}")
+        return here
+    names = [level.name for level in here]
+    if name not in names:
+        raise EngineError(f"{VARIABLE}={name}: set it to one of this CPU's levels ({', '.join(names)}), or unset it")
+    return here[: names.index(name) + 1]
+
+
+def best() -> Level:
+    """The highest level that this machine can run, and that POLARLM_CPU_LEVEL permits. Raises EngineError."""
+    return permitted()[-1]

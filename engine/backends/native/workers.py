@@ -25,7 +25,7 @@ import numpy as np
 from engine.backends.native.buffers import aligned
 from engine.backends.native.library import library
 from engine.backends.native.run_tape import MOST_ENTRIES, RUN, SERVE, STATE_BYTES, set_up
-from engine.backends.native.target import best
+from engine.backends.native.target import LEVELS
 from model_loaders.forks import renew_in_children
 
 SCRATCH = 1 << 20  # bytes of each thread
@@ -59,7 +59,7 @@ class Workers:
     """Threads that run kernels."""
 
     def __init__(self) -> None:
-        self._code = library(best())
+        self._code = library(LEVELS[0])  # no numbers are computed here
         self._run, self._serve = (_Function(self._code.address(kernel)) for kernel in (RUN, SERVE))
         self.renew()
         renew_in_children(self)

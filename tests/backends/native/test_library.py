@@ -243,11 +243,12 @@ def test_without_sources_there_is_no_cache(folder: Path, tmp_path: Path, monkeyp
     assert object_cache(LEVEL) is None
 
 
-def test_the_sets_used_last_stay(tmp_path: Path) -> None:
+def test_the_sets_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         ObjectCache(tmp_path / f"set{number}", "").write("name", b"code")
         os.utime(tmp_path / f"set{number}", (number, number))
     ObjectCache(tmp_path / "set2", "")  # it is used again
+    monkeypatch.setattr(cache_module, "_SETS", 4)
     ObjectCache(tmp_path / "new", "").write("name", b"code")
     assert {path.name for path in tmp_path.iterdir()} == {"new", "set2", "set4", "set5"}
 

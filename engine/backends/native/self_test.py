@@ -1,0 +1,101 @@
+"""The level of CPU features that kernels are compiled for: the highest whose kernels give right results here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.backends.native.byte_ops import Table, dot4, dot4_signed
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.launch import Launcher
+from engine.backends.native.linear import LinearOps
+from engine.backends.native.target import Level, permitted
+from engine.backends.native.values import I8, I32, Value, vector
+from engine.errors import KernelError
+from engine.weight_formats import Linear, WeightFormat, get
+
+
+class Choice(NamedTuple):
+    """A level, and a sentence that says why it is not a higher one; empty if there is nothing to say."""
+
+    level: Level
+    note: str
+
+
+def choose() -> Choice:
+    """The level of this process. Raises KernelError if no level works here, EngineError for a level that
+    POLARLM_CPU_LEVEL names wrongly."""
+    return _first_that_works(tuple(reversed(permitted())))
+
+
+@cache
+def _first_that_works(levels: tuple[Level, ...]) -> Choice:
+    failure: KernelError | None = None
+    for level in levels:
+        try:
+            check(level)
+        except KernelError as error:
+            failure = failure or error
+        else:
+            return Choice(level, f"{failure}; kernels of the level {level.name} are used." if failure else "")
+    assert failure is not None
+    raise failure
+
+
+def check(level: Level) -> None:
+    """Multiply something with kernels of this level. Raises KernelError if they do not work, or give wrong results."""
+    launch, rng = Launcher(1, level), np.random.default_rng(0)
+    bytes_ = rng.integers(-127, 128, (3, 64), np.int8)
+    unsigned = bytes_[0].view(np.uint8) & 127
+    dots = np.zeros((2, 16), np.int32)
+    found = np.zeros(64, np.uint8)
+    table = rng.permutation(256).astype(np.uint8)
+    launch(_BYTES, 1, (unsigned, bytes_[1], bytes_[2], table, dots, found))
+    wanted = [(a.astype(np.int32) * bytes_[2]).reshape(16, 4).sum(axis=1) for a in (unsigned, bytes_[1])]
+    is_right = np.array_equal(dots, wanted) and np.array_equal(found, table[bytes_[2].view(np.uint8)])
+
+    ops, x, weights = LinearOps(launch), rng.standard_normal((1, 96)).astype(np.float32), np.empty((20, 96), np.float32)
+    matrix = _Matrix(rng.standard_normal(weights.shape).astype(np.float32), get("q8_0"))
+    matrix.dequantize(weights)
+    product = ops.linear(x, Linear(ops.load([matrix])))
+    error = np.abs(product - x @ weights.T).max()  # x is rounded to bytes
+    if not is_right or not error < 0.25:
+        raise KernelError(f"Kernels of the level {level.name} give wrong results on this CPU")
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """See `StoredMatrix`."""
+
+    values: np.ndarray
+    format: WeightFormat
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns
+
+    def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
+        assert self.format.quantize is not None
+        yield slice(0, len(self.values)), self.format.quantize(self.values)
+
+    def dequantize(self, out: np.ndarray) -> None:
+        for rows, raw in self.slabs(0):
+            self.format.dequantize(raw, out[rows])
+
+
+def _emit_bytes(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+    unsigned, a, b, table, dots, found = args
+    lanes, bytes_ = vector(I32, 16), vector(I8, 64)
+    zero, right = e.zero(lanes), e.load(b, lanes)
+    e.store(dot4(e, zero, e.load(unsigned, lanes), right), dots)
+    e.store(dot4_signed(e, zero, e.load(a, lanes), right), dots, 64)
+    e.store(Table(e, table, 256)[e.load(b, bytes_)], found)
+
+
+_BYTES = Kernel("self_test", _emit_bytes, ("unsigned", "a", "b", "table", "dots", "found"))

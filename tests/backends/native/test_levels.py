@@ -1,0 +1,225 @@
+"""Which level of CPU features is chosen, and what happens where kernels do not work."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from engine import Engine, SamplingParams, assembly
+from engine.backends import select as selection
+from engine.backends.native import library, self_test, target
+from engine.backends.native.compiler import Kernel, compile_object
+from engine.backends.native.ops import NativeOps
+from engine.backends.native.target import LEVELS, VARIABLE, Level, levels
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.select import select
+from engine.errors import EngineError, KernelError
+from tests.backends.native.levels import every_level
+from tests.test_bare_python import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch):
+    """Choices are made again, and the kernels of these tests are forgotten."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    self_test._first_that_works.cache_clear()
+    yield
+    self_test._first_that_works.cache_clear()
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch):
+    """Makes the compilation of the kernels of some levels fail, in this test only."""
+
+    def fail(names: set[str], why: Exception) -> None:
+        def compiled(kernel: Kernel, level: Level) -> bytes:
+            if level.name in names:
+                raise why
+            return compile_object(kernel, level)
+
+        monkeypatch.setattr(library, "compile_object", compiled)
+        libraries = {level: library.Library(level, None) for level in LEVELS}
+        monkeypatch.setattr("engine.backends.native.launch.library", libraries.__getitem__)
+
+    return fail
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS[1:], ids=lambda level: level.name)
+def test_a_level_with_a_missing_feature_is_never_chosen(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = frozenset(feature for other in LEVELS for feature in other.needs)
+    for missing in level.needs:
+        monkeypatch.setattr(target, "host_features", lambda missing=missing: everything - {missing})
+        assert level not in target.levels()
+        assert not any(missing in other.needs for other in target.levels())
+        monkeypatch.setenv(VARIABLE, level.name)
+        with pytest.raises(EngineError):
+            target.permitted()
+
+
+def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = frozenset(feature for other in LEVELS for feature in other.needs)
+    monkeypatch.setattr(target, "host_features", lambda: everything)
+    assert target.levels() == list(LEVELS)
+
+
+def test_the_system_agrees_about_the_features() -> None:
+    """Linux lists what it enables; LLVM asks the CPU and the registers that the system saves."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        pytest.skip("no /proc/cpuinfo here")
+    flags = next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), None)
+    if flags is None:
+        pytest.skip("/proc/cpuinfo lists no flags of this kind here")
+    linux = {"avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni", "lzcnt": "abm", "bmi": "bmi1"}
+    for level in levels():
+        assert {linux.get(name, name) for name in level.needs} <= flags
+
+
+def test_an_unknown_cpu_gets_kernels_without_special_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llvmlite.binding as llvm
+
+    def unknown() -> None:
+        raise RuntimeError("failed to get host cpu features.")
+
+    monkeypatch.setattr(llvm, "get_host_cpu_features", unknown)
+    monkeypatch.setattr(target, "host_features", target.host_features.__wrapped__)
+    assert [level.name for level in target.levels()] == ["generic"]
+
+
+def test_the_variable_names_the_highest_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level in levels():
+        monkeypatch.setenv(VARIABLE, level.name)
+        assert target.best() == self_test.choose().level == level
+    monkeypatch.setenv(VARIABLE, "")
+    assert target.best() == levels()[-1]
+
+
+def test_a_wrong_name_is_an_error_with_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "avx1024")
+    with pytest.raises(EngineError) as raised:
+        select("cpu", 1, compiled=True)
+    for part in (VARIABLE, "avx1024", *(level.name for level in levels())):
+        assert part in str(raised.value)
+
+
+# -- the test at the start ---------------------------------------------------------------------------------------------
+
+
+@every_level
+def test_every_level_passes(level: Level) -> None:
+    self_test.check(level)
+
+
+@pytest.mark.skipif(len(levels()) < 2, reason="this CPU has one level")
+def test_a_level_that_gives_wrong_results_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = self_test.dot4
+
+    def wrong(e, total, unsigned, signed):
+        result = right(e, total, unsigned, signed)
+        return result + 1 if e.level == levels()[-1] else result
+
+    monkeypatch.setattr(self_test, "dot4", wrong)
+    libraries = {level: library.Library(level, None) for level in LEVELS}
+    monkeypatch.setattr("engine.backends.native.launch.library", libraries.__getitem__)
+    ops, note = select("cpu", 1, compiled=True)
+    assert isinstance(ops, NativeOps)
+    assert levels()[-1].name in note
+    assert "wrong results" in note
+    assert f"level {levels()[-2].name} are used" in note
+    assert "\n" not in note
+
+
+@pytest.mark.skipif(len(levels()) < 2, reason="this CPU has one level")
+def test_a_level_that_cannot_be_compiled_is_passed_over(broken) -> None:
+    broken({levels()[-1].name}, RuntimeError("LLVM ERROR: out of registers\nmore"))
+    ops, note = select("cpu", 1, compiled=True)
+    assert isinstance(ops, NativeOps)
+    assert "out of registers" in note
+    assert "\n" not in note
+
+
+# -- NumPy in their place ----------------------------------------------------------------------------------------------
+
+
+def assert_numpy_with_a_reason(reason: str) -> None:
+    ops, note = select("cpu", 1, compiled=True)
+    assert isinstance(ops, NumpyOps)
+    assert reason in note
+    assert "NumPy" in note
+    assert note.endswith(".")
+    assert "\n" not in note
+
+
+def test_without_llvmlite_numpy_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    assert_numpy_with_a_reason("pip install 'polarlm[cpu]'")
+
+
+@pytest.mark.parametrize("error", [ImportError("no library\nmore"), OSError("no library"), TypeError(), MemoryError()])
+def test_a_broken_llvmlite_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def choose() -> None:
+        raise error
+
+    monkeypatch.setattr("engine.backends.native.ops.choose", choose)
+    assert_numpy_with_a_reason("no library" if str(error) else type(error).__name__)
+
+
+def test_where_no_level_works_numpy_computes(broken) -> None:
+    broken({level.name for level in LEVELS}, RuntimeError("no such target"))
+    assert_numpy_with_a_reason("no such target")
+
+
+def test_auto_gives_both_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "driver_version", lambda: 11000)
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    _, note = select("auto", 1, compiled=True)
+    assert "driver is older" in note
+    assert "polarlm[cpu]" in note
+
+
+def test_a_model_loads_with_numpy_where_its_kernels_fail(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test at the start has passed, and then a kernel of the model cannot be compiled."""
+    monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
+
+    def load(self: object, matrices: object) -> None:
+        raise KernelError("The kernel product_x cannot be compiled for this CPU: no registers")
+
+    self_test.choose()
+    monkeypatch.setattr("engine.backends.native.linear.LinearOps.load", load)
+    said: list[str] = []
+    with Engine.load(tiny_path, device="cpu", block_size=8, threads=1, verbose=said.append) as engine:
+        answer = engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(answer.token_ids) == 3
+    assert sum("product_x" in sentence and "NumPy" in sentence for sentence in said) == 1
+
+
+def test_where_memory_must_not_be_executed_numpy_computes() -> None:
+    """Linux can forbid a process to make memory executable; this one has to say so without a traceback."""
+    if ctypes.sizeof(ctypes.c_void_p) != 8 or not sys.platform.startswith("linux"):
+        pytest.skip("prctl is Linux's")
+    program = """
+import ctypes, sys
+from engine.backends.select import select
+import engine.backends.native.ops
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN
+    sys.exit("prctl")
+ops, note = select("cpu", 1, compiled=True)
+print(type(ops).__name__, note)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    if done.returncode and done.stderr.strip() == "prctl":
+        pytest.skip("this Linux has no PR_SET_MDWE")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.startswith("NumpyOps ")
+    assert "\n" not in done.stdout.strip()
