@@ -10,7 +10,7 @@ from functools import partial
 from llvmlite import ir
 
 from engine.backends.native.emit import Emitter
-from engine.backends.native.values import I1, I8, I16, I64, POINTER, Value, vector
+from engine.backends.native.values import I1, I8, I16, I64, Value, vector
 
 
 def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
@@ -80,22 +80,21 @@ class Table:
             width = 4 * level.lanes
             lines = [emitter.load(pointer, vector(I8, 16), first) for first in range(0, entries, 16)]
             self._parts = [emitter.shuffle(line, line, [i % 16 for i in range(width)]) for line in lines]
+        else:
+            self._place = emitter.stack(64)
 
     def __getitem__(self, index: Value) -> Value:
-        """index: a vector of bytes below `entries` → the bytes of the table."""
+        """index: up to 64 bytes below `entries` → the bytes of the table."""
         e = self._e
         if self._is_vbmi:
             return e.by_parts(64, self._vbmi, index)
         if e.level.has("avx2"):
             return e.by_parts(4 * e.level.lanes, self._pshufb, index)
-        with e.builder.goto_entry_block():
-            # Through an integer, because llvmlite takes a pointer from `alloca` as one to values of that type only.
-            place = Value(e, e.builder.inttoptr(e.builder.ptrtoint(e.builder.alloca(index.type), I64), POINTER))
-        e.store(index, place)
+        e.store(index, self._place)
         with e.loop(0, index.lanes) as lane:
-            entry = self._pointer + e.load(place + lane, I8).zext(I64)
-            e.store(e.load(entry, I8), place + lane)
-        return e.load(place, index.type)
+            entry = self._pointer + e.load(self._place + lane, I8).zext(I64)
+            e.store(e.load(entry, I8), self._place + lane)
+        return e.load(self._place, index.type)
 
     def _vbmi(self, index: Value) -> Value:
         e, parts = self._e, self._parts

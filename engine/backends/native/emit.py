@@ -15,7 +15,21 @@ from typing import Any
 from llvmlite import ir
 
 from engine.backends.native.target import Level
-from engine.backends.native.values import F16, F32, F64, I1, I8, I32, I64, Number, Type, Value, Variable, vector
+from engine.backends.native.values import (
+    F16,
+    F32,
+    F64,
+    I1,
+    I8,
+    I32,
+    I64,
+    POINTER,
+    Number,
+    Type,
+    Value,
+    Variable,
+    vector,
+)
 
 
 class Emitter:
@@ -80,8 +94,9 @@ class Emitter:
         """Pointer to memory of the running function, aligned to 64: a few KiB at most."""
         with self.builder.goto_entry_block():
             memory = self.builder.alloca(ir.ArrayType(I8, nbytes))
-        memory.align = 64
-        return Value(self, self.builder.gep(memory, [ir.Constant(I64, 0)], source_etype=I8))
+            memory.align = 64
+            # Through an integer, because llvmlite takes a pointer from `alloca` as one to values of that type only.
+            return Value(self, self.builder.inttoptr(self.builder.ptrtoint(memory, I64), POINTER))
 
     def load_atomic(self, pointer: Value) -> Value:
         """The int64 at `pointer`, and all that was written before it was (sequentially consistent)."""

@@ -1,0 +1,215 @@
+"""Tiles of `q8_0` and `q4_0`: codes, and a scale for each 32 channels of a token.
+
+Codes are unsigned: code + 128 for q8_0. V vectors of 64 codes, packed by `_packing`, then the scales.
+
+    keys    lanes are tokens: (D/32, N/16, 8) vectors, each of 16 tokens x 4 channels; scales (D/32, N) float16
+    values  lanes are channels: (D/16, N/4) vectors, each of 16 channels x 4 tokens; scales (D/32, N) float16
+
+Products are exact sums of bytes times bytes. The errors beside float32's are those of one rounding each:
+
+    a query        half a step for each 32 channels, 1/254 of the largest of them
+    a weight       times the scale of its token's 32 channels: half a step, 1/254 of the largest of the block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from engine.backends.native.byte_ops import dot4, dot4_signed
+from engine.backends.native.codecs._packing import Packing
+from engine.backends.native.codecs._tables import largest
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from engine.codecs.ggml import Q4, Q8
+
+_F16, _I16, _HALVES = vector(F32, 16), vector(I32, 16), vector(I16, 16)
+_GROUP = 32
+_LIMIT = 127.0
+
+
+def keys(codec: Q8 | Q4, block_size: int, head_dim: int) -> GroupedKeys | None:
+    return GroupedKeys(codec, block_size, head_dim) if block_size % 16 == 0 else None
+
+
+def values(codec: Q8 | Q4, block_size: int, head_dim: int) -> GroupedValues | None:
+    return GroupedValues(codec, block_size, head_dim) if block_size % 16 == 0 else None
+
+
+class _GroupedTiles:
+    """The common part of tiles of keys and of values."""
+
+    _side: str
+    _order: tuple[int, ...]  # of the pieces of (N, D) in a tile
+
+    def __init__(self, codec: Q8 | Q4, block_size: int, head_dim: int) -> None:
+        self._tokens, self._head_dim, self._groups = block_size, head_dim, head_dim // _GROUP
+        self._packing = Packing(8 if isinstance(codec, Q8) else 4)
+        self._vectors = block_size * head_dim // 64
+        self._scales_at = self._packing.nbytes(self._vectors)
+        self._end = self._scales_at + 2 * block_size * self._groups
+        self.name = f"{codec.name}_{self._side}_{block_size}_{head_dim}"
+        self.nbytes = -(-self._end // 64) * 64
+
+    @property
+    def _cuts(self) -> tuple[int, ...]:
+        """The axes N and D, cut into pieces."""
+        raise NotImplementedError
+
+    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        codes, scales = fields["codes"], fields["scale"]
+        if self._packing.bits == 8:
+            codes = codes.view(np.uint8) ^ np.uint8(128)
+        else:
+            codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
+        lead = scales.shape[:-2]
+        pieces = codes.reshape(*lead, *self._cuts).transpose(*range(len(lead)), *(len(lead) + i for i in self._order))
+        tiles = np.zeros((*lead, self.nbytes), np.uint8)
+        tiles[..., : self._scales_at] = self._packing.pack(pieces.reshape(*lead, self._vectors, 64))
+        by_group = np.ascontiguousarray(scales.swapaxes(-1, -2)).view(np.uint8)
+        tiles[..., self._scales_at : self._end] = by_group.reshape(*lead, -1)
+        return tiles
+
+    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
+        lead = tiles.shape[:-1]
+        vectors = self._packing.unpack(tiles[..., : self._scales_at], self._vectors)
+        pieces = vectors.reshape(*lead, *(self._cuts[i] for i in self._order))
+        back = (len(lead) + i for i in np.argsort(self._order))
+        codes = pieces.transpose(*range(len(lead)), *back).reshape(*lead, self._tokens, self._groups, _GROUP)
+        if self._packing.bits == 8:
+            codes = (codes ^ np.uint8(128)).view(np.int8)
+        else:
+            codes = codes[..., : _GROUP // 2] | codes[..., _GROUP // 2 :] << 4
+        by_group = np.ascontiguousarray(tiles[..., self._scales_at : self._end]).view(np.float16)
+        scales = by_group.reshape(*lead, self._groups, self._tokens).swapaxes(-1, -2)
+        return {"scale": np.ascontiguousarray(scales), "codes": np.ascontiguousarray(codes)}
+
+    def _is_signed(self, e: Emitter) -> bool:
+        """Whether codes are multiplied as signed bytes."""
+        return self._packing.bits == 8 and not e.level.has_wide_products
+
+    def _zero(self, e: Emitter) -> int:
+        """The code of the value 0, as it is multiplied."""
+        return 0 if self._is_signed(e) else 1 << (self._packing.bits - 1)
+
+    def _dot(self, e: Emitter, total: Value, code: list[Value], signed: Value) -> Value:
+        codes = code[0].bits(_I16)
+        if self._is_signed(e):
+            return dot4_signed(e, total, codes ^ -0x7F7F7F80, signed)
+        return dot4(e, total, codes, signed)
+
+    def _scales(self, e: Emitter, at: Value) -> list[Value]:
+        """The scales of a group, float32, 16 tokens to a vector."""
+        return [e.half_to_float(e.load(at, _HALVES, 2 * first)) for first in range(0, self._tokens, 16)]
+
+
+class GroupedKeys(_GroupedTiles):
+    """Tiles of keys.
+
+    A prepared query: int8 (D,); for each 32 channels the value of a step, float32 (D/32,); and what the sum of products
+    starts at, int32 (D/32,): minus the sum of the bytes times the code of 0.
+    """
+
+    _side = "keys"
+    _order = (2, 0, 3, 1, 4)
+
+    @property
+    def _cuts(self) -> tuple[int, ...]:
+        return self._tokens // 16, 16, self._groups, 8, 4
+
+    @property
+    def query_bytes(self) -> int:
+        return -(-(self._head_dim + 8 * self._groups) // 64) * 64
+
+    def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
+        for group in range(self._groups):
+            halves = [e.load(q, _F16, 4 * _GROUP * group + 64 * half) for half in (0, 1)]
+            integers, step = round_to_bytes(e, halves)
+            for half, integer in enumerate(integers):
+                e.store(integer.trunc(I8), out, _GROUP * group + 16 * half)
+            e.store(step, out, self._head_dim + 4 * group)
+            start = e.sum_lanes(integers[0] + integers[1]) * -self._zero(e)
+            e.store(start, out, self._head_dim + 4 * self._groups + 4 * group)
+
+    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
+        parts, run = self._tokens // 16, self._packing.run
+        totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
+        with e.loop(0, self._groups) as group:
+            at = block + group * self._packing.nbytes(8 * parts)
+            scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
+            own = [query + group * _GROUP for query in queries]
+            steps = [query + group * 4 + self._head_dim for query in queries]
+            for part, scale in enumerate(scales):
+                dots = [e.broadcast(step, I32, 16, 4 * self._groups) for step in steps]
+                for first in range(0, 8, run):
+                    start = at + self._packing.nbytes(8 * part + first)
+                    for place, code in enumerate(self._packing.emit(e, start, run), first):
+                        for head, query in enumerate(own):
+                            factor = e.broadcast(query, I32, 16, 4 * place)
+                            dots[head] = self._dot(e, dots[head], code, factor)
+                for total, dot, step in zip(totals, dots, steps, strict=True):
+                    factor = scale * e.broadcast(step, F32, 16)
+                    total[part].set(e.fma(dot.to_float(), factor, total[part].get()))
+        for total, target in zip(totals, out, strict=True):
+            for part, score in enumerate(total):
+                e.store(score.get(), target, 64 * part)
+
+
+class GroupedValues(_GroupedTiles):
+    """Tiles of values."""
+
+    _side = "values"
+    _order = (2, 0, 3, 1)
+
+    @property
+    def _cuts(self) -> tuple[int, ...]:
+        return self._tokens // 4, 4, self._head_dim // 16, 16
+
+    def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+        fours, run = self._tokens // 4, self._packing.run
+        rounded = [e.stack(self._tokens) for _ in weights]
+        half_bytes = self._packing.nbytes(fours)
+        # Both halves of a group at a time share the loads of weights, where their sums fit the registers.
+        halves = [(0, 1)] if e.level.lanes == 16 else [(0,), (1,)]
+        with e.loop(0, self._groups) as group:
+            scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
+            steps, starts = [], []
+            for weight, target in zip(weights, rounded, strict=True):
+                scaled = [e.load(weight, _F16, 64 * i) * scale for i, scale in enumerate(scales)]
+                integers, step = round_to_bytes(e, scaled)
+                total = integers[0]
+                for integer in integers[1:]:
+                    total = total + integer
+                for i, integer in enumerate(integers):
+                    e.store(integer.trunc(I8), target, 16 * i)
+                steps.append(step)
+                starts.append(e.splat(e.sum_lanes(total) * -self._zero(e), 16))
+            at = block + group * (2 * half_bytes)
+            for together in halves:
+                totals = {(half, head): e.variable(start) for half in together for head, start in enumerate(starts)}
+                at_once = max(run, 4)
+                with e.loop(0, fours, at_once) as first:
+                    own = at + (first // run) * self._packing.nbytes(run)
+                    for place in range(0, at_once, run):
+                        codes = {
+                            half: self._packing.emit(e, own + (half * half_bytes + self._packing.nbytes(place)), run)
+                            for half in together
+                        }
+                        for i in range(run):
+                            for head, weight in enumerate(rounded):
+                                factor = e.broadcast(weight + first * 4, I32, 16, 4 * (place + i))
+                                for half in together:
+                                    sum_ = totals[half, head]
+                                    sum_.set(self._dot(e, sum_.get(), codes[half][i], factor))
+                for (half, head), sum_ in totals.items():
+                    target = sums[head] + group * (4 * _GROUP)
+                    old = e.load(target, _F16, 64 * half)
+                    e.store(e.fma(sum_.get().to_float(), steps[head], old), target, 64 * half)
+
+
+def round_to_bytes(e: Emitter, parts: Sequence[Value]) -> tuple[list[Value], Value]:
+    """Vectors of float32 → int32 from -127 to 127, and the value of a step."""
+    top = largest(e, parts)
+    inverse = e.select(top > 0.0, e.like(_LIMIT, top) / top, e.zero(F32))
+    return [e.round(part * inverse) for part in parts], top * (1 / _LIMIT)
