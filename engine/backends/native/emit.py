@@ -98,6 +98,14 @@ class Emitter:
             # Through an integer, because llvmlite takes a pointer from `alloca` as one to values of that type only.
             return Value(self, self.builder.inttoptr(self.builder.ptrtoint(memory, I64), POINTER))
 
+    def prefetch(self, pointer: Value, nbytes: int) -> None:
+        """Start to load bytes into the core's cache; lines of 64 bytes."""
+        function = "llvm.prefetch.p0"
+        for offset in range(0, nbytes, 64):
+            at = self.offset(pointer, offset)
+            options = (self.constant(I32, number) for number in (0, 3, 1))  # to be read, often, data
+            self.intrinsic(function, None, at, *options)
+
     def load_atomic(self, pointer: Value) -> Value:
         """The int64 at `pointer`, and all that was written before it was (sequentially consistent)."""
         return Value(self, self.builder.load_atomic(pointer.ir, "seq_cst", 8, typ=I64))
@@ -285,11 +293,12 @@ class Emitter:
         return (magnitude.bits(wide.type) | sign).bits(magnitude.type)
 
     def exp(self, x: Value) -> Value:
-        """e^x of float32 x ≤ 88, with a relative error under 2e-7; 0 below −87.
+        """e^x of float32 x ≤ 88, with a relative error under 2e-7; 0 below −87.3, where it would not be normal.
 
         2^n · e^r with |r| ≤ ln 2 / 2, and the polynomial of least squares error for e^r.
         """
-        x = self.maximum(x, -87.4)
+        is_normal = x > -87.3
+        x = self.maximum(x, -87.3)
         whole = self.round(x * 1.4426950408889634)
         n = whole.to_float()
         r = self.fma(n, self.like(-0.693359375, x), x)
@@ -299,7 +308,7 @@ class Emitter:
             y = self.fma(y, r, self.like(coefficient, x))
         y = self.fma(y, r * r, r) + 1.0
         scale = ((whole + 127) << 23).bits(x.type)
-        return y * scale
+        return self.select(is_normal, y * scale, self.zero(x.type))
 
     def by_parts(self, lanes: int, operation: Callable[..., Value], *operands: Value) -> Value:
         """`operation` on parts of `lanes` lanes each, joined."""

@@ -21,9 +21,10 @@ from engine.backends.native.spans import FULL, HEADER, UNIT, SpanHeader
 from engine.backends.native.values import F32, I8, I16, I32, I64, Value, Variable, vector
 
 _F16 = vector(F32, 16)
+_TOKENS_AT_ONCE = 256  # of a step of the softmax, at least a block
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
     """What a kernel is specialized for.
 
@@ -40,9 +41,20 @@ class Attention:
     at_once: int
 
     @property
+    def blocks_at_once(self) -> int:
+        """Quantized blocks of a step of the softmax."""
+        return max(1, _TOKENS_AT_ONCE // self.block_size)
+
+    @property
     def name(self) -> str:
         sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.at_once}"
         return f"attention_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}"
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attention) and self.name == other.name
 
 
 def queries_at_once(queries: int) -> int:
@@ -80,7 +92,7 @@ class _Query:
 
     vector: Value  # times the scale of scores
     prepared: Value
-    scores: Value  # of a block; then its weights
+    scores: Value  # of some blocks; then their weights
     mix: Value
     position: Value
     top: Variable
@@ -119,7 +131,7 @@ class _Body:
         """The queries of a pass; the last one again for those beyond the rows of the sequence."""
         e, spec = self.e, self.spec
         size, n = padded(spec.head_dim), spec.block_size
-        stride = 2 * size + spec.keys.query_bytes + 4 * n
+        stride = 2 * size + spec.keys.query_bytes + 4 * n * spec.blocks_at_once
         queries = []
         for number in range(spec.at_once):
             row, index = self._place(first, number)
@@ -166,6 +178,7 @@ class _Body:
     # -- quantized blocks --------------------------------------------------------------------------------------
 
     def _quantized_blocks(self, queries: Sequence[_Query], table: Value, chunk: Value) -> None:
+        """Some blocks at a time: the steps of a softmax wait for each other, those of other blocks fill the time."""
         e, spec, header = self.e, self.spec, self.header
         for query in queries:
             spec.keys.emit_query(e, query.vector, query.prepared)
@@ -174,23 +187,40 @@ class _Body:
         oldest = queries[0].position - self.window + 1 - header.table_start
         begin = e.most(begin, e.most(oldest, 0) // spec.block_size)
         keys, values = self.keys + self.head * self.key_stride, self.values + self.head * self.value_stride
-        with e.loop(begin, end) as number:
-            block = e.load(table + number * 8, I64)
-            scores = [query.scores for query in queries]
-            spec.keys.emit_scores(e, keys + block * spec.keys.nbytes, [query.prepared for query in queries], scores)
+        with e.loop(begin, end, spec.blocks_at_once) as number:
+            ids, count = table + number * 8, e.least(end - number, spec.blocks_at_once)
+            with e.loop(0, count) as i:
+                block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
+                scores = [query.scores + offset for query in queries]
+                after = e.load(table + e.least(number + i + 1, header.quantized - 1) * 8, I64)
+                e.prefetch(keys + after * spec.keys.nbytes, spec.keys.nbytes)
+                self._block_scores(queries, keys, block, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - self.window + 1 - start for query in queries]
+            tokens = count * spec.block_size
             with e.when(lows[-1] > 0):  # rows are in order of position
-                self._hide(queries, lows)
-            self._soften(queries, self._mean_scores(queries, self.head * self.blocks + block))
-            value_block = values + block * spec.values.nbytes
-            spec.values.emit_mix(e, value_block, scores, [query.mix for query in queries])
+                self._hide(queries, lows, [tokens] * len(queries), tokens)
+            self._soften(queries, tokens)
+            with e.loop(0, count) as i:
+                block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
+                weights = [query.scores + offset for query in queries]
+                after = e.load(table + e.least(number + i + 1, header.quantized - 1) * 8, I64)
+                e.prefetch(values + after * spec.values.nbytes, spec.values.nbytes)
+                spec.values.emit_mix(e, values + block * spec.values.nbytes, weights, [query.mix for query in queries])
 
-    def _mean_scores(self, queries: Sequence[_Query], block: Value) -> list[Value] | None:
-        """q·μ of each query, for the keys' mean μ of a block."""
+    def _block_scores(self, queries: Sequence[_Query], keys: Value, block: Value, scores: Sequence[Value]) -> None:
+        """q·k + q·μ of each query and the keys of a block, whose mean is μ."""
+        e, spec = self.e, self.spec
+        spec.keys.emit_scores(e, keys + block * spec.keys.nbytes, [query.prepared for query in queries], scores)
+        if not spec.mean_bits:
+            return
+        added = self._mean_scores(queries, self.head * self.blocks + block)
+        for more, at in zip(added, scores, strict=True):
+            for offset in range(0, 4 * spec.block_size, 64):
+                e.store(e.load(at, _F16, offset) + more, at, offset)
+
+    def _mean_scores(self, queries: Sequence[_Query], block: Value) -> list[Value]:
         e, bits, dim = self.e, self.spec.mean_bits, self.spec.head_dim
-        if not bits:
-            return None
         at = self.mean + block * (dim * bits // 8)
         sums = [e.zero(F32) for _ in queries]
         wide = [e.zero(_F16) for _ in queries]
@@ -214,32 +244,26 @@ class _Body:
 
     # -- softmax -----------------------------------------------------------------------------------------------
 
-    def _over_tokens(self, body: Callable[[Sequence[int], Value], None]) -> None:
-        """body(offsets in bytes of vectors of 16 tokens, offset before these): for all tokens of a block."""
-        n = self.spec.block_size
-        step = next(size for size in (64, 48, 32, 16) if n % size == 0)
-        offsets = range(0, 4 * step, 64)
-        if step == n:
-            body(offsets, self.e.i64(0))
-            return
-        with self.e.loop(0, 4 * n, 4 * step) as before:
-            body(offsets, before)
+    def _over_tokens(self, tokens: Value, body: Callable[[Sequence[int], Value], None]) -> None:
+        """body(offsets in bytes of vectors of 16 tokens, offset before these): for all tokens, a multiple of N."""
+        step = next(size for size in (64, 48, 32, 16) if self.spec.block_size % size == 0)
+        with self.e.loop(0, tokens * 4, 4 * step) as before:
+            body(range(0, 4 * step, 64), before)
 
-    def _hide(self, queries: Sequence[_Query], lows: Sequence[Value], highs: Sequence[Value] | None = None) -> None:
-        """Hide the tokens of a block below those of `lows`, and from those of `highs` on."""
-        e, n = self.e, self.spec.block_size
+    def _hide(self, queries: Sequence[_Query], lows: Sequence[Value], highs: Sequence[Value], tokens: Value) -> None:
+        """Hide the tokens below those of `lows`, and from those of `highs` on."""
+        e = self.e
         lanes = e.constant(vector(I32, 16), tuple(range(16)))
-        for i, query in enumerate(queries):
-            low = e.most(lows[i], 0).trunc(I32)
-            high = e.constant(I32, n) if highs is None else e.most(highs[i], 0).trunc(I32)
-            with e.loop(0, n, 16) as token:
+        for query, first, last in zip(queries, lows, highs, strict=True):
+            low, high = e.most(first, 0).trunc(I32), e.most(last, 0).trunc(I32)
+            with e.loop(0, tokens, 16) as token:
                 numbers = lanes + token.trunc(I32)
                 at = query.scores + token * 4
                 seen = (numbers >= low) & (numbers < high)
                 e.store(e.select(seen, e.load(at, _F16), e.constant(_F16, LOWEST)), at)
 
-    def _soften(self, queries: Sequence[_Query], added: Sequence[Value] | None = None) -> None:
-        """Scores, plus what is `added` for the whole block, → weights, in place; tops, totals and mixes as they need.
+    def _soften(self, queries: Sequence[_Query], tokens: Value) -> None:
+        """Scores → weights, in place; tops, totals and mixes as they need.
 
         Where a score is above the top so far, what was found before fades.
         """
@@ -249,12 +273,11 @@ class _Body:
         def find(offsets: Sequence[int], before: Value) -> None:
             for query, top in zip(queries, highest, strict=True):
                 for offset in offsets:
-                    top.set(e.maximum(top.get(), e.load(query.scores + before, _F16, offset)))
+                    score = e.load(query.scores + before, _F16, offset)
+                    top.set(e.select(score > top.get(), score, top.get()))
 
-        self._over_tokens(find)
+        self._over_tokens(tokens, find)
         tops = [e.maximum_lanes(top.get()) for top in highest]
-        if added is not None:
-            tops = [top + more for top, more in zip(tops, added, strict=True)]
         grown = [top > query.top.get() for query, top in zip(queries, tops, strict=True)]
         some = grown[0]
         for other in grown[1:]:
@@ -267,18 +290,15 @@ class _Body:
                 query.total.set(query.total.get() * fade)
                 for offset in range(0, padded(self.spec.head_dim), 64):
                     e.store(e.load(query.mix, _F16, offset) * fade, query.mix, offset)
-        bases = [query.top.get() for query in queries]
-        if added is not None:
-            bases = [base - more for base, more in zip(bases, added, strict=True)]
 
         def weigh(offsets: Sequence[int], before: Value) -> None:
-            for query, base in zip(queries, bases, strict=True):
+            for query in queries:
                 for offset in offsets:
-                    weight = e.exp(e.load(query.scores + before, _F16, offset) - base)
+                    weight = e.exp(e.load(query.scores + before, _F16, offset) - query.top.get())
                     e.store(weight, query.scores + before, offset)
                     query.total.add(weight)
 
-        self._over_tokens(weigh)
+        self._over_tokens(tokens, weigh)
 
     # -- blocks in full precision ------------------------------------------------------------------------------
 
@@ -296,6 +316,6 @@ class _Body:
                 scores = [query.scores for query in queries]
                 vectors, mixes = [query.vector for query in queries], [query.mix for query in queries]
                 full_blocks.scores(e, self.full_k + offset, dim, count, vectors, scores)
-                self._hide(queries, lows, highs)
-                self._soften(queries)
+                self._hide(queries, lows, highs, e.i64(n))
+                self._soften(queries, e.i64(n))
                 full_blocks.mix(e, self.full_v + offset, dim, count, scores, mixes)
