@@ -131,10 +131,15 @@ def _weight_type(config: EngineConfig) -> WeightFormat | None:
     return format
 
 
-def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE) -> Parts:
-    """Load the model and allocate its KV store. Raises EngineError."""
+def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE, ops: Ops | None = None) -> Parts:
+    """Load the model and allocate its KV store. Raises EngineError.
+
+    ops: the backend; None takes that of `config.device`.
+    """
     say = verbose or (lambda sentence: None)
     try:
+        if ops is not None:
+            return _assemble(config, ops, verbose, encoding)
         ops, note = select(config.device, config.threads)
         if note:
             say(note)

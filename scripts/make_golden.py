@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 
 from engine import Engine, SamplingParams, calibration
+from engine.backends.numpy.ops import NumpyOps
 from model_loaders.demo import demo_model
-from tests.tiny import VOCABULARY, make_model
+from tests.tiny import VOCABULARY, load_tiny, make_model
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "golden.json"
 DEMO = "demonstration model"
-SETTINGS = {"device": "cpu", "threads": 1, "ctx_size": 256}
+SETTINGS = {"ctx_size": 256}
 
 # Model → cache types, each codec family at least once. Blocks of 64 numbers, as q8_0 has them, need larger heads.
 _FAMILIES = (
@@ -56,14 +57,15 @@ MARGIN = 0.02
 
 @contextmanager
 def opened(model: str, cache_type: str) -> Iterator[Engine]:
-    """An engine of one of the models. Raises LoadError if the demonstration model is not available."""
+    """An engine of one of the models, in float32. Raises LoadError if the demonstration model is not available."""
+    ops = NumpyOps(1)
     if model == DEMO:
-        with Engine.load(demo_model(None), cache_type=cache_type, **SETTINGS) as engine:
+        with load_tiny(demo_model(None), ops=ops, cache_type=cache_type, **SETTINGS) as engine:
             yield engine
         return
     with tempfile.TemporaryDirectory() as folder:
         path, block = make_model(Path(folder), model), 32 if "kivi4" in TYPES[model] else 16
-        with Engine.load(path, cache_type=cache_type, block_size=block, **SETTINGS) as engine:
+        with load_tiny(path, ops=ops, cache_type=cache_type, block_size=block, **SETTINGS) as engine:
             yield engine
 
 

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine import Engine, assembly
 from engine.assembly import WHOLE, Encoding
+from engine.backends.ops import Ops
 from engine.requests.request import Request
 from tests.conftest import FIXTURES
 from tests.kv import fed
@@ -57,9 +58,9 @@ def make_model(folder: Path, fixture: str = "llama_gqa_linear") -> Path:
     return folder
 
 
-def load_tiny(path: Path, encoding: Encoding = WHOLE, **settings: Any) -> Engine:
-    """`Engine.load`, with parts of the encoder turned off."""
-    return Engine(assembly.assemble(assembly.settle(path, None, settings), None, encoding))
+def load_tiny(path: Path, encoding: Encoding = WHOLE, ops: Ops | None = None, **settings: Any) -> Engine:
+    """`Engine.load`, with parts of the encoder turned off, or with a backend of the caller's choice."""
+    return Engine(assembly.assemble(assembly.settle(path, None, settings), None, encoding, ops))
 
 
 def held(engine: Engine) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The reference: the same weights scored in full precision, and engines of the same model to compare with it."""
+"""The reference: the same weights scored in float32, and engines of the same model to compare with it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bench.command import note
 from bench.quality.attention_error import Recorder, Recording
 from engine import Engine, Score, assembly
 from engine.assembly import WHOLE, Encoding
+from engine.backends.numpy.ops import NumpyOps
 from engine.flags import FlagError
 from engine.model.forward import Transformer
 
@@ -28,8 +29,9 @@ def open_engine(
     verbose: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> Engine:
-    """`Engine.load`, with the parts of the encoding that `encoding` has on, and `changes` applied to the model."""
-    parts = assembly.assemble(assembly.settle(weights, None, settings), verbose, encoding)
+    """`Engine.load` with NumPy's float32 arithmetic, with the parts of the encoding that `encoding` has on, and with
+    `changes` applied to the model."""
+    parts = assembly.assemble(assembly.settle(weights, None, settings), verbose, encoding, NumpyOps())
     for change in changes:
         change(parts.model)
     return Engine(parts)

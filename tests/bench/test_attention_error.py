@@ -11,7 +11,7 @@ import pytest
 
 from bench.quality.attention_error import Recorder, Recording, Replay
 from bench.quality.reference import Change, Reference
-from engine import Engine
+from engine import Engine, assembly
 from engine.flags import FlagError
 from engine.model.forward import Transformer
 from tests.tiny import make_model
@@ -36,6 +36,21 @@ def errors(reference: Reference, recording: Recording, *changes: Change, **setti
     replay = Replay()
     with reference.open(replay.install, *changes, ctx_size=len(IDS), block_size=16, **settings) as engine:
         return replay.errors(engine, IDS, recording, every_token_coded=True)
+
+
+def test_every_engine_of_a_measurement_computes_in_float32(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the machine's own backend rounds activations."""
+
+    def rounds(device: str, threads: int) -> None:
+        pytest.fail("the machine's backend is used")
+
+    monkeypatch.setattr(assembly, "select", rounds)
+    with Reference(str(reference.model.path), len(IDS)) as again:
+        np.testing.assert_array_equal(again.score(IDS).logits, reference.score(IDS).logits)
+        again.open(cache_type="polarquant", ctx_size=len(IDS)).close()
+        again.open_exact(weight_type="f16").close()
 
 
 def test_a_recording_has_every_row_of_every_layer(reference: Reference, recording: Recording) -> None:
