@@ -168,6 +168,19 @@ class Emitter:
     def extract(self, a: Value, lane: int) -> Value:
         return Value(self, self.builder.extract_element(a.ir, ir.Constant(I32, lane)))
 
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """Vectors as the rows of a square matrix, transposed; their number is a power of two."""
+        square, size, step = list(rows), len(rows), 1
+        while step < size:
+            low = [lane - step + size if lane & step else lane for lane in range(size)]
+            high = [lane + size if lane & step else lane + step for lane in range(size)]
+            for i in range(size):
+                if not i & step:
+                    a, b = square[i], square[i + step]
+                    square[i], square[i + step] = self.shuffle(a, b, low), self.shuffle(a, b, high)
+            step *= 2
+        return square
+
     @staticmethod
     def _mask(lanes: Sequence[int]) -> Any:
         return ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from engine.backends.native.cache import TileCache
 from engine.backends.native.heads import NO_ROTATION, PreparedTransform
+from engine.backends.native.kernels.decoding import Decoding, decode, decodes
 from engine.backends.native.kernels.prompts import MOST_QUERIES, Prompt, attend, supports
 from engine.backends.native.launch import Launcher
+from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache, read_blocks
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import SpanView
@@ -17,6 +21,7 @@ from engine.backends.ops import SpanView
 _LEAST_QUERIES = 48  # of a unit
 _UNITS = 4  # for each thread, if units have more queries than that
 _DECODED = 4096  # tokens of quantized blocks that are in memory as float32 together
+_NOTHING = np.zeros(1, np.uint8)
 _NO_WINDOW = 1 << 40  # more than there are positions
 
 
@@ -34,6 +39,7 @@ class PromptOps:
 
     def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
         self._launch, self._plain = launch, plain
+        self._memory = aligned(0)  # of decoded blocks
 
     def attention(
         self,
@@ -71,23 +77,41 @@ class PromptOps:
         kernel = attend(Prompt(dim, scale_back is not None, back.order))
         tops, totals = np.empty((2, rows, heads), np.float32)
         transforms = [0 if array is None else array for array in (scale_back, back.before)]
-        pending: list[_Segment] = []
-        is_first = True
 
-        def launch(is_last: bool) -> None:
-            table = np.array([(k.ctypes.data, v.ctypes.data, k.strides[0], *rest) for k, v, *rest in pending], np.int64)
+        def launch(segments: Sequence[_Segment], *, is_first: bool, is_last: bool) -> None:
+            given = [(k.ctypes.data, v.ctypes.data, k.strides[0], *rest) for k, v, *rest in segments]
+            table = np.array(given, np.int64)
             pointers = q, out, table, tops, totals, *transforms, back.memory
             integers = rows, group, kv_heads, tile, span.position, len(table), window, is_first, is_last
             self._launch(kernel, -(-rows // tile) * kv_heads, pointers, integers, (scale,), grain=1)
 
         oldest = max(0, span.position - window + 1)
-        for segment in _quantized(cache, span, oldest):
-            if pending:
-                launch(is_last=False)
-                is_first = False
-            pending = [segment]
-        pending += _full(cache, span, oldest, span.position + rows)
-        launch(is_last=True)
+        segments = list(_full(cache, span, oldest, span.position + rows))
+        parts = _parts(cache, span, oldest)
+        for number, (start, ids) in enumerate(parts):
+            is_last = number == len(parts) - 1
+            decoded = _Segment(*self._decoded(cache, ids), start, len(ids) * cache.format.block_size)
+            launch([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
+        if not parts:
+            launch(segments, is_first=True, is_last=True)
+
+    def _decoded(self, cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """k, v (K, B·N, D) float32 of B quantized blocks. They are valid until the next call."""
+        format = cache.format
+        if not (isinstance(cache, TileCache) and decodes(cache.key_tiles, cache.value_tiles)):
+            return _decoded_in_numpy(cache, ids)
+        shape = 2, format.kv_heads, len(ids) * format.block_size, format.head_dim
+        nbytes = 4 * math.prod(shape)
+        if len(self._memory) < nbytes:
+            self._memory = aligned(nbytes)
+        k, v = self._memory[:nbytes].view(np.float32).reshape(shape)
+        tiles = cache.key_tiles, cache.value_tiles
+        kernel = decode(Decoding(*tiles, format.mean_bits, format.block_size, format.head_dim))
+        means = (cache.mean.get(name, _NOTHING) for name in ("mean", "mean_scale"))
+        memory = cache.memory
+        integers = memory[0].shape[1], len(ids), *(side.strides[0] for side in memory)
+        self._launch(kernel, format.kv_heads * len(ids), (*memory, *means, ids, k, v), integers)
+        return k, v
 
     def _tile(self, rows: int, group: int, kv_heads: int) -> int:
         """Rows of a unit. Results do not depend on it."""
@@ -97,17 +121,21 @@ class PromptOps:
         return tile
 
 
-def _quantized(cache: LayerCache, span: SpanView, oldest: int) -> Iterator[_Segment]:
-    """The quantized blocks from position `oldest` on, decoded."""
+def _parts(cache: LayerCache, span: SpanView, oldest: int) -> list[tuple[int, np.ndarray]]:
+    """Position of the first token, and ids, of the quantized blocks from position `oldest` on, in parts."""
     size = cache.format.block_size
-    ids = np.asarray(span.table, np.intp)
     at_once = max(1, _DECODED // size)
-    for first in range(max(0, oldest - span.table_start) // size, len(ids), at_once):
-        k, v, mean = read_blocks(cache, ids[first : first + at_once])
-        if mean is not None:
-            by_block = k.reshape(*mean.shape[:2], size, mean.shape[2])
-            by_block += mean[:, :, None]
-        yield _Segment(k, v, span.table_start + first * size, k.shape[1])
+    ids = np.asarray(span.table, np.int64)
+    firsts = range(max(0, oldest - span.table_start) // size, len(ids), at_once)
+    return [(span.table_start + first * size, ids[first : first + at_once]) for first in firsts]
+
+
+def _decoded_in_numpy(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    k, v, mean = read_blocks(cache, ids)
+    if mean is not None:
+        by_block = k.reshape(*mean.shape[:2], -1, mean.shape[2])
+        by_block += mean[:, :, None]
+    return k, v
 
 
 def _full(cache: LayerCache, span: SpanView, oldest: int, end: int) -> Iterator[_Segment]:

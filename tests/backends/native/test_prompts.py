@@ -17,6 +17,7 @@ from engine.codecs._rotation import dense, signed_hadamard
 from tests.backends.native.levels import every_level, launcher
 
 from engine.backends.native import prompts  # isort: skip
+from engine.backends.native.cache import CacheOps  # isort: skip
 from engine.backends.native.heads import HeadOps  # isort: skip
 from engine.backends.native.ops import NativeOps  # isort: skip
 from engine.backends.native.prompts import PromptOps  # isort: skip
@@ -34,7 +35,7 @@ def sequence(
     No blocks: the prompt begins the sequence.
     """
     format = CacheFormat(get(codec), get(codec), None, None, 8 if codec != "f16" else 0, N, kv_heads, dim)
-    cache = PLAIN.cache(format, blocks + 1, 2)
+    cache = CacheOps(PLAIN).cache(format, blocks + 1, 2)
     buffer = PLAIN.buffer(format, max(done + rows, N * blocks) + N)
     for array in (*buffer, cache.full_k, cache.full_v):
         array[...] = rng.standard_normal(array.shape)

@@ -14,7 +14,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -66,6 +66,14 @@ class ValueTiles(Tiles, Protocol):
 
         weights: N float32 ≥ 0 each, which may be overwritten. What lies beyond the D sums is never read.
         """
+
+
+@runtime_checkable
+class DecodedTiles(Protocol):
+    """Tiles that a kernel can decode, for prompts that read earlier turns. Others are decoded in NumPy."""
+
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        """The vectors of a tile, exact but for float32 → out (N, D) float32. scratch: memory for 4·N·D bytes."""
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> KeyTiles | None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.native.byte_ops import Table, dot4
+from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._norms import emit_norms
 from engine.backends.native.codecs._packing import Packing
 from engine.backends.native.emit import Emitter
@@ -135,6 +136,11 @@ class _TableTiles(ABC):
         codes = pieces.transpose(*range(len(lead)), *back).reshape(*lead, self._tokens, self._codes)
         norms = np.ascontiguousarray(tiles[..., self._norms_at : self._end]).view(self._norm)
         return self._store.join(np.ascontiguousarray(codes), norms)
+
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        own = places(self._cuts, self._order, self._tokens)
+        emit_points(e, block, self._packing, own, self._table.points, norms, out, scratch)
 
     def _read(self, e: Emitter, at: Value, count: int) -> Iterator[list[Value]]:
         """The codes of `count` vectors from the beginning of a run. Each run is loaded when it is needed, so that its

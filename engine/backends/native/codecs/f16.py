@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.rotation import pieces
 from engine.backends.native.values import F32, I16, Value, vector
 from engine.codecs import Codec
 
@@ -78,6 +79,16 @@ class HalfKeys:
                 for group, sum_ in enumerate(total):
                     e.store(sum_.get(), target, 64 * (first + group))
 
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        for channel in range(0, self._head_dim, 16):
+            own = range(channel, min(channel + 16, self._head_dim))
+            with e.loop(0, self._tokens, 16) as token:
+                at, target = block + token * 2, out + token * (4 * self._head_dim)
+                rows = [e.half_to_float(e.load(at, _I16, 2 * self._tokens * i)) for i in own]
+                square = e.transposed(rows + rows[-1:] * (16 - len(rows)))
+                for number, row in enumerate(square):
+                    e.store(e.part(row, 0, len(own)), target, 4 * (self._head_dim * number + channel))
+
 
 class HalfValues:
     """Tiles of values."""
@@ -116,3 +127,9 @@ class HalfValues:
             for total, target in zip(totals, sums, strict=True):
                 for place, sum_ in zip(places, total, strict=True):
                     e.store(sum_.get(), target, place)
+
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        with e.loop(0, self._tokens) as token:
+            row, target = block + token * (2 * self._row), out + token * (4 * self._head_dim)
+            for first, lanes in pieces(self._head_dim):
+                e.store(e.half_to_float(e.load(row, vector(I16, lanes), 2 * first)), target, 4 * first)

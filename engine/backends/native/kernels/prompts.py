@@ -212,7 +212,7 @@ class _Unit:
             target = self._keys + first * 4
             whole = self._dim // 16 * 16
             with e.loop(0, whole, 16) as channel:
-                square = _transposed(e, [e.load(row + channel * 4, _F16) for row in rows])
+                square = e.transposed([e.load(row + channel * 4, _F16) for row in rows])
                 for number, column in enumerate(square):
                     e.store(column, target + channel * (4 * KEYS), 4 * KEYS * number)
             for rest in range(whole, self._dim):
@@ -279,17 +279,3 @@ def _reduced(values: Sequence[Value], combine: Callable[[Value, Value], Value]) 
 
 def _groups(parts: Sequence[tuple[int, int]], size: int) -> list[Sequence[tuple[int, int]]]:
     return [parts[first : first + size] for first in range(0, len(parts), size)]
-
-
-def _transposed(e: Emitter, rows: Sequence[Value]) -> list[Value]:
-    """16 vectors of 16 lanes as a matrix, transposed."""
-    square, step = list(rows), 1
-    while step < 16:
-        low = [lane if not lane & step else lane - step + 16 for lane in range(16)]
-        high = [lane + step if not lane & step else lane + 16 for lane in range(16)]
-        for i in range(16):
-            if not i & step:
-                a, b = square[i], square[i + step]
-                square[i], square[i + step] = e.shuffle(a, b, low), e.shuffle(a, b, high)
-        step *= 2
-    return square

@@ -1,0 +1,72 @@
+"""The codes of a tile in the order of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.backends.native.codecs._packing import Packing
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I8, I16, I64, Value, vector
+
+
+def emit_codes(e: Emitter, packing: Packing, block: Value, vectors: int, out: Value) -> None:
+    """The codes of the first `vectors` vectors of a tile → out (vectors, 64) bytes; after them, for ten bits, as many
+    bytes with the bits above."""
+    run = packing.run
+
+    def write(at: Value, target: Value, count: int) -> None:
+        for number, code in enumerate(packing.emit(e, at, count)):
+            for plane, part in enumerate(code):
+                e.store(part, target, 64 * (number + plane * vectors))
+
+    with e.loop(0, vectors // run) as number:
+        write(block + number * packing.nbytes(run), out + number * (64 * run), run)
+    if rest := vectors % run:
+        write(block + packing.nbytes(vectors - rest), out + 64 * (vectors - rest), rest)
+
+
+def emit_points(
+    e: Emitter,
+    block: Value,
+    packing: Packing,
+    places: np.ndarray,
+    points: np.ndarray,
+    norms: Sequence[Value],
+    out: Value,
+    scratch: Value,
+) -> None:
+    """norm · point of each code, in the order of tokens → out (N, D) float32.
+
+    places (N, C): where the codes lie. points (codes, width): what they stand for. norms (N,): 16 to a vector. scratch:
+    memory for 4·N·D bytes.
+    """
+    (tokens, codes), width = places.shape, points.shape[1]
+    planes, at_once = tokens * codes, math.gcd(codes, 4)
+    emit_codes(e, packing, block, planes // 64, scratch)
+    norms_at = scratch + 2 * planes
+    for number, norm in enumerate(norms):
+        e.store(norm, norms_at, 64 * number)
+    table, all_places = (e.constant_bytes(x.tobytes()) for x in (points.astype(np.float32), places))
+    with e.loop(0, tokens) as token:
+        norm = e.load(norms_at + token * 4, F32)
+        own, target = all_places + token * (2 * codes), out + token * (4 * codes * width)
+        with e.loop(0, codes, at_once) as first:
+            for i in range(at_once):
+                at = scratch + e.load(own + first * 2, I16, 2 * i).zext(I64)
+                code = e.load(at, I8).zext(I64)
+                if packing.bits > 8:
+                    code = code | (e.load(at, I8, planes).zext(I64) << 8)
+                point = e.load(table + code * (4 * width), vector(F32, width))
+                e.store(point * norm, target + first * (4 * width), 4 * width * i)
+
+
+def places(cuts: Sequence[int], order: Sequence[int], tokens: int) -> np.ndarray:
+    """Where the codes (N, C) of a block lie among those of its tile: (N, C) uint16.
+
+    cuts: the axes N and C, cut into pieces. order: of the pieces in a tile.
+    """
+    pieces = np.arange(np.prod(cuts), dtype=np.uint16).reshape([cuts[i] for i in order])
+    return np.ascontiguousarray(pieces.transpose(np.argsort(order))).reshape(tokens, -1)
