@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.native import tiles
-from engine.backends.native.buffers import aligned
+from engine.backends.native.buffers import Arena
 from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
 from engine.backends.native.kernels.rows import gate, norm_rows
@@ -30,6 +30,7 @@ class LinearOps:
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
+        self._arena = Arena()
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         if format.unpack is None:
@@ -44,7 +45,22 @@ class LinearOps:
             if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:
                 together.append([])
             together[-1].append(matrix)
-        return tuple(map(_packed, together))
+        return tuple(self._load(group) for group in together)
+
+    def _load(self, matrices: Sequence[StoredMatrix]) -> Matrix:
+        """Matrices of one format as one; all but the last have whole tiles."""
+        format, columns = matrices[0].format, matrices[0].shape[1]
+        rows, row_size = sum(matrix.shape[0] for matrix in matrices), format.size(columns)
+        memory = self._arena.take(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
+        step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
+        first = 0
+        for matrix in matrices:
+            for slab, raw in matrix.slabs(step * row_size):
+                packed = tiles.pack(raw, format)
+                start = (first + slab.start) // tiles.ROWS
+                memory[start : start + len(packed)] = packed
+            first += matrix.shape[0]
+        return Matrix(format, _Tiles(memory), (rows, columns))
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
@@ -123,19 +139,3 @@ class LinearOps:
 def _is_gated(w: Linear) -> bool:
     """Whether one kernel can multiply with both halves of the outputs."""
     return len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0
-
-
-def _packed(matrices: Sequence[StoredMatrix]) -> Matrix:
-    """Matrices of one format as one; all but the last have whole tiles."""
-    format, columns = matrices[0].format, matrices[0].shape[1]
-    rows, row_size = sum(matrix.shape[0] for matrix in matrices), format.size(columns)
-    memory = aligned(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
-    step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
-    first = 0
-    for matrix in matrices:
-        for slab, raw in matrix.slabs(step * row_size):
-            packed = tiles.pack(raw, format)
-            start = (first + slab.start) // tiles.ROWS
-            memory[start : start + len(packed)] = packed
-        first += matrix.shape[0]
-    return Matrix(format, _Tiles(memory), (rows, columns))

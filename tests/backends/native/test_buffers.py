@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
-from engine.backends.native.buffers import MOST, Buffers, aligned, is_leased
+from engine.backends.native.buffers import MOST, Arena, Buffers, aligned, is_leased
 
 
 def test_memory_is_used_again_once_no_view_is_left() -> None:
@@ -18,6 +20,16 @@ def test_memory_is_used_again_once_no_view_is_left() -> None:
     del view
     assert buffers.empty((300, 7)).ctypes.data == address
     assert buffers.nbytes < 2.5 * other.nbytes + 3 * 4096
+
+
+def test_an_arena_cuts_pieces_without_overlap() -> None:
+    arena = Arena()
+    sizes = [100, 64, 3 << 20, 40 << 20, 1, 30 << 20, 5]
+    parts = [arena.take(size) for size in sizes]
+    assert [part.nbytes for part in parts] == sizes
+    spans = sorted((part.ctypes.data, part.ctypes.data + part.nbytes) for part in parts)
+    assert all(first % 64 == 0 for first, _ in spans)
+    assert all(end <= first for (_, end), (first, _) in itertools.pairwise(spans))
 
 
 def test_memory_of_great_size_is_not_kept() -> None:
