@@ -5,7 +5,9 @@ LLVM does not find these by itself. Each has code for every level of CPU feature
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 from llvmlite import ir
 
@@ -63,33 +65,38 @@ def _dot4_generic(e: Emitter, total: Value, a: Value, signed: Value, is_signed: 
     return total
 
 
+_PARTS = 8  # of 16 entries that a signed byte tells apart from negative indices
+
+
 class Table:
     """A table of bytes in the form in which the level looks them up.
 
-    With VBMI one instruction looks up 128 entries. Otherwise a table is cut into tables of 16 for `pshufb`, which
-    gives 0 for an index with its highest bit set: all tables are looked up, with saturated indices, and or-ed.
+    With VBMI one instruction looks up 128 entries. Otherwise a table is cut into parts of 16 for `pshufb`, which gives
+    0 for an index with its highest bit set. Each part holds the differences (by exclusive or) from the part before, and
+    all parts up to the index's own are added up: those above it have a negative index.
     """
 
     def __init__(self, emitter: Emitter, pointer: Value, entries: int) -> None:
-        self._e, self._pointer, self._entries = emitter, pointer, entries
+        self._e, self._pointer = emitter, pointer
         level = emitter.level
         self._is_vbmi = level.has("avx512vbmi") and entries > 16
         if self._is_vbmi:
-            self._parts = [emitter.load(pointer, vector(I8, 64), first) for first in range(0, entries, 64)]
+            self.parts = [emitter.load(pointer, vector(I8, 64), first) for first in range(0, entries, 64)]
         elif level.has("avx2"):
             width = 4 * level.lanes
             lines = [emitter.load(pointer, vector(I8, 16), first) for first in range(0, entries, 16)]
-            self._parts = [emitter.shuffle(line, line, [i % 16 for i in range(width)]) for line in lines]
+            steps = [line ^ lines[i - 1] if i % _PARTS else line for i, line in enumerate(lines)]
+            self.parts = [emitter.shuffle(step, step, [i % 16 for i in range(width)]) for step in steps]
         else:
             self._place = emitter.stack(64)
 
     def __getitem__(self, index: Value) -> Value:
-        """index: up to 64 bytes below `entries` → the bytes of the table."""
+        """index: up to 64 bytes below the number of entries, at most 256 → the bytes of the table."""
         e = self._e
         if self._is_vbmi:
             return e.by_parts(64, self._vbmi, index)
         if e.level.has("avx2"):
-            return e.by_parts(4 * e.level.lanes, self._pshufb, index)
+            return _pshufb(e, [self], index)[0]
         e.store(index, self._place)
         with e.loop(0, index.lanes) as lane:
             entry = self._pointer + e.load(self._place + lane, I8).zext(I64)
@@ -97,7 +104,7 @@ class Table:
         return e.load(self._place, index.type)
 
     def _vbmi(self, index: Value) -> Value:
-        e, parts = self._e, self._parts
+        e, parts = self._e, self.parts
         if len(parts) == 1:
             return e.intrinsic("llvm.x86.avx512.permvar.qi.512", index.type, parts[0], index)
         name = "llvm.x86.avx512.vpermi2var.qi.512"
@@ -107,15 +114,68 @@ class Table:
         high = e.intrinsic(name, index.type, parts[2], index, parts[3])
         return e.select(index < 0, high, low)
 
-    def _pshufb(self, index: Value) -> Value:
+
+def _pshufb(e: Emitter, tables: Sequence[Table], index: Value) -> list[Value]:
+    """The bytes of each table. A part is loaded once for the whole index, in as many registers as it takes."""
+    width = 4 * e.level.lanes
+    name = "llvm.x86.avx512.pshuf.b.512" if width == 64 else "llvm.x86.avx2.pshuf.b"
+    pieces = [e.part(index, first, width) for first in range(0, index.lanes, width)]
+    halves = range(0, len(tables[0].parts), _PARTS)
+    low = [piece & 127 for piece in pieces] if len(halves) > 1 else pieces
+    totals: dict[tuple[Table, int, int], Value] = {}
+    for number in range(min(_PARTS, len(tables[0].parts))):
+        own = [piece - 16 * number for piece in low] if number else low
+        for table, first in product(tables, halves):
+            for i, piece in enumerate(own):
+                entry = e.intrinsic(name, piece.type, table.parts[first + number], piece)
+                before = totals.get((table, first, i))
+                totals[table, first, i] = entry if before is None else before ^ entry
+    found = []
+    for table in tables:
+        own = [totals[table, 0, i] for i in range(len(pieces))]
+        if len(halves) > 1:
+            own = [e.select(piece < 0, totals[table, _PARTS, i], own[i]) for i, piece in enumerate(pieces)]
+        found.append(e.join(own))
+    return found
+
+
+class PairTable:
+    """Two tables of bytes that are looked up with the same index; 16, 64, 128 or 256 entries each.
+
+    AVX-512 without VBMI looks up 64 words at a time: both bytes of an entry together, of 32 indices.
+    """
+
+    def __init__(self, emitter: Emitter, first: bytes, second: bytes) -> None:
+        self._e = emitter
+        level, entries = emitter.level, len(first)
+        self._is_words = level.has("avx512bw") and not level.has("avx512vbmi") and entries >= 64
+        if self._is_words:
+            both = emitter.constant_bytes(bytes(byte for entry in zip(first, second, strict=True) for byte in entry))
+            self._parts = [emitter.load(both, vector(I16, 32), 64 * i) for i in range(entries // 32)]
+        else:
+            self._tables = [Table(emitter, emitter.constant_bytes(side), entries) for side in (first, second)]
+
+    def __getitem__(self, index: Value) -> tuple[Value, Value]:
+        """index: 64 bytes below the number of entries → the bytes of the first table, and of the second."""
         e = self._e
-        name = "llvm.x86.avx512.pshuf.b.512" if index.lanes == 64 else "llvm.x86.avx2.pshuf.b"
-        if len(self._parts) == 1:
-            return e.intrinsic(name, index.type, self._parts[0], index)
-        found = None
-        for number, part in enumerate(self._parts):
-            own = e.same("uadd.sat", index - 16 * number, 0x70)
-            entry = e.intrinsic(name, index.type, part, own)
-            found = entry if found is None else found | entry
-        assert found is not None
-        return found
+        if self._is_words:
+            even = index.bits(vector(I16, 32))
+            low, high = self._entries(even), self._entries(even >> 8)
+            first, second = (low & 255) | (high << 8), (low >> 8) | (high & -256)
+            return first.bits(index.type), second.bits(index.type)
+        a, b = self._tables
+        if e.level.has("avx2") and not e.level.has("avx512vbmi"):
+            first, second = _pshufb(e, self._tables, index)
+            return first, second
+        return a[index], b[index]
+
+    def _entries(self, index: Value) -> Value:
+        """index: words, of which the low bytes count → the entries."""
+        e, name, found = self._e, "llvm.x86.avx512.vpermi2var.hi.512", self._parts
+        parts = [e.intrinsic(name, index.type, a, index, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+        bit = 64
+        while len(parts) > 1:
+            beyond = (index & bit).equals(bit)
+            parts = [e.select(beyond, b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+            bit *= 2
+        return parts[0]

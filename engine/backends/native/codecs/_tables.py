@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.native.byte_ops import Table, dot4
+from engine.backends.native.byte_ops import PairTable, Table, dot4
 from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._norms import emit_norms
 from engine.backends.native.codecs._packing import Packing
@@ -57,29 +57,31 @@ class CodeTable:
 
     def emit(self, e: Emitter, bias: int) -> Callable[[list[Value]], list[Value]]:
         """A function of the vectors of a code, from `Packing.emit` → a vector of bytes for each channel, plus bias."""
-        channels = [(column.astype(np.int16) + bias).astype(np.uint8) for column in self.bytes_.T]
-        tables = [_parts(e, channel) for channel in channels]
+        entries = np.resize(
+            (self.bytes_.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, 1 << self.bits))
+        )
+        tables = [_table(e, entries[:, first : first + 256]) for first in range(0, entries.shape[1], 256)]
 
         def lookup(code: list[Value]) -> list[Value]:
-            if len(code) == 1:
-                return [parts[0][code[0]] for parts in tables]
-            low, high = code
-            first, second = (high & 1).equals(1), (high & 2).equals(2)
-            found = []
-            for parts in tables:
-                a, b, c, d = (part[low] for part in parts)
-                found.append(e.select(second, e.select(first, d, c), e.select(first, b, a)))
-            return found
+            found = [table(code[0]) for table in tables]
+            if len(found) == 1:
+                return found[0]
+            first, second = (code[1] & 1).equals(1), (code[1] & 2).equals(2)
+            return [
+                e.select(second, e.select(first, d, c), e.select(first, b, a))
+                for a, b, c, d in zip(*found, strict=True)
+            ]
 
         return lookup
 
 
-def _parts(e: Emitter, entries: np.ndarray) -> list[Table]:
-    """Tables of 256 bytes; of fewer if there are fewer."""
-    if len(entries) < 16:
-        entries = np.resize(entries, 16)
-    cuts = [entries[first : first + 256] for first in range(0, len(entries), 256)]
-    return [Table(e, e.constant_bytes(cut.tobytes()), len(cut)) for cut in cuts]
+def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value], list[Value]]:
+    """A function of indices → the bytes of each row of entries (width, at most 256)."""
+    if len(entries) == 2:
+        pairs = PairTable(e, *(row.tobytes() for row in entries))
+        return lambda index: list(pairs[index])
+    single = Table(e, e.constant_bytes(entries.tobytes()), entries.shape[1])
+    return lambda index: [single[index]]
 
 
 @dataclass(frozen=True)

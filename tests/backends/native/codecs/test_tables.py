@@ -151,8 +151,8 @@ def test_mix(name: str, level: Level) -> None:
 INSTRUCTIONS = {
     "avx2": ("vpshufb", "vpmaddubsw"),
     "avx2-vnni": ("vpshufb", "vpdpbusd"),
-    "avx512": ("vpshufb", "vpmaddubsw"),
-    "avx512-vnni": ("vpshufb", "vpdpbusd"),
+    "avx512": ("vperm[it]2w", "vpmaddubsw"),
+    "avx512-vnni": ("vperm[it]2w", "vpdpbusd"),
     "avx512-vbmi": ("vperm[it]2b", "vpdpbusd"),
 }
 
