@@ -34,33 +34,35 @@ def emit_points(
     packing: Packing,
     places: np.ndarray,
     points: np.ndarray,
-    norms: Sequence[Value],
+    norms: Sequence[Sequence[Value]],
     out: Value,
     scratch: Value,
 ) -> None:
     """norm · point of each code, in the order of tokens → out (N, D) float32.
 
-    places (N, C): where the codes lie. points (codes, width): what they stand for. norms (N,): 16 to a vector. scratch:
-    memory for 4·N·D bytes.
+    places (N, C): where the codes lie. points (codes, width): what they stand for. norms: for each group of as many
+    codes of a token, (N,), 16 to a vector. scratch: memory for 4·N·D bytes.
     """
     (tokens, codes), width = places.shape, points.shape[1]
-    planes, at_once = tokens * codes, math.gcd(codes, 4)
+    planes, group_codes = tokens * codes, codes // len(norms)
+    at_once = math.gcd(group_codes, 4)
     emit_codes(e, packing, block, planes // 64, scratch)
     norms_at = scratch + 2 * planes
-    for number, norm in enumerate(norms):
-        e.store(norm, norms_at, 64 * number)
+    for row, own in enumerate(norms):
+        for number, part in enumerate(own):
+            e.store(part, norms_at, 4 * tokens * row + 64 * number)
     table, all_places = (e.constant_bytes(x.tobytes()) for x in (points.astype(np.float32), places))
-    with e.loop(0, tokens) as token:
-        norm = e.load(norms_at + token * 4, F32)
-        own, target = all_places + token * (2 * codes), out + token * (4 * codes * width)
-        with e.loop(0, codes, at_once) as first:
+    with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
+        norm = e.load(norms_at + (group * tokens + token) * 4, F32)
+        before = token * codes + group * group_codes
+        with e.loop(before, before + group_codes, at_once) as first:
             for i in range(at_once):
-                at = scratch + e.load(own + first * 2, I16, 2 * i).zext(I64)
+                at = scratch + e.load(all_places + first * 2, I16, 2 * i).zext(I64)
                 code = e.load(at, I8).zext(I64)
                 if packing.bits > 8:
                     code = code | (e.load(at, I8, planes).zext(I64) << 8)
                 point = e.load(table + code * (4 * width), vector(F32, width))
-                e.store(point * norm, target + first * (4 * width), 4 * width * i)
+                e.store(point * norm, out + first * (4 * width), 4 * width * i)
 
 
 def places(cuts: Sequence[int], order: Sequence[int], tokens: int) -> np.ndarray:

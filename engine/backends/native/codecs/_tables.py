@@ -142,7 +142,7 @@ class _TableTiles(ABC):
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         own = places(self._cuts, self._order, self._tokens)
-        emit_points(e, block, self._packing, own, self._table.points, norms, out, scratch)
+        emit_points(e, block, self._packing, own, self._table.points, [norms], out, scratch)
 
     def _read(self, e: Emitter, at: Value, count: int) -> Iterator[list[Value]]:
         """The codes of `count` vectors from the beginning of a run. Each run is loaded when it is needed, so that its

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engine.backends.native.byte_ops import dot4, dot4_signed
+from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._packing import Packing
 from engine.backends.native.codecs._tables import largest
 from engine.backends.native.emit import Emitter
@@ -84,6 +85,13 @@ class _GroupedTiles:
         by_group = np.ascontiguousarray(tiles[..., self._scales_at : self._end]).view(np.float16)
         scales = by_group.reshape(*lead, self._groups, self._tokens).swapaxes(-1, -2)
         return {"scale": np.ascontiguousarray(scales), "codes": np.ascontiguousarray(codes)}
+
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        scales_at = block + self._scales_at
+        scales = [self._scales(e, scales_at + 2 * self._tokens * group) for group in range(self._groups)]
+        points = np.arange(1 << self._packing.bits)[:, None] - (1 << (self._packing.bits - 1))
+        own = places(self._cuts, self._order, self._tokens)
+        emit_points(e, block, self._packing, own, points, scales, out, scratch)
 
     def _is_signed(self, e: Emitter) -> bool:
         """Whether codes are multiplied as signed bytes."""

@@ -15,7 +15,7 @@ from engine.backends.native import codecs as tiles  # isort: skip
 from engine.backends.native.kernels.decoding import Decoding, decode, decodes  # isort: skip
 from engine.backends.native.target import Level, best
 
-NAMES = ("f16", "ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4")
+NAMES = ("f16", "ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4", "q8_0", "q4_0")
 
 
 def check(name: str, level: Level, n: int, d: int, seed: int) -> None:
@@ -44,9 +44,9 @@ def check(name: str, level: Level, n: int, d: int, seed: int) -> None:
 
 
 @every_level
-@pytest.mark.parametrize("name", ["f16", "ring3.5", "ring5", "turbo3"])
+@pytest.mark.parametrize("name", ["f16", "ring3.5", "ring5", "turbo3", "q4_0"])
 def test_tiles_are_decoded(name: str, level: Level) -> None:
-    check(name, level, 64, 80, 1)
+    check(name, level, 64, 96 if name == "q4_0" else 80, 1)
 
 
 @given(
@@ -57,4 +57,4 @@ def test_tiles_are_decoded(name: str, level: Level) -> None:
 )
 @settings(max_examples=15)
 def test_tiles_of_all_codecs_and_sizes_are_decoded(name: str, d: int, n: int, seed: int) -> None:
-    check(name, best(), n, d, seed)
+    check(name, best(), n, -(-d // 32) * 32 if name.startswith("q") else d, seed)
