@@ -54,7 +54,7 @@ class Options:
         "1,2", "--threads", metavar="N,N", help="numbers of CPU threads; the best one counts for generation"
     )
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
-    depth: str = setting("2048,8192", "--depth", metavar="N,N", help="tokens of context to generate behind")
+    depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate behind")
     repeat: int = setting(3, "--repeat", metavar="N", help="runs of each kind; their median counts")
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -97,15 +99,15 @@ class Child:
 
 
 def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> None:
-    """Answer the parent's calls until its end of the pipe is closed.
+    """Answer the parent's calls. The process ends when the parent closes its end of the pipe, or has ended itself.
 
     start: makes the contestant, from the arguments of the first call, "start". failures: exceptions whose message is a
     sentence; of others, the type is named as well.
     """
     calls, answers = _pipes()
     contestant: Any = None
-    for line in calls:
-        name, arguments = json.loads(line)
+    while True:
+        name, arguments = json.loads(calls.get())
         answer: dict[str, Any]
         try:
             if name == "start":
@@ -120,8 +122,16 @@ def serve(start: Callable[..., Any], failures: Sequence[type[Exception]]) -> Non
         answers.flush()
 
 
-def _pipes() -> tuple[TextIO, TextIO]:
+def _pipes() -> tuple[queue.SimpleQueue[str], TextIO]:
     """The calls and the answers; what a library prints to standard output goes to standard error from now on."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    return sys.stdin, answers
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            calls.put(line)
+        os._exit(0)  # also in the middle of a call, whose answer is not wanted any more
+
+    threading.Thread(target=read, daemon=True).start()
+    return calls, answers

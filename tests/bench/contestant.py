@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 
 from bench.speed.child import serve
 
@@ -29,6 +30,10 @@ class Contestant:
         sys.stderr.write("GGML_ASSERT failed\n\n")
         sys.stderr.flush()
         os.abort()
+
+    def wait(self, pipe: str) -> None:
+        with open(pipe, "w", encoding="ascii"):
+            threading.Event().wait()
 
     def leave(self) -> None:
         os._exit(3)

@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(referee, "_REST_SECONDS", 0)
     monkeypatch.setattr(measure, "Memory", lambda: Memory(1 << 16))
+    monkeypatch.setattr(measure, "_BATCH_STEPS", 4)
 
 
 def run(model: Path, output: Path, *flags: str) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench.speed import process
 from bench.speed.child import Child, Failed
 
+ROOT = Path(__file__).resolve().parents[2]
 MODULE = "tests.bench.contestant"
 
 
@@ -62,6 +66,28 @@ def test_closing_ends_the_process(child: Child) -> None:
     child.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe")
+def test_a_child_ends_with_its_parent_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = f"""
+from bench.speed.child import Child
+child = Child("{MODULE}")
+child.call("start", "Ada")
+print(child.pid, flush=True)
+child.call("wait", {str(pipe)!r})
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    with pipe.open():  # the child has opened its end: it is in the call
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the parts are counted on Linux only")
