@@ -9,6 +9,9 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA \(UMD \)\{0,1\}Version
 EXTRA := $(if $(filter 12 13,$(CUDA)),cuda$(CUDA))
 comma := ,
 
+# llvmlite takes hours to build, and needs LLVM's sources: only its wheels are of use.
+INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary llvmlite --editable
+
 .DEFAULT_GOAL := help
 .PHONY: help chat serve test lint bench quality gpu-test gpu-bench compile-all readme clean
 
@@ -17,13 +20,15 @@ help:  ## show this list
 
 $(VENV)/.installed: pyproject.toml
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "Installing polarlm into $(VENV)$(if $(EXTRA), with the extra '$(EXTRA)')"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	@echo "Installing polarlm into $(VENV), with the extra 'cpu'$(if $(EXTRA), and '$(EXTRA)')"
+	@$(INSTALL) '.[cpu$(if $(EXTRA),$(comma)$(EXTRA))]' || { \
+	    echo "The extra 'cpu' cannot be installed here: the CPU will compute with NumPy alone." >&2; \
+	    $(INSTALL) '.$(if $(EXTRA),[$(EXTRA)])'; }
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing the test tools into $(VENV)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench,serve$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@$(INSTALL) '.[dev,bench,serve$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@
 
 chat: $(VENV)/.installed  ## chat with the demonstration model (PROMPT="…" answers once, ARGS="…" adds flags)
@@ -32,7 +37,7 @@ chat: export PROMPT := $(PROMPT)
 
 $(VENV)/.installed-serve: $(VENV)/.installed
 	@echo "Installing the server's packages into $(VENV)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[serve$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@$(INSTALL) '.[serve$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@
 
 serve: $(VENV)/.installed-serve  ## serve an HTTP API (ARGS="…" adds flags)

@@ -59,6 +59,24 @@ def test_without_a_driver_there_is_none(tmp_path: Path, output: str | None) -> N
     assert extra(tmp_path, output) == ""
 
 
+@pytest.mark.parametrize("has_wheel", [True, False])
+def test_the_kernels_of_the_cpu_are_installed_if_they_can_be(tmp_path: Path, has_wheel: bool) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >>"{tmp_path}/calls"\ncase "$*" in *cpu*) exit {0 if has_wheel else 1};; esac\n'
+    )
+    python.chmod(0o755)
+    target = f"{tmp_path}/.installed"
+    command = [make_command(), "-C", str(ROOT), f"VENV={tmp_path}", f"PY={python}", "EXTRA=cuda13", target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    wanted = [".[cpu,cuda13]"] if has_wheel else [".[cpu,cuda13]", ".[cuda13]"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[-1] for call in calls] == wanted
+    assert all("--only-binary llvmlite" in call for call in calls)
+    assert ("NumPy" in done.stderr) is not has_wheel
+    assert Path(target).exists()
+
+
 def test_the_gpu_s_tests_begin_with_what_only_a_gpu_can_show() -> None:
     command = [make_command(), "--dry-run", "-C", str(ROOT), "gpu-test", "PY=python3", "ARGS=-n 12"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
