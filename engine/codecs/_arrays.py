@@ -22,6 +22,9 @@ _SIGN_AND_HALF = np.int32(np.uint32(0x8FFFE000).view(np.int32))
 class NotFinite(ValueError):
     """A block holds NaN or infinity, which no codec encodes."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} cannot encode NaN or infinity: the keys or values of this block are not finite.")
+
 
 def checked(x: np.ndarray, name: str) -> np.ndarray:
     """x (..., N, D) as a float32 array. Raises ValueError for fewer dimensions, NotFinite for NaN or infinity."""
@@ -29,7 +32,7 @@ def checked(x: np.ndarray, name: str) -> np.ndarray:
     if x.ndim < 2:
         raise ValueError(f"{name} encodes blocks of shape (..., tokens, head dim), not an array of shape {x.shape}.")
     if not np.isfinite(x).all():
-        raise NotFinite(f"{name} cannot encode NaN or infinity: the keys or values of this block are not finite.")
+        raise NotFinite(name)
     return x
 
 

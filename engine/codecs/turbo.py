@@ -69,7 +69,7 @@ def levels_of(bits: int) -> np.ndarray:
 
 
 @cache
-def _thresholds(bits: int) -> np.ndarray:
+def thresholds_of(bits: int) -> np.ndarray:
     """Thresholds between neighbouring levels, (2^b − 1,) float32. A value on a threshold takes the lower level."""
     levels = levels_of(bits)
     return (levels[1:] + levels[:-1]) / 2
@@ -98,7 +98,7 @@ class TurboTable:
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 1) float32 → codes (R,) uint8, levels (R, 1) float32."""
         codes = np.zeros(len(x), np.uint8)
-        for threshold in _thresholds(self.bits):  # for so few, vectorised comparisons beat a search
+        for threshold in thresholds_of(self.bits):  # for so few, vectorised comparisons beat a search
             codes += x[:, 0] > threshold
         return codes, levels_of(self.bits)[codes][:, None]
 

@@ -275,6 +275,11 @@ class Emitter:
         """a where the condition holds, else b, by lane."""
         return Value(self, self.builder.select(condition.ir, a.ir, b.ir))
 
+    def any(self, a: Value) -> Value:
+        """Whether a condition holds in any lane."""
+        mask = a.bits(ir.IntType(a.lanes))
+        return Value(self, self.builder.icmp_unsigned("!=", mask.ir, ir.Constant(mask.type, 0)))
+
     def round(self, a: Value) -> Value:
         """float32 of magnitude up to 2²² → the nearest int32, ties to even."""
         magic = self.like(12582912.0, a)  # 1.5 · 2²³: its last bit is worth 1

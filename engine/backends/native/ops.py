@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.backends.native.attention import AttentionOps
 from engine.backends.native.cache import CacheOps
+from engine.backends.native.encoding import EncodingOps
 from engine.backends.native.graphs import Graphs
 from engine.backends.native.heads import HeadOps
 from engine.backends.native.launch import Launcher
@@ -60,7 +61,7 @@ class NativeOps:
         self.attention = attention.attention
         self.copy_full = plain.copy_full
         self.round_trip = plain.round_trip
-        self.encode_blocks = plain.encode_blocks
+        self.encode_blocks = EncodingOps(launch).encode_blocks
         self.read_blocks = plain.read_blocks
         self.write_blocks = plain.write_blocks
         self.read_full = plain.read_full

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from engine.backends.numpy.attention import Fields, LayerCache
+from engine.backends.numpy.attention import Fields, LayerCache, Sides
 from engine.backends.ops import Place
 from engine.quantization.encode import encode_centred
 from engine.quantization.metric import join_layers
@@ -43,3 +43,10 @@ def encode_side(layers: Sequence[LayerCache], sources: Sequence[Place], side: in
         metric = join_layers([layer.format.metric_k for layer in layers])
         return encode_centred(format.codec_k, x, metric, format.mean_bits)
     return encode_centred(format.codec_v, x, join_layers([layer.format.metric_v for layer in layers]))
+
+
+def store_fields(layers: Sequence[LayerCache], blocks: Sequence[int], k: Fields, mean: Fields, v: Fields) -> None:
+    """Write what `encode_side` returns to `blocks` of each layer."""
+    for number, cache in enumerate(layers):
+        heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
+        cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))

@@ -18,7 +18,7 @@ from engine.backends.numpy import host_memory
 from engine.backends.numpy.activations import ACTIVATIONS
 from engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone
 from engine.backends.numpy.cores import cores
-from engine.backends.numpy.encoding import alike, encode_side
+from engine.backends.numpy.encoding import alike, encode_side, store_fields
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.numpy.thread_choice import StepThreads
 from engine.backends.ops import CacheFormat, HeadTransform, Load, Place, Result, SpanView
@@ -264,9 +264,7 @@ class NumpyOps:
         for layers in alike(caches, len(blocks)):
             # Keys and values on one core each: the encoder's products are too thin for more BLAS threads.
             (k, mean), (v, _) = self.parallel_map(functools.partial(encode_side, layers, sources), 2)
-            for number, cache in enumerate(layers):
-                heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
-                cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))
+            store_fields(layers, blocks, k, mean, v)
 
     def copy_full(self, cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
         for to, x in zip(cache.full(target), cache.full(source), strict=True):

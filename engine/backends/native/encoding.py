@@ -1,0 +1,133 @@
+"""Encoding of blocks with kernels, of several layers at once, and in NumPy for codecs without a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.backends.native.kernels.encode import encode
+from engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, scratch_bytes
+from engine.backends.native.launch import Launcher
+from engine.backends.native.workers import SCRATCH
+from engine.backends.numpy.attention import Fields, LayerCache
+from engine.backends.numpy.encoding import alike, encode_side, store_fields
+from engine.backends.ops import CacheFormat, Place
+from engine.codecs import NotFinite
+from engine.codecs.ring import RingTable
+from engine.codecs.turbo import TurboTable
+from engine.quantization.conditioning import mean_fields
+from engine.quantization.metric import Metric
+
+
+class EncodingOps:
+    """The ops that encode blocks."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+
+        self._prepared: dict[int, tuple[Metric, dict[str, np.ndarray]]] = {}  # by the id of the metric
+
+    def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
+        for layers in alike(caches, len(blocks)):
+            (k, mean), (v, _) = (self._side(layers, sources, side) for side in (0, 1))
+            store_fields(layers, blocks, k, mean, v)
+
+    def _side(self, layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
+        """As `encode_side`."""
+        format = layers[0].format
+        codec, encoding = (format.codec_k, format.codec_v)[side], _encoding(format, side)
+        if encoding is None:
+            return encode_side(layers, sources, side)
+        heads, count, dim = len(layers) * format.kv_heads, len(sources), format.head_dim
+        lead = heads, count
+        shape = *lead, format.block_size, dim // encoding.width
+        codes, norms = np.empty(shape, np.uint16 if encoding.bits > 8 else np.uint8), np.empty(shape[:3], np.float32)
+        names = mean_fields(encoding.mean_bits, dim) if encoding.mean_bits else {}
+        mean = {name: np.empty((*lead, *size), dtype) for name, (size, dtype) in names.items()}
+        metrics = [(layer.format.metric_k, layer.format.metric_v)[side] for layer in layers]
+        addresses = np.zeros((*lead, len(POINTERS)), np.int64)
+
+        def fill(name: str, values: np.ndarray) -> None:
+            addresses[..., POINTERS.index(name)] = values
+
+        fill("x", np.concatenate([_places(layer, sources, side) for layer in layers]))
+        arrays = [self._metric_arrays(encoding, metric) for metric in metrics]
+        for name in arrays[0]:
+            fill(name, np.concatenate([_by_head(of_layer[name], format.kv_heads) for of_layer in arrays])[:, None])
+        for name, array in {"codes": codes, "norms": norms, **mean}.items():
+            fill(name, _by_head(array, heads)[:, None] + np.arange(count) * array.strides[1])
+        damaged = np.empty(heads * count, np.uint8)
+        self._launch(encode(encoding), heads * count, (addresses, damaged), (dim,))
+        if damaged.any():
+            raise NotFinite(codec.name)
+        assert codec.rounding is not None
+        return codec.rounding.assemble(codes, norms), mean
+
+    def _metric_arrays(self, encoding: Encoding, metric: Metric | None) -> dict[str, np.ndarray]:
+        """The arrays of a metric by the name of a unit's pointer, (K or 1, …) float32."""
+        assert metric is not None
+        if id(metric) not in self._prepared:
+            arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
+            if metric.tilt_second is not None and metric.tilt_mean is not None:
+                arrays |= {"matrix": metric.tilt_second, "lean": metric.tilt_mean}
+            if metric.token_feedback is not None:
+                along = diagonals_of_tokens(metric.token_feedback)
+                arrays |= {"feedback": diagonals(metric.feedback, encoding.width), "along": along}
+            self._prepared[id(metric)] = metric, arrays
+        return self._prepared[id(metric)][1]
+
+
+def _encoding(format: CacheFormat, side: int) -> Encoding | None:
+    """What encodes the keys (side 0) or values (1) of a format; None if no kernel does."""
+    codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
+    rounding = codec.rounding
+    if metric is None or not isinstance(rounding, (RingTable, TurboTable)) or format.block_size % LANES:
+        return None
+    encoding = Encoding(
+        bits=rounding.bits,
+        width=rounding.width,
+        tokens=format.block_size,
+        tilted=metric.tilt_second is not None,
+        along_tokens=metric.token_feedback is not None,
+        mean_bits=0 if side else format.mean_bits,
+    )
+    return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
+
+
+def _by_head(array: np.ndarray, heads: int) -> np.ndarray:
+    """array (K or 1, …) → addresses along its first axis, (K,) int64."""
+    assert array[0].flags.c_contiguous
+    step = array.strides[0] if len(array) == heads else 0
+    return array.ctypes.data + np.arange(heads, dtype=np.int64) * step
+
+
+def diagonals(feedback: np.ndarray, width: int) -> np.ndarray:
+    """feedback (K, D, D) → (K, P + 1, width, width, P + 2 · ROW_PAD) float32, as `Encoding` describes it."""
+    heads, dim, _ = feedback.shape
+    pairs = dim // width
+    blocks = feedback.reshape(heads, pairs, width, pairs, width)
+    out = np.zeros((heads, pairs + 1, width, width, pairs + 2 * ROW_PAD), np.float32)
+    for lag in range(1, pairs):
+        rows = np.arange(pairs - 1, lag - 1, -1)
+        out[:, lag, :, :, ROW_PAD : ROW_PAD + len(rows)] = blocks[:, rows, :, rows - lag].transpose(1, 2, 3, 0)
+    return out
+
+
+def diagonals_of_tokens(feedback: np.ndarray) -> np.ndarray:
+    """feedback (K or 1, N, 1, N) → (K or 1, N + 1, N) float32, as `Encoding` describes it."""
+    size = feedback.shape[-1]
+    out = np.zeros((len(feedback), size + 1, size), np.float32)
+    for lag in range(1, size):
+        out[:, lag, lag:] = feedback[:, :, 0].diagonal(-lag, axis1=1, axis2=2)
+    return out
+
+
+def _places(layer: LayerCache, sources: Sequence[Place], side: int) -> np.ndarray:
+    """Addresses of the blocks at `sources`: (K, B) int64."""
+    numbers = np.array([source.block for source in sources])
+    if (buffer := sources[0].buffer) is not None:
+        heads, block = buffer[side], layer.format.block_size * buffer[side].strides[1]
+        return _by_head(heads, len(heads))[:, None] + numbers * block
+    full = (layer.full_k, layer.full_v)[side]
+    return _by_head(full, len(full))[numbers] + np.arange(full.shape[1])[:, None] * full.strides[1]

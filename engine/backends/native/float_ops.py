@@ -1,0 +1,37 @@
+"""Lookups of floats in memory, and their conversion to half precision: the same results at every level."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F16, F32, F64, I16, I32, I64, Type, Value, vector
+
+
+def gather(e: Emitter, pointer: Value, index: Value, element: Type) -> Value:
+    """A vector of numbers of a table in memory; index: int32 lanes, not negative."""
+    step = element.width // 8 if isinstance(element, ir.IntType) else 8 if element == F64 else 4
+    lanes = [e.extract(index, lane).zext(I64) * step for lane in range(index.lanes)]
+    return e.collect([e.load(pointer + lane, element) for lane in lanes])
+
+
+def gather_pairs(e: Emitter, pointer: Value, index: Value) -> list[Value]:
+    """`gather` of pairs of float32 that lie side by side → a vector of the first and one of the second numbers."""
+    lanes = index.lanes
+    both = gather(e, pointer, index, F64).bits(vector(F32, 2 * lanes))
+    return [e.shuffle(both, both, range(first, 2 * lanes, 2)) for first in (0, 1)]
+
+
+def float_to_half(e: Emitter, x: Value) -> Value:
+    """Finite float32 of magnitude below 65520 → the nearest float16, ties to even, as int16."""
+    lanes = x.lanes
+    if e.level.has("f16c"):
+        half = e.builder.fptrunc(x.ir, vector(F16, lanes) if lanes else F16)
+        return Value(e, half).bits(vector(I16, lanes) if lanes else I16)
+    bits = x.bits(vector(I32, lanes) if lanes else I32)
+    magnitude = bits & 0x7FFFFFFF
+    even = (magnitude >> 13) & 1
+    normal = (magnitude + even + (0xFFF - (112 << 23))) >> 13
+    small = (magnitude.bits(x.type) + 0.5).bits(bits.type) - 0x3F000000  # multiples of 2⁻²⁴
+    half = e.select(magnitude < 113 << 23, small, normal)
+    return (half | ((bits >> 16) & 0x8000)).trunc(I16)

@@ -1,0 +1,95 @@
+"""The vectors of a block: centred, with tokens in lanes, and their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.backends.native.emit import Emitter
+from engine.backends.native.float_ops import float_to_half
+from engine.backends.native.kernels.encode.unit import LANES, Unit
+from engine.backends.native.values import F32, I8, I32, Value, vector
+from engine.codecs._arrays import HALF_MAX
+from engine.quantization.encode import LARGEST
+
+_F8, _F16, _I16 = vector(F32, 8), vector(F32, LANES), vector(I32, LANES)
+
+
+def load(unit: Unit) -> Value:
+    """x of the unit to `x`, centred and clipped; its RMS to `norms`. Returns a byte: whether it is not finite."""
+    e, stride = unit.e, unit.dim * 4
+    if unit.encoding.mean_bits:
+        _centre(unit)
+    bad = e.variable(e.zero(_I16))
+    with e.loop(0, unit.dim, 8) as channel, unit.vectors() as offset:
+        source = unit.given["x"] + channel * 4 + (offset >> 2) * stride
+        halves = []
+        for _ in range(LANES):
+            halves.append(e.load(source, _F8))
+            source = source + stride
+        rows = [e.join(pair) for pair in zip(halves[:8], halves[8:], strict=True)]
+        if unit.encoding.mean_bits:
+            mean = e.load(unit.mean + channel * 4, _F8)
+            rows = [row - e.join([mean, mean]) for row in rows]
+        finite = []
+        for row in rows:
+            is_bad = (row.bits(_I16) & 0x7FFFFFFF) >= 0x7F800000
+            bad.set(e.select(is_bad, e.constant(_I16, 1), bad.get()))
+            finite.append(e.select(is_bad, e.zero(_F16), e.minimum(e.maximum(row, -LARGEST), LARGEST)))
+        target = unit.x + channel * unit.row + offset
+        for number, column in enumerate(_transposed(e, finite)):
+            e.store(column, target, number * unit.row)
+    with unit.vectors() as offset:
+        total = e.variable(e.zero(_F16))
+        with e.loop(0, unit.dim) as channel:
+            value = e.load(unit.x + channel * unit.row + offset, _F16)
+            total.set(total.get() + value * value)
+        norm = e.sqrt(total.get() / e.splat(unit.dim.trunc(I32).to_float(), LANES))
+        e.store(norm, unit.norms + offset)
+        inverse = e.constant(_F16, 1.0) / norm
+        e.store(e.select(norm > 0.0, inverse, e.zero(_F16)), unit.inverses + offset)
+    return e.select(e.any(bad.get() > 0), e.constant(I8, 1), e.constant(I8, 0))
+
+
+def _centre(unit: Unit) -> None:
+    """The mean to its fields, and as it reads back to `mean`: as `conditioning.centre` does it."""
+    e, source, stride = unit.e, unit.given["x"], unit.dim * 4
+    top = e.variable(e.zero(_F8))
+    with e.loop(0, unit.dim, 8) as channel:
+        total = e.variable(e.load(source + channel * 4, _F8))
+        with e.loop(1, unit.tokens) as token:
+            total.set(total.get() + e.load(source + token * stride + channel * 4, _F8))
+        mean = e.minimum(e.maximum(total.get() / float(unit.tokens), -HALF_MAX), HALF_MAX)
+        e.store(mean, unit.mean + channel * 4)
+        top.set(e.maximum(top.get(), e.absolute(mean)))
+    if unit.encoding.mean_bits == 8:
+        half = float_to_half(e, e.maximum_lanes(top.get()) / 127.0)
+        e.store(half, unit.given["mean_scale"])
+        scale = e.half_to_float(half)
+        step = e.splat(e.select(scale > 0.0, scale, e.constant(F32, 1.0)), 8)
+    with e.loop(0, unit.dim, 8) as channel:
+        mean = e.load(unit.mean + channel * 4, _F8)
+        if unit.encoding.mean_bits == 8:
+            code = e.least(e.most(e.round(mean / step), -127), 127)
+            e.store(code.trunc(I8), unit.given["mean"] + channel)
+            back = code.to_float() * scale
+        else:
+            half = float_to_half(e, mean)
+            e.store(half, unit.given["mean"] + channel * 2)
+            back = e.half_to_float(half)
+        e.store(back, unit.mean + channel * 4)
+
+
+def _transposed(e: Emitter, rows: Sequence[Value]) -> list[Value]:
+    """8 vectors of 16 numbers, those of tokens t and t + 8 → 8 vectors, one for each channel, with tokens in lanes.
+
+    A bit of the row's number changes places with a bit of the lane's, three times.
+    """
+    whole = list(rows)
+    for bit in (1, 2, 4):
+        for number in range(8):
+            if not number & bit:
+                pair = whole[number], whole[number | bit]
+                for place, target in enumerate((number, number | bit)):
+                    lanes = [(lane & ~bit) | (bit if place else 0) | (16 if lane & bit else 0) for lane in range(16)]
+                    whole[target] = e.shuffle(*pair, lanes)
+    return whole

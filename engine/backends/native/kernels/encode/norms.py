@@ -1,0 +1,104 @@
+"""The norms of least cost of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.encode.unit import LANES, Unit
+from engine.backends.native.values import F32, I32, Value, Variable, vector
+from engine.quantization.encode import TILT_RANGE
+
+_F16 = vector(F32, LANES)
+
+
+def write_norms(unit: Unit) -> None:
+    """The norms of least cost, from the targets in `x` and their errors in `errors`."""
+    e, tilted = unit.e, unit.encoding.tilted
+    at_once = unit.at_once(2)
+    with e.loop(0, unit.row, 64 * at_once) as offset:
+        sources = [array + offset + 64 * number for array in (unit.x, unit.errors) for number in range(at_once)]
+        _decode(unit, sources)
+        forms = [_Forms(e, tilted) for _ in range(at_once)]
+        with e.loop(0, unit.dim, 2) as channel:
+            rows = [unit.given["matrix"] + (channel + row) * (unit.dim * 4) for row in (0, 1)]
+            sums = unit.products(rows, sources, channel)
+            here = [e.load(row + channel * 4, vector(F32, 2)) for row in rows]
+            diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(here)]
+            between = e.splat(e.extract(here[1], 0), LANES)
+            means = (
+                [e.broadcast(unit.given["lean"] + channel * 4, F32, LANES, 4 * row) for row in (0, 1)] if tilted else []
+            )
+            for number, form in enumerate(forms):
+                xs, ys = (
+                    [e.load(sources[place] + channel * unit.row, _F16, row * unit.row) for row in (0, 1)]
+                    for place in (number, number + at_once)
+                )
+                own_x, own_y = ([by_source[place] for by_source in sums] for place in (number, number + at_once))
+                own_x[1] = e.fma(between, xs[0], own_x[1])
+                own_y[1] = e.fma(between, ys[0], own_y[1])
+                for row in (0, 1):
+                    form.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
+                    if tilted:
+                        form.add_mean(means[row], xs[row], ys[row])
+        for number, form in enumerate(forms):
+            place = offset + 64 * number
+            ratio = form.tilted(unit.dim) if tilted else form.fitted()
+            norm = ratio * e.load(unit.norms + place, _F16)
+            e.store(e.maximum(norm, 0.0), unit.given["norms"] + place)
+
+
+def _decode(unit: Unit, sources: Sequence[Value]) -> None:
+    """Replace errors of the vectors at the second half of `sources` by x − errors."""
+    e, half = unit.e, len(sources) // 2
+    with e.loop(0, unit.dim) as channel:
+        for x, errors in zip(sources[:half], sources[half:], strict=True):
+            at = errors + channel * unit.row
+            e.store(e.load(x + channel * unit.row, _F16) - e.load(at, _F16), at)
+
+
+class _Forms:
+    """Sums over channels for 16 vectors x and y, with a symmetric matrix S: x·S·xᵀ, x·S·yᵀ, y·S·yᵀ and others."""
+
+    def __init__(self, e: Emitter, tilted: bool) -> None:
+        self.e, self.is_tilted = e, tilted
+        names = ["xy", "yy", *(["xx", "mean_x", "mean_y", "plain_xy", "plain_yy"] if tilted else [])]
+        self.sums: dict[str, Variable] = {name: e.variable(e.zero(_F16)) for name in names}
+
+    def _add(self, name: str, a: Value, b: Value) -> None:
+        self.sums[name].set(self.e.fma(a, b, self.sums[name].get()))
+
+    def add(self, diagonal: Value, x: Value, y: Value, sum_x: Value, sum_y: Value) -> None:
+        """A channel. sum_x, sum_y: the products of the channels before it with its row of S."""
+        e = self.e
+        own_y = e.fma(diagonal, y, sum_y)
+        self._add("xy", x, own_y)
+        self._add("xy", y, sum_x)
+        self._add("yy", y, own_y + sum_y)
+        if self.is_tilted:
+            self._add("xx", x, e.fma(diagonal, x, sum_x + sum_x))
+
+    def add_mean(self, mean: Value, x: Value, y: Value) -> None:
+        for name, a, b in (("mean_x", mean, x), ("mean_y", mean, y), ("plain_xy", x, y), ("plain_yy", y, y)):
+            self._add(name, a, b)
+
+    def fitted(self) -> Value:
+        """The factor of y for which the error costs least."""
+        return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
+
+    def tilted(self, dim: Value) -> Value:
+        """The same for the queries that attend to each key; see `engine.quantization.encode`."""
+        e = self.e
+        got = {name: total.get() for name, total in self.sums.items()}
+        root = e.splat(e.sqrt(dim.trunc(I32).to_float()), LANES)
+        lean_x = (got["xx"] - got["mean_x"] * got["mean_x"]) / root + got["mean_x"]
+        lean_y = (got["xy"] - got["mean_x"] * got["mean_y"]) / root + got["mean_y"]
+        tilted = self._ratio(e.fma(lean_x, lean_y, got["xy"]), e.fma(lean_y, lean_y, got["yy"]))
+        plain = self._ratio(got["plain_xy"], got["plain_yy"])
+        low, high = TILT_RANGE
+        return e.minimum(e.maximum(tilted, plain * low), plain * high)
+
+    def _ratio(self, numerator: Value, denominator: Value) -> Value:
+        """numerator / denominator, and 1 where the denominator is 0."""
+        e = self.e
+        return e.select(denominator > 0.0, numerator / denominator, e.constant(_F16, 1.0))

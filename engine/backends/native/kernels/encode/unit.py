@@ -1,0 +1,130 @@
+"""A block of one KV head on its way to codes: what it is encoded with, its memory, and products of its vectors."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings, Search
+from engine.backends.native.values import F32, I8, I16, Type, Value, Variable, vector
+
+LANES = 16
+_F16 = vector(F32, LANES)
+
+# Addresses of a unit, int64 each: x (N, D) float32; the metric's arrays of its KV head, as `Encoding` describes them;
+# where codes (N, P) uint8 or uint16, norms (N,) float32 and the fields of the mean are written.
+POINTERS = ("x", "feedback", "matrix", "lean", "along", "codes", "norms", "mean", "mean_scale")
+ROW_PAD = 16  # zeros before and after a diagonal of coefficients
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a kernel is specialized for.
+
+    bits: of a code. width: values of a code, 2 for `ring`, 1 for `turbo`. tokens: N, a multiple of 16.
+    tilted: norms are tilted, with `lean` (D,) the mean query, and `matrix` (D, D) the second moment of queries; else
+    they are fitted, with `matrix` the metric's. along_tokens: with feedback along tokens.
+    mean_bits: of the block mean that is subtracted; 0 for none.
+
+    feedback (D, D): the metric's. With feedback along tokens its diagonals: (P + 1, width, width, P + 32) float32, at
+    [k, a, b, 16 + i] the coefficient of channel b of pair j − k for channel a of pair j = P − 1 − i; and along
+    (N + 1, N): at [m, t] the coefficient of token t − m for token t. Both are 0 where there is no such pair or token.
+    """
+
+    bits: int
+    width: int
+    tokens: int
+    tilted: bool
+    along_tokens: bool
+    mean_bits: int
+
+    @property
+    def name(self) -> str:
+        table = "ring" if self.width == 2 else "turbo"
+        parts = "_tilted" * self.tilted, "_along_tokens" * self.along_tokens, f"_mean{self.mean_bits}"
+        return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}"
+
+    @property
+    def code(self) -> Type:
+        return I16 if self.bits > 8 else I8
+
+    @property
+    def table(self) -> type[NearestOfRings] | type[NearestLevels]:
+        return NearestOfRings if self.width == 2 else NearestLevels
+
+    def rows(self, pairs: Any) -> Any:
+        """Rows of pairs: P, or with feedback along tokens P + N − 1."""
+        return pairs + (self.tokens - 1) if self.along_tokens else pairs
+
+
+def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
+    """Memory that a unit works in."""
+    pairs, row = head_dim // encoding.width, 4 * encoding.tokens
+    rows = encoding.rows(pairs) * encoding.width + encoding.width + 1
+    skewed = 3 * rows if encoding.along_tokens else 0
+    return (skewed + 2 * head_dim + encoding.width + 4) * row + encoding.rows(pairs) * row + 4 * head_dim + 64
+
+
+class Unit:
+    """Writes the code for one block."""
+
+    def __init__(self, e: Emitter, encoding: Encoding, given: dict[str, Value], dim: Value, scratch: Value) -> None:
+        self.e, self.encoding, self.given, self.dim = e, encoding, given, dim
+        self.width, self.tokens = encoding.width, encoding.tokens
+        self.row = 4 * self.tokens  # bytes
+        self.row_of_pairs = self.width * self.row
+        self.pairs = dim // self.width
+        self.search: Search = encoding.table(e, encoding.bits)
+        self.scratch = scratch
+        self.target_of_pair = self.take(self.row_of_pairs)
+        self.norms, self.inverses = self.take(self.row), self.take(self.row)
+        self.x = self.take(dim * self.row)  # (D, N)
+        self.errors = self.take(dim * self.row)  # (D, N)
+        self.codes = self.take(encoding.rows(self.pairs) * self.row)
+        self.mean = self.take(dim * 4)
+
+    def take(self, nbytes: int | Value) -> Value:
+        """The next bytes of the scratch memory."""
+        first = self.scratch
+        self.scratch = first + nbytes
+        return first
+
+    def vectors(self, first: Value | int = 0, end: Value | int | None = None) -> AbstractContextManager[Value]:
+        """A loop over vectors of 16 tokens: their offset in bytes in a row."""
+        return self.e.loop(first, self.row if end is None else end, 64)
+
+    def at_once(self, vectors: int) -> int:
+        """How many vectors of tokens are multiplied together: their sums stay in registers."""
+        most = {16: vectors, 8: 1, 4: 1}[self.e.level.lanes]
+        return max(n for n in range(1, most + 1) if self.tokens // LANES % n == 0)
+
+    def clear(self, start: Value, nbytes: Value) -> None:
+        with self.e.loop(0, nbytes, 64) as offset:
+            self.e.store(self.e.zero(_F16), start + offset)
+
+    def products(self, rows: Sequence[Value], sources: Sequence[Value], count: Value) -> list[list[Value]]:
+        """Sums of the first `count` coefficients of each row, times vectors at each source, a row apart.
+
+        count: an even number.
+        """
+        e = self.e
+        chains = 2 if len(rows) * len(sources) < 8 else 1  # multiply-adds that do not wait for each other
+        sums = [[[e.variable(e.zero(_F16)) for _ in range(chains)] for _ in sources] for _ in rows]
+        with e.loop(0, count, 2) as number:
+            for step in (0, 1):
+                factors = [e.broadcast(row + number * 4, F32, LANES, 4 * step) for row in rows]
+                for place, source in enumerate(sources):
+                    value = e.load(source + number * self.row, _F16, step * self.row)
+                    for factor, by_source in zip(factors, sums, strict=True):
+                        total = by_source[place][step % chains]
+                        total.set(e.fma(factor, value, total.get()))
+        return [[add_chains(by_chain) for by_chain in by_source] for by_source in sums]
+
+
+def add_chains(chains: Sequence[Variable]) -> Value:
+    return functools.reduce(operator.add, (chain.get() for chain in chains))

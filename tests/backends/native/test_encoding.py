@@ -1,0 +1,242 @@
+"""Encoding with kernels against the encoder in NumPy: the same codes, at every level of CPU features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine import codecs
+from engine.backends.ops import CacheFormat, Place
+from engine.codecs import NotFinite
+from engine.quantization.conditioning import read_mean
+from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
+from tests.backends.native.levels import launcher
+
+from engine.backends.native.encoding import EncodingOps  # isort: skip
+from engine.backends.native.target import Level, levels
+from engine.backends.numpy.attention import LayerCache
+from engine.backends.numpy.ops import NumpyOps
+
+WITH_KERNELS = ["ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo3", "turbo4"]
+HEADS = 2
+
+# These kernels multiply floats only: the other levels have the same code.
+FLOAT_LEVELS = [level for level in levels() if level.name in ("generic", "avx2", "avx512")]
+every_float_level = pytest.mark.parametrize("level", FLOAT_LEVELS, ids=lambda level: level.name)
+
+
+def covariance(rng: np.random.Generator, dim: int, decay: float = 0.9) -> np.ndarray:
+    axes, _ = np.linalg.qr(rng.standard_normal((HEADS, dim, dim)))
+    spread = decay ** (np.arange(dim) % 40)
+    return axes * spread @ axes.swapaxes(1, 2)
+
+
+def metrics(rng: np.random.Generator, k: str, v: str, dim: int, tokens: int | None) -> tuple[Metric, Metric]:
+    """Metrics of keys and values; tokens: of a block, None for no feedback along tokens."""
+    mean, smoothing = 0.3 * rng.standard_normal((HEADS, dim)), np.exp(0.3 * rng.standard_normal((HEADS, dim)))
+    rounding = codecs.get(k).rounding, codecs.get(v).rounding
+    output = rng.standard_normal((40, 2 * HEADS * dim)) * 0.97 ** np.arange(2 * HEADS * dim)
+    along = None if tokens is None else (0.9 ** np.arange(tokens)).astype(np.float32)
+    return (
+        key_metric(covariance(rng, dim) + mean[:, :, None] * mean[:, None], mean, smoothing, None, rounding[0]),
+        value_metric(output.astype(np.float32), HEADS, dim, None, rounding[1], along),
+    )
+
+
+def cache(format: CacheFormat, blocks: int, seed: int) -> LayerCache:
+    """A layer of `blocks` blocks and as many slots, which hold keys with a bias and values."""
+    made = NumpyOps(1).cache(format, blocks, blocks)
+    rng = np.random.default_rng(seed)
+    shape = made.full_k.shape
+    for full in made.full_k, made.full_v:
+        full[...] = rng.standard_normal(shape) * np.exp(rng.standard_normal((*shape[:3], 1)))
+    made.full_k[...] += 3 * rng.standard_normal((shape[1], 1, shape[3]))
+    return made
+
+
+def formats(
+    seed: int, k: str, v: str, dim: int, size: int, mean_bits: int, layers: int = 1, along: bool = True
+) -> list[CacheFormat]:
+    rng = np.random.default_rng(seed)
+    both = codecs.get(k), codecs.get(v)
+    return [
+        CacheFormat(*both, *metrics(rng, k, v, dim, size if along else None), mean_bits, size, HEADS, dim)
+        for _ in range(layers)
+    ]
+
+
+def slots(*numbers: int) -> list[Place]:
+    return [Place(None, number) for number in numbers]
+
+
+def points(cache: LayerCache, side: int) -> np.ndarray:
+    """The points that the codes of keys or values stand for, float32 (K, B, N, D)."""
+    codec, fields = ((cache.format.codec_k, cache.k), (cache.format.codec_v, cache.v))[side]
+    norms = codec.rounding.norms.unpack(fields["norm"])[..., None]
+    return codec.decode(fields) / np.where(norms > 0, norms, 1)
+
+
+def arrays(cache: LayerCache) -> dict[str, np.ndarray]:
+    """All that is stored of quantized blocks."""
+    sides = {"k": cache.k, "v": cache.v, "mean": cache.mean}
+    return {f"{side}.{name}": array for side, fields in sides.items() for name, array in fields.items()}
+
+
+def share_of_equal_blocks(a: LayerCache, b: LayerCache, side: int) -> float:
+    """Blocks all of whose codes are equal.
+
+    A sum in another order puts one value in some hundred thousand on the other side of an edge. Feedback then changes
+    other codes of its block.
+    """
+    return float(np.isclose(points(a, side), points(b, side), atol=1e-3).all((-2, -1)).mean())
+
+
+def cost(cache: LayerCache, side: int) -> float:
+    """What the errors of keys or values cost by the metric, if block i has been encoded from slot i."""
+    format = cache.format
+    codec, fields, metric, full = (
+        (format.codec_k, cache.k, format.metric_k, cache.full_k),
+        (format.codec_v, cache.v, format.metric_v, cache.full_v),
+    )[side]
+    decoded = codec.decode(fields)
+    if side == 0 and format.mean_bits:
+        decoded = decoded + read_mean(cache.mean)[:, :, None]
+    errors = (full.swapaxes(0, 1) - decoded).astype(np.float64)
+    if metric.token_feedback is not None:
+        size = format.block_size
+        errors = (np.eye(size) + metric.token_feedback[0].reshape(size, size)) @ errors
+    return float(np.einsum("kbnd,kde,kbne->", errors, metric.matrix.astype(np.float64), errors))
+
+
+def both(format: CacheFormat, level: Level, blocks: int = 3, threads: int = 1) -> tuple[LayerCache, LayerCache]:
+    """The same blocks encoded by kernels and in NumPy."""
+    caches, places = [cache(format, blocks, seed=1) for _ in range(2)], slots(*range(blocks))
+    EncodingOps(launcher(level, threads)).encode_blocks(caches[:1], list(range(blocks)), places)
+    NumpyOps(1).encode_blocks(caches[1:], list(range(blocks)), places)
+    return caches[0], caches[1]
+
+
+@every_float_level
+@pytest.mark.parametrize("name", ["ring3.5", "ring4", "ring5", "turbo3"])
+@pytest.mark.parametrize("along", [True, False], ids=["along-tokens", ""])
+def test_codes_are_those_of_numpy(name: str, along: bool, level: Level) -> None:
+    (format,) = formats(0, name, name, 32, 32, 8, along=along)
+    compiled, plain = both(format, level, blocks=4)
+    for side in (0, 1):
+        assert share_of_equal_blocks(compiled, plain, side) >= 0.75
+        assert cost(compiled, side) == pytest.approx(cost(plain, side), rel=0.03)
+    for field, mean in plain.mean.items():
+        np.testing.assert_array_equal(compiled.mean[field], mean)
+
+
+def test_errors_cost_the_same() -> None:
+    (format,) = formats(10, "ring4", "ring3.5", 64, 64, 8)
+    compiled, plain = both(format, levels()[-1], blocks=40)
+    for side in (0, 1):
+        assert share_of_equal_blocks(compiled, plain, side) > 0.9
+        assert cost(compiled, side) == pytest.approx(cost(plain, side), rel=1e-3)
+
+
+@every_float_level
+@pytest.mark.parametrize("name", ["ring3", "ring5", "turbo4"])
+def test_without_feedback_codes_are_equal(name: str, level: Level) -> None:
+    (format,) = formats(1, name, name, 40, 48, 16, along=False)
+    assert format.metric_k is not None
+    assert format.metric_v is not None
+    format = replace(format, metric_k=without_feedback(format.metric_k), metric_v=without_feedback(format.metric_v))
+    compiled, plain = both(format, level)
+    for side in (0, 1):
+        assert share_of_equal_blocks(compiled, plain, side) == 1
+    np.testing.assert_array_equal(compiled.mean["mean"].view(np.int16), plain.mean["mean"].view(np.int16))
+
+
+@given(
+    st.sampled_from(WITH_KERNELS),
+    st.sampled_from(WITH_KERNELS),
+    st.integers(1, 32),
+    st.sampled_from([16, 32, 48, 64, 80]),
+    st.sampled_from([0, 8, 16]),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, along: bool, seed: int) -> None:
+    (format,) = formats(seed, k, v, 8 * eighths, size, mean_bits, along=along)
+    compiled, plain = both(format, levels()[-1], blocks=1)
+    for side in (0, 1):
+        equal, costs = share_of_equal_blocks(compiled, plain, side), [cost(made, side) for made in (compiled, plain)]
+        assert equal == 1 or costs[0] == pytest.approx(costs[1], rel=0.3)
+
+
+def test_norms_may_be_half_precision() -> None:
+    (format,) = formats(2, "ring4+norm16", "ring3.5+norm16", 64, 64, 8)
+    compiled, plain = both(format, levels()[-1])
+    for fields, expected in (compiled.k, plain.k), (compiled.v, plain.v):
+        np.testing.assert_allclose(fields["norm"], expected["norm"], rtol=2e-3)
+
+
+def test_two_threads_give_the_same_bytes() -> None:
+    (format,) = formats(3, "ring4", "ring3.5", 64, 64, 8)
+    one, two = (both(format, levels()[-1], blocks=9, threads=threads)[0] for threads in (1, 2))
+    for name, array in arrays(one).items():
+        np.testing.assert_array_equal(array.view(np.uint8), arrays(two)[name].view(np.uint8))
+
+
+def test_blocks_of_layers_from_slots() -> None:
+    """Blocks and slots in any order; the layers have their own metrics."""
+    layers = [cache(format, 5, seed) for seed, format in enumerate(formats(4, "ring4", "turbo3", 16, 16, 8, layers=3))]
+    alone = [cache(layer.format, 5, seed) for seed, layer in enumerate(layers)]
+    ops = EncodingOps(launcher(levels()[-1], 2))
+    ops.encode_blocks(layers, [4, 1], slots(2, 0))
+    for layer, single in zip(layers, alone, strict=True):
+        NumpyOps(1).encode_blocks([single], [4, 1], slots(2, 0))
+        for side in (0, 1):
+            assert share_of_equal_blocks(layer, single, side) >= 0.5
+        assert not np.array_equal(layer.k["low"][:, 4], layer.k["low"][:, 1])
+
+
+def test_blocks_of_a_prompt_from_its_buffer() -> None:
+    (format,) = formats(5, "ring4", "ring3.5", 24, 32, 8)
+    buffer = NumpyOps(1).buffer(format, 5 * 32 + 7)
+    for side in buffer:
+        side[...] = np.random.default_rng(6).standard_normal(side.shape)
+    compiled, plain = (cache(format, 4, seed=1) for _ in range(2))
+    places = [Place(buffer, number) for number in (2, 3)]
+    EncodingOps(launcher(levels()[-1])).encode_blocks([compiled], [3, 0], places)
+    NumpyOps(1).encode_blocks([plain], [3, 0], places)
+    for side in (0, 1):
+        assert share_of_equal_blocks(compiled, plain, side) >= 0.5
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused(side: int, bad: float) -> None:
+    (format,) = formats(7, "ring4", "ring3.5", 16, 16, 8)
+    made = cache(format, 3, seed=1)
+    (made.full_k, made.full_v)[side][1, 0, 5, 7] = bad
+    with pytest.raises(NotFinite, match=(format.codec_k, format.codec_v)[side].name):
+        EncodingOps(launcher(levels()[-1])).encode_blocks([made], [0, 1, 2], slots(0, 1, 2))
+
+
+def test_extreme_values() -> None:
+    """A vector of zeros, values beyond half precision, values that are almost 0."""
+    (format,) = formats(8, "ring4", "ring3.5", 16, 16, 0)
+    compiled, plain = (cache(format, 1, seed=1) for _ in range(2))
+    for made in compiled, plain:
+        for full in made.full_k, made.full_v:
+            full[0, :, 0], full[0, 0, 1], full[0, 1, 3] = 0, 3e38, full[0, 1, 3] * 1e-30
+    EncodingOps(launcher(levels()[-1])).encode_blocks([compiled], [0], slots(0))
+    NumpyOps(1).encode_blocks([plain], [0], slots(0))
+    np.testing.assert_array_equal(compiled.k["norm"], plain.k["norm"])
+    np.testing.assert_array_equal(compiled.v["norm"], plain.v["norm"])
+
+
+def test_codecs_without_a_kernel_are_encoded_in_numpy() -> None:
+    (format,) = formats(9, "ring4", "ring4", 16, 20, 8)  # 20 tokens do not fill vectors
+    compiled, plain = both(format, levels()[-1])
+    for name, array in arrays(plain).items():
+        np.testing.assert_array_equal(arrays(compiled)[name], array)
