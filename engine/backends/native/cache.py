@@ -47,6 +47,8 @@ class CacheOps:
 
     def __init__(self, plain: NumpyOps) -> None:
         self._plain = plain
+        self.without_kernels: set[str] = set()
+        """Types of layers ("keys/values") that attend in NumPy, since no kernel reads both."""
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         quantized, full = self._plain.cache_bytes(format)
@@ -58,6 +60,7 @@ class CacheOps:
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """A `TileCache` where kernels read both codecs."""
         if (both := tiles(format)) is None:
+            self.without_kernels.add(f"{format.codec_k.name}/{format.codec_v.name}")
             return self._plain.cache(format, quantized, full, beside)
         plain = self._plain.cache(format, 0, full)
         means = {

@@ -54,6 +54,7 @@ class NativeOps:
         caches = CacheOps(plain)
         self.cache_bytes = caches.cache_bytes
         self.cache = caches.cache
+        self.without_kernels = caches.without_kernels
         self.buffer = plain.buffer
         self.append_kv = launch.unrecorded(plain.append_kv)
         attention = AttentionOps(launch, plain)

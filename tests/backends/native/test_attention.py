@@ -1,10 +1,11 @@
 """Attention of steps over tiles, against attention in float64 over what the blocks read back as.
 
-With plain tiles of float32, so that only the arithmetic of the driver differs.
+Most tests have plain tiles of float32, so that only the arithmetic of the driver differs.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,21 +13,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.backends.numpy.attention import LayerCache
+from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
-from tests.backends.native.attending import Sequence_, Shape, attended, exact, step
+from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
 from tests.backends.native.levels import every_level, launcher
 from tests.backends.native.plain_tiles import PlainKeys, PlainValues
 
 from engine.backends.native import codecs  # isort: skip
+from engine.backends.native.attention import AttentionOps
+from engine.backends.native.graphs import Graphs
 from engine.backends.native.heads import HeadOps
+from engine.backends.native.launch import CannotRecord
+from engine.backends.native.spans import StepTable
 from engine.backends.native.target import Level, best
+
+with_plain_tiles = pytest.mark.usefixtures("plain")
 
 RAGGED = [Sequence_(0), Sequence_(3), Sequence_(16), Sequence_(47), Sequence_(700), Sequence_(2000), Sequence_(31)]
 SEVERAL = [Sequence_(5, 4), Sequence_(64, 1), Sequence_(78, 16), Sequence_(15, 2), Sequence_(640, 9)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(
         keys=lambda codec, n, dim: PlainKeys(n, dim), values=lambda codec, n, dim: PlainValues(n, dim)
@@ -38,6 +47,7 @@ def check(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+@with_plain_tiles
 @every_level
 @pytest.mark.parametrize("window", [None, 20, 600])
 @pytest.mark.parametrize("sequences", [RAGGED, SEVERAL], ids=["one row", "several rows"])
@@ -46,6 +56,7 @@ def test_attention_at_every_level(level: Level, window: int | None, sequences: l
     check(attended(case, level, window), exact(case, window))
 
 
+@with_plain_tiles
 @pytest.mark.parametrize(
     ("dim", "group", "block_size", "mean_bits"),
     [
@@ -81,6 +92,7 @@ def test_attention_of_any_shape(
     check(attended(case, best(), window), exact(case, window))
 
 
+@with_plain_tiles
 @every_level
 @pytest.mark.parametrize("rotation", [None, signed_hadamard, twice_signed_hadamard, dense])
 @pytest.mark.parametrize("dim", [64, 80])
@@ -93,6 +105,7 @@ def test_the_result_is_scaled_and_rotated_back(level: Level, rotation: object, d
     check(attended(case, level, None, transform), exact(case, None, transform))
 
 
+@with_plain_tiles
 def test_scores_that_are_far_apart() -> None:
     """Weights of 0, and tops that grow from chunk to chunk."""
     case = step(Shape(), [Sequence_(1300)], None)
@@ -100,16 +113,69 @@ def test_scores_that_are_far_apart() -> None:
         check(attended(case._replace(q=case.q * large), best(), None), exact(case._replace(q=case.q * large), None))
 
 
+@with_plain_tiles
 def test_any_number_of_threads_finds_the_same() -> None:
     case = step(Shape(), [*RAGGED, Sequence_(1500)], None)
     np.testing.assert_array_equal(attended(case, best(), None, threads=1), attended(case, best(), None, threads=2))
 
 
+def alone(case: Step, number: int) -> Step:
+    """The sequence with a number, of one row, as a step of its own."""
+    view = case.views[number]
+    first = view.rows.start
+    return case._replace(views=[replace(view, rows=slice(0, 1))], q=case.q[first : first + 1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_recording_follows_the_tables(threads: int) -> None:
+    """More chunks and fewer, blocks in other places, longer and shorter current blocks."""
+    case = step(Shape(types=("ring4", "ring3.5")), [Sequence_(length) for length in (535, 350, 515, 421)], None)
+    launch = launcher(best(), threads)
+    ops, graphs = AttentionOps(launch, NumpyOps()), Graphs(launch)
+    calls = []
+
+    def work(q: np.ndarray, table: StepTable) -> np.ndarray:
+        calls.append(table)
+        return ops.attention(q, case.cache, table, SCALE, None)
+
+    for number in range(4):
+        own = alone(case, number)
+        found = graphs.run("step", work, [own.q, ops.spans(own.views, 16)])
+        np.testing.assert_array_equal(found, attended(own, best(), None))
+    assert len(calls) == 1
+
+
+@with_plain_tiles
 def test_a_sequence_finds_the_same_alone() -> None:
     case = step(Shape(), RAGGED, None)
     together = attended(case, best(), None)
-    for number, view in enumerate(case.views):
-        first = view.rows.start
-        alone = case._replace(views=[case.views[number]], q=case.q[first : first + 1])
-        alone.views[0] = type(view)(**{**vars(view), "rows": slice(0, 1)})
-        np.testing.assert_array_equal(attended(alone, best(), None), together[first : first + 1])
+    for number in range(len(RAGGED)):
+        np.testing.assert_array_equal(attended(alone(case, number), best(), None), together[number : number + 1])
+
+
+@every_level
+@pytest.mark.parametrize(
+    "types", [("ring4", "ring3.5"), ("ring5", "turbo3"), ("q8_0", "ring4"), ("turbo4", "f16"), ("f16", "q4_0")]
+)
+def test_attention_over_codes(types: tuple[str, str], level: Level) -> None:
+    """Queries are bytes: of 64 normal channels the largest is near 2.6, so that their error is 2.6/127/√12 = .006 (.012
+    where bytes up to 64 are used), and so is that of a table's points. With scores of deviation 2.4 the weights of
+    tokens are wrong by the factors 1 ± 2.4 · .006 · √2 = 1 ± .02 (.035), each by its own, and so is what they sum up
+    to. Bytes of weights and of the values' points add less than .01."""
+    case = step(Shape(dim=64, types=types, block_size=64), [Sequence_(1000, 3), Sequence_(10), Sequence_(320)], 900)
+    wanted = exact(case, 900)
+    error = attended(case, level, 900) - wanted
+    most = 0.025 if level.has_wide_products else 0.04
+    assert np.sqrt((error**2).mean() / (wanted**2).mean()) < most
+    assert np.abs(error).max() < 4 * most * np.abs(wanted).max()
+
+
+def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "_module", lambda name: None)
+    case = step(Shape(types=("ring4", "ring3.5")), [Sequence_(100), Sequence_(40, 3)], None)
+    assert type(case.cache) is LayerCache
+    check(attended(case, best(), None), exact(case, None))
+    launch = launcher(best())
+    ops = AttentionOps(launch, NumpyOps())
+    with pytest.raises(CannotRecord), launch.record():
+        ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
