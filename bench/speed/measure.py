@@ -20,7 +20,8 @@ from engine import EngineConfig
 
 # Short generation: from this context up to 64 tokens.
 SHORT_DEPTH, SHORT_STEPS = 8, 56
-DEEP_STEPS = 16
+# As many steps as a block has tokens, so that each run has its share of encoding: one block.
+DEEP_STEPS = EngineConfig.block_size
 # Steps of several sequences together, after prompts of their own.
 SEQUENCES = (1, 8, 16)
 _BATCH_DEPTH, _BATCH_STEPS = 128, 24
@@ -138,11 +139,13 @@ class Measurement:
     # -- sections ----------------------------------------------------------------------------------------------
 
     def _generate(self, name: str, depth: int, steps: int) -> None:
-        """Steps behind `depth` tokens, which every contestant computes once."""
+        """Steps behind `depth` tokens, which every contestant computes once, in the first of its runs."""
         row = Row(GENERATION, name, depth)
         row.cells += [Cell(c, self._speed.chosen[c.engine]) for c in self._speed.contestants]
         expected = sum(self._generation_seconds(cell.contestant, depth, steps) for cell in row.cells)
-        self._referee.measure(name, [self._generation(c, depth, steps) for c in row.cells], expected=expected)
+        first = depth == SHORT_DEPTH  # deeper ones find everything warm
+        runs = [self._generation(c, depth, steps) for c in row.cells]
+        self._referee.measure(name, runs, warm_up=first, expected=expected)
         for cell in row.cells:
             if cell.runs:
                 cell.read = {
@@ -291,7 +294,8 @@ class Measurement:
     def _generation_seconds(self, contestant: Contestant, depth: int, steps: int) -> float:
         before = max([0, *(n for n in (*self._plan.prompts, *self._plan.depths) if n < depth)])
         fill = 0.0 if depth in self._plan.prompts else self._fill_seconds(contestant, before, depth)
-        return fill + (1 + self._plan.repeat) * steps * self._step_seconds(contestant, depth)
+        runs = self._plan.repeat + (depth == SHORT_DEPTH)
+        return fill + runs * steps * self._step_seconds(contestant, depth)
 
     def _batch_seconds(self) -> float:
         leader = self._leader()
