@@ -60,6 +60,7 @@ class Speed:
     contestants: Sequence[Contestant]
     peer: str  # its version, or why it is missing
     peer_built_with: str = ""
+    ours: dict[str, Any] = field(default_factory=dict)  # what our first contestant says about itself
     most_threads: int = 1
     # Engine → number of threads → steps a second of short generation; what decides the number for generation.
     tried: dict[str, dict[int, list[float]]] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Speed:
             "model": self.model,
             "weights": self.weights,
             "device": self.device,
+            "ours": self.ours,
             "peer": {"name": peer.NAME, "version_or_absence": self.peer, "built_with": self.peer_built_with},
             "contestants": [
                 {

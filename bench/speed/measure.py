@@ -124,7 +124,7 @@ class Measurement:
         self._children.close(lambda contestant, threads: threads != speed.chosen[contestant.engine])
 
     def _expect(self, leader: Contestant, steps: float) -> None:
-        """Note what the runs of an engine cost, for the progress bar."""
+        """Note what the runs of an engine cost, for the progress bar, and what ours says about itself."""
         self._step[leader.engine] = 1 / steps
         if leader not in self._children.failures:
             try:
@@ -133,6 +133,8 @@ class Measurement:
                 )
                 self._token[leader.engine] = 1 / rate
                 self._weights[leader.engine] = self._weight_bytes(leader)
+                if leader.is_ours:
+                    self._speed.ours = self._child(leader, self._speed.chosen[leader.engine]).call("about")
             except Failed as error:
                 self._children.fail(leader, str(error))
 

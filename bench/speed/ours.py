@@ -26,10 +26,16 @@ class Ours:
     def __init__(self, path: str, context: int, threads: int, settings: dict[str, Any]) -> None:
         """settings: further fields of EngineConfig. Raises EngineError."""
         settings = {"ctx_size": context, "threads": threads, "kept_sequences": 1, "parallel": 1, **settings}
-        parts = assemble(settle(path, None, settings), None)
+        self._said: list[str] = []
+        parts = assemble(settle(path, None, settings), self._said.append)
+        self._backend = type(parts.model.ops).__module__.split(".")[-2]
         self._model, self._shape = parts.model, parts.plan.shape
         self._engine = Engine(parts)
         self._streams: Streams | None = None
+
+    def about(self) -> dict[str, Any]:
+        """The folder of its backend, the line that says what was loaded, and what was said meanwhile."""
+        return {"backend": self._backend, "loaded": self._engine.fit_line(), "said": self._said}
 
     def weight_bytes(self) -> int:
         """Bytes of the matrices that a step multiplies by, as the backend holds them."""

@@ -98,6 +98,8 @@ def _about(measured: Measured) -> str:
     machine, threads, other = measured["machine"], measured["threads"], measured["peer"]
     place = machine["gpu"]["name"] if "gpu" in machine else f"{machine['cpu']}, {machine['cores']} cores"
     lines = [f"{measured['model']} ({measured['weights']}) on {place}. Medians ± half the spread."]
+    if ours := measured["ours"]:
+        lines.append(f"polarlm, backend {ours['backend']}: {ours['loaded']}")
     built = f" ({other['built_with']})" if other["built_with"] else ""
     lines.append(f"{other['name']}: {other['version_or_absence']}{built}")
     if threads["chosen"] and measured["device"] == "cpu":

@@ -73,7 +73,7 @@ class Stand:
         return Stand.rates(self.label, self.threads, call, tokens)
 
     def about(self) -> dict[str, str]:
-        return {"version": "1.2.3", "built_with": "AVX2 = 1"}
+        return {"version": "1.2.3", "built_with": "AVX2 = 1", "backend": "native", "loaded": "24 MiB"}
 
     def prompt_rate(self, ids: Sequence[int]) -> float:
         assert len(ids) < self.context
@@ -191,6 +191,7 @@ def test_the_tables_come_last_and_the_file_says_how_it_was_made(
     assert "Without llama-cpp-python: not installed" in printed.err
 
     whole = found(output)
+    assert whole["ours"]["loaded"].startswith("random: Q8_0 weights as ")
     assert {"cpu", "cores", "numpy", "blas"} <= whole["machine"].keys()
     assert whole["command"].startswith("python -m bench.speed --weights ")
     assert whole["peer"]["version_or_absence"] == "not installed"
@@ -227,11 +228,16 @@ def test_runs_alternate_with_the_faster_number_of_threads(
     expected += 3 * [("ours ring4", 2, "streams", batch) for batch in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in all_four]
     assert calls[14:] == expected
-    prompts, generation, *_ = tables(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in printed
+    prompts, generation, *_ = tables(printed)
     assert prompts[0] == ["", "**balanced**", "f16", "llama.cpp f16", "llama.cpp q4_0"]
     assert prompts[1] == ["prompt of 40", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
     assert generation[2] == ["generation at 100", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
-    assert found(tmp_path / "out.json")["threads"]["chosen"] == {"polarlm": 2, PEER: 2}
+    whole = found(tmp_path / "out.json")
+    assert whole["threads"]["chosen"] == {"polarlm": 2, PEER: 2}
+    assert whole["peer"] == {"name": PEER, "version_or_absence": "1.2.3", "built_with": "AVX2 = 1"}
+    assert whole["ours"]["backend"] == "native"
 
 
 def test_an_engine_that_is_slower_with_more_threads_generates_with_fewer(
