@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -46,50 +48,37 @@ class StepTable:
     def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
         """views: as for `engine.backends.ops.Ops.spans`; all of their new tokens go to full-precision slots."""
         self.views = views
-        self._block_size = block_size
-        count, self.rows = len(views), views[-1].rows.stop - views[0].rows.start
+        self._block_size = n = block_size
+        self.rows = views[-1].rows.stop - views[0].rows.start
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
         width = table_width(max(len(view.table) for view in views))
-        most_full = 2 + (STEP_ROWS + block_size - 2) // block_size
-        self.most_chunks = 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
-        shapes = (
-            (count, HEADER),
-            (count, width),
-            (count, most_full, FULL),
-            (self.rows,),
-            (self.rows, PLACE),
-            (count * self.most_chunks, UNIT),
-        )
-        ends = np.cumsum([np.prod(shape) for shape in shapes])
-        self._memory = aligned(8 * int(ends[-1])).view(np.int64)
-        parts = [part.reshape(shape) for part, shape in zip(np.split(self._memory, ends[:-1]), shapes, strict=True)]
+        self._memory, parts = _arrays(len(views), self.rows, width, n)
         self.headers, self.table, self.full, self.row_sequences, self.places, self.units = parts
+        self.most_chunks = len(self.units) // len(views)
+        headers: list[SpanHeader] = []
+        sequences: list[int] = []
+        places: list[tuple[int, int]] = []
+        units = [(number, 0) for number in range(len(views))]
         for number, view in enumerate(views):
-            self._write(number, view)
-        # The long units first: those that begin last keep the threads waiting.
-        chunks = [header[SpanHeader._fields.index("chunks")] for header in self.headers.tolist()]
-        units = [(number, chunk) for number, own in enumerate(chunks) for chunk in range(1, own)]
-        units += [(number, 0) for number in range(count)]
-        self.units[: len(units)] = units
+            rows, quantized = view.rows.stop - view.rows.start, len(view.table)
+            slots = [view.current.block, *view.following]
+            full = [(slot, view.current_start + n * i) for i, slot in enumerate(slots)]
+            if view.sink is not None:
+                full.insert(0, (view.sink, 0))
+            chunk_blocks = max(_least_blocks(n), -(-quantized // MOST_CHUNKS))
+            chunks = 1 + -(-quantized // chunk_blocks)
+            words = view.position, quantized, view.table_start, chunk_blocks, chunks, len(full)
+            headers.append(SpanHeader(len(sequences), rows, *words))
+            sequences += [number] * rows
+            first = view.position - view.current_start
+            places += [(slots[i // n], i % n) for i in range(first, first + rows)]
+            units += [(number, chunk) for chunk in range(1, chunks)]
+            self.table[number, :quantized] = view.table
+            self.full[number, : len(full)] = full
+        self.headers[:], self.row_sequences[:], self.places[:] = headers, sequences, places
+        # The short units, of chunk 0, come last: those that begin last keep the other threads waiting.
         self.unit_count = len(units)
-
-    def _write(self, number: int, view: SpanView) -> None:
-        n, quantized = self._block_size, len(view.table)
-        first = view.rows.start - self.views[0].rows.start
-        count = view.rows.stop - view.rows.start
-        chunk_blocks = max(_least_blocks(n), -(-quantized // MOST_CHUNKS))
-        slots = [view.current.block, *view.following]
-        full = [] if view.sink is None else [(view.sink, 0)]
-        full += [(slot, view.current_start + n * i) for i, slot in enumerate(slots)]
-        chunks = 1 + -(-quantized // chunk_blocks)
-        self.headers[number] = SpanHeader(
-            first, count, view.position, quantized, view.table_start, chunk_blocks, chunks, len(full)
-        )
-        self.table[number, :quantized] = view.table
-        self.full[number, : len(full)] = full
-        self.row_sequences[first : first + count] = number
-        offset = view.position - view.current_start
-        self.places[first : first + count] = [(slots[i // n], i % n) for i in range(offset, offset + count)]
+        self.units[: len(units)] = units[len(views) :] + units[: len(views)]
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -110,6 +99,26 @@ class StepTable:
 
     def __getitem__(self, number: int) -> SpanView:
         return self.views[number]
+
+
+def _arrays(count: int, rows: int, width: int, block_size: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The memory of a table, and the arrays in it."""
+    most_full = 2 + (STEP_ROWS + block_size - 2) // block_size
+    most_chunks = 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
+    shapes: tuple[tuple[int, ...], ...] = (
+        (count, HEADER),
+        (count, width),
+        (count, most_full, FULL),
+        (rows,),
+        (rows, PLACE),
+        (count * most_chunks, UNIT),
+    )
+    sizes = [math.prod(shape) for shape in shapes]
+    memory = aligned(8 * sum(sizes)).view(np.int64)
+    ends = itertools.accumulate(sizes)
+    return memory, [
+        memory[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)
+    ]
 
 
 def is_step(views: Sequence[SpanView]) -> bool:
