@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from engine.backends.native.cache import TileCache
+from engine.backends.native.codecs._tables import TableKeys, TableValues
 from engine.backends.native.kernels.encode import encode
-from engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, scratch_bytes
+from engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, PackedTiles, scratch_bytes
 from engine.backends.native.launch import Launcher
 from engine.backends.native.workers import SCRATCH
 from engine.backends.numpy.attention import Fields, LayerCache
@@ -30,39 +32,71 @@ class EncodingOps:
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         for layers in alike(caches, len(blocks)):
-            (k, mean), (v, _) = (self._side(layers, sources, side) for side in (0, 1))
-            store_fields(layers, blocks, k, mean, v)
+            tiles = _packed_tiles(layers[0])
+            if tiles is not None:
+                for side in (0, 1):
+                    self._to_tiles(layers, blocks, sources, side, tiles[side])
+            else:
+                (k, mean), (v, _) = (self._to_fields(layers, sources, side) for side in (0, 1))
+                store_fields(layers, blocks, k, mean, v)
 
-    def _side(self, layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
+    def _to_tiles(
+        self,
+        layers: Sequence[LayerCache],
+        blocks: Sequence[int],
+        sources: Sequence[Place],
+        side: int,
+        tiles: PackedTiles,
+    ) -> None:
+        """Encode one side into the tiles of the caches."""
+        encoding = _encoding(layers[0].format, side)
+        assert encoding is not None
+        results = [{**layer.v} if side else {**layer.k, **layer.mean} for layer in layers]
+        places = {
+            name: np.concatenate([_by_block(arrays[name])[:, blocks] for arrays in results]) for name in results[0]
+        }
+        self._run(encoding, tiles, layers, sources, side, places)
+
+    def _to_fields(self, layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
         """As `encode_side`."""
         format = layers[0].format
         codec, encoding = (format.codec_k, format.codec_v)[side], _encoding(format, side)
         if encoding is None:
             return encode_side(layers, sources, side)
-        heads, count, dim = len(layers) * format.kv_heads, len(sources), format.head_dim
-        lead = heads, count
+        dim, lead = format.head_dim, (len(layers) * format.kv_heads, len(sources))
         shape = *lead, format.block_size, dim // encoding.width
         codes, norms = np.empty(shape, np.uint16 if encoding.bits > 8 else np.uint8), np.empty(shape[:3], np.float32)
-        names = mean_fields(encoding.mean_bits, dim) if encoding.mean_bits else {}
-        mean = {name: np.empty((*lead, *size), dtype) for name, (size, dtype) in names.items()}
-        metrics = [(layer.format.metric_k, layer.format.metric_v)[side] for layer in layers]
-        addresses = np.zeros((*lead, len(POINTERS)), np.int64)
-
-        def fill(name: str, values: np.ndarray) -> None:
-            addresses[..., POINTERS.index(name)] = values
-
-        fill("x", np.concatenate([_places(layer, sources, side) for layer in layers]))
-        arrays = [self._metric_arrays(encoding, metric) for metric in metrics]
-        for name in arrays[0]:
-            fill(name, np.concatenate([_by_head(of_layer[name], format.kv_heads) for of_layer in arrays])[:, None])
-        for name, array in {"codes": codes, "norms": norms, **mean}.items():
-            fill(name, _by_head(array, heads)[:, None] + np.arange(count) * array.strides[1])
-        damaged = np.empty(heads * count, np.uint8)
-        self._launch(encode(encoding), heads * count, (addresses, damaged), (dim,))
-        if damaged.any():
-            raise NotFinite(codec.name)
+        fields = mean_fields(encoding.mean_bits, dim) if encoding.mean_bits else {}
+        mean = {name: np.empty((*lead, *size), dtype) for name, (size, dtype) in fields.items()}
+        results = {"codes": codes, "norms": norms, **mean}
+        self._run(encoding, None, layers, sources, side, {name: _by_block(x) for name, x in results.items()})
         assert codec.rounding is not None
         return codec.rounding.assemble(codes, norms), mean
+
+    def _run(
+        self,
+        encoding: Encoding,
+        tiles: PackedTiles | None,
+        layers: Sequence[LayerCache],
+        sources: Sequence[Place],
+        side: int,
+        results: Mapping[str, np.ndarray],
+    ) -> None:
+        """Encode all blocks. results: for each pointer to a result its addresses, (heads of all layers, B) int64."""
+        format = layers[0].format
+        addresses = np.zeros((len(layers) * format.kv_heads, len(sources), len(POINTERS)), np.int64)
+        for name, places in results.items():
+            addresses[..., POINTERS.index(name)] = places
+        addresses[..., POINTERS.index("x")] = np.concatenate([_sources(layer, sources, side) for layer in layers])
+        metrics = [(layer.format.metric_k, layer.format.metric_v)[side] for layer in layers]
+        arrays = [self._metric_arrays(encoding, metric) for metric in metrics]
+        for name in arrays[0]:
+            by_head = np.concatenate([_by_head(own[name], format.kv_heads) for own in arrays])
+            addresses[..., POINTERS.index(name)] = by_head[:, None]
+        damaged = np.empty(addresses.shape[:2], np.uint8)
+        self._launch(encode(encoding, tiles), damaged.size, (addresses, damaged), (format.head_dim,))
+        if damaged.any():
+            raise NotFinite((format.codec_k, format.codec_v)[side].name)
 
     def _metric_arrays(self, encoding: Encoding, metric: Metric | None) -> dict[str, np.ndarray]:
         """The arrays of a metric by the name of a unit's pointer, (K or 1, …) float32."""
@@ -95,11 +129,24 @@ def _encoding(format: CacheFormat, side: int) -> Encoding | None:
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 
 
+def _packed_tiles(cache: LayerCache) -> tuple[PackedTiles, PackedTiles] | None:
+    """The tiles of a layer's keys and values, if kernels encode into them."""
+    if not isinstance(cache, TileCache) or any(_encoding(cache.format, side) is None for side in (0, 1)):
+        return None
+    k, v = cache.key_tiles, cache.value_tiles
+    return (k, v) if isinstance(k, TableKeys) and isinstance(v, TableValues) else None
+
+
 def _by_head(array: np.ndarray, heads: int) -> np.ndarray:
     """array (K or 1, …) → addresses along its first axis, (K,) int64."""
     assert array[0].flags.c_contiguous
     step = array.strides[0] if len(array) == heads else 0
     return array.ctypes.data + np.arange(heads, dtype=np.int64) * step
+
+
+def _by_block(array: np.ndarray) -> np.ndarray:
+    """array (K, B, …) → the address of each block, (K, B) int64."""
+    return _by_head(array, len(array))[:, None] + np.arange(array.shape[1]) * array.strides[1]
 
 
 def diagonals(feedback: np.ndarray, width: int) -> np.ndarray:
@@ -123,7 +170,7 @@ def diagonals_of_tokens(feedback: np.ndarray) -> np.ndarray:
     return out
 
 
-def _places(layer: LayerCache, sources: Sequence[Place], side: int) -> np.ndarray:
+def _sources(layer: LayerCache, sources: Sequence[Place], side: int) -> np.ndarray:
     """Addresses of the blocks at `sources`: (K, B) int64."""
     numbers = np.array([source.block for source in sources])
     if (buffer := sources[0].buffer) is not None:

@@ -16,7 +16,8 @@ from engine.quantization.conditioning import read_mean
 from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
 from tests.backends.native.levels import launcher
 
-from engine.backends.native.encoding import EncodingOps  # isort: skip
+from engine.backends.native.cache import CacheOps, TileCache  # isort: skip
+from engine.backends.native.encoding import EncodingOps
 from engine.backends.native.target import Level, levels
 from engine.backends.numpy.attention import LayerCache
 from engine.backends.numpy.ops import NumpyOps
@@ -170,6 +171,37 @@ def test_any_shape(k: str, v: str, eighths: int, size: int, mean_bits: int, alon
     for side in (0, 1):
         equal, costs = share_of_equal_blocks(compiled, plain, side), [cost(made, side) for made in (compiled, plain)]
         assert equal == 1 or costs[0] == pytest.approx(costs[1], rel=0.3)
+
+
+@pytest.mark.parametrize("level", FLOAT_LEVELS[:: len(FLOAT_LEVELS) - 1 or 1], ids=lambda level: level.name)
+@pytest.mark.parametrize(
+    ("k", "v", "dim", "size", "along"),
+    [
+        ("ring4", "ring3.5", 64, 64, True),
+        ("ring3", "ring5", 40, 48, True),
+        ("ring5+norm16", "ring3", 16, 16, False),
+        ("turbo3", "turbo2", 24, 32, True),
+        ("turbo4", "turbo3", 8, 80, False),
+        ("ring3.5", "turbo4", 72, 16, True),
+    ],
+)
+def test_tiles_are_those_of_the_fields(k: str, v: str, dim: int, size: int, along: bool, level: Level) -> None:
+    """Kernels that write tiles, in any order of blocks, and leave other blocks as they are."""
+    (format,) = formats(11, k, v, dim, size, 8, along=along)
+    ops, places = EncodingOps(launcher(level)), slots(0, 2, 1)
+    plain, tiled = cache(format, 4, seed=1), CacheOps(NumpyOps(1)).cache(format, 4, 4)
+    for full, same in (tiled.full_k, plain.full_k), (tiled.full_v, plain.full_v):
+        same *= np.float32(1e4)  # half norms saturate
+        full[...] = same
+    ops.encode_blocks([plain], [3, 1, 0], places)
+    ops.encode_blocks([tiled], [3, 1, 0], places)
+    assert isinstance(tiled, TileCache)
+    written = tiled.read(np.array([0, 1, 3]))
+    for side, expected in zip(written, (plain.k, plain.v, plain.mean), strict=True):
+        for name, array in side.items():
+            np.testing.assert_array_equal(array, expected[name][:, [0, 1, 3]])
+    assert not tiled.memory[0][:, 2].any()
+    assert not tiled.memory[1][:, 2].any()
 
 
 def test_norms_may_be_half_precision() -> None:

@@ -7,7 +7,9 @@ import math
 import numpy as np
 
 from engine.backends.native.emit import Emitter
-from engine.backends.native.values import I8, I16, I32, Value, vector
+from engine.backends.native.float_ops import float_to_half, gather
+from engine.backends.native.values import F32, I8, I16, I32, Value, vector
+from engine.codecs._norms import ByteNorm
 
 # Of code 128 ± i, in octaves: i / 32, and beyond 88 more, (i - 88)² / 256.
 _ZERO, _STEP, _KNEE, _CURVE = 128, 1 / 32, 88, 1 / 256
@@ -18,6 +20,21 @@ def emit_norms(e: Emitter, at: Value, count: int, dtype: np.dtype) -> list[Value
     if dtype == np.float16:
         return [e.half_to_float(e.load(at, vector(I16, 16), 2 * first)) for first in range(0, count, 16)]
     return [_from_byte(e, e.load(at, vector(I8, 16), first).zext(I32)) for first in range(0, count, 16)]
+
+
+def emit_pack_norms(e: Emitter, norms: Value, count: int, dtype: np.dtype, at: Value) -> None:
+    """The inverse: `count` norms ≥ 0 at `norms`, float32, which the format can represent → uint8 or float16 at `at`."""
+    thresholds = e.constant_bytes(np.append(ByteNorm().thresholds, np.inf).astype("<f4").tobytes())
+    for first in range(0, count, 16):
+        norm = e.load(norms, vector(F32, 16), 4 * first)
+        if dtype == np.float16:
+            e.store(float_to_half(e, norm), at, 2 * first)
+            continue
+        code = e.zero(vector(I32, 16))  # how many thresholds are not above the norm
+        for step in (128, 64, 32, 16, 8, 4, 2, 1):
+            least = gather(e, thresholds, code + (step - 1), F32)
+            code = e.select(least <= norm, code + step, code)
+        e.store(code.trunc(I8), at, first)
 
 
 def _from_byte(e: Emitter, code: Value) -> Value:

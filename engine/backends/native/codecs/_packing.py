@@ -16,6 +16,8 @@ The last run may be shorter. For 7 and 6 bits, only the last vector of a full ru
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,6 +141,26 @@ class Packing:
                 codes.append(self._emit_last(stored))
         return [[code.bits(BYTES)] for code in codes]
 
+    def emit_pack(self, e: Emitter, codes: list[list[Value]], at: Value) -> None:
+        """The inverse of `emit`: the codes of a run's vectors, clean → the stored vectors at `at`."""
+        words = [code[0].bits(_WORDS) for code in codes]
+        bits, mask = self.bits, (1 << self.bits) - 1
+        if bits == 10:
+            words.append(_joined([code[1].bits(_WORDS) for code in codes], 2))
+        elif bits in (2, 4):
+            words = [_joined(words, bits)]
+        elif bits == 3:
+            words += [e.zero(_WORDS)] * (8 - len(words))
+            a, b = words[6:]
+            tops = a & _bytes(3), (a >> 2 & _bytes(1)) | (b >> 2 & _bytes(1)) << 1, b & _bytes(3)
+            words = [words[2 * i] | words[2 * i + 1] << 3 | top << 6 for i, top in enumerate(tops)]
+        elif bits < 8 and len(words) == self.run:
+            last, spread = words.pop(), 8 - bits
+            pieces = [last >> spread * i & _bytes((1 << spread) - 1) for i in range(len(words))]
+            words = [word & _bytes(mask) | piece << bits for word, piece in zip(words, pieces, strict=True)]
+        for number, word in enumerate(words):
+            e.store(word, at, 64 * number)
+
     def _emit_last(self, stored: list[Value]) -> Value:
         """The vector that is spread over the top bits of the others."""
         spread = 8 - self.bits
@@ -159,6 +181,11 @@ def _bytes(value: int) -> int:
 def _field(word: Value, shift: int, bits: int) -> Value:
     """Some bits of each byte."""
     return ((word >> shift) if shift else word) & _bytes((1 << bits) - 1)
+
+
+def _joined(codes: list[Value], bits: int) -> Value:
+    """Codes side by side in a byte."""
+    return functools.reduce(operator.or_, (code << bits * i if i else code for i, code in enumerate(codes)))
 
 
 def _shifted(codes: list[np.ndarray], bits: int) -> np.ndarray:

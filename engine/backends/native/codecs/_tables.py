@@ -23,70 +23,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.native.byte_ops import PairTable, Table, dot4
+from engine.backends.native.byte_ops import dot4
+from engine.backends.native.codecs._code_table import CodeTable
 from engine.backends.native.codecs._decoding import emit_points, places
-from engine.backends.native.codecs._norms import emit_norms
+from engine.backends.native.codecs._norms import emit_norms, emit_pack_norms
 from engine.backends.native.codecs._packing import Packing
 from engine.backends.native.emit import Emitter
-from engine.backends.native.values import F32, I8, I32, Value, vector
+from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 _BIAS = 128  # that makes the table's bytes unsigned
 
 
 @dataclass(frozen=True)
-class CodeTable:
-    """Points (2^bits, width) float32; width: channels of a code."""
-
-    bits: int
-    points: np.ndarray
-
-    @property
-    def width(self) -> int:
-        return int(self.points.shape[1])
-
-    @property
-    def scale(self) -> float:
-        """The value of a step."""
-        return float(np.abs(self.points).max()) / 127
-
-    @property
-    def bytes_(self) -> np.ndarray:
-        """(2^bits, width) int8."""
-        return np.rint(self.points / self.scale).astype(np.int8)
-
-    def emit(self, e: Emitter, bias: int) -> Callable[[list[Value]], list[Value]]:
-        """A function of the vectors of a code, from `Packing.emit` → a vector of bytes for each channel, plus bias."""
-        entries = np.resize(
-            (self.bytes_.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, 1 << self.bits))
-        )
-        tables = [_table(e, entries[:, first : first + 256]) for first in range(0, entries.shape[1], 256)]
-
-        def lookup(code: list[Value]) -> list[Value]:
-            found = [table(code[0]) for table in tables]
-            if len(found) == 1:
-                return found[0]
-            first, second = (code[1] & 1).equals(1), (code[1] & 2).equals(2)
-            return [
-                e.select(second, e.select(first, d, c), e.select(first, b, a))
-                for a, b, c, d in zip(*found, strict=True)
-            ]
-
-        return lookup
-
-
-def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value], list[Value]]:
-    """A function of indices → the bytes of each row of entries (width, at most 256)."""
-    if len(entries) == 2:
-        pairs = PairTable(e, *(row.tobytes() for row in entries))
-        return lambda index: list(pairs[index])
-    single = Table(e, e.constant_bytes(entries.tobytes()), entries.shape[1])
-    return lambda index: [single[index]]
-
-
-@dataclass(frozen=True)
 class TableStore:
-    """How a codec stores codes and norms. norm: the type of the norms.
+    """How a codec stores codes and norms. norm: the type of the norms; largest: the largest of them.
 
     split: fields → codes (..., N, C) uint8 or uint16, norms (..., N); join: the inverse.
     """
@@ -94,6 +45,7 @@ class TableStore:
     name: str
     table: CodeTable
     norm: np.dtype
+    largest: float
     split: Callable[[Mapping[str, np.ndarray]], tuple[np.ndarray, np.ndarray]]
     join: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]
 
@@ -102,6 +54,7 @@ class _TableTiles(ABC):
     """The common part of tiles of keys and of values."""
 
     _side: str
+    by_token: bool  # whether `emit_pack` reads the codes of a token side by side
 
     def __init__(self, store: TableStore, block_size: int, head_dim: int) -> None:
         self._store, self._table, self._norm = store, store.table, store.norm
@@ -139,6 +92,33 @@ class _TableTiles(ABC):
         norms = np.ascontiguousarray(tiles[..., self._norms_at : self._end]).view(self._norm)
         return self._store.join(np.ascontiguousarray(codes), norms)
 
+    def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
+        """Codes and norms (N,) float32 ≥ 0, which may be overwritten, → the tile.
+
+        codes (C, N) int32; `by_token`: (N, C) uint8, or uint16 for ten bits.
+        """
+        run = self._packing.run
+        whole = self._vectors // run
+        with e.loop(0, whole) as number:
+            vectors = [self._emit_vector(e, codes, number * run + i) for i in range(run)]
+            self._packing.emit_pack(e, vectors, tile + number * self._packing.nbytes(run))
+        if rest := self._vectors % run:
+            vectors = [self._emit_vector(e, codes, e.i64(whole * run + i)) for i in range(rest)]
+            self._packing.emit_pack(e, vectors, tile + self._packing.nbytes(whole * run))
+        with e.loop(0, 4 * self._tokens, 64) as offset:
+            norm = e.minimum(e.load(norms + offset, _F16), self._store.largest)
+            e.store(norm, norms + offset)
+        emit_pack_norms(e, norms, self._tokens, self._norm, tile + self._norms_at)
+
+    @abstractmethod
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+        """A vector of codes: 4 bytes in each of 16 lanes, and for ten bits the bits above."""
+
+    def _four_bytes(self, codes: Sequence[Value]) -> list[Value]:
+        """Four vectors of codes (16,) int32 → their bytes side by side."""
+        parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [codes]
+        return [a | b << 8 | c << 16 | d << 24 for a, b, c, d in parts]
+
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         own = places(self._cuts, self._order, self._tokens)
@@ -162,6 +142,7 @@ class TableKeys(_TableTiles):
     """
 
     _side = "keys"
+    by_token = False
 
     @property
     def _groups(self) -> int:
@@ -172,6 +153,11 @@ class TableKeys(_TableTiles):
         return self._groups, 16, self._codes // 4, 4
 
     _order = (2, 0, 1, 3)
+
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+        row = 4 * self._tokens
+        at = codes + number // self._groups * (4 * row) + number % self._groups * 64
+        return self._four_bytes([e.load(at, _I16, row * i) for i in range(4)])
 
     @property
     def _factor_at(self) -> int:
@@ -231,6 +217,7 @@ class TableValues(_TableTiles):
     """Tiles of values."""
 
     _side = "values"
+    by_token = True
 
     @property
     def _lanes(self) -> int:
@@ -243,6 +230,13 @@ class TableValues(_TableTiles):
         return self._tokens * p // 64, 16 // p, 4, self._codes // p, p
 
     _order = (3, 0, 1, 4, 2)
+
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
+        p, kind = self._lanes, I16 if self._table.bits > 8 else I8
+        size, along = kind.width // 8, self._tokens * p // 64
+        first = codes + number // along * (p * size) + number % along * (64 // p * self._codes * size)
+        tokens = [e.load(first, vector(kind, p), i * self._codes * size).zext(I32) for i in range(64 // p)]
+        return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
 
     def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         chunks, along, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run

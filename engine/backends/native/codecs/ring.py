@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine.backends.native.codecs._tables import CodeTable, TableKeys, TableStore, TableValues
+from engine.backends.native.codecs._code_table import CodeTable
+from engine.backends.native.codecs._tables import TableKeys, TableStore, TableValues
 from engine.codecs.ring import Ring, points_of
 
 
@@ -19,7 +20,7 @@ def values(codec: Ring, block_size: int, head_dim: int) -> TableValues | None:
 
 
 def _store(codec: Ring) -> TableStore:
-    packing, norm = codec.store.packing, codec.store.norms.dtype
+    packing, norms = codec.store.packing, codec.store.norms
 
     def split(fields: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return packing.codes(fields), fields["norm"]
@@ -27,5 +28,6 @@ def _store(codec: Ring) -> TableStore:
     def join(codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         return {"norm": norms, **packing.pack(codes)}
 
-    name = f"ring_{packing.bits}_norm_{8 * norm.itemsize}"
-    return TableStore(name, CodeTable(packing.bits, points_of(packing.bits)), norm, split, join)
+    name = f"ring_{packing.bits}_norm_{8 * norms.dtype.itemsize}"
+    table = CodeTable(packing.bits, points_of(packing.bits))
+    return TableStore(name, table, norms.dtype, float(norms.largest), split, join)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine.backends.native.codecs._tables import CodeTable, TableKeys, TableStore, TableValues
+from engine.backends.native.codecs._code_table import CodeTable
+from engine.backends.native.codecs._tables import TableKeys, TableStore, TableValues
 from engine.codecs._bits import unpack_row_of_sixes
 from engine.codecs.turbo import Turbo, levels_of
 
@@ -31,4 +32,5 @@ def _store(codec: Turbo) -> TableStore:
     def join(codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
         return {**rounding.assemble(codes, np.zeros(norms.shape, np.float32)), "norm": norms}
 
-    return TableStore(f"turbo_{bits}", CodeTable(bits, levels_of(bits)[:, None]), rounding.norms.dtype, split, join)
+    table, norms = CodeTable(bits, levels_of(bits)[:, None]), rounding.norms
+    return TableStore(f"turbo_{bits}", table, norms.dtype, float(norms.largest), split, join)

@@ -14,7 +14,7 @@ from tests.backends.native.codecs import attend
 from tests.backends.native.levels import every_level
 
 from engine.backends.native import codecs as tiles  # isort: skip
-from engine.backends.native.codecs._tables import CodeTable
+from engine.backends.native.codecs._code_table import CodeTable
 from engine.backends.native.compiler import assembly
 from engine.backends.native.target import LEVELS, Level, levels
 from engine.codecs import Codec

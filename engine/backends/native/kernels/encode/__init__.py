@@ -13,22 +13,20 @@ Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector
 
 from __future__ import annotations
 
-from functools import cache
-
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
 from engine.backends.native.kernels.encode.load import load
 from engine.backends.native.kernels.encode.norms import write_norms
 from engine.backends.native.kernels.encode.rounding import round_all_tokens, round_skewed, write_codes
-from engine.backends.native.kernels.encode.unit import POINTERS, Encoding, Unit
-from engine.backends.native.values import POINTER, Value
+from engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, PackedTiles, Unit
+from engine.backends.native.values import F32, POINTER, Value, vector
 
 
-@cache
-def encode(encoding: Encoding) -> Kernel:
-    """Encodes blocks. addresses (units, len(POINTERS)): int64, of each unit; dim: D.
+def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel:
+    """Encodes blocks; into tiles, if they are given.
 
-    A byte of `damaged` (units,) becomes 1 where x is not finite. Scratch: `scratch_bytes`.
+    addresses (units, len(POINTERS)): int64, of each unit; dim: D. A byte of `damaged` (units,) becomes 1 where x is not
+    finite. Scratch: `scratch_bytes`.
     """
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
@@ -42,7 +40,17 @@ def encode(encoding: Encoding) -> Kernel:
                 round_skewed(unit)
             else:
                 round_all_tokens(unit)
-            write_codes(unit)
             write_norms(unit)
+            if tiles is None:
+                write_codes(unit, unit.given["codes"])
+                with unit.vectors() as offset:
+                    e.store(e.load(unit.norms + offset, vector(F32, LANES)), unit.given["norms"] + offset)
+            elif tiles.by_token:
+                write_codes(unit, unit.errors)  # which are not needed any more
+                tiles.emit_pack(e, unit.errors, unit.norms, unit.given["tiles"])
+            else:
+                assert not encoding.along_tokens
+                tiles.emit_pack(e, unit.codes, unit.norms, unit.given["tiles"])
 
-    return Kernel(encoding.name, emit, ("addresses", "damaged"), ("dim",))
+    name = encoding.name + ("" if tiles is None else f"_{tiles.name}")
+    return Kernel(name, emit, ("addresses", "damaged"), ("dim",))

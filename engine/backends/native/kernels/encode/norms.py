@@ -13,7 +13,7 @@ _F16 = vector(F32, LANES)
 
 
 def write_norms(unit: Unit) -> None:
-    """The norms of least cost, from the targets in `x` and their errors in `errors`."""
+    """Replace `norms` by those of least cost, from the targets in `x` and their errors in `errors`."""
     e, tilted = unit.e, unit.encoding.tilted
     at_once = unit.at_once(2)
     with e.loop(0, unit.row, 64 * at_once) as offset:
@@ -45,7 +45,7 @@ def write_norms(unit: Unit) -> None:
             place = offset + 64 * number
             ratio = form.tilted(unit.dim) if tilted else form.fitted()
             norm = ratio * e.load(unit.norms + place, _F16)
-            e.store(e.maximum(norm, 0.0), unit.given["norms"] + place)
+            e.store(e.maximum(norm, 0.0), unit.norms + place)
 
 
 def _decode(unit: Unit, sources: Sequence[Value]) -> None:

@@ -121,12 +121,12 @@ def _skew(unit: Unit, source: Value, target: Value, *, back: bool = False) -> No
                 e.store(value, target + to, write + axis * unit.row)
 
 
-def write_codes(unit: Unit) -> None:
-    """Codes (N, P) of the rows of `codes`."""
+def write_codes(unit: Unit, out: Value) -> None:
+    """The codes in the rows of `codes` → (N, P) at `out`, uint8 or uint16."""
     e, size = unit.e, unit.encoding.code.width // 8
     step = unit.row + 4 if unit.encoding.along_tokens else 4  # from a token to the next
     with e.loop(0, unit.tokens) as token:
-        source, target = unit.codes + token * step, unit.given["codes"] + token * unit.pairs * size
+        source, target = unit.codes + token * step, out + token * unit.pairs * size
         with e.loop(0, unit.pairs, 4) as pair:
             for number in range(4):
                 code = e.load(source + (pair + number) * unit.row, I32)

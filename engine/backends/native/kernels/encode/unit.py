@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine.backends.native.emit import Emitter
 from engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings, Search
@@ -17,8 +17,8 @@ LANES = 16
 _F16 = vector(F32, LANES)
 
 # Addresses of a unit, int64 each: x (N, D) float32; the metric's arrays of its KV head, as `Encoding` describes them;
-# where codes (N, P) uint8 or uint16, norms (N,) float32 and the fields of the mean are written.
-POINTERS = ("x", "feedback", "matrix", "lean", "along", "codes", "norms", "mean", "mean_scale")
+# where the results are written: codes (N, P) uint8 or uint16 and norms (N,) float32, or a tile; the fields of the mean.
+POINTERS = ("x", "feedback", "matrix", "lean", "along", "codes", "norms", "tiles", "mean", "mean_scale")
 ROW_PAD = 16  # zeros before and after a diagonal of coefficients
 
 
@@ -60,6 +60,19 @@ class Encoding:
     def rows(self, pairs: Any) -> Any:
         """Rows of pairs: P, or with feedback along tokens P + N − 1."""
         return pairs + (self.tokens - 1) if self.along_tokens else pairs
+
+
+class PackedTiles(Protocol):
+    """Tiles that a kernel packs; see `engine.backends.native.codecs`."""
+
+    name: str
+    by_token: bool
+
+    def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
+        """Codes and norms (N,) float32 ≥ 0, which may be overwritten, → the tile.
+
+        codes (P, N) int32; if `by_token` (N, P) uint8, or uint16 for ten bits.
+        """
 
 
 def scratch_bytes(encoding: Encoding, head_dim: int) -> int:

@@ -1,0 +1,62 @@
+"""Tables of points as bytes, and their lookup by codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backends.native.byte_ops import PairTable, Table
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import Value
+
+
+@dataclass(frozen=True)
+class CodeTable:
+    """Points (2^bits, width) float32; width: channels of a code."""
+
+    bits: int
+    points: np.ndarray
+
+    @property
+    def width(self) -> int:
+        return int(self.points.shape[1])
+
+    @property
+    def scale(self) -> float:
+        """The value of a step."""
+        return float(np.abs(self.points).max()) / 127
+
+    @property
+    def bytes_(self) -> np.ndarray:
+        """(2^bits, width) int8."""
+        return np.rint(self.points / self.scale).astype(np.int8)
+
+    def emit(self, e: Emitter, bias: int) -> Callable[[list[Value]], list[Value]]:
+        """A function of the vectors of a code, from `Packing.emit` → a vector of bytes for each channel, plus bias."""
+        entries = np.resize(
+            (self.bytes_.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, 1 << self.bits))
+        )
+        tables = [_table(e, entries[:, first : first + 256]) for first in range(0, entries.shape[1], 256)]
+
+        def lookup(code: list[Value]) -> list[Value]:
+            found = [table(code[0]) for table in tables]
+            if len(found) == 1:
+                return found[0]
+            first, second = (code[1] & 1).equals(1), (code[1] & 2).equals(2)
+            return [
+                e.select(second, e.select(first, d, c), e.select(first, b, a))
+                for a, b, c, d in zip(*found, strict=True)
+            ]
+
+        return lookup
+
+
+def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value], list[Value]]:
+    """A function of indices → the bytes of each row of entries (width, at most 256)."""
+    if len(entries) == 2:
+        pairs = PairTable(e, *(row.tobytes() for row in entries))
+        return lambda index: list(pairs[index])
+    single = Table(e, e.constant_bytes(entries.tobytes()), entries.shape[1])
+    return lambda index: [single[index]]
