@@ -12,7 +12,7 @@ import numpy as np
 from engine.backends.native.byte_ops import Table, dot4, dot4_signed
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.activations import GROUP, ROW_BYTES
+from engine.backends.native.kernels.activations import GROUP, LOW_BITS, group_bytes, input_bytes
 from engine.backends.native.kernels.rows import gated
 from engine.backends.native.tiles import TileLayout, layout
 from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
@@ -35,6 +35,7 @@ class Product:
     """What a kernel is specialized for. at_once: rows; adds: to y, which has values; has_bias: y starts at a bias.
 
     activation: the weights are [gate | up], each of whole tiles, and y = activation(gate) * up. It excludes `adds`.
+    precise: the panels of packed formats are.
     """
 
     format: WeightFormat
@@ -42,11 +43,12 @@ class Product:
     adds: bool = False
     has_bias: bool = False
     activation: str | None = None
+    precise: bool = False
 
     @property
     def name(self) -> str:
         options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
-        return f"product_{self.format.name}_{self.at_once}{options}"
+        return f"product_{self.format.name}{'_precise' * self.precise}_{self.at_once}{options}"
 
 
 @cache
@@ -122,14 +124,14 @@ def _packed(
     """Weights of codes and scales; x from `quantize_rows`. Returns the sums of each tile and row."""
     format, place, rows = spec.format, layout(spec.format), range(spec.at_once)
     codes = _Codes(e, format, place)
-    panel = x + first // spec.at_once * stride
+    panel, size = x + first // spec.at_once * stride, group_bytes(spec.precise) * spec.at_once
     sums = [[e.variable(e.zero(_F16)) for _ in rows] for _ in tiles]
     with e.loop(0, blocks) as block:
         starts = [tile + block * place.nbytes for tile in tiles]
         scales = [_number(e, at, place.scale, place.is_power) for at in starts]
         offsets = [None if place.offset is None else _number(e, at, place.offset, False) for at in starts]
         with e.loop(0, format.values // 32) as part:
-            inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.at_once)
+            inputs = panel + (block * (format.values // GROUP) + part) * size
             sub = part * (16 * (32 // format.group))
             for group in range(32 // format.group):
                 for at, scale, offset, totals in zip(starts, scales, offsets, sums, strict=True):
@@ -138,7 +140,7 @@ def _packed(
                     codes_at = at + part * place.part_bytes + place.codes
                     dots = _dots(e, codes, codes_at, inputs, group, spec)
                     for row, (dot, total) in enumerate(zip(dots, totals, strict=True)):
-                        numbers = GROUP * spec.at_once + 16 * row
+                        numbers = input_bytes(spec.precise) * spec.at_once + 16 * row
                         x_sum = e.broadcast(inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
                         value = dot.to_float()
                         if codes.zero:
@@ -151,16 +153,20 @@ def _packed(
 
 
 def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec: Product) -> list[Value]:
-    """Products of a group's codes, of 16 outputs, with the bytes of each row: int32."""
-    size = spec.format.group // 4
-    chains = 2 if spec.at_once == 1 else 1  # one sum alone would wait for each of its products
-    sums = [[e.zero(_I16)] * chains for _ in range(spec.at_once)]
+    """Products of a group's codes, of 16 outputs, with the integers of each row: int32."""
+    size, at_once = spec.format.group // 4, spec.at_once
+    sets = 2 if spec.precise else 1  # of bytes: high ones, low ones
+    chains = 2 if at_once == sets == 1 else 1  # one sum alone would wait for each of its products
+    sums = [[e.zero(_I16)] * chains for _ in range(sets * at_once)]
     for quad in range(group * size, (group + 1) * size):
         code = codes.quad(at, quad)
-        for row, dot in enumerate(sums):
-            four = e.broadcast(inputs, I32, 16, GROUP * row + 4 * quad)
+        for place, dot in enumerate(sums):
+            four = e.broadcast(inputs, I32, 16, GROUP * place + 4 * quad)
             dot[quad % chains] = codes.dot(dot[quad % chains], code, four)
-    return [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
+    whole = [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
+    if not spec.precise:
+        return whole
+    return [(high << LOW_BITS) + low for high, low in zip(whole[:at_once], whole[at_once:], strict=True)]
 
 
 class _Codes:
