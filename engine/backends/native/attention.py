@@ -62,7 +62,7 @@ class AttentionOps:
     ) -> np.ndarray:
         (rows, heads, dim), format = q.shape, cache.format
         group = heads // format.kv_heads
-        at_once = queries_at_once(group * table.most_rows)
+        at_once = queries_at_once(group, table.most_rows)
         sizes = format.block_size, dim, group, at_once
         spec = Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes)
         parts = self._partial_results(rows * heads * table.most_chunks * partial_bytes(dim))

@@ -57,9 +57,10 @@ class Attention:
         return isinstance(other, Attention) and self.name == other.name
 
 
-def queries_at_once(queries: int) -> int:
-    """The size of passes for `queries` queries of a KV head: as few passes as there can be, all of the same size."""
-    return -(-queries // -(-queries // MOST_QUERIES))
+def queries_at_once(group: int, rows: int) -> int:
+    """The size of passes for `rows` rows: that for one row, which is then compiled already, unless it is small."""
+    size = -(-group // -(-group // MOST_QUERIES))
+    return size if rows == 1 or 2 * size > MOST_QUERIES else MOST_QUERIES
 
 
 @cache
@@ -130,12 +131,11 @@ class _Body:
     def _queries(self, first: Value) -> list[_Query]:
         """The queries of a pass; the last one again for those beyond the rows of the sequence."""
         e, spec = self.e, self.spec
-        size, n = padded(spec.head_dim), spec.block_size
-        stride = 2 * size + spec.keys.query_bytes + 4 * n * spec.blocks_at_once
+        size = padded(spec.head_dim)
         queries = []
         for number in range(spec.at_once):
             row, index = self._place(first, number)
-            at = self.scratch + number * stride
+            at = self.scratch + number * self._stride
             query = _Query(
                 vector=at,
                 mix=at + size,
@@ -155,6 +155,12 @@ class _Body:
                 own = e.load(source, vector(F32, lanes), 4 * channel)
                 e.store(own * self.scale, query.vector, 4 * channel)
         return queries
+
+    @property
+    def _stride(self) -> int:
+        """Bytes of scratch for a query."""
+        spec = self.spec
+        return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.blocks_at_once
 
     def _place(self, first: Value, number: int) -> tuple[Value, Value]:
         """The row in its sequence of the query with a number in a pass, and its index among all queries (T, H)."""
@@ -314,8 +320,8 @@ class _Body:
             with e.when(count > e.most(lows[0], 0)):
                 offset = (slot * self.kv_heads + self.head) * nbytes
                 scores = [query.scores for query in queries]
-                vectors, mixes = [query.vector for query in queries], [query.mix for query in queries]
-                full_blocks.scores(e, self.full_k + offset, dim, count, vectors, scores)
+                first, keys = queries[0], self.full_k + offset
+                full_blocks.scores(e, keys, dim, count, first.vector, first.scores, len(queries), self._stride)
                 self._hide(queries, lows, highs, e.i64(n))
                 self._soften(queries, e.i64(n))
-                full_blocks.mix(e, self.full_v + offset, dim, count, scores, mixes)
+                full_blocks.mix(e, self.full_v + offset, dim, count, scores, [query.mix for query in queries])

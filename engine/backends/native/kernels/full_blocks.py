@@ -13,19 +13,23 @@ def _lanes(e: Emitter, dim: int) -> int:
     return min(e.level.lanes, dim & -dim)
 
 
-def scores(e: Emitter, keys: Value, dim: int, count: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
-    """The scores of the first `count` tokens, and perhaps of some more, with each of the queries (D,)."""
+def scores(
+    e: Emitter, keys: Value, dim: int, count: Value, query: Value, out: Value, queries: int, stride: int
+) -> None:
+    """The scores of the first `count` tokens, and perhaps of some more, with each of the queries (D,).
+
+    stride: bytes from one query to the next, and from one's scores to the next one's.
+    """
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
-    with e.loop(0, count, lanes) as token:
-        for query, target in zip(queries, out, strict=True):
-            dots = []
-            for number in range(lanes):
-                row, dot = keys + (token + number) * (4 * dim), e.zero(kind)
-                for offset in range(0, 4 * dim, 4 * lanes):
-                    dot = e.fma(e.load(row, kind, offset), e.load(query, kind, offset), dot)
-                dots.append(dot)
-            e.store(_sums(e, dots), target + token * 4)
+    with e.loop(0, count, lanes) as token, e.loop(0, queries * stride, stride) as own:
+        dots = []
+        for number in range(lanes):
+            row, dot = keys + (token + number) * (4 * dim), e.zero(kind)
+            for offset in range(0, 4 * dim, 4 * lanes):
+                dot = e.fma(e.load(row, kind, offset), e.load(query + own, kind, offset), dot)
+            dots.append(dot)
+        e.store(_sums(e, dots), out + own + token * 4)
 
 
 def mix(e: Emitter, values: Value, dim: int, count: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
