@@ -14,7 +14,7 @@ from bench.speed.tables import PEER
 
 # Ours in colours, solid; the peer in greys, dashed. The colours differ in lightness, too.
 _OURS = ("#c2410c", "#7c3aed", "#0d9488", "#1d4ed8", "#a16207", "#be123c")
-_PEER = ("#111827", "#6b7280", "#a3a8b1")
+_PEER = ("#111827", "#6b7280", "#8d929c")
 
 
 def draw(measured: Mapping[str, Any], output: Path) -> str:
