@@ -8,14 +8,19 @@ import numpy as np
 
 from engine.backends.native.cache import TileCache
 from engine.backends.native.codecs._tables import TableKeys, TableValues
+from engine.backends.native.codecs.f16 import HalfKeys, HalfValues
+from engine.backends.native.codecs.ggml import GroupedKeys, GroupedValues
+from engine.backends.native.compiler import Kernel
 from engine.backends.native.kernels.encode import encode
-from engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, PackedTiles, scratch_bytes
+from engine.backends.native.kernels.encode.groups import encode_groups, encode_halves
+from engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, scratch_bytes
 from engine.backends.native.launch import Launcher
 from engine.backends.native.workers import SCRATCH
 from engine.backends.numpy.attention import Fields, LayerCache
 from engine.backends.numpy.encoding import alike, encode_side, store_fields
 from engine.backends.ops import CacheFormat, Place
 from engine.codecs import NotFinite
+from engine.codecs.ggml import Q4
 from engine.codecs.ring import RingTable
 from engine.codecs.turbo import TurboTable
 from engine.quantization.conditioning import mean_fields
@@ -32,30 +37,18 @@ class EncodingOps:
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         for layers in alike(caches, len(blocks)):
-            tiles = _packed_tiles(layers[0])
-            if tiles is not None:
-                for side in (0, 1):
-                    self._to_tiles(layers, blocks, sources, side, tiles[side])
-            else:
+            kernels = [_kernel_into_tiles(layers[0], side) for side in (0, 1)]
+            if None in kernels:
                 (k, mean), (v, _) = (self._to_fields(layers, sources, side) for side in (0, 1))
                 store_fields(layers, blocks, k, mean, v)
-
-    def _to_tiles(
-        self,
-        layers: Sequence[LayerCache],
-        blocks: Sequence[int],
-        sources: Sequence[Place],
-        side: int,
-        tiles: PackedTiles,
-    ) -> None:
-        """Encode one side into the tiles of the caches."""
-        encoding = _encoding(layers[0].format, side)
-        assert encoding is not None
-        results = [{**layer.v} if side else {**layer.k, **layer.mean} for layer in layers]
-        places = {
-            name: np.concatenate([_by_block(arrays[name])[:, blocks] for arrays in results]) for name in results[0]
-        }
-        self._run(encoding, tiles, layers, sources, side, places)
+                continue
+            for side, kernel in enumerate(kernels):
+                assert kernel is not None
+                fields = [{**layer.v} if side else {**layer.k, **layer.mean} for layer in layers]
+                places = {
+                    name: np.concatenate([_by_block(own[name])[:, blocks] for own in fields]) for name in fields[0]
+                }
+                self._run(kernel, layers, sources, side, places)
 
     def _to_fields(self, layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
         """As `encode_side`."""
@@ -69,14 +62,13 @@ class EncodingOps:
         fields = mean_fields(encoding.mean_bits, dim) if encoding.mean_bits else {}
         mean = {name: np.empty((*lead, *size), dtype) for name, (size, dtype) in fields.items()}
         results = {"codes": codes, "norms": norms, **mean}
-        self._run(encoding, None, layers, sources, side, {name: _by_block(x) for name, x in results.items()})
+        self._run(encode(encoding), layers, sources, side, {name: _by_block(x) for name, x in results.items()})
         assert codec.rounding is not None
         return codec.rounding.assemble(codes, norms), mean
 
     def _run(
         self,
-        encoding: Encoding,
-        tiles: PackedTiles | None,
+        kernel: Kernel,
         layers: Sequence[LayerCache],
         sources: Sequence[Place],
         side: int,
@@ -89,25 +81,25 @@ class EncodingOps:
             addresses[..., POINTERS.index(name)] = places
         addresses[..., POINTERS.index("x")] = np.concatenate([_sources(layer, sources, side) for layer in layers])
         metrics = [(layer.format.metric_k, layer.format.metric_v)[side] for layer in layers]
-        arrays = [self._metric_arrays(encoding, metric) for metric in metrics]
-        for name in arrays[0]:
+        arrays = [self._metric_arrays(metric) for metric in metrics if metric is not None]
+        for name in arrays[0] if arrays else ():
             by_head = np.concatenate([_by_head(own[name], format.kv_heads) for own in arrays])
             addresses[..., POINTERS.index(name)] = by_head[:, None]
         damaged = np.empty(addresses.shape[:2], np.uint8)
-        self._launch(encode(encoding, tiles), damaged.size, (addresses, damaged), (format.head_dim,))
+        self._launch(kernel, damaged.size, (addresses, damaged), (format.head_dim,))
         if damaged.any():
             raise NotFinite((format.codec_k, format.codec_v)[side].name)
 
-    def _metric_arrays(self, encoding: Encoding, metric: Metric | None) -> dict[str, np.ndarray]:
+    def _metric_arrays(self, metric: Metric) -> dict[str, np.ndarray]:
         """The arrays of a metric by the name of a unit's pointer, (K or 1, …) float32."""
-        assert metric is not None
         if id(metric) not in self._prepared:
             arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
             if metric.tilt_second is not None and metric.tilt_mean is not None:
                 arrays |= {"matrix": metric.tilt_second, "lean": metric.tilt_mean}
             if metric.token_feedback is not None:
+                width = metric.feedback.shape[1] // metric.weights.shape[1]
                 along = diagonals_of_tokens(metric.token_feedback)
-                arrays |= {"feedback": diagonals(metric.feedback, encoding.width), "along": along}
+                arrays |= {"feedback": diagonals(metric.feedback, width), "along": along}
             self._prepared[id(metric)] = metric, arrays
         return self._prepared[id(metric)][1]
 
@@ -129,12 +121,25 @@ def _encoding(format: CacheFormat, side: int) -> Encoding | None:
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 
 
-def _packed_tiles(cache: LayerCache) -> tuple[PackedTiles, PackedTiles] | None:
-    """The tiles of a layer's keys and values, if kernels encode into them."""
-    if not isinstance(cache, TileCache) or any(_encoding(cache.format, side) is None for side in (0, 1)):
+def _kernel_into_tiles(cache: LayerCache, side: int) -> Kernel | None:
+    """The kernel that encodes keys (side 0) or values (1) into the cache's tiles; None if there is none."""
+    if not isinstance(cache, TileCache):
         return None
-    k, v = cache.key_tiles, cache.value_tiles
-    return (k, v) if isinstance(k, TableKeys) and isinstance(v, TableValues) else None
+    format = cache.format
+    codec, tiles = ((format.codec_k, cache.key_tiles), (format.codec_v, cache.value_tiles))[side]
+    mean_bits = 0 if side else format.mean_bits
+    if isinstance(tiles, (TableKeys, TableValues)):
+        encoding = _encoding(format, side)
+        return None if encoding is None else encode(encoding, tiles)
+    bits = 4 if isinstance(codec, Q4) else 8
+    encoding = Encoding(bits, 1, format.block_size, tilted=False, along_tokens=False, mean_bits=mean_bits)
+    if scratch_bytes(encoding, format.head_dim) > SCRATCH:
+        return None
+    if isinstance(tiles, (GroupedKeys, GroupedValues)):
+        return encode_groups(encoding, tiles)
+    if isinstance(tiles, (HalfKeys, HalfValues)):
+        return encode_halves(encoding, isinstance(tiles, HalfKeys), tiles.name)
+    return None
 
 
 def _by_head(array: np.ndarray, heads: int) -> np.ndarray:

@@ -204,6 +204,41 @@ def test_tiles_are_those_of_the_fields(k: str, v: str, dim: int, size: int, alon
     assert not tiled.memory[1][:, 2].any()
 
 
+@every_float_level
+@pytest.mark.parametrize(
+    ("k", "v", "dim", "size", "mean_bits"),
+    [("q8_0", "q4_0", 64, 48, 8), ("q4_0", "q8_0", 96, 16, 16), ("f16", "f16", 40, 32, 0), ("f16", "f16", 24, 64, 8)],
+)
+def test_tiles_without_a_metric_are_those_of_numpy(
+    k: str, v: str, dim: int, size: int, mean_bits: int, level: Level
+) -> None:
+    """Zeros, tiny values and values beyond half precision included."""
+    format = CacheFormat(codecs.get(k), codecs.get(v), None, None, mean_bits, size, HEADS, dim)
+    compiled, plain = (CacheOps(NumpyOps(1)).cache(format, 3, 3) for _ in range(2))
+    rng = np.random.default_rng(12)
+    for full, same in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
+        full[...] = rng.standard_normal(full.shape) * np.exp(rng.standard_normal((*full.shape[:3], 1)))
+        full[0, 0, 0], full[0, 0, 1], full[0, 1, 2], full[1, 1, 1, 3] = 0, full[0, 0, 1] * 1e-30, 1e-42, 3e38
+        full[2, 0, :, : dim // 2] = 0.5 * rng.integers(-254, 255, (size, dim // 2))  # ties
+        same[...] = full
+    EncodingOps(launcher(level)).encode_blocks([compiled], [2, 0], slots(0, 2))
+    NumpyOps(1).encode_blocks([plain], [2, 0], slots(0, 2))
+    for name, array in arrays(plain).items():
+        np.testing.assert_array_equal(arrays(compiled)[name].view(np.uint8), array.view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int) -> None:
+    format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 0, 16, HEADS, 32)
+    made = CacheOps(NumpyOps(1)).cache(format, 2, 2)
+    (made.full_k, made.full_v)[side][1, 1, 3, 17] = np.nan
+    ops = EncodingOps(launcher(levels()[-1]))
+    ops.encode_blocks([made], [0], slots(0))
+    with pytest.raises(NotFinite, match=name):
+        ops.encode_blocks([made], [0], slots(1))
+
+
 def test_norms_may_be_half_precision() -> None:
     (format,) = formats(2, "ring4+norm16", "ring3.5+norm16", 64, 64, 8)
     compiled, plain = both(format, levels()[-1])

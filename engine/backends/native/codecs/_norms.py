@@ -24,7 +24,8 @@ def emit_norms(e: Emitter, at: Value, count: int, dtype: np.dtype) -> list[Value
 
 def emit_pack_norms(e: Emitter, norms: Value, count: int, dtype: np.dtype, at: Value) -> None:
     """The inverse: `count` norms ≥ 0 at `norms`, float32, which the format can represent → uint8 or float16 at `at`."""
-    thresholds = e.constant_bytes(np.append(ByteNorm().thresholds, np.inf).astype("<f4").tobytes())
+    if dtype != np.float16:
+        thresholds = e.constant_bytes(np.append(ByteNorm().thresholds, np.inf).astype("<f4").tobytes())
     for first in range(0, count, 16):
         norm = e.load(norms, vector(F32, 16), 4 * first)
         if dtype == np.float16:

@@ -183,8 +183,13 @@ def _field(word: Value, shift: int, bits: int) -> Value:
     return ((word >> shift) if shift else word) & _bytes((1 << bits) - 1)
 
 
+def side_by_side(codes: list[Value]) -> Value:
+    """Four vectors of codes (16,) int32, below 256 → their bytes side by side."""
+    return _joined(codes, 8)
+
+
 def _joined(codes: list[Value], bits: int) -> Value:
-    """Codes side by side in a byte."""
+    """Codes side by side, `bits` apart."""
     return functools.reduce(operator.or_, (code << bits * i if i else code for i, code in enumerate(codes)))
 
 

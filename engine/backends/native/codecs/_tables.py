@@ -27,7 +27,7 @@ from engine.backends.native.byte_ops import dot4
 from engine.backends.native.codecs._code_table import CodeTable
 from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._norms import emit_norms, emit_pack_norms
-from engine.backends.native.codecs._packing import Packing
+from engine.backends.native.codecs._packing import Packing, side_by_side
 from engine.backends.native.emit import Emitter
 from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 
@@ -116,8 +116,8 @@ class _TableTiles(ABC):
 
     def _four_bytes(self, codes: Sequence[Value]) -> list[Value]:
         """Four vectors of codes (16,) int32 → their bytes side by side."""
-        parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [codes]
-        return [a | b << 8 | c << 16 | d << 24 for a, b, c, d in parts]
+        parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [[*codes]]
+        return [side_by_side(part) for part in parts]
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)

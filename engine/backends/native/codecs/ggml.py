@@ -19,7 +19,8 @@ import numpy as np
 
 from engine.backends.native.byte_ops import dot4, dot4_signed
 from engine.backends.native.codecs._decoding import emit_points, places
-from engine.backends.native.codecs._packing import Packing
+from engine.backends.native.codecs._norms import emit_pack_norms
+from engine.backends.native.codecs._packing import Packing, side_by_side
 from engine.backends.native.codecs._tables import largest
 from engine.backends.native.emit import Emitter
 from engine.backends.native.values import F32, I8, I16, I32, Value, vector
@@ -42,6 +43,7 @@ class _GroupedTiles:
     """The common part of tiles of keys and of values."""
 
     _side: str
+    by_token: bool  # whether `emit_pack` reads the codes of a token side by side
     _order: tuple[int, ...]  # of the pieces of (N, D) in a tile
 
     def __init__(self, codec: Q8 | Q4, block_size: int, head_dim: int) -> None:
@@ -86,6 +88,21 @@ class _GroupedTiles:
         scales = by_group.reshape(*lead, self._groups, self._tokens).swapaxes(-1, -2)
         return {"scale": np.ascontiguousarray(scales), "codes": np.ascontiguousarray(codes)}
 
+    def emit_pack(self, e: Emitter, codes: Value, scales: Value, tile: Value) -> None:
+        """Codes as they are in a tile, and scales (D/32, N) float32, → the tile.
+
+        codes (D, N) int32; `by_token`: (N, D) uint8.
+        """
+        run = self._packing.run
+        with e.loop(0, self._vectors // run) as number:
+            vectors = [[self._emit_vector(e, codes, number * run + i)] for i in range(run)]
+            self._packing.emit_pack(e, vectors, tile + number * self._packing.nbytes(run))
+        emit_pack_norms(e, scales, self._groups * self._tokens, np.dtype(np.float16), tile + self._scales_at)
+
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
+        """A vector of codes: 4 bytes in each of 16 lanes."""
+        raise NotImplementedError
+
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         scales_at = block + self._scales_at
         scales = [self._scales(e, scales_at + 2 * self._tokens * group) for group in range(self._groups)]
@@ -120,11 +137,18 @@ class GroupedKeys(_GroupedTiles):
     """
 
     _side = "keys"
+    by_token = False
     _order = (2, 0, 3, 1, 4)
 
     @property
     def _cuts(self) -> tuple[int, ...]:
         return self._tokens // 16, 16, self._groups, 8, 4
+
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
+        row, parts = 4 * self._tokens, self._tokens // 16
+        group, part, place = number // (8 * parts), number // 8 % parts, number % 8
+        at = codes + (group * 8 + place) * (4 * row) + part * 64
+        return side_by_side([e.load(at, _I16, row * i) for i in range(4)])
 
     @property
     def query_bytes(self) -> int:
@@ -168,11 +192,17 @@ class GroupedValues(_GroupedTiles):
     """Tiles of values."""
 
     _side = "values"
+    by_token = True
     _order = (2, 0, 3, 1)
 
     @property
     def _cuts(self) -> tuple[int, ...]:
         return self._tokens // 4, 4, self._head_dim // 16, 16
+
+    def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
+        fours = self._tokens // 4
+        at = codes + number % fours * (4 * self._head_dim) + number // fours * 16
+        return side_by_side([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
 
     def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         fours, run = self._tokens // 4, self._packing.run

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.encode.load import load
+from engine.backends.native.kernels.encode.load import load, measure
 from engine.backends.native.kernels.encode.norms import write_norms
 from engine.backends.native.kernels.encode.rounding import round_all_tokens, round_skewed, write_codes
 from engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, PackedTiles, Unit
-from engine.backends.native.values import F32, POINTER, Value, vector
+from engine.backends.native.values import F32, Value, vector
+from engine.quantization.encode import LARGEST
 
 
 def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel:
@@ -32,10 +33,9 @@ def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel:
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
         addresses, damaged, dim = args
         with e.loop(begin, end) as number:
-            at = addresses + number * (8 * len(POINTERS))
-            pointers = {name: e.load(at, POINTER, 8 * place) for place, name in enumerate(POINTERS)}
-            unit = Unit(e, encoding, pointers, dim, scratch)
-            e.store(load(unit), damaged + number)
+            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, scratch)
+            e.store(load(unit, LARGEST), damaged + number)
+            measure(unit)
             if encoding.along_tokens:
                 round_skewed(unit)
             else:

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from engine.backends.native.emit import Emitter
 from engine.backends.native.float_ops import float_to_half
 from engine.backends.native.kernels.encode.unit import LANES, Unit
-from engine.backends.native.values import F32, I8, I32, Value, vector
+from engine.backends.native.values import F32, I8, I32, Value, Variable, vector
 from engine.codecs._arrays import HALF_MAX
-from engine.quantization.encode import LARGEST
 
 _F8, _F16, _I16 = vector(F32, 8), vector(F32, LANES), vector(I32, LANES)
 
 
-def load(unit: Unit) -> Value:
-    """x of the unit to `x`, centred and clipped; its RMS to `norms`. Returns a byte: whether it is not finite."""
+def load(unit: Unit, limit: float) -> Value:
+    """x of the unit to `x`, centred and clipped to ±limit. Returns a byte: whether it is not finite."""
     e, stride = unit.e, unit.dim * 4
     if unit.encoding.mean_bits:
         _centre(unit)
@@ -30,14 +29,39 @@ def load(unit: Unit) -> Value:
         if unit.encoding.mean_bits:
             mean = e.load(unit.mean + channel * 4, _F8)
             rows = [row - e.join([mean, mean]) for row in rows]
-        finite = []
-        for row in rows:
-            is_bad = (row.bits(_I16) & 0x7FFFFFFF) >= 0x7F800000
-            bad.set(e.select(is_bad, e.constant(_I16, 1), bad.get()))
-            finite.append(e.select(is_bad, e.zero(_F16), e.minimum(e.maximum(row, -LARGEST), LARGEST)))
+        clipped = [_clipped(e, row, limit, bad) for row in rows]
         target = unit.x + channel * unit.row + offset
-        for number, column in enumerate(_transposed(e, finite)):
+        for number, column in enumerate(_transposed(e, clipped)):
             e.store(column, target, number * unit.row)
+    return _any_byte(e, bad)
+
+
+def load_halves(unit: Unit, out: Value) -> Value:
+    """x of the unit → float16 rows at `out`, of D rounded up to 16. Returns a byte: whether it is not finite."""
+    e = unit.e
+    bad = e.variable(e.zero(vector(I32, 8)))
+    with e.loop(0, unit.tokens) as token, e.loop(0, unit.dim, 8) as channel:
+        value = e.load(unit.given["x"] + (token * unit.dim + channel) * 4, _F8)
+        half = float_to_half(e, _clipped(e, value, float(HALF_MAX), bad))
+        e.store(half, out + (token * ((unit.dim + 15) & -16) + channel) * 2)
+    return _any_byte(e, bad)
+
+
+def _clipped(e: Emitter, value: Value, limit: float, bad: Variable) -> Value:
+    """value within ±limit, and 0 where it is not finite; `bad` becomes 1 there."""
+    integers = vector(I32, value.lanes)
+    is_bad = (value.bits(integers) & 0x7FFFFFFF) >= 0x7F800000
+    bad.set(e.select(is_bad, e.constant(integers, 1), bad.get()))
+    return e.select(is_bad, e.zero(value.type), e.minimum(e.maximum(value, -limit), limit))
+
+
+def _any_byte(e: Emitter, lanes: Variable) -> Value:
+    return e.select(e.any(lanes.get() > 0), e.constant(I8, 1), e.constant(I8, 0))
+
+
+def measure(unit: Unit) -> None:
+    """The RMS of the vectors in `x` to `norms`, and its inverse."""
+    e = unit.e
     with unit.vectors() as offset:
         total = e.variable(e.zero(_F16))
         with e.loop(0, unit.dim) as channel:
@@ -47,7 +71,6 @@ def load(unit: Unit) -> Value:
         e.store(norm, unit.norms + offset)
         inverse = e.constant(_F16, 1.0) / norm
         e.store(e.select(norm > 0.0, inverse, e.zero(_F16)), unit.inverses + offset)
-    return e.select(e.any(bad.get() > 0), e.constant(I8, 1), e.constant(I8, 0))
 
 
 def _centre(unit: Unit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
+from engine.backends.native.kernels.nearest import Search
 from engine.backends.native.values import F32, I32, Value, vector
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
@@ -13,6 +14,7 @@ _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 def round_all_tokens(unit: Unit) -> None:
     """Round pair by pair; errors to `errors`."""
     e, width = unit.e, unit.width
+    search = unit.encoding.table(e, unit.encoding.bits)
     unit.clear(unit.errors, unit.dim * unit.row)
     at_once = unit.at_once(8 // width)
     with e.loop(0, unit.pairs) as pair:
@@ -29,16 +31,16 @@ def round_all_tokens(unit: Unit) -> None:
         with unit.vectors() as offset:
             offsets = [offset + row * unit.row for row in range(width)]
             aims = [e.load(unit.target_of_pair + at, _F16) for at in offsets]
-            points = _round(unit, aims, offset, pair)
+            points = _round(unit, search, aims, offset, pair)
             for at, point in zip(offsets, points, strict=True):
                 e.store(e.load(unit.x + here + at, _F16) - point, unit.errors + here + at)
 
 
-def _round(unit: Unit, aims: Sequence[Value], offset: Value, row: Value) -> list[Value]:
+def _round(unit: Unit, search: Search, aims: Sequence[Value], offset: Value, row: Value) -> list[Value]:
     """The points nearest to the aims, times the norm; codes are stored in a row of `codes`."""
     e = unit.e
     inverse, norm = e.load(unit.inverses + offset, _F16), e.load(unit.norms + offset, _F16)
-    found = unit.search([aim * inverse for aim in aims])
+    found = search([aim * inverse for aim in aims])
     e.store(found.codes, unit.codes + row * unit.row + offset)
     return [point * norm for point in found.points]
 
@@ -46,6 +48,7 @@ def _round(unit: Unit, aims: Sequence[Value], offset: Value, row: Value) -> list
 def round_skewed(unit: Unit) -> None:
     """Round row by row of pairs, with feedback along tokens; targets to `x`, their errors to `errors`."""
     e, width = unit.e, unit.width
+    search = unit.encoding.table(e, unit.encoding.bits)
     pad = unit.row_of_pairs + unit.row  # for what comes before the first pair, and before its first token
     nbytes = unit.encoding.rows(unit.pairs) * unit.row_of_pairs + pad
     targets, errors, target_errors = (unit.take(nbytes) + pad for _ in range(3))
@@ -63,7 +66,7 @@ def round_skewed(unit: Unit) -> None:
             own_targets = [x + total for x, total in zip(xs, from_tokens, strict=True)]
             from_pairs = _from_pairs(unit, target_errors + at, pair)
             aims = [target + total for target, total in zip(own_targets, from_pairs, strict=True)]
-            points = _round(unit, aims, offset, row)
+            points = _round(unit, search, aims, offset, row)
             lane = e.splat(pair.trunc(I32), LANES) - e.constant(_I16, tuple(range(LANES)))
             exists = (lane >= 0) & (lane < unit.pairs.trunc(I32))
             for axis, (x, target, point) in enumerate(zip(xs, own_targets, points, strict=True)):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings, Search
-from engine.backends.native.values import F32, I8, I16, Type, Value, Variable, vector
+from engine.backends.native.kernels.nearest import NearestLevels, NearestOfRings
+from engine.backends.native.values import F32, I8, I16, POINTER, Type, Value, Variable, vector
 
 LANES = 16
 _F16 = vector(F32, LANES)
@@ -80,19 +80,20 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     rows = encoding.rows(pairs) * encoding.width + encoding.width + 1
     skewed = 3 * rows if encoding.along_tokens else 0
-    return (skewed + 2 * head_dim + encoding.width + 4) * row + encoding.rows(pairs) * row + 4 * head_dim + 64
+    own = 2 * head_dim + encoding.rows(pairs) + encoding.width + 3 + head_dim // 32
+    return (skewed + own) * row + 4 * head_dim + 64
 
 
 class Unit:
     """Writes the code for one block."""
 
-    def __init__(self, e: Emitter, encoding: Encoding, given: dict[str, Value], dim: Value, scratch: Value) -> None:
-        self.e, self.encoding, self.given, self.dim = e, encoding, given, dim
+    def __init__(self, e: Emitter, encoding: Encoding, addresses: Value, dim: Value, scratch: Value) -> None:
+        self.e, self.encoding, self.dim = e, encoding, dim
+        self.given = {name: e.load(addresses, POINTER, 8 * place) for place, name in enumerate(POINTERS)}
         self.width, self.tokens = encoding.width, encoding.tokens
         self.row = 4 * self.tokens  # bytes
         self.row_of_pairs = self.width * self.row
         self.pairs = dim // self.width
-        self.search: Search = encoding.table(e, encoding.bits)
         self.scratch = scratch
         self.target_of_pair = self.take(self.row_of_pairs)
         self.norms, self.inverses = self.take(self.row), self.take(self.row)
