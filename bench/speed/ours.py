@@ -50,21 +50,26 @@ class Ours:
         return self._shape.sequence_bytes(tokens)
 
     def prompt_rate(self, ids: Sequence[int]) -> float:
-        """Tokens a second of a prompt that is computed as a whole, up to the logits of its last token."""
-        return self._usage(ids, 1, PromptOptions(cache_prompt=False)).prompt_rate
+        """Tokens a second of a prompt that is computed as a whole, until its first token is there."""
+        started = time.perf_counter()
+        (arrived,) = self._arrivals(ids, 1, PromptOptions(cache_prompt=False))
+        return len(ids) / (arrived - started)
 
     def generation_rate(self, ids: Sequence[int], following: Sequence[int]) -> float:
         """Steps a second behind `ids` and one more token; there are as many as `following` has tokens after its first.
 
         What the store holds of `ids` is not computed again. The tokens are sampled and turned into text.
         """
-        return self._usage([*ids, following[0]], len(following), PromptOptions()).generation_rate
+        first, *_, last = self._arrivals([*ids, following[0]], len(following), PromptOptions())
+        return (len(following) - 1) / (last - first)
 
-    def _usage(self, ids: Sequence[int], tokens: int, options: PromptOptions) -> Any:
-        usage = self._engine.generate(ids, replace(_GREEDY, max_tokens=tokens), options).usage
-        if usage.completion_tokens != tokens:
-            raise EngineError(f"stopped after {usage.completion_tokens} of {tokens} tokens")
-        return usage
+    def _arrivals(self, ids: Sequence[int], tokens: int, options: PromptOptions) -> list[float]:
+        """When each of `tokens` tokens arrived. Raises EngineError if there were fewer."""
+        params = replace(_GREEDY, max_tokens=tokens)
+        found = [time.perf_counter() for chunk in self._engine.stream(ids, params, options) if chunk.token_ids]
+        if len(found) != tokens:
+            raise EngineError(f"stopped after {len(found)} of {tokens} tokens")
+        return found
 
     def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
         """Tokens a second of the first `batch` of `prompts` together, over `steps` steps.

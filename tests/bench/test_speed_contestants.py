@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,9 @@ import pytest
 from bench.speed import peer
 from bench.speed.bandwidth import Memory
 from bench.speed.ours import Ours, Streams
+from engine import EngineError, PromptOptions, SamplingParams
 from engine.model.forward import Transformer
+from engine.outputs import Chunk
 from tests.bare import bare_model, read_model
 from tests.conftest import FIXTURES
 
@@ -59,6 +61,26 @@ def test_a_context_is_computed_once_and_all_runs_step_from_its_end(
     assert steps == 3 * [*range(129, 169)]
     assert ours.generation_rate(ids(192), ids(6)) > 0
     assert computed[3:] == [65], "a longer context goes on from the shorter one"
+
+
+def test_a_rate_is_of_the_time_between_tokens_as_a_program_sees_them(
+    ours: Ours, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def stream(ids: Sequence[int], params: SamplingParams, options: PromptOptions) -> Iterator[Chunk]:
+        for seconds, tokens in ((5.0, (7,)), (1.0, ()), (2.0, (8,)), (1.0, (9,)), (50.0, ())):
+            now[0] += seconds
+            yield Chunk("", tokens[: params.max_tokens])
+            if params.max_tokens == 1:
+                return
+
+    monkeypatch.setattr(ours._engine, "stream", stream)
+    monkeypatch.setattr("bench.speed.ours.time.perf_counter", lambda: now[0])
+    assert ours.generation_rate(ids(8), ids(3)) == 2 / 4
+    assert ours.prompt_rate(ids(10)) == 10 / 5
+    with pytest.raises(EngineError, match=r"^stopped after 3 of 4 tokens$"):
+        ours.generation_rate(ids(8), ids(4))
 
 
 def test_a_prompt_is_computed_as_a_whole_and_stays_for_generation(ours: Ours, computed: list[int]) -> None:
