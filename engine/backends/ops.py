@@ -199,8 +199,7 @@ class Ops(Protocol):
         norm: weight (in,) and eps of an RMS norm of x before the product: x / rms(x) * weight. residual (T, out): the
         result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
         excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned.
-        recorded: the call is inside `run_graph`. Compiled kernels round x to bytes where w is packed, and to two bytes
-        in a recorded call, which is bound by the weights' memory.
+        recorded: the call is inside `run_graph`.
         CUDA: gemv up to 4 rows, gemm_small up to 64, above that cuBLAS for f16 and bf16. A recorded call with more
         rows, or one with another weight format, takes gemm_small for 64 rows at a time.
         """

@@ -1,4 +1,4 @@
-"""Dot products of bytes, and tables of bytes: the instructions that the kernels exist for.
+"""Dot products of bytes and of 16-bit words, and tables of bytes: the instructions that the kernels exist for.
 
 LLVM does not find these by itself. Each has code for every level of CPU features, with the same results.
 """
@@ -63,6 +63,28 @@ def _dot4_generic(e: Emitter, total: Value, a: Value, signed: Value, is_signed: 
         high = (signed << (24 - shift)).ashr(24)
         total = total + low * high
     return total
+
+
+def dot2(e: Emitter, total: Value, a: Value, b: Value) -> Value:
+    """total + the products of 2 words each: int32 lanes of signed words, exact."""
+    if total.lanes == 16 and e.level.has("avx512vnni"):
+        return e.intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total, a, b)
+    if e.level.has("avxvnni") or e.level.has("avx512vnni"):
+        return e.by_parts(8, partial(_dot2_vnni256, e), total, a, b)
+    if total.lanes == 16 and e.level.has("avx512bw"):
+        return _dot2_words(e, "avx512.pmaddw.d.512", total, a, b)
+    if e.level.has("avx2"):
+        return e.by_parts(8, partial(_dot2_words, e, "avx2.pmadd.wd"), total, a, b)
+    return total + (a << 16).ashr(16) * (b << 16).ashr(16) + a.ashr(16) * b.ashr(16)
+
+
+def _dot2_vnni256(e: Emitter, total: Value, a: Value, b: Value) -> Value:
+    return e.intrinsic("llvm.x86.avx512.vpdpwssd.256", total.type, total, a, b)
+
+
+def _dot2_words(e: Emitter, name: str, total: Value, a: Value, b: Value) -> Value:
+    words = vector(I16, 2 * total.lanes)
+    return total + e.intrinsic(f"llvm.x86.{name}", total.type, a.bits(words), b.bits(words))
 
 
 _PARTS = 8  # of 16 entries that a signed byte tells apart from negative indices

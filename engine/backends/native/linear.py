@@ -107,10 +107,9 @@ class LinearOps:
         for part in w.parts:
             is_packed = part.format.unpack is not None
             if is_packed not in inputs:
-                inputs[is_packed] = self._panels(x, norm, at_once, is_packed, recorded)
+                inputs[is_packed] = self._panels(x, norm, at_once, is_packed)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
-            precise = recorded and is_packed
-            spec = Product(part.format, at_once, residual is not None, w.bias is not None, gates, precise)
+            spec = Product(part.format, at_once, residual is not None, w.bias is not None, gates)
             units = len(memory) // 2 if gates else len(memory)
             integers = columns // part.format.values, memory.shape[1], given.strides[0], y.strides[0], len(x)
             pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:]
@@ -123,18 +122,16 @@ class LinearOps:
         return out
 
     def _panels(
-        self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int, is_packed: bool, precise: bool
+        self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int, is_packed: bool
     ) -> np.ndarray:
-        """x, normed, in panels of at_once rows: as bytes for packed weights, two for each input if `precise`, else as
-        float32."""
+        """x, normed, in panels of at_once rows: as bytes for packed weights, else as float32."""
         columns = x.shape[1]
         if not is_packed and norm is None and at_once == 1 and x.flags.c_contiguous:
             return x
-        nbytes = panel_bytes(columns, at_once, precise) if is_packed else 4 * columns * at_once
+        nbytes = panel_bytes(columns, at_once) if is_packed else 4 * columns * at_once
         out = self._launch.empty((-(-len(x) // at_once), nbytes), np.uint8)
         weight, eps = norm or (0, 0.0)
-        normed = norm is not None
-        kernel = quantize_rows(normed, at_once, precise) if is_packed else interleave_rows(normed, at_once)
+        kernel = (quantize_rows if is_packed else interleave_rows)(norm is not None, at_once)
         self._launch(kernel, len(x), (x, weight, out), (columns, x.strides[0]), (eps,))
         return out
 

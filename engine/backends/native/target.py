@@ -29,7 +29,10 @@ class Level:
 
     @property
     def features(self) -> str:
-        return ",".join([*(f"+{name}" for name in self.needs), *(["-prefer-256-bit"] if self.lanes == 16 else [])])
+        """Features and preferences for LLVM: all lanes, and one instruction for a dot product rather than two."""
+        wishes = ["-prefer-256-bit"] if self.lanes == 16 else []
+        wishes += ["+fast-dpwssd"] if self.has("avx512vnni") or self.has("avxvnni") else []
+        return ",".join([*(f"+{name}" for name in self.needs), *wishes])
 
     def has(self, feature: str) -> bool:
         return feature in self.needs

@@ -1,9 +1,10 @@
 """Weight matrices in tiles of 16 rows, so that the lanes of a vector are rows and no sum runs across lanes.
 
 A tile is a run of blocks of `values` inputs. A block has its scales first, because the hardware reads ahead only where
-addresses ascend, and then its codes. A vector of codes has 64 bytes: 4 consecutive inputs, a quad, of each of the 16
-rows. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32 inputs, eight quads, a plane of b bits has b vectors; quad
-g lies in vector g % b, shifted by b · (g // b) bits.
+addresses ascend, and then its codes. A vector of codes has 64 bytes: two 16-bit words for each of the 16 rows, those
+of two consecutive inputs, a pair. Codes are cut into planes of 8, 4, 2 or 1 bits. For 32 inputs, 16 pairs, a plane of b
+bits has b vectors; pair p lies in the words of vector p % b, shifted by b · (p // b) bits. Codes of 8 bits are signed:
+they have 128 taken from them.
 
     scale        (16,) float16, or bfloat16 for scales that are powers of two
     offset       (16,) float16                  where the format has it
@@ -100,13 +101,16 @@ def pack(raw: np.ndarray, format: WeightFormat) -> np.ndarray:
 def _pack_codes(codes: np.ndarray, planes: tuple[int, ...], blocks: int) -> np.ndarray:
     """codes (rows, inputs) uint8 → the planes of each tile and block, uint8 (tiles, blocks, bytes)."""
     tiles = len(codes) // ROWS
-    # (tiles, 32s of inputs, quads, rows, inputs of a quad)
-    quads = codes.reshape(tiles, ROWS, -1, 8, 4).transpose(0, 2, 3, 1, 4)
+    if planes == (8,):
+        codes = codes ^ np.uint8(128)
+    # (tiles, 32s of inputs, pairs, rows, inputs of a pair)
+    pairs = codes.astype(np.uint16).reshape(tiles, ROWS, -1, 16, 2).transpose(0, 2, 3, 1, 4)
     parts, low = [], 0
     for bits in planes:
-        plane = quads >> np.uint8(low) & np.uint8((1 << bits) - 1)
-        by_vector = plane.reshape(*quads.shape[:2], 8 // bits, bits, ROWS, 4)
-        shifts = (bits * np.arange(8 // bits)).astype(np.uint8).reshape(-1, 1, 1, 1)
-        parts.append(np.bitwise_or.reduce(by_vector << shifts, axis=2).reshape(*quads.shape[:2], -1))
+        plane = pairs >> np.uint16(low) & np.uint16((1 << bits) - 1)
+        by_vector = plane.reshape(*pairs.shape[:2], 16 // bits, bits, ROWS, 2)
+        shifts = (bits * np.arange(16 // bits)).astype(np.uint16).reshape(-1, 1, 1, 1)
+        words = np.bitwise_or.reduce(by_vector << shifts, axis=2)
+        parts.append(np.ascontiguousarray(words).view(np.uint8).reshape(*pairs.shape[:2], -1))
         low += bits
     return np.concatenate(parts, axis=-1).reshape(tiles, blocks, -1)

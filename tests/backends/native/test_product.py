@@ -16,7 +16,6 @@ from engine.backends.native.kernels.product import Product, dequantize_rows, pro
 from engine.backends.native.target import Level
 
 every_format = pytest.mark.parametrize("name", available())
-every_precision = pytest.mark.parametrize("precise", [False, True], ids=["", "precise"])
 
 
 def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tuple[WeightFormat, np.ndarray, np.ndarray]:
@@ -31,19 +30,21 @@ def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tupl
     return format, tiles.pack(raw, format), values
 
 
-def quantized(x: np.ndarray, at_once: int, level: Level, *, precise: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x in panels of `quantize_rows`, its integers (rows, groups, 32), and their numbers (rows, groups, 4)."""
+def quantized(x: np.ndarray, at_once: int, level: Level) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4)."""
     count, columns = x.shape
-    out = np.zeros((-(-count // at_once), panel_bytes(columns, at_once, precise)), np.uint8)
-    run(quantize_rows(False, at_once, precise), level, count, (x, x, out), (columns, x.strides[0]), (0.0,))
-    sets = 2 if precise else 1
+    out = np.zeros((-(-count // at_once), panel_bytes(columns, at_once)), np.uint8)
+    run(quantize_rows(False, at_once), level, count, (x, x, out), (columns, x.strides[0]), (0.0,))
     groups = out.reshape(len(out), columns // 32, -1)
-    bytes_ = groups[..., : 32 * sets * at_once].view(np.int8).reshape(len(out), -1, sets, at_once, 32).astype(int)
-    assert (np.abs(bytes_) <= 127).all()
-    integers = (128 * bytes_[:, :, 0] + bytes_[:, :, 1] if precise else bytes_[:, :, 0]).swapaxes(1, 2)
-    floats = np.ascontiguousarray(groups[..., 32 * sets * at_once :]).view(np.float32)
+    words = (
+        np.ascontiguousarray(groups[..., : 64 * at_once])
+        .view(np.int16)
+        .reshape(len(out), -1, at_once, 32)
+        .swapaxes(1, 2)
+    )
+    floats = np.ascontiguousarray(groups[..., 64 * at_once :]).view(np.float32)
     numbers = floats.reshape(len(out), -1, at_once, 4).swapaxes(1, 2)
-    return out, integers.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, 4)[:count]
+    return out, words.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, 4)[:count]
 
 
 def interleaved(x: np.ndarray, at_once: int, level: Level) -> np.ndarray:
@@ -54,24 +55,23 @@ def interleaved(x: np.ndarray, at_once: int, level: Level) -> np.ndarray:
     return out
 
 
-def read_back(integers: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def read_back(words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """The values of rows that have been quantized, float64."""
-    return (integers * numbers[..., :1].astype(np.float64)).reshape(len(integers), -1)
+    return (words * numbers[..., :1].astype(np.float64)).reshape(len(words), -1)
 
 
 @every_level
 @pytest.mark.parametrize("at_once", [1, 2])
-@every_precision
-def test_rows_are_quantized_to_the_nearest_integer(level: Level, at_once: int, precise: bool) -> None:
+def test_rows_are_quantized_to_the_nearest_word(level: Level, at_once: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 128)).astype(np.float32)
     x[1, :32] = 0
-    _, integers, numbers = quantized(x, at_once, level, precise=precise)
-    step = np.abs(x.reshape(3, -1, 32)).max(-1) / (127 * 128 if precise else 127)
-    errors = np.abs(read_back(integers, numbers) - x).reshape(3, -1, 32)
-    assert (errors <= 0.505 * step[..., None]).all()
-    np.testing.assert_array_equal(numbers[..., 1], integers.sum(-1))
-    np.testing.assert_array_equal(numbers[..., 2:], integers.reshape(3, -1, 2, 16).sum(-1))
+    _, words, numbers = quantized(x, at_once, level)
+    step = np.abs(x.reshape(3, -1, 32)).max(-1) / 32767
+    errors = np.abs(read_back(words, numbers) - x).reshape(3, -1, 32)
+    assert (errors <= 0.51 * step[..., None]).all()
+    np.testing.assert_array_equal(numbers[..., 1], words.sum(-1, dtype=int))
+    np.testing.assert_array_equal(numbers[..., 2:], words.reshape(3, -1, 2, 16).sum(-1, dtype=int))
 
 
 @every_level
@@ -88,9 +88,8 @@ def test_rows_are_normed_and_interleaved(level: Level, columns: int) -> None:
 
 @every_level
 @every_format
-@every_precision
 @pytest.mark.parametrize("count", [1, 5])
-def test_product(name: str, level: Level, count: int, precise: bool) -> None:
+def test_product(name: str, level: Level, count: int) -> None:
     """36 outputs: the last tile has rows that do not exist."""
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
@@ -99,11 +98,11 @@ def test_product(name: str, level: Level, count: int, precise: bool) -> None:
     if format.unpack is None:
         given, exact = interleaved(x, at_once, level), x
     else:
-        given, *parts = quantized(x, at_once, level, precise=precise)
+        given, *parts = quantized(x, at_once, level)
         exact = read_back(*parts)
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
-    kernel = product(Product(format, at_once, adds=True, has_bias=True, precise=precise))
+    kernel = product(Product(format, at_once, adds=True, has_bias=True))
     integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36, 0
     run(kernel, level, len(packed), (packed, given, y, bias), integers)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
@@ -114,8 +113,8 @@ def test_product(name: str, level: Level, count: int, precise: bool) -> None:
 
 @every_level
 @every_format
-@pytest.mark.parametrize(("activation", "precise"), [("silu", False), ("gelu_tanh", True)])
-def test_gated_product(name: str, level: Level, activation: str, precise: bool) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_product(name: str, level: Level, activation: str) -> None:
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((3, 256)).astype(np.float32)
@@ -123,10 +122,10 @@ def test_gated_product(name: str, level: Level, activation: str, precise: bool) 
     if format.unpack is None:
         given, exact = interleaved(x, at_once, level), x
     else:
-        given, *parts = quantized(x, at_once, level, precise=precise)
+        given, *parts = quantized(x, at_once, level)
         exact = read_back(*parts)
     bias, y = rng.standard_normal(64).astype(np.float32), np.empty((3, 32), np.float32)
-    kernel = product(Product(format, at_once, has_bias=True, activation=activation, precise=precise))
+    kernel = product(Product(format, at_once, has_bias=True, activation=activation))
     integers = 256 // format.values, packed.shape[1], given.strides[0], y.strides[0], 3, 32, 2
     run(kernel, level, 2, (packed, given, y, bias), integers)
     both = bias + exact.astype(np.float64) @ values.T.astype(np.float64)

@@ -9,16 +9,16 @@ from functools import cache
 
 import numpy as np
 
-from engine.backends.native.byte_ops import Table, dot4, dot4_signed
+from engine.backends.native.byte_ops import Table, dot2
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.activations import GROUP, LOW_BITS, group_bytes, input_bytes
+from engine.backends.native.kernels.activations import GROUP, ROW_BYTES
 from engine.backends.native.kernels.rows import gated
 from engine.backends.native.tiles import TileLayout, layout
 from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
 from engine.weight_formats import WeightFormat
 
-_F16, _I16, _BYTES = vector(F32, 16), vector(I32, 16), vector(I8, 64)
+_F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), vector(I16, 32)
 
 
 def rows_at_once(rows: int, lanes: int, activation: str | None = None) -> int:
@@ -35,7 +35,6 @@ class Product:
     """What a kernel is specialized for. at_once: rows; adds: to y, which has values; has_bias: y starts at a bias.
 
     activation: the weights are [gate | up], each of whole tiles, and y = activation(gate) * up. It excludes `adds`.
-    precise: the panels of packed formats are.
     """
 
     format: WeightFormat
@@ -43,12 +42,11 @@ class Product:
     adds: bool = False
     has_bias: bool = False
     activation: str | None = None
-    precise: bool = False
 
     @property
     def name(self) -> str:
         options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
-        return f"product_{self.format.name}{'_precise' * self.precise}_{self.at_once}{options}"
+        return f"product_{self.format.name}_{self.at_once}{options}"
 
 
 @cache
@@ -124,14 +122,14 @@ def _packed(
     """Weights of codes and scales; x from `quantize_rows`. Returns the sums of each tile and row."""
     format, place, rows = spec.format, layout(spec.format), range(spec.at_once)
     codes = _Codes(e, format, place)
-    panel, size = x + first // spec.at_once * stride, group_bytes(spec.precise) * spec.at_once
+    panel = x + first // spec.at_once * stride
     sums = [[e.variable(e.zero(_F16)) for _ in rows] for _ in tiles]
     with e.loop(0, blocks) as block:
         starts = [tile + block * place.nbytes for tile in tiles]
         scales = [_number(e, at, place.scale, place.is_power) for at in starts]
         offsets = [None if place.offset is None else _number(e, at, place.offset, False) for at in starts]
         with e.loop(0, format.values // 32) as part:
-            inputs = panel + (block * (format.values // GROUP) + part) * size
+            inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.at_once)
             sub = part * (16 * (32 // format.group))
             for group in range(32 // format.group):
                 for at, scale, offset, totals in zip(starts, scales, offsets, sums, strict=True):
@@ -140,7 +138,7 @@ def _packed(
                     codes_at = at + part * place.part_bytes + place.codes
                     dots = _dots(e, codes, codes_at, inputs, group, spec)
                     for row, (dot, total) in enumerate(zip(dots, totals, strict=True)):
-                        numbers = input_bytes(spec.precise) * spec.at_once + 16 * row
+                        numbers = 2 * GROUP * spec.at_once + 16 * row
                         x_sum = e.broadcast(inputs, F32, 16, numbers + (4 if format.group == 32 else 8 + 4 * group))
                         value = dot.to_float()
                         if codes.zero:
@@ -153,60 +151,51 @@ def _packed(
 
 
 def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec: Product) -> list[Value]:
-    """Products of a group's codes, of 16 outputs, with the integers of each row: int32."""
-    size, at_once = spec.format.group // 4, spec.at_once
-    sets = 2 if spec.precise else 1  # of bytes: high ones, low ones
-    chains = 2 if at_once == sets == 1 else 1  # one sum alone would wait for each of its products
-    sums = [[e.zero(_I16)] * chains for _ in range(sets * at_once)]
-    for quad in range(group * size, (group + 1) * size):
-        code = codes.quad(at, quad)
-        for place, dot in enumerate(sums):
-            four = e.broadcast(inputs, I32, 16, GROUP * place + 4 * quad)
-            dot[quad % chains] = codes.dot(dot[quad % chains], code, four)
-    whole = [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
-    if not spec.precise:
-        return whole
-    return [(high << LOW_BITS) + low for high, low in zip(whole[:at_once], whole[at_once:], strict=True)]
+    """Products of a group's codes, of 16 outputs, with the words of each row: int32."""
+    size = spec.format.group // 2
+    chains = 2 if spec.at_once == 1 else 1  # one sum alone would wait for each of its products
+    sums = [[e.zero(_I16)] * chains for _ in range(spec.at_once)]
+    for pair in range(group * size, (group + 1) * size):
+        code = codes.pair(at, pair)
+        for row, dot in enumerate(sums):
+            words = e.broadcast(inputs, I32, 16, 2 * GROUP * row + 4 * pair)
+            dot[pair % chains] = dot2(e, dot[pair % chains], code, words)
+    return [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
 
 
 class _Codes:
-    """The codes of a tile, and their products with bytes.
+    """The codes of a tile, as words. zero: what is to be taken from each code after the products.
 
-    zero: what is to be taken from each code after the products. Codes of 8 bits and tables have codes, and values, from
-    0 to 255 where a level multiplies those without overflow; else from -128 to 127.
+    (Codes of 8 bits and the values of tables are signed: sums of products with 32 codes up to 255 would not be exact
+    as float32.)
     """
 
     def __init__(self, e: Emitter, format: WeightFormat, place: TileLayout) -> None:
         self._e, self._place = e, place
-        is_wide = format.bits == 8 or format.table is not None
-        self._is_signed = is_wide and not e.level.has_wide_products
-        self.zero = 0 if self._is_signed else (128 if is_wide else format.zero)
-        self._flip = format.bits == 8 and self._is_signed
-        self._table: Table | None = None
-        if format.table is not None:
-            values = format.table.astype(np.int16) + (0 if self._is_signed else 128)
-            self._table = Table(e, e.constant_bytes(values.astype(np.uint8).tobytes()), 16)
+        self._is_signed = format.bits == 8
+        self._table = None if format.table is None else Table(e, e.constant_bytes(format.table.tobytes()), 16)
+        self.zero = 0 if self._is_signed or self._table else format.zero
 
-    def quad(self, at: Value, quad: int) -> Value:
-        """4 codes of each of 16 rows, as int32 lanes; at: of the codes of 32 inputs, quad: the number of 4 of them."""
+    def pair(self, at: Value, pair: int) -> Value:
+        """2 codes of each of 16 rows, the words of int32 lanes; at: of the codes of 32 inputs, pair: the number of 2 of
+        them."""
         e, low, start, whole = self._e, 0, 0, None
+        if self._is_signed:
+            words = e.load(at, _WORDS, 64 * (pair % 8))
+            return (words.ashr(8) if pair // 8 else (words << 8).ashr(8)).bits(_I16)
         for bits in self._place.planes:
-            piece = e.load(at, _I16, start + 64 * (quad % bits))
+            piece = e.load(at, _I16, start + 64 * (pair % bits))
             start += 64 * bits
-            if bits < 8:
-                mask = ((1 << bits) - 1) * 0x01010101
-                shift = bits * (quad // bits)
-                piece = (piece >> shift if shift else piece) & mask
+            shift = bits * (pair // bits)
+            piece = (piece >> shift if shift else piece) & ((1 << bits) - 1) * 0x00010001
             piece = piece << low if low else piece
             whole = piece if whole is None else whole | piece
             low += bits
         assert whole is not None
-        if self._table is not None:
-            return self._table[whole.bits(_BYTES)].bits(_I16)
-        return whole ^ -0x7F7F7F80 if self._flip else whole
-
-    def dot(self, total: Value, codes: Value, inputs: Value) -> Value:
-        return (dot4_signed if self._is_signed else dot4)(self._e, total, codes, inputs)
+        if self._table is None:
+            return whole
+        found = self._table[whole.bits(_BYTES)].bits(_WORDS)
+        return (found << 8).ashr(8).bits(_I16)
 
 
 def _number(e: Emitter, at: Value, place: int, is_power: bool) -> Value:
@@ -270,18 +259,19 @@ def _dequantize_lane(
             codes_at = at + part * place.part_bytes + lane * 4 + place.codes
             sub_at = at + part * (16 * (32 // format.group)) + lane
             out = target + (block * format.values + part * 32) * 4
-            for quad in range(8):
-                group = quad * 4 // format.group
-                codes = _lane_quad(e, place, codes_at, quad)
+            for pair in range(16):
+                group = pair * 2 // format.group
+                codes = _lane_pair(e, place, codes_at, pair)
                 if table is None:
-                    values = codes.zext(I32).to_float() - float(format.zero)
+                    values = codes.sext(I32).to_float()
+                    values = values if place.planes == (8,) else values - float(format.zero)
                 else:
-                    found = [e.load(table + e.extract(codes, i).zext(I64) * 4, F32) for i in range(4)]
+                    found = [e.load(table + e.extract(codes, i).zext(I64) * 4, F32) for i in range(2)]
                     values = e.collect(found)
                 values = values * _times_sub_byte(e, scale, sub_at, place.sub_scale, group, signed=True)
                 if offset is not None:
                     values = values + _times_sub_byte(e, offset, sub_at, place.sub_offset, group, signed=False)
-                e.store(values * factor, out, 16 * quad)
+                e.store(values * factor, out, 8 * pair)
 
 
 def _times_sub_byte(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool) -> Value:
@@ -292,14 +282,18 @@ def _times_sub_byte(e: Emitter, factor: Value, at: Value, place: int | None, gro
     return factor * (byte.sext(I32) if signed else byte.zext(I32)).to_float()
 
 
-def _lane_quad(e: Emitter, place: TileLayout, at: Value, quad: int) -> Value:
-    """4 codes of one row: bytes; at: of the codes of 32 inputs, plus 4 times the lane."""
+def _lane_pair(e: Emitter, place: TileLayout, at: Value, pair: int) -> Value:
+    """2 codes of one row: words; at: of the codes of 32 inputs, plus 4 times the lane."""
+    words = vector(I16, 2)
+    if place.planes == (8,):
+        both = e.load(at, words, 64 * (pair % 8))
+        return both.ashr(8) if pair // 8 else (both << 8).ashr(8)
     start, low, whole = 0, 0, None
     for bits in place.planes:
-        piece = e.load(at, I32, start + 64 * (quad % bits))
+        piece = e.load(at, I32, start + 64 * (pair % bits))
         start += 64 * bits
-        piece = ((piece >> bits * (quad // bits)) & ((1 << bits) - 1) * 0x01010101) << low
+        piece = ((piece >> bits * (pair // bits)) & ((1 << bits) - 1) * 0x00010001) << low
         whole = piece if whole is None else whole | piece
         low += bits
     assert whole is not None
-    return whole.bits(vector(I8, 4))
+    return whole.bits(words)
