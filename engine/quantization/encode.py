@@ -92,13 +92,21 @@ def encode_centred(
 
 def read_back(codec: Codec, x: np.ndarray, metric: Metric | None, block_size: int, mean_bits: int = 0) -> np.ndarray:
     """x (K, S, D), S ≤ block_size → as it reads back from one encoded block, which is filled up with the mean of x."""
+    block = fill_up(x, block_size)[:, None]
+    return decode_centred(codec, *encode_centred(codec, block, metric, mean_bits))[:, 0, : x.shape[1]]
+
+
+def fill_up(x: np.ndarray, block_size: int) -> np.ndarray:
+    """x (K, S, D), S ≤ block_size → (K, block_size, D): x, and then its mean over the S tokens."""
     heads, tokens, head_dim = x.shape
     filling = np.broadcast_to(x.mean(axis=1, keepdims=True), (heads, block_size - tokens, head_dim))
-    fields, mean = encode_centred(codec, np.concatenate([x, filling], axis=1)[:, None], metric, mean_bits)
-    decoded = codec.decode(fields)[:, 0]
-    if mean:
-        decoded = decoded + read_mean(mean)
-    return decoded[:, :tokens]
+    return np.concatenate([x, filling], axis=1)
+
+
+def decode_centred(codec: Codec, fields: dict[str, np.ndarray], mean: dict[str, np.ndarray]) -> np.ndarray:
+    """What `encode_centred` returns → (K, B, N, D)."""
+    decoded = codec.decode(fields)
+    return decoded + read_mean(mean)[..., None, :] if mean else decoded
 
 
 def _by_round(x: np.ndarray, token_feedback: np.ndarray | None) -> np.ndarray:

@@ -24,6 +24,7 @@ from engine.codecs.ggml import Q4
 from engine.codecs.ring import RingTable
 from engine.codecs.turbo import TurboTable
 from engine.quantization.conditioning import mean_fields
+from engine.quantization.encode import decode_centred, fill_up
 from engine.quantization.metric import Metric
 
 
@@ -32,7 +33,6 @@ class EncodingOps:
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
-
         self._prepared: dict[int, tuple[Metric, dict[str, np.ndarray]]] = {}  # by the id of the metric
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
@@ -49,6 +49,14 @@ class EncodingOps:
                     name: np.concatenate([_by_block(own[name])[:, blocks] for own in fields]) for name in fields[0]
                 }
                 self._run(kernel, layers, sources, side, places)
+
+    def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
+        format, full = cache.format, cache.full(place)
+        with np.errstate(invalid="ignore", over="ignore"):  # kernels look for what is not finite
+            blocks = fill_up(full[0][:, :tokens], format.block_size), fill_up(full[1][:, :tokens], format.block_size)
+        for side, codec in enumerate((format.codec_k, format.codec_v)):
+            decoded = decode_centred(codec, *self._to_fields([cache], [Place(blocks, 0)], side))
+            full[side][:, :tokens] = decoded[:, 0, :tokens]
 
     def _to_fields(self, layers: Sequence[LayerCache], sources: Sequence[Place], side: int) -> tuple[Fields, Fields]:
         """As `encode_side`."""

@@ -61,8 +61,9 @@ class NativeOps:
         self.spans = attention.spans
         self.attention = attention.attention
         self.copy_full = plain.copy_full
-        self.round_trip = plain.round_trip
-        self.encode_blocks = EncodingOps(launch).encode_blocks
+        encoding = EncodingOps(launch)
+        self.round_trip = encoding.round_trip
+        self.encode_blocks = encoding.encode_blocks
         self.read_blocks = plain.read_blocks
         self.write_blocks = plain.write_blocks
         self.read_full = plain.read_full

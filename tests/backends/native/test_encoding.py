@@ -239,6 +239,26 @@ def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int) ->
         ops.encode_blocks([made], [0], slots(1))
 
 
+@pytest.mark.parametrize("name", ["ring4", "turbo3", "q4_0", "kivi4"])
+@pytest.mark.parametrize("tokens", [32, 5])
+def test_round_trip(name: str, tokens: int) -> None:
+    if codecs.get(name).rounding is None:
+        format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 8, 32, HEADS, 32)
+    else:
+        (format,) = formats(13, name, name, 32, 32, 8)
+    compiled, plain = (cache(format, 2, seed=1) for _ in range(2))
+    before = plain.full_k.copy(), plain.full_v.copy()
+    EncodingOps(launcher(levels()[-1])).round_trip(compiled, Place(None, 1), tokens)
+    NumpyOps(1).round_trip(plain, Place(None, 1), tokens)
+    for x, full, expected in zip(before, (compiled.full_k, compiled.full_v), (plain.full_k, plain.full_v), strict=True):
+        np.testing.assert_array_equal(full[0], x[0])
+        np.testing.assert_array_equal(full[1, :, tokens:], x[1, :, tokens:])
+        assert not np.array_equal(full[1, :, :tokens], x[1, :, :tokens])
+        errors = [np.square(y[1, :, :tokens] - x[1, :, :tokens]).sum() for y in (full, expected)]
+        assert errors[0] == pytest.approx(errors[1], rel=0.1)
+        assert np.isclose(full, expected, rtol=1e-5, atol=1e-5).mean() > 0.9
+
+
 def test_norms_may_be_half_precision() -> None:
     (format,) = formats(2, "ring4+norm16", "ring3.5+norm16", 64, 64, 8)
     compiled, plain = both(format, levels()[-1])

@@ -19,7 +19,7 @@ def write_norms(unit: Unit) -> None:
     with e.loop(0, unit.row, 64 * at_once) as offset:
         sources = [array + offset + 64 * number for array in (unit.x, unit.errors) for number in range(at_once)]
         _decode(unit, sources)
-        forms = [_Forms(e, tilted) for _ in range(at_once)]
+        by_vector = [_Sums(e, tilted) for _ in range(at_once)]
         with e.loop(0, unit.dim, 2) as channel:
             rows = [unit.given["matrix"] + (channel + row) * (unit.dim * 4) for row in (0, 1)]
             sums = unit.products(rows, sources, channel)
@@ -29,7 +29,7 @@ def write_norms(unit: Unit) -> None:
             means = (
                 [e.broadcast(unit.given["lean"] + channel * 4, F32, LANES, 4 * row) for row in (0, 1)] if tilted else []
             )
-            for number, form in enumerate(forms):
+            for number, own in enumerate(by_vector):
                 xs, ys = (
                     [e.load(sources[place] + channel * unit.row, _F16, row * unit.row) for row in (0, 1)]
                     for place in (number, number + at_once)
@@ -38,12 +38,12 @@ def write_norms(unit: Unit) -> None:
                 own_x[1] = e.fma(between, xs[0], own_x[1])
                 own_y[1] = e.fma(between, ys[0], own_y[1])
                 for row in (0, 1):
-                    form.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
+                    own.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
                     if tilted:
-                        form.add_mean(means[row], xs[row], ys[row])
-        for number, form in enumerate(forms):
+                        own.add_mean(means[row], xs[row], ys[row])
+        for number, own in enumerate(by_vector):
             place = offset + 64 * number
-            ratio = form.tilted(unit.dim) if tilted else form.fitted()
+            ratio = own.tilted(unit.dim) if tilted else own.fitted()
             norm = ratio * e.load(unit.norms + place, _F16)
             e.store(e.maximum(norm, 0.0), unit.norms + place)
 
@@ -57,7 +57,7 @@ def _decode(unit: Unit, sources: Sequence[Value]) -> None:
             e.store(e.load(x + channel * unit.row, _F16) - e.load(at, _F16), at)
 
 
-class _Forms:
+class _Sums:
     """Sums over channels for 16 vectors x and y, with a symmetric matrix S: x·S·xᵀ, x·S·yᵀ, y·S·yᵀ and others."""
 
     def __init__(self, e: Emitter, tilted: bool) -> None:
