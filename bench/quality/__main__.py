@@ -17,6 +17,13 @@ from typing import Any
 from bench import report
 from bench.command import TYPES_HELP, WEIGHTS_HELP, CacheType, at_least, note, run
 from bench.quality import angles, needle, plots
+from bench.quality.arithmetic import (
+    ArithmeticRow,
+    compiled_ops,
+    format_arithmetic_table,
+    measure_arithmetic,
+    one_arithmetic_line,
+)
 from bench.quality.reference import Reference
 from bench.quality.scores import SCORINGS, Quality, format_table, measure, one_line, passes, windows
 from bench.quality.types import FULL_PRECISION, all_types, chosen_types
@@ -56,6 +63,12 @@ class Options:
         metavar="TYPES",
         help="measure weight types, such as q8_0,q4_0, in the place of cache types: what converting the weights costs",
     )
+    arithmetic: bool = setting(
+        False,
+        "--arithmetic",
+        help="measure what the CPU's compiled kernels cost, beside each cache type: half of a window is a prompt, and "
+        "the rest are steps",
+    )
     needle: bool = setting(False, "--needle", help="also hide a sentence in the text and ask for it; takes minutes")
     needle_lengths: str = setting(
         "512,1024,2048,4096", "--needle-lengths", metavar="N,N", help="tokens of the prompts that hide one"
@@ -82,10 +95,15 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     of_weights = [] if options.weight_types is None else chosen_weight_types(options.weight_types)
     if of_weights and (types or options.needle or options.key_bias):
         raise FlagError("--weight-types measures weights alone; leave --types, --ablate, --needle and --key-bias out")
+    if options.arithmetic:
+        if of_weights or options.needle or options.ablate:
+            raise FlagError("--arithmetic measures cache types; leave --weight-types, --ablate and --needle out")
+        compiled_ops()
     text = _read(options.text)
     with Reference(options.weights, options.window) as reference:
         name = reference.model.name + (f" with key bias {options.key_bias:g}" if options.key_bias else "")
-        output = destination.path("weights" if of_weights else "quality", name)
+        kind = "weights" if of_weights else "arithmetic" if options.arithmetic else "quality"
+        output = destination.path(kind, name)
         _check_context("--window", options.window, reference)
         ids = reference.tokenize(text)
         cut = windows(ids, options.window, reference.model.tokenizer.bos_id)[: options.windows]
@@ -106,6 +124,9 @@ def _measure_and_report(argv: Sequence[str]) -> None:
         prompts = _prompts(options, reference, ids)
         if options.key_bias:
             reference.bias_keys(options.key_bias, cut[0])
+        if options.arithmetic:
+            _measure_arithmetic(reference, types, cut, output, argv, about)
+            return
         started = time.perf_counter()
         recording = reference.record(cut[0])
         seconds = time.perf_counter() - started
@@ -157,6 +178,35 @@ def _measure_weights(
         "all matrices.\n"
     )
     print(format_weight_table(quality, about["weights"]))
+
+
+def _measure_arithmetic(
+    reference: Reference,
+    types: Sequence[CacheType],
+    cut: Sequence[Sequence[int]],
+    output: Path,
+    argv: Sequence[str],
+    about: dict[str, Any],
+) -> None:
+    """Measures compiled kernels, writes JSON and prints the table."""
+    note(f"{len(types)} cache types on {len(cut)} windows of {len(cut[0]):,} tokens. Figures are kept in {output}")
+    kept: list[dict[str, Any]] = []
+
+    def keep(row: ArithmeticRow) -> None:
+        kept.append(asdict(row))
+        report.write(output, "quality", argv, {**about, "arithmetic": kept}, complete=False)
+        note(one_arithmetic_line(row))
+
+    rows = measure_arithmetic(reference, types, cut, keep)
+    report.write(output, "quality", argv, {**about, "arithmetic": kept})
+    note(f"Written to {output}")
+    print(
+        f"{about['model']} ({about['weights']} weights) on {about['text']}: {about['windows']} windows of up to "
+        f"{about['window']} tokens, a prompt and as many steps.\n"
+        "KL: of the distributions of float32 in full precision against those of steps with the cache type, in float32 "
+        "and with compiled kernels; and of float32 against compiled kernels, both with the cache type. Nats.\n"
+    )
+    print(format_arithmetic_table(rows))
 
 
 def _prompts(options: Options, reference: Reference, ids: Sequence[int]) -> list[needle.Prompt]:

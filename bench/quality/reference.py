@@ -14,6 +14,7 @@ from bench.quality.attention_error import Recorder, Recording
 from engine import Engine, Score, assembly
 from engine.assembly import WHOLE, Encoding
 from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import Ops
 from engine.flags import FlagError
 from engine.model.forward import Transformer
 
@@ -97,6 +98,13 @@ class Reference:
         """An engine of the same model with a cache of its own."""
         changes = (*([self._bias] if self._bias else []), *changes)
         return open_engine(str(self.model.path), *changes, encoding=encoding, **settings)
+
+    def assemble(self, ops: Ops, **settings: Any) -> assembly.Parts:
+        """The same model with a cache of its own, computed by `ops`. The caller closes it."""
+        parts = assembly.assemble(assembly.settle(str(self.model.path), None, settings), None, ops=ops)
+        if self._bias:
+            self._bias(parts.model)
+        return parts
 
     def open_exact(self, **settings: Any) -> Engine:
         """An engine of the same model that scores in full precision, as this reference does, with other settings."""
