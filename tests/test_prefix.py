@@ -232,7 +232,7 @@ def test_damaged_sequences_are_not_found_again(tiny: Engine, place: str) -> None
     kv = tiny._prefixes.match_prefix(past)
     cache, (table,) = tiny._store.cache(1), kv.tables
     if place == "quantized":
-        cache.quantized["mean.mean"][:, table.quantized] = np.nan
+        cache.mean["mean"][:, table.quantized] = np.nan
     else:
         slot = table.sink if place == "sink" else table.current
         cache.full(Place(None, slot))[1][:] = np.nan
