@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.command import CacheType
 from bench.speed import peer
-from bench.speed.child import Child, Failed
+from bench.speed.child import Child
 
 OURS = "polarlm"
 _OURS, _PEER = "bench.speed.ours", "bench.speed.peer"
@@ -87,10 +87,7 @@ class Children:
         self.failures[contestant] = reason
         self.close(lambda other, _: other == contestant)
 
-    def close(self, leaves: Any = lambda contestant, threads: True) -> None:
-        """End the processes for which leaves(contestant, threads) is true: all, unless it is given."""
-        for key in [key for key in self._children if leaves(key[0], key[1])]:
+    def close(self, leaves: Callable[[Contestant, int], bool] | None = None) -> None:
+        """End the processes for which leaves(contestant, threads) is true; all of them without `leaves`."""
+        for key in [key for key in self._children if leaves is None or leaves(key[0], key[1])]:
             self._children.pop(key).close()
-
-
-__all__ = ["OURS", "Children", "Contestant", "Failed", "Subject"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.speed import peer
-from bench.speed.contestants import OURS, Contestant
+from bench.speed.contestants import Contestant
 
 PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"
 
@@ -100,6 +100,3 @@ class Speed:
             "memory": self.memory,
             "left_out": self.left_out,
         }
-
-
-__all__ = ["BATCHES", "GENERATION", "OURS", "PROMPT", "Cell", "Row", "Speed"]
