@@ -163,23 +163,24 @@ def _by_block(array: np.ndarray) -> np.ndarray:
 
 
 def diagonals(feedback: np.ndarray, width: int) -> np.ndarray:
-    """feedback (K, D, D) → (K, P + 1, width, width, P + 2 · ROW_PAD) float32, as `Encoding` describes it."""
+    """feedback (K, D, D) → (K, P + 1, width, width, P rounded up to 16) float32, as `Encoding` describes it."""
     heads, dim, _ = feedback.shape
     pairs = dim // width
     blocks = feedback.reshape(heads, pairs, width, pairs, width)
-    out = np.zeros((heads, pairs + 1, width, width, pairs + 2 * ROW_PAD), np.float32)
+    out = np.zeros((heads, pairs + 1, width, width, -(-pairs // LANES) * LANES), np.float32)
     for lag in range(1, pairs):
-        rows = np.arange(pairs - 1, lag - 1, -1)
-        out[:, lag, :, :, ROW_PAD : ROW_PAD + len(rows)] = blocks[:, rows, :, rows - lag].transpose(1, 2, 3, 0)
+        rows = np.arange(lag, pairs)
+        out[:, lag, :, :, lag:pairs] = blocks[:, rows, :, rows - lag].transpose(1, 2, 3, 0)
     return out
 
 
 def diagonals_of_tokens(feedback: np.ndarray) -> np.ndarray:
-    """feedback (K or 1, N, 1, N) → (K or 1, N + 1, N) float32, as `Encoding` describes it."""
+    """feedback (K or 1, N, 1, N) → (K or 1, N + 1, N + 32) float32, as `Encoding` describes it."""
     size = feedback.shape[-1]
-    out = np.zeros((len(feedback), size + 1, size), np.float32)
+    out = np.zeros((len(feedback), size + 1, size + 2 * ROW_PAD), np.float32)
     for lag in range(1, size):
-        out[:, lag, lag:] = feedback[:, :, 0].diagonal(-lag, axis1=1, axis2=2)
+        diagonal = feedback[:, :, 0].diagonal(-lag, axis1=1, axis2=2)  # of tokens from `lag` on
+        out[:, lag, ROW_PAD : ROW_PAD + size - lag] = diagonal[:, ::-1]
     return out
 
 

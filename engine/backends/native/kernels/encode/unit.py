@@ -19,7 +19,7 @@ _F16 = vector(F32, LANES)
 # Addresses of a unit, int64 each: x (N, D) float32; the metric's arrays of its KV head, as `Encoding` describes them;
 # where the results are written: codes (N, P) uint8 or uint16 and norms (N,) float32, or a tile; the fields of the mean.
 POINTERS = ("x", "feedback", "matrix", "lean", "along", "codes", "norms", "tiles", "mean", "mean_scale")
-ROW_PAD = 16  # zeros before and after a diagonal of coefficients
+ROW_PAD = LANES  # zeros before and after the coefficients of a row of tokens
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Encoding:
     they are fitted, with `matrix` the metric's. along_tokens: with feedback along tokens.
     mean_bits: of the block mean that is subtracted; 0 for none.
 
-    feedback (D, D): the metric's. With feedback along tokens its diagonals: (P + 1, width, width, P + 32) float32, at
-    [k, a, b, 16 + i] the coefficient of channel b of pair j − k for channel a of pair j = P − 1 − i; and along
-    (N + 1, N): at [m, t] the coefficient of token t − m for token t. Both are 0 where there is no such pair or token.
+    feedback (D, D): the metric's. With feedback along tokens its diagonals: (P + 1, width, width, P') float32, P' = P
+    rounded up to 16, at [k, a, b, j] the coefficient of channel b of pair j − k for channel a of pair j; and along
+    (N + 1, N + 32): at [m, 16 + i] the coefficient of token t − m for token t = N − 1 − i. Both are 0 where there is no
+    such pair or token.
     """
 
     bits: int
@@ -78,10 +79,11 @@ class PackedTiles(Protocol):
 def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     """Memory that a unit works in."""
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
-    rows = encoding.rows(pairs) * encoding.width + encoding.width + 1
-    skewed = 3 * rows if encoding.along_tokens else 0
-    own = 2 * head_dim + encoding.rows(pairs) + encoding.width + 3 + head_dim // 32
-    return (skewed + own) * row + 4 * head_dim + 64
+    own = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
+    if not encoding.along_tokens:
+        return own + pairs * row
+    rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
+    return own + rows * (-(-pairs // LANES) * 4 * LANES) + 2 * (row + 8 * ROW_PAD)
 
 
 class Unit:
@@ -94,12 +96,15 @@ class Unit:
         self.row = 4 * self.tokens  # bytes
         self.row_of_pairs = self.width * self.row
         self.pairs = dim // self.width
+        self.row_of_lanes = (self.pairs * 4 + 63) & -64  # bytes of a skewed row of one channel of all pairs
         self.scratch = scratch
         self.target_of_pair = self.take(self.row_of_pairs)
         self.norms, self.inverses = self.take(self.row), self.take(self.row)
         self.x = self.take(dim * self.row)  # (D, N)
         self.errors = self.take(dim * self.row)  # (D, N)
-        self.codes = self.take(encoding.rows(self.pairs) * self.row)
+        self.codes = self.take(
+            encoding.rows(self.pairs) * self.row_of_lanes if encoding.along_tokens else self.pairs * self.row
+        )
         self.mean = self.take(dim * 4)
 
     def take(self, nbytes: int | Value) -> Value:
