@@ -80,7 +80,6 @@ class Measurement:
     def run(self) -> None:
         """Everything. A contestant that fails is left out from then on; its cells say why."""
         try:
-            self._measure_bandwidth()
             self._choose_threads()
             self._referee.show(self._expected())
             self._generate("generation, depth ≤ 64", SHORT_DEPTH, SHORT_STEPS)
@@ -98,10 +97,9 @@ class Measurement:
     # -- the machine -------------------------------------------------------------------------------------------
 
     def _measure_bandwidth(self) -> None:
-        if self._speed.device != "cpu":
-            return
-        memory = Memory()
-        for _ in range(self._plan.repeat):
+        """Add a run with each number of threads. The fastest of all runs counts, as a step cannot be faster."""
+        if self._speed.device == "cpu":
+            memory = Memory()
             for threads in self._plan.threads:
                 self._speed.bandwidth.setdefault(threads, []).append(memory.read_rate(threads))
 
@@ -142,6 +140,7 @@ class Measurement:
 
     def _generate(self, name: str, depth: int, steps: int) -> None:
         """Steps behind `depth` tokens, which every contestant computes once, in the first of its runs."""
+        self._measure_bandwidth()
         row = Row(GENERATION, name, depth)
         row.cells += [Cell(c, self._speed.chosen[c.engine]) for c in self._speed.contestants]
         expected = sum(self._generation_seconds(cell.contestant, depth, steps) for cell in row.cells)

@@ -105,9 +105,9 @@ def _about(measured: Measured) -> str:
     if threads["chosen"] and measured["device"] == "cpu":
         chosen = ", ".join(f"{_engine(engine)} {n}" for engine, n in threads["chosen"].items())
         lines.append(f"Threads: {threads['most']} for prompts; for steps {chosen}")
-    rates = [f"{max(rates) / 1e9:.1f} GB/s with {n}" for n, rates in measured["bytes_per_second"].items()]
+    rates = [f"{n}: {max(rates) / 1e9:.1f} GB/s" for n, rates in measured["bytes_per_second"].items()]
     if rates:
-        lines.append(f"Memory is read with {', '.join(rates)} threads")
+        lines.append(f"Bandwidth of the memory by threads that read: {', '.join(rates)}")
     return "\n".join(lines)
 
 
