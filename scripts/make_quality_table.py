@@ -76,6 +76,21 @@ def weights_table() -> str:
     return "\n".join([*lines, "", _source(measured, full, "with the weights as stored")])
 
 
+def arithmetic_table() -> str:
+    """KL of steps with each cache type, in float32 and with a CPU's compiled kernels."""
+    measured = newest(f"arithmetic-{DEMO}")
+    lines = ["| Keys/values | KL in float32 | KL with kernels | kernels from float32 |", "|---|---|---|---|"]
+    for row in measured["arithmetic"]:
+        figures = (f"{row[name]:.3g}" for name in ("kl_float32", "kl_compiled", "kl_between"))
+        lines.append(f"| {_label(row['type'])} | {' | '.join(figures)} |")
+    windows = f"{measured['windows']} windows of {measured['window']:,} tokens, half of each a prompt"
+    source = (
+        f"{measured['model']} ({measured['weights']}) on {measured['text']}, {windows} and half steps; measured on "
+        f"{measured['date']} with\n`{measured['command']}`."
+    )
+    return "\n".join([*lines, "", source])
+
+
 def needle_table() -> str:
     """How many needles were found, as served, by type and length of the prompt."""
     files = [newest(f"needle-{DEMO}"), newest(f"needle-{DEMO}-more")]
@@ -129,6 +144,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         "ablation": ablation_table,
         "key bias": key_bias_table,
         "weights": weights_table,
+        "arithmetic": arithmetic_table,
         "needle": needle_table,
     },
 }
