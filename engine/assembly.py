@@ -297,8 +297,10 @@ def fit_line(parts: Parts) -> str:
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
     weight_type = _weight_type(parts.config)
     converted = f" converted to {weight_type.name}" if weight_type else ""
-    on_device = ops.weight_type(weight_type.name if weight_type else model.dtype)
-    weights = f"{model.dtype} weights{converted} as {on_device}, {format_bytes(parts.model.weights.bytes)}"
+    loaded = weight_type.name if weight_type else model.dtype
+    on_device = ops.weight_type(loaded)
+    how = "" if on_device == loaded and weight_type else f" as {'stored' if on_device == loaded else on_device}"
+    weights = f"{model.dtype} weights{converted}{how}, {format_bytes(parts.model.weights.bytes)}"
     line = (
         f"{model.name}: {weights} on the {ops.name}; KV store {format_bytes(plan.bytes)}, "
         f"{sum(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "

@@ -65,6 +65,7 @@ class Launcher:
         self.level = level or best()
         self.library = library(self.level)
         self._workers = workers()
+        self.in_numpy: set[str] = set()  # names of ops that have run without a kernel
         self._recording: Recording | None = None
         self._buffers = Buffers()
 
@@ -105,12 +106,13 @@ class Launcher:
             self._workers.run(Tape([call]), self.threads)
 
     def unrecorded(self, op: Op) -> Op:
-        """`op`, which runs in NumPy, for ops of `Ops`: it raises CannotRecord in a recording."""
+        """`op`, which runs in NumPy: its name is then in `in_numpy`. It raises CannotRecord in a recording."""
 
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._recording is not None:
                 raise CannotRecord
+            self.in_numpy.add(op.__name__)
             return op(*args, **kwargs)
 
         return cast(Op, run)

@@ -50,6 +50,9 @@ class LinearOps:
     def _load(self, matrices: Sequence[StoredMatrix]) -> Matrix:
         """Matrices of one format as one; all but the last have whole tiles."""
         format, columns = matrices[0].format, matrices[0].shape[1]
+        # Compiled while this is read: the products of a step, which are nearly always needed.
+        steps = (product(Product(format, 1)), product(Product(format, 1, adds=True)))
+        self._launch.library.expect([dequantize_rows(format), *steps])
         rows, row_size = sum(matrix.shape[0] for matrix in matrices), format.size(columns)
         memory = self._arena.take(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
         step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS

@@ -17,6 +17,7 @@ from engine.backends.native.self_test import choose
 from engine.backends.numpy.cores import cores
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Result
+from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
 
 
@@ -36,7 +37,7 @@ class NativeOps:
         plain = NumpyOps(threads)
         choice = choose()
         self.note = choice.note
-        launch = Launcher(threads or cores().number, choice.level)
+        self._launch = launch = Launcher(threads or cores().number, choice.level)
 
         matrices = LinearOps(launch)
         self.matrix_bytes = matrices.matrix_bytes
@@ -74,7 +75,6 @@ class NativeOps:
         self.pack_draws = plain.pack_draws
         self.to_device = plain.to_device
         self.to_host = plain.to_host
-        self.threads = plain.threads
         self.wait = plain.wait
         self.room_beside = plain.room_beside
         self.work_bytes = plain.work_bytes
@@ -85,6 +85,13 @@ class NativeOps:
 
     def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
         return [work(i) for i in range(count)]
+
+    def threads(self) -> Threads:
+        """The number of threads, and what they run: kernels of a level, and what has run in NumPy for want of one."""
+        slow = "".join(
+            f", {name} in NumPy: no kernel for its shapes or types" for name in sorted(self._launch.in_numpy)
+        )
+        return Threads(self._launch.threads, f"kernels compiled for {self._launch.level.name}{slow}")
 
     def weight_type(self, stored: str) -> str:
         return stored

@@ -38,7 +38,7 @@ class PromptOps:
     """Attention of prompts."""
 
     def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
-        self._launch, self._plain = launch, plain
+        self._launch, self._in_numpy = launch, launch.unrecorded(plain.attention)
         self._memory = aligned(0)  # of decoded blocks
 
     def attention(
@@ -52,7 +52,7 @@ class PromptOps:
     ) -> np.ndarray:
         """In NumPy for head dims and groups without a kernel."""
         if not supports(q.shape[2], q.shape[1] // cache.format.kv_heads):
-            return self._plain.attention(q, cache, spans, scale, window, transform)
+            return self._in_numpy(q, cache, spans, scale, window, transform)
         out = np.empty(q.shape, np.float32)
         for span in spans:
             self._attend(q[span.rows], out[span.rows], cache, span, scale, window or _NO_WINDOW, transform)

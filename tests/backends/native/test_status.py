@@ -1,0 +1,58 @@
+"""What an engine with compiled kernels says of itself: its level, its threads, and what runs in NumPy instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from engine import Engine, SamplingParams, assembly
+from engine.backends.native.library import library
+from engine.backends.native.target import best
+from engine.backends.select import select
+from engine.chat import session
+
+
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
+
+
+def stepped(path: Path, cache_type: str) -> Engine:
+    engine = Engine.load(path, device="cpu", block_size=32, calibration=False, threads=2, cache_type=cache_type)
+    engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
+    return engine
+
+
+def test_it_names_level_and_threads(tiny_path: Path) -> None:
+    with stepped(tiny_path, cache_type="f16") as engine:
+        threads = engine.status().threads
+        line = session.cpu(engine)
+    assert threads is not None
+    assert threads.number == 2
+    assert best().name in threads.why
+    assert "NumPy" not in threads.why
+    assert line is not None
+    assert best().name in line
+
+
+def test_it_names_what_runs_in_numpy(tiny_path: Path) -> None:
+    with stepped(tiny_path, cache_type="kivi4") as engine:
+        threads = engine.status().threads
+    assert threads is not None
+    assert "attention in NumPy" in threads.why
+
+
+def test_weights_that_stay_packed_are_as_stored(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", block_size=16, calibration=False) as engine:
+        assert "F16 weights as stored," in engine.fit_line()
+    with Engine.load(tiny_path, device="cpu", block_size=16, calibration=False, weight_type="bf16") as engine:
+        assert "F16 weights converted to bf16," in engine.fit_line()
+
+
+def test_products_of_steps_are_compiled_while_weights_load(tiny_path: Path) -> None:
+    with Engine.load(tiny_path, device="cpu", block_size=16, calibration=False):
+        library(best()).wait()
+        assert {"product_f16_1", "product_f16_1_add"} <= set(library(best()).names)
