@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +28,11 @@ from engine.backends.native.codecs._code_table import CodeTable
 from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._norms import emit_norms, emit_pack_norms
 from engine.backends.native.codecs._packing import Packing, side_by_side
+from engine.backends.native.codecs._products import PAIR_LANES, emit_products, quantize_weights, read_codes, store_query
 from engine.backends.native.emit import Emitter
 from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
-_BIAS = 128  # that makes the table's bytes unsigned
 
 
 @dataclass(frozen=True)
@@ -124,15 +124,6 @@ class _TableTiles(ABC):
         own = places(self._cuts, self._order, self._tokens)
         emit_points(e, block, self._packing, own, self._table.points, [norms], out, scratch)
 
-    def _read(self, e: Emitter, at: Value, count: int) -> Iterator[list[Value]]:
-        """The codes of `count` vectors from the beginning of a run. Each run is loaded when it is needed, so that its
-        registers are."""
-        run = self._packing.run
-        dirty = e.level.has("avx512vbmi")  # its lookups ignore the bits above
-        for first in range(0, count, run):
-            start = at + self._packing.nbytes(first) if first else at
-            yield from self._packing.emit(e, start, min(run, count - first), dirty=dirty)
-
 
 class TableKeys(_TableTiles):
     """Tiles of keys.
@@ -168,49 +159,18 @@ class TableKeys(_TableTiles):
         return -(-(self._factor_at + 8) // 64) * 64
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
-        limit = 127.0 if e.level.has_wide_products else 64.0
         parts = [e.load(q, _F16, 4 * first) for first in range(0, self._factor_at, 16)]
-        top = largest(e, parts)
-        inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
-        lanes = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in range(4)]
-        total = e.zero(_I16)
-        for number, part in enumerate(parts):
-            integers = e.round(part * inverse)
-            total = total + integers
-            if self._table.width == 2:
-                integers = e.shuffle(integers, integers, lanes)
-            e.store(integers.trunc(I8), out, 16 * number)
-        e.store(top * (self._table.scale / limit), out, self._factor_at)
-        e.store(e.sum_lanes(total) * -_BIAS, out, self._factor_at + 4)
+        if self._table.width == 2:
+            parts = [e.shuffle(part, part, PAIR_LANES) for part in parts]
+        store_query(e, parts, self._table, out)
 
     def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
-        groups, width = self._groups, self._table.width
-        lookup = self._table.emit(e, _BIAS)
-        starts = [e.broadcast(query, I32, 16, self._factor_at + 4) for query in queries]
-        totals = [[e.variable(start) for _ in range(groups)] for start in starts]
-
-        def add(at: Value, own: Sequence[Value], count: int) -> None:
-            """The products of `count` vectors with queries from their first quad on."""
-            for number, code in enumerate(self._read(e, at, count)):
-                quad, group = divmod(number, groups)
-                for channel, found in enumerate(lookup(code)):
-                    for query, total in zip(own, totals, strict=True):
-                        factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
-                        total[group].set(dot4(e, total[group].get(), found.bits(_I16), factor))
-
-        at_once = math.lcm(self._packing.run, groups)
-        if self._vectors % at_once:
-            add(block, queries, self._vectors)
-        else:
-            with e.loop(0, self._vectors // at_once) as part:
-                offset = part * (at_once // groups * 4 * width)
-                at = block + part * self._packing.nbytes(at_once)
-                add(at, [query + offset for query in queries], at_once)
+        totals = emit_products(e, self._table, block, self._tokens, self._head_dim, [queries])
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         for query, target, total in zip(queries, out, totals, strict=True):
             factor = e.broadcast(query, F32, 16, self._factor_at)
             for group, norm in enumerate(norms):
-                e.store(total[group].get().to_float() * (norm * factor), target, 64 * group)
+                e.store(total[group].to_float() * (norm * factor), target, 64 * group)
 
 
 class TableValues(_TableTiles):
@@ -263,7 +223,7 @@ class TableValues(_TableTiles):
                     channel.set(e.zero(_I16))
 
         if along % run:
-            for number, code in enumerate(self._read(e, block, self._vectors)):
+            for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
                 add(code, weights, number % along)
                 if number % along == along - 1:
                     finish(number // along * (4 * self._lanes * width))
@@ -273,7 +233,9 @@ class TableValues(_TableTiles):
             start = block + chunk * self._packing.nbytes(along)
             with e.loop(0, along // at_once) as part:
                 own = [weight + part * (at_once * 64 // self._lanes) for weight in weights]
-                for place, code in enumerate(self._read(e, start + part * self._packing.nbytes(at_once), at_once)):
+                for place, code in enumerate(
+                    read_codes(e, self._packing, start + part * self._packing.nbytes(at_once), at_once)
+                ):
                     add(code, own, place)
             finish(chunk * (4 * self._lanes * width))
 
@@ -299,22 +261,3 @@ class TableValues(_TableTiles):
             order = [p * (i % width) + i // width for i in range(first * p, (first + 1) * p)]
             both = e.shuffle(channels[0], channels[-1], order)
             e.store(e.fma(both, factor, e.load(target, both.type, 4 * first * p)), target, 4 * first * p)
-
-
-def largest(e: Emitter, parts: Sequence[Value]) -> Value:
-    """The largest magnitude of vectors of float32."""
-    top = e.absolute(parts[0])
-    for part in parts[1:]:
-        top = e.maximum(top, e.absolute(part))
-    return e.maximum_lanes(top)
-
-
-def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:
-    """Replace the float32 weights, each times its factor ≥ 0 (16 to a vector), by bytes → the value of a step."""
-    limit = 255.0 if e.level.has_wide_products else 128.0
-    parts = [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)]
-    top = largest(e, parts)
-    inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
-    for number, part in enumerate(parts):
-        e.store(e.round(part * inverse).trunc(I8), weights, 16 * number)
-    return top * (1 / limit)

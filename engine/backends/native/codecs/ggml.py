@@ -21,7 +21,7 @@ from engine.backends.native.byte_ops import dot4, dot4_signed
 from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._norms import emit_pack_norms
 from engine.backends.native.codecs._packing import Packing, side_by_side
-from engine.backends.native.codecs._tables import largest
+from engine.backends.native.codecs._products import largest
 from engine.backends.native.emit import Emitter
 from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 from engine.codecs.ggml import Q4, Q8

@@ -1,0 +1,94 @@
+"""Products of bytes: prepared queries with the codes of keys, and weights as bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from engine.backends.native.byte_ops import dot4
+from engine.backends.native.codecs._code_table import CodeTable
+from engine.backends.native.codecs._packing import Packing
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I8, I32, Value, vector
+
+_F16, _I16 = vector(F32, 16), vector(I32, 16)
+_BIAS = 128  # that makes a table's bytes unsigned
+
+PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in range(4)]
+"""Channels of 8 pairs in the order of a prepared query."""
+
+
+def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[list[Value]]:
+    """The codes of `count` vectors from the beginning of a run. Each run is loaded when it is needed, so that its
+    registers are."""
+    dirty = e.level.has("avx512vbmi")  # its lookups ignore the bits above
+    for first in range(0, count, packing.run):
+        start = at + packing.nbytes(first) if first else at
+        yield from packing.emit(e, start, min(packing.run, count - first), dirty=dirty)
+
+
+def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value) -> None:
+    """A query, 16 channels to a vector, in the order of its prepared form → the prepared form, see `TableKeys`."""
+    limit = 127.0 if e.level.has_wide_products else 64.0
+    top = largest(e, parts)
+    inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
+    total = e.zero(_I16)
+    for number, part in enumerate(parts):
+        integers = e.round(part * inverse)
+        total = total + integers
+        e.store(integers.trunc(I8), out, 16 * number)
+    e.store(top * (table.scale / limit), out, 16 * len(parts))
+    e.store(e.sum_lanes(total) * -_BIAS, out, 16 * len(parts) + 4)
+
+
+def emit_products(
+    e: Emitter, table: CodeTable, block: Value, tokens: int, head_dim: int, prepared: Sequence[Sequence[Value]]
+) -> list[list[Value]]:
+    """The products of the keys of a tile with prepared queries: for each query, int32, 16 tokens to a vector.
+
+    prepared: the queries' forms for the first tokens, for as many after them, and so on.
+    """
+    groups, width, packing = tokens // 16, table.width, Packing(table.bits)
+    vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
+    lookup = table.emit(e, _BIAS)
+    each = groups // len(prepared)
+    starts = [[e.broadcast(query, I32, 16, factor_at + 4) for query in queries] for queries in prepared]
+    totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]
+
+    def add(at: Value, own: Sequence[Sequence[Value]], count: int) -> None:
+        """The products of `count` vectors with queries from their first quad on."""
+        for number, code in enumerate(read_codes(e, packing, at, count)):
+            quad, group = divmod(number, groups)
+            for channel, found in enumerate(lookup(code)):
+                for query, total in zip(own[group // each], totals[group], strict=True):
+                    factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
+                    total.set(dot4(e, total.get(), found.bits(_I16), factor))
+
+    at_once = math.lcm(packing.run, groups)
+    if vectors % at_once:
+        add(block, prepared, vectors)
+    else:
+        with e.loop(0, vectors // at_once) as part:
+            offset = part * (at_once // groups * 4 * width)
+            own = [[query + offset for query in queries] for queries in prepared]
+            add(block + part * packing.nbytes(at_once), own, at_once)
+    return [[total.get() for total in column] for column in zip(*totals, strict=True)]
+
+
+def largest(e: Emitter, parts: Sequence[Value]) -> Value:
+    """The largest magnitude of vectors of float32."""
+    top = e.absolute(parts[0])
+    for part in parts[1:]:
+        top = e.maximum(top, e.absolute(part))
+    return e.maximum_lanes(top)
+
+
+def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:
+    """Replace the float32 weights, each times its factor ≥ 0 (16 to a vector), by bytes → the value of a step."""
+    limit = 255.0 if e.level.has_wide_products else 128.0
+    parts = [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)]
+    top = largest(e, parts)
+    inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
+    for number, part in enumerate(parts):
+        e.store(e.round(part * inverse).trunc(I8), weights, 16 * number)
+    return top * (1 / limit)

@@ -1,0 +1,91 @@
+"""Tiles of `polarpair`: a code of a radius and an angle for each pair, and a step of radii for each pair and group of
+tokens. Keys only; without the options that count from a minimum.
+
+The table of `_tables` has the points of radii from 0 to 15, or to 3. A query is multiplied by a group's steps when its
+tokens are read, and then rounded to bytes: so its error is half a step of the largest product of channel and step.
+
+A tile: (D/8, N/16) vectors of 16 tokens x 4 codes, packed by `_packing`, then the steps, (groups, D/2) float16. A
+prepared query is its D float32, of each four pairs first all first channels, then all second ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from engine.backends.native.codecs._code_table import CodeTable
+from engine.backends.native.codecs._packing import Packing
+from engine.backends.native.codecs._products import PAIR_LANES, emit_products, store_query
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I16, Value, vector
+from engine.codecs.polarpair import COSINES, SINES, PolarPair
+
+_F16 = vector(F32, 16)
+
+
+def keys(codec: PolarPair, block_size: int, head_dim: int) -> PolarPairKeys | None:
+    if block_size % 16 or codec.minmax or (codec.group or block_size) % 16:
+        return None
+    return PolarPairKeys(codec, block_size, head_dim)
+
+
+class PolarPairKeys:
+    """Tiles of keys."""
+
+    def __init__(self, codec: PolarPair, block_size: int, head_dim: int) -> None:
+        self._codec, self._tokens, self._head_dim = codec, block_size, head_dim
+        bits = 4 + codec.radius_bits
+        radius, angle = np.divmod(np.arange(1 << bits), 16)
+        self._table = CodeTable(bits, radius[:, None] * np.stack([COSINES, SINES], -1)[angle])
+        self._packing = Packing(bits)
+        self._vectors = block_size * head_dim // 128
+        self._spans = block_size // (codec.group or block_size)  # of tokens that share steps
+        self._steps_at = self._packing.nbytes(self._vectors)
+        self._end = self._steps_at + self._spans * head_dim
+        self.name = f"polarpair_{bits}_keys_{self._spans}_{block_size}_{head_dim}"
+        self.nbytes = -(-self._end // 64) * 64
+        self.query_bytes = -(-head_dim // 16) * 64
+
+    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        codes, steps = self._codec.pair_codes(fields), fields["radius_step"]
+        lead = steps.shape[:-2]
+        pieces = codes.reshape(-1, self._tokens // 16, 16, self._head_dim // 8, 4).transpose(0, 3, 1, 2, 4)
+        tiles = np.zeros((*lead, self.nbytes), np.uint8)
+        tiles[..., : self._steps_at] = self._packing.pack(pieces.reshape(*lead, self._vectors, 64))
+        tiles[..., self._steps_at : self._end] = np.ascontiguousarray(steps).view(np.uint8).reshape(*lead, -1)
+        return tiles
+
+    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
+        lead = tiles.shape[:-1]
+        vectors = self._packing.unpack(tiles[..., : self._steps_at], self._vectors)
+        pieces = vectors.reshape(-1, self._head_dim // 8, self._tokens // 16, 16, 4).transpose(0, 2, 3, 1, 4)
+        codes = np.ascontiguousarray(pieces).reshape(*lead, self._tokens, self._head_dim // 2)
+        steps = np.ascontiguousarray(tiles[..., self._steps_at : self._end]).view(np.float16)
+        return {"codes": self._codec.code_field(codes), "radius_step": steps.reshape(*lead, self._spans, -1)}
+
+    def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
+        for first in range(0, self._head_dim, 16):
+            part = e.load(q, _F16, 4 * first)
+            e.store(e.shuffle(part, part, PAIR_LANES), out, 4 * first)
+
+    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
+        factor_at = -(-self._head_dim // 16) * 16
+        prepared = [[e.stack(factor_at + 8) for _ in queries] for _ in range(self._spans)]
+        for span, forms in enumerate(prepared):
+            steps = [self._steps(e, block, span, first) for first in range(0, self._head_dim, 16)]
+            for query, form in zip(queries, forms, strict=True):
+                parts = [e.load(query, _F16, 64 * i) * step for i, step in enumerate(steps)]
+                store_query(e, parts, self._table, form)
+        totals = emit_products(e, self._table, block, self._tokens, self._head_dim, prepared)
+        each = self._tokens // 16 // self._spans
+        for number, (total, target) in enumerate(zip(totals, out, strict=True)):
+            for group, dots in enumerate(total):
+                factor = e.broadcast(prepared[group // each][number], F32, 16, factor_at)
+                e.store(dots.to_float() * factor, target, 64 * group)
+
+    def _steps(self, e: Emitter, block: Value, span: int, first: int) -> Value:
+        """The steps of 16 channels from `first` on, in the order of a prepared query. What lies beyond D is finite."""
+        pairs = min(8, (self._head_dim - first) // 2)
+        own = e.half_to_float(e.load(block, vector(I16, pairs), self._steps_at + span * self._head_dim + first))
+        return e.shuffle(own, own, [(4 * (lane // 8) + lane % 4) % pairs for lane in range(16)])
