@@ -94,3 +94,15 @@ def test_float_to_half(level: Level) -> None:
     out = np.zeros(len(x), np.float16)
     run(halves(), level, len(x) // 16, (x, out))
     np.testing.assert_array_equal(out.view(np.int16), x.astype(np.float16).view(np.int16))
+
+
+@every_level
+def test_square_matrices_are_transposed(level: Level) -> None:
+    def emit(e: Emitter, x: Value, y: Value, begin: Value, end: Value, scratch: Value) -> None:
+        for number, column in enumerate(e.transposed([e.load(x, vector(F32, 16), 64 * i) for i in range(16)])):
+            e.store(column, y, 64 * number)
+
+    x = np.arange(256, dtype=np.float32).reshape(16, 16)
+    y = np.empty_like(x)
+    run(Kernel("transpose", emit, ("x", "y")), level, 1, (x, y))
+    np.testing.assert_array_equal(y, x.T)
