@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -116,15 +117,18 @@ def _encoding(format: CacheFormat, side: int) -> Encoding | None:
     """What encodes the keys (side 0) or values (1) of a format; None if no kernel does."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
     rounding = codec.rounding
-    if metric is None or not isinstance(rounding, (RingTable, TurboTable)) or format.block_size % LANES:
+    if not isinstance(rounding, (RingTable, TurboTable)) or format.block_size % LANES:
         return None
     encoding = Encoding(
         bits=rounding.bits,
         width=rounding.width,
         tokens=format.block_size,
-        tilted=metric.tilt_second is not None,
-        along_tokens=metric.token_feedback is not None,
+        tilted=metric is not None and metric.tilt_second is not None,
+        along_tokens=metric is not None and metric.token_feedback is not None,
         mean_bits=0 if side else format.mean_bits,
+        has_metric=metric is not None,
+        # Of `turbo`, vectors whose norm overflows have the codes next to 0.
+        largest=float(rounding.norms.largest) if metric is None and isinstance(rounding, RingTable) else math.inf,
     )
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 

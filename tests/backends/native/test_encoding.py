@@ -227,6 +227,33 @@ def test_tiles_without_a_metric_are_those_of_numpy(
         np.testing.assert_array_equal(arrays(compiled)[name].view(np.uint8), array.view(np.uint8), err_msg=name)
 
 
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.parametrize("largest", [0, 1e4, 3e38])
+def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
+    """Norms may differ in their last bit, and a code with them; those beyond the largest saturate."""
+    (metric,) = formats(14, name, name, 24, 32, 8)
+    format = replace(metric, metric_k=None, metric_v=None)
+    compiled, plain = (cache(format, 2, seed=1) for _ in range(2))
+    tiled = CacheOps(NumpyOps(1)).cache(format, 2, 2)
+    for made in compiled, plain:
+        for full in made.full_k, made.full_v:
+            full[0, :, 3] = 0
+            full[1, 1, 4] = np.linspace(-1, 1, 24) * largest
+    tiled.full_k[...], tiled.full_v[...] = plain.full_k, plain.full_v
+    for made in compiled, tiled:
+        EncodingOps(launcher(levels()[-1])).encode_blocks([made], [0, 1], slots(0, 1))
+    written = tiled.read(np.arange(2))
+    for fields, expected in (written.k, compiled.k), (written.v, compiled.v):
+        for field, array in fields.items():
+            np.testing.assert_array_equal(array, expected[field])
+    NumpyOps(1).encode_blocks([plain], [0, 1], slots(0, 1))
+    for side, (fields, expected) in enumerate([(compiled.k, plain.k), (compiled.v, plain.v)]):
+        same = np.isclose(points(compiled, side), points(plain, side), atol=1e-3)
+        assert same.mean() > 0.999
+        assert same[1, 1, 4].all()
+        np.testing.assert_allclose(fields["norm"].astype(float), expected["norm"].astype(float), rtol=2e-2)
+
+
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int) -> None:

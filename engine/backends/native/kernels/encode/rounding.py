@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from engine.backends.native.kernels.encode.unit import LANES, Unit
 from engine.backends.native.values import F32, I32, Value, vector
 
@@ -34,6 +36,22 @@ def round_all_tokens(unit: Unit) -> None:
             points = [point * norm for point in found.points]
             for at, point in zip(offsets, points, strict=True):
                 e.store(e.load(unit.x + here + at, _F16) - point, unit.errors + here + at)
+
+
+def round_alone(unit: Unit) -> None:
+    """Round without feedback, as `Codec.encode`; norms are limited to `Encoding.largest`."""
+    e = unit.e
+    search = unit.encoding.table(e, unit.encoding.bits)
+    with unit.vectors() as offset:
+        norm = e.load(unit.norms + offset, _F16)
+        if unit.encoding.largest < math.inf:
+            norm = e.minimum(norm, unit.encoding.largest)
+            e.store(norm, unit.norms + offset)
+        divisor = e.select(norm > 0.0, norm, e.constant(_F16, 1.0))
+        with e.loop(0, unit.pairs) as pair:
+            source = unit.x + pair * unit.row_of_pairs + offset
+            found = search([e.load(source, _F16, axis * unit.row) / divisor for axis in range(unit.width)])
+            e.store(found.codes, unit.codes + pair * unit.row + offset)
 
 
 def write_codes(unit: Unit, out: Value) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +30,8 @@ class Encoding:
     bits: of a code. width: values of a code, 2 for `ring`, 1 for `turbo`. tokens: N, a multiple of 16.
     tilted: norms are tilted, with `lean` (D,) the mean query, and `matrix` (D, D) the second moment of queries; else
     they are fitted, with `matrix` the metric's. along_tokens: with feedback along tokens.
-    mean_bits: of the block mean that is subtracted; 0 for none.
+    mean_bits: of the block mean that is subtracted; 0 for none. has_metric: else codes are of the nearest points, and
+    norms are the RMS, or `largest` if that is less.
 
     feedback (D, D): the metric's. With feedback along tokens its diagonals: (P + 1, width, width, P') float32, P' = P
     rounded up to 16, at [k, a, b, j] the coefficient of channel b of pair j − k for channel a of pair j; and along
@@ -43,12 +45,15 @@ class Encoding:
     tilted: bool
     along_tokens: bool
     mean_bits: int
+    has_metric: bool = True
+    largest: float = math.inf
 
     @property
     def name(self) -> str:
         table = "ring" if self.width == 2 else "turbo"
         parts = "_tilted" * self.tilted, "_along_tokens" * self.along_tokens, f"_mean{self.mean_bits}"
-        return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}"
+        alone = "" if self.has_metric else f"_alone{self.largest:.0f}"
+        return f"encode_{table}{self.bits}_{self.tokens}{''.join(parts)}{alone}"
 
     @property
     def code(self) -> Type:
