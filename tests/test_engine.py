@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import Chunk, Engine, EngineError, SamplingParams
-from engine.backends.numpy.ops import NumpyOps
 from engine.model import score
 from engine.outputs import fold
+from tests.cpu import CpuOps
 from tests.shared_data import shared
 from tests.tiny import CONTEXT, EOS, assert_idle, blocks_left, forget, make_model, runs_nothing
 
@@ -145,7 +145,7 @@ def test_padding_rows_of_the_head_are_never_sampled(tiny: Engine, monkeypatch) -
 
 
 def test_progress_grows_to_the_length_of_the_prompt(tiny: Engine, monkeypatch) -> None:
-    monkeypatch.setattr(NumpyOps, "prefill_rows", 7)
+    monkeypatch.setattr(CpuOps, "prefill_rows", 7)
     for prompt in ([*PROMPT] * 5, [*PROMPT] * 8):
         chunks = list(tiny.stream(prompt, with_max(3), progress=True))
         progress = [chunk for chunk in chunks if chunk.prompt_tokens]
@@ -325,7 +325,7 @@ def test_breaking_out_of_a_loop_closes_the_stream(tiny: Engine) -> None:
 
 
 def test_a_prefill_can_be_cancelled_in_the_middle(tiny: Engine, monkeypatch) -> None:
-    monkeypatch.setattr(NumpyOps, "prefill_rows", 4)
+    monkeypatch.setattr(CpuOps, "prefill_rows", 4)
     chunks = tiny.stream([*PROMPT] * 6, GREEDY, progress=True)
     assert next(chunks).prefilled < len(PROMPT) * 6
     chunks.close()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine import codecs
+from engine import calibration, codecs
 from engine.kv.cache_types import PRESETS
 from model_loaders import LoadError
 from scripts.make_golden import FILE, TYPES, answer, opened, scores
@@ -23,6 +24,17 @@ GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 # cache rounds the other way: so much was it with OPENBLAS_CORETYPE Prescott, Nehalem, Sandybridge and SkylakeX.
 TOLERANCE = 2e-3
 RUNS = [(model, cache_type) for model in TYPES for cache_type in TYPES[model]]
+
+
+@pytest.fixture(scope="module")
+def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("statistics")
+
+
+@pytest.fixture(autouse=True)
+def _statistics_in_float32(statistics: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that other tests have kept may come from compiled kernels, which round otherwise."""
+    monkeypatch.setattr(calibration, "cache_folder", lambda: statistics)
 
 
 def test_every_run_is_in_the_file_and_every_family_of_codecs_in_a_run() -> None:

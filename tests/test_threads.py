@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from engine import Completion, Engine, SamplingParams
-from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import fold
+from tests.cpu import CpuOps
 from tests.tiny import assert_idle, by_count, forget, runs_nothing
 
 THREADS = 6
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_the_requests_of_the_unit_and_the_stream_that_is_read(
 def test_ctrl_c_in_the_prefill_of_another_stream(shared_engine: Engine, monkeypatch, call: int) -> None:
     first, second = shared_engine.stream(*job(5), progress=True), shared_engine.stream(*job(3))
     alone = shared_engine.generate(*job(1))
-    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    monkeypatch.setattr(CpuOps, "prefill_rows", 16)
     assert next(first).prefilled
     interrupting(shared_engine, monkeypatch, call)
     with pytest.raises(KeyboardInterrupt):

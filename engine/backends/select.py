@@ -13,7 +13,7 @@ from engine.errors import EngineError, KernelError
 NO_DRIVER = "No NVIDIA driver found"
 
 
-COMPILED = False  # whether a CPU computes with compiled kernels, where it can
+COMPILED = True
 
 
 def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, str]:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from engine import Completion, Engine, PromptOptions, SamplingParams
-from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import Chunk, fold
+from tests.cpu import CpuOps
 from tests.tiny import assert_idle, blocks_left, by_count, forget, preempt, preemptions
 
 BLOCK = 8
@@ -158,7 +158,7 @@ def test_a_prefix_hit_may_be_overwritten_while_a_request_waits_for_room(engine: 
 
 
 def test_a_long_prompt_does_not_stall_running_requests(engine: Engine, monkeypatch) -> None:
-    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    monkeypatch.setattr(CpuOps, "prefill_rows", 16)
     seen = batches(engine, monkeypatch)
     short = engine.stream(*job(0, tokens=30))
     next(short)
@@ -201,11 +201,11 @@ def test_an_asynchronous_device_error_fails_the_request_that_prefills(engine: En
     running, broken = engine.stream(*job(1)), Tray()
     next(running)
 
-    def failing(self):
+    def failing():
         raise ZeroDivisionError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(NumpyOps, "wait", failing)
+        patch.setattr(engine._model.ops, "wait", failing)
         engine.submit(*job(6), into=broken)
         while not broken:
             assert engine.work()
@@ -286,7 +286,7 @@ def test_a_long_prompt_gets_its_share_of_the_time(tiny_path: Path, monkeypatch, 
 
         for name in ticks:
             timed(name)
-        monkeypatch.setattr(NumpyOps, "prefill_rows", 4)  # 25 units in each of the two layers
+        monkeypatch.setattr(CpuOps, "prefill_rows", 4)  # 25 units in each of the two layers
         begun, done = [], []
         others = [engine.stream(*job(number, 100)) for number in range(3)]
         for other in others:

@@ -15,8 +15,8 @@ import pytest
 
 from engine import Engine, EngineError, SamplingParams
 from engine.backends.numpy.cores import cores
-from engine.backends.numpy.ops import NumpyOps
 from model_loaders.templates import ChatTemplate
+from tests.cpu import CpuOps
 from tests.rendering import rendered
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -145,7 +145,6 @@ def test_a_child_forked_during_a_unit_of_work_refuses_the_engine(
     tiny_path: Path, two_cores: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     working, forked = threading.Event(), threading.Event()
-    linear = NumpyOps.linear
 
     def watched(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread().name == "worker":
@@ -159,8 +158,9 @@ def test_a_child_forked_during_a_unit_of_work_refuses_the_engine(
         engine.close()
         return raised.value.code, str(raised.value)
 
-    monkeypatch.setattr(NumpyOps, "linear", watched)
     with load(tiny_path) as engine:
+        linear = engine._model.ops.linear
+        monkeypatch.setattr(engine._model.ops, "linear", watched)
         answers: list[object] = []
         thread = threading.Thread(
             target=lambda: answers.append(engine.generate(PROMPT, GREEDY).token_ids), name="worker"
@@ -183,7 +183,7 @@ def test_a_child_refuses_an_engine_on_a_gpu(tiny_path: Path, monkeypatch: pytest
         engine.close()
         return str(raised.value)
 
-    monkeypatch.setattr(NumpyOps, "forkable", False)  # as it is of the ops on a GPU
+    monkeypatch.setattr(CpuOps, "forkable", False)  # as it is of the ops on a GPU
     with load(tiny_path) as engine:
         assert "GPU" in in_child(complaint)
         assert engine.generate(PROMPT, GREEDY).token_ids

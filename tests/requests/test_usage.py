@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine import Engine, SamplingParams, Usage
-from engine.backends.numpy.ops import NumpyOps
+from tests.cpu import CpuOps
 from tests.tiny import EOS
 
 PROMPT = list(range(5, 65))
@@ -17,8 +17,8 @@ def timed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine with a simulated clock: a unit of a prefill takes 2 s, a step 1 s, all else no time."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
-    for name, seconds in (("_layer", 2.0), ("_step", 1.0)):
+    monkeypatch.setattr(CpuOps, "prefill_rows", 16)
+    for name, seconds in (("_layer", 2.0), ("step", 1.0)):
         work = getattr(tiny._model, name)
 
         def run(*given, work=work, seconds=seconds):
