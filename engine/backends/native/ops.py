@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from engine.backends.native.linear import LinearOps
 from engine.backends.native.self_test import choose
 from engine.backends.numpy.cores import cores
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Result
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
 
@@ -73,6 +72,7 @@ class NativeOps:
         self.run_graph = Graphs(launch).run
 
         self.pack_draws = plain.pack_draws
+        self.parallel_map = plain.parallel_map  # of rows there is one part; other work, as of a calibration, is NumPy's
         self.to_device = plain.to_device
         self.to_host = plain.to_host
         self.wait = plain.wait
@@ -82,9 +82,6 @@ class NativeOps:
 
     def split_rows(self, rows: slice) -> list[slice]:
         return [rows]  # kernels use all threads by themselves
-
-    def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        return [work(i) for i in range(count)]
 
     def threads(self) -> Threads:
         """The number of threads, and what they run: kernels of a level, and what has run in NumPy for want of one."""

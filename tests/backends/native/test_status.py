@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ pytest.importorskip("llvmlite")
 
 from engine import Engine, SamplingParams, assembly
 from engine.backends.native.library import library
+from engine.backends.native.ops import NativeOps
 from engine.backends.native.target import best
+from engine.backends.numpy.cores import cores
 from engine.backends.select import select
 from engine.chat import session
 
@@ -50,6 +53,15 @@ def test_weights_that_stay_packed_are_as_stored(tiny_path: Path) -> None:
         assert "F16 weights as stored," in engine.fit_line()
     with Engine.load(tiny_path, device="cpu", block_size=16, calibration=False, weight_type="bf16") as engine:
         assert "F16 weights converted to bf16," in engine.fit_line()
+
+
+def test_work_in_numpy_takes_all_threads() -> None:
+    """One after the other, with BLAS on all threads, the statistics of a calibration take many times as long."""
+    before, meeting = cores().number, threading.Barrier(2)
+    try:
+        assert sorted(NativeOps(2).parallel_map(lambda i: meeting.wait(30), 2)) == [0, 1]
+    finally:
+        cores().use(before)
 
 
 def test_products_of_steps_are_compiled_while_weights_load(tiny_path: Path) -> None:
