@@ -88,11 +88,12 @@ _kept: list[tuple[Any, ...]] = []
 
 
 class Counted:
-    """A tape of many short entries that count their units."""
+    """A tape of entries that count their units: most are short, one in a hundred is long and taken unit by unit."""
 
     def __init__(self, seed: int, entries: int) -> None:
         rng = np.random.default_rng(seed)
         units, grains = rng.integers(0, 40, entries), rng.integers(1, 12, entries)
+        units[50::100], grains[50::100] = 3000, 1
         self.total, self.errors = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self.counts = [np.zeros(n, np.int64) for n in units]
         before = np.cumsum([0, *units])
@@ -186,7 +187,7 @@ def test_all_threads_take_part(own: Workers) -> None:
 def test_a_tape_runs_on_no_more_threads_than_it_may(own: Workers) -> None:
     """Three workers exist; a tape for two threads does not get a third one to meet."""
     until(lambda: own.start(4) == 4)
-    assert not Meeting(3, polls=3_000_000).takes_place(own, 2)
+    assert not Meeting(3, polls=100_000_000).takes_place(own, 2)
 
 
 def test_a_suspended_thread_holds_up_only_the_units_it_has_taken(own: Workers) -> None:
@@ -246,6 +247,7 @@ def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
         for number, tape in enumerate(tapes):
             calls.append(pool.submit(own.run, tape, 2))
             until(lambda number=number: field(own, run_tape._NEXT) == begun + 2 + number)
+        assert order[0] == 0
         flag[0] = 1
         for call in calls:
             call.result(PATIENCE)
