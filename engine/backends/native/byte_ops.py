@@ -12,7 +12,7 @@ from itertools import product
 from llvmlite import ir
 
 from engine.backends.native.emit import Emitter
-from engine.backends.native.values import I1, I8, I16, I64, Value, vector
+from engine.backends.native.values import I1, I8, I16, I32, I64, Value, expect, vector
 
 
 def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
@@ -20,6 +20,7 @@ def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
 
     Without VNNI on x86, pairs of products must fit an int16: unsigned bytes up to 128.
     """
+    _expect_bytes(total, unsigned, signed)
     lanes = total.lanes
     if lanes == 16 and e.level.has("avx512vnni"):
         return e.intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, unsigned, signed)
@@ -30,6 +31,14 @@ def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
     if e.level.has("avx2"):
         return e.by_parts(8, partial(_dot4_avx2, e), total, unsigned, signed)
     return _dot4_generic(e, total, unsigned, signed)
+
+
+def _expect_bytes(total: Value, a: Value, b: Value) -> None:
+    expect(
+        total.lanes > 0 and total.lanes % 8 == 0 and total.type == a.type == b.type and total.element == I32,
+        "three times int32 lanes, a multiple of 8",
+        *(total, a, b),
+    )
 
 
 def _dot4_vnni256(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
@@ -49,6 +58,7 @@ def _dot4_pairs(e: Emitter, pairs: str, quads: str, total: Value, unsigned: Valu
 
 def dot4_signed(e: Emitter, total: Value, a: Value, b: Value) -> Value:
     """total + the products of 4 bytes each: int32 lanes of signed bytes above -128, exact."""
+    _expect_bytes(total, a, b)
     if not e.level.has("avx2"):
         return _dot4_generic(e, total, a, b, is_signed=True)
     bytes_ = vector(I8, 4 * total.lanes)
@@ -115,6 +125,7 @@ class Table:
     def __getitem__(self, index: Value) -> Value:
         """index: up to 64 bytes below the number of entries, at most 256 → the bytes of the table."""
         e = self._e
+        expect(index.element == I8 and 0 < index.lanes <= 64, "up to 64 bytes", index)
         if self._is_vbmi:
             return e.by_parts(64, self._vbmi, index)
         if e.level.has("avx2"):

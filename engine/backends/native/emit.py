@@ -8,6 +8,7 @@ code for each level of CPU features and the same results on all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from engine.backends.native.values import (
     F64,
     I1,
     I8,
+    I16,
     I32,
     I64,
     POINTER,
@@ -28,8 +30,15 @@ from engine.backends.native.values import (
     Type,
     Value,
     Variable,
+    check_constant,
+    expect,
     vector,
 )
+
+# Of the polynomial q in e^r = 1 + r + r² · q(r), lowest power first: see scripts/fit_exp.py.
+EXP_COEFFICIENTS = (0.49999994, 0.166665211, 0.041668389, 0.00836871471, 0.00138146256)
+
+_OF_FLOATS = {"fma", "fmuladd", "maxnum", "minnum", "fabs", "sqrt", "floor", "ceil", "trunc", "copysign"}
 
 
 class Emitter:
@@ -47,9 +56,10 @@ class Emitter:
     # -- constants, memory ----------------------------------------------------------------------------------------
 
     def constant(self, type: Type, number: Any) -> Value:
-        """A constant; one number fills all lanes of a vector."""
+        """A constant; one number fills all lanes of a vector. Raises TypeError for one that the type does not have."""
         if isinstance(type, ir.VectorType) and not isinstance(number, (list, tuple)):
             number = [number] * type.count
+        check_constant(type, number)
         return Value(self, ir.Constant(type, list(number) if isinstance(number, tuple) else number))
 
     def like(self, number: Number, other: Value) -> Value:
@@ -68,16 +78,19 @@ class Emitter:
 
     def offset(self, pointer: Value, nbytes: Number) -> Value:
         """The pointer plus a number of bytes (int64)."""
-        step = nbytes if isinstance(nbytes, Value) else self.i64(int(nbytes))
+        step = nbytes if isinstance(nbytes, Value) else self.i64(nbytes)  # type: ignore[arg-type]
+        expect(pointer.type == POINTER and step.type == I64, "a pointer and an int64", pointer, step)
         return Value(self, self.builder.gep(pointer.ir, [step.ir], source_etype=I8))
 
     def load(self, pointer: Value, type: Type, offset: int = 0, align: int = 1) -> Value:
         """The value at `pointer` + `offset` bytes."""
+        expect(pointer.type == POINTER, "a pointer", pointer)
         load = self.builder.load(self.offset(pointer, offset).ir if offset else pointer.ir, typ=type)
         load.align = align
         return Value(self, load)
 
     def store(self, value: Value, pointer: Value, offset: int = 0, align: int = 1) -> None:
+        expect(pointer.type == POINTER, "a pointer", pointer)
         store = self.builder.store(value.ir, self.offset(pointer, offset).ir if offset else pointer.ir)
         store.align = align
 
@@ -88,15 +101,14 @@ class Emitter:
         constant = ir.GlobalVariable(module, kind, module.get_unique_name("bytes"))
         constant.linkage, constant.global_constant, constant.align = "internal", True, 64
         constant.initializer = ir.Constant(kind, bytearray(content))
-        return Value(self, self.builder.gep(constant, [ir.Constant(I64, 0)], source_etype=I8))
+        return self._untyped(constant)
 
     def stack(self, nbytes: int) -> Value:
         """Pointer to memory of the running function, aligned to 64: a few KiB at most."""
         with self.builder.goto_entry_block():
             memory = self.builder.alloca(ir.ArrayType(I8, nbytes))
             memory.align = 64
-            # Through an integer, because llvmlite takes a pointer from `alloca` as one to values of that type only.
-            return Value(self, self.builder.inttoptr(self.builder.ptrtoint(memory, I64), POINTER))
+            return self._untyped(memory)
 
     def prefetch(self, pointer: Value, nbytes: int) -> None:
         """Start to load bytes into the core's cache; lines of 64 bytes."""
@@ -106,27 +118,37 @@ class Emitter:
             options = (self.constant(I32, number) for number in (0, 3, 1))  # to be read, often, data
             self.intrinsic(function, None, at, *options)
 
+    def _untyped(self, pointer: Any) -> Value:
+        """llvmlite would take the pointer as one to values of the type that it was made for only."""
+        return Value(self, self.builder.inttoptr(self.builder.ptrtoint(pointer, I64), POINTER))
+
     def load_atomic(self, pointer: Value) -> Value:
         """The int64 at `pointer`, and all that was written before it was (sequentially consistent)."""
+        expect(pointer.type == POINTER, "a pointer", pointer)
         return Value(self, self.builder.load_atomic(pointer.ir, "seq_cst", 8, typ=I64))
 
     def store_atomic(self, number: Value, pointer: Value) -> None:
         """Stores an int64, after all that this thread has written (sequentially consistent)."""
+        expect(pointer.type == POINTER and number.type == I64, "a pointer and an int64", pointer, number)
         # llvmlite wants to know the type of what the pointer points to.
         typed = self.builder.inttoptr(self.builder.ptrtoint(pointer.ir, I64), I64.as_pointer())
         self.builder.store_atomic(number.ir, typed, "seq_cst", 8)
 
     def add_atomic(self, pointer: Value, number: Value) -> None:
         """Adds to the int64 at `pointer`, after all that this thread has written (sequentially consistent)."""
+        expect(pointer.type == POINTER and number.type == I64, "a pointer and an int64", pointer, number)
         self.builder.atomic_rmw("add", pointer.ir, number.ir, "seq_cst")
 
     def exchange_if(self, pointer: Value, expected: Value, number: Value) -> Value:
         """Replaces the int64 at `pointer` if it is as expected → whether it was."""
+        right = pointer.type == POINTER and expected.type == number.type == I64
+        expect(right, "a pointer and two int64", pointer, expected, number)
         result = self.builder.cmpxchg(pointer.ir, expected.ir, number.ir, "seq_cst", "seq_cst")
         return Value(self, self.builder.extract_value(result, 1))
 
     def call(self, function: Value, *arguments: Value) -> None:
         """Calls the function at a pointer, which returns nothing."""
+        expect(function.type == POINTER, "a pointer", function)
         kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
         # llvmlite wants to know the type of what a called pointer points to.
         typed = self.builder.inttoptr(self.builder.ptrtoint(function.ir, I64), kind.as_pointer())
@@ -134,6 +156,7 @@ class Emitter:
 
     def splat(self, scalar: Value, lanes: int) -> Value:
         """A scalar in all lanes."""
+        expect(not scalar.lanes, "a scalar", scalar)
         empty = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
         first = self.builder.insert_element(empty, scalar.ir, ir.Constant(I32, 0))
         return Value(self, self.builder.shuffle_vector(first, empty, self._mask([0] * lanes)))
@@ -144,10 +167,13 @@ class Emitter:
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """Lanes of a, numbered from 0, and of b, numbered after them."""
+        expect(a.lanes > 0 and a.type == b.type, "two vectors of one type", a, b)
+        expect(all(0 <= lane < 2 * a.lanes for lane in lanes), f"lanes that exist, not {list(lanes)}", a, b)
         return Value(self, self.builder.shuffle_vector(a.ir, b.ir, self._mask(lanes)))
 
     def part(self, a: Value, first: int, count: int) -> Value:
         """Consecutive lanes of a vector."""
+        expect(0 <= first < first + count <= a.lanes, f"{count} lanes from lane {first}", a)
         return a if count == a.lanes else self.shuffle(a, a, range(first, first + count))
 
     def join(self, parts: Sequence[Value]) -> Value:
@@ -166,6 +192,7 @@ class Emitter:
         return Value(self, whole)
 
     def extract(self, a: Value, lane: int) -> Value:
+        expect(0 <= lane < a.lanes, f"a lane {lane}", a)
         return Value(self, self.builder.extract_element(a.ir, ir.Constant(I32, lane)))
 
     def transposed(self, rows: Sequence[Value]) -> list[Value]:
@@ -193,7 +220,8 @@ class Emitter:
     @contextmanager
     def loop(self, begin: Number, end: Number, step: int = 1) -> Iterator[Value]:
         """The body runs with begin, begin + step, … while that is below `end` (int64)."""
-        first, last = (n if isinstance(n, Value) else self.i64(int(n)) for n in (begin, end))
+        first, last = (n if isinstance(n, Value) else self.constant(I64, n) for n in (begin, end))
+        expect(first.type == last.type == I64, "two int64", first, last)
         before = self.builder.block
         head, body, after = (self.function.append_basic_block(name) for name in ("loop", "body", "after"))
         self.builder.branch(head)
@@ -210,6 +238,7 @@ class Emitter:
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
         """The body runs if the condition (one bit) holds."""
+        expect(condition.type == I1, "one bit", condition)
         with self.builder.if_then(condition.ir):
             yield
 
@@ -221,6 +250,7 @@ class Emitter:
         self.builder.position_at_end(body)
         condition: list[Value] = []
         yield condition
+        expect(len(condition) == 1 and condition[0].type == I1, "one condition of one bit", *condition)
         self.builder.cbranch(condition[0].ir, body, after)
         self.builder.position_at_end(after)
 
@@ -240,7 +270,9 @@ class Emitter:
 
     def same(self, name: str, first: Value, *others: Number) -> Value:
         """An intrinsic whose arguments and result have one type."""
+        expect(first.is_float == (name in _OF_FLOATS), f"a type that {name} is for", first)
         rest = [other if isinstance(other, Value) and other.type == I1 else self.like(other, first) for other in others]
+        expect(all(other.type in (first.type, I1) for other in rest), "one type", first, *rest)
         return self.intrinsic(f"llvm.{name}.{self.suffix(first)}", first.type, first, *rest)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
@@ -273,6 +305,14 @@ class Emitter:
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         """a where the condition holds, else b, by lane."""
+        bits = I1 if condition.type == I1 else vector(I1, a.lanes) if a.lanes else None
+        expect(
+            a.type == b.type and condition.type == bits,
+            "a bit for each lane and two values of one type",
+            condition,
+            a,
+            b,
+        )
         return Value(self, self.builder.select(condition.ir, a.ir, b.ir))
 
     def any(self, a: Value) -> Value:
@@ -282,6 +322,7 @@ class Emitter:
 
     def round(self, a: Value) -> Value:
         """float32 of magnitude up to 2²² → the nearest int32, ties to even."""
+        expect(a.element == F32, "float32", a)
         magic = self.like(12582912.0, a)  # 1.5 · 2²³: its last bit is worth 1
         integers = vector(I32, a.lanes) if a.lanes else I32
         return (a + magic).bits(integers) - 0x4B400000
@@ -301,6 +342,7 @@ class Emitter:
 
     def half_to_float(self, bits: Value) -> Value:
         """Finite float16, as int16 → float32."""
+        expect(bits.element == I16, "int16", bits)
         lanes = bits.lanes
         if self.level.has("f16c"):
             half = bits.bits(vector(F16, lanes) if lanes else F16)
@@ -311,22 +353,25 @@ class Emitter:
         return (magnitude.bits(wide.type) | sign).bits(magnitude.type)
 
     def exp(self, x: Value) -> Value:
-        """e^x of float32 x ≤ 88, with a relative error under 2e-7; 0 below −87.3, where it would not be normal.
+        """e^x of float32, with a relative error under 1.5e-7; 0 below -86.9, and NaN of NaN.
 
-        2^n · e^r with |r| ≤ ln 2 / 2, and the polynomial of least squares error for e^r.
+        2^n · e^r with |r| ≤ ln 2 / 2. Twice e^r is computed, so that the other factor is finite for every finite
+        result, and its exponent bits are 0 where the result is.
         """
-        is_normal = x > -87.3
-        x = self.maximum(x, -87.3)
+        expect(x.element == F32, "float32", x)
+        low, high = self.like(-87.5, x), self.like(89.0, x)
+        x = self.select(x < low, low, x)  # unlike `maximum`, keeps NaN
+        x = self.select(x > high, high, x)
         whole = self.round(x * 1.4426950408889634)
         n = whole.to_float()
+        # ln 2 in two parts: n times the first is exact.
         r = self.fma(n, self.like(-0.693359375, x), x)
-        r = self.fma(n, self.like(2.12194440e-4, x), r)
-        y = self.like(1.9875691500e-4, x)
-        for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
+        r = self.fma(n, self.like(0.693359375 - math.log(2), x), r)
+        y = self.like(EXP_COEFFICIENTS[-1], x)
+        for coefficient in EXP_COEFFICIENTS[-2::-1]:
             y = self.fma(y, r, self.like(coefficient, x))
-        y = self.fma(y, r * r, r) + 1.0
-        scale = ((whole + 127) << 23).bits(x.type)
-        return self.select(is_normal, y * scale, self.zero(x.type))
+        y = self.fma(self.fma(y, r * r, r), self.like(2.0, x), self.like(2.0, x))
+        return y * ((whole + 126) << 23).bits(x.type)
 
     def by_parts(self, lanes: int, operation: Callable[..., Value], *operands: Value) -> Value:
         """`operation` on parts of `lanes` lanes each, joined."""

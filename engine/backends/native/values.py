@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numpy as np
 from llvmlite import ir
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -17,6 +18,31 @@ Number: TypeAlias = "Value | int | float"
 def vector(element: Type, lanes: int) -> Type:
     """The type of a vector."""
     return ir.VectorType(element, lanes)
+
+
+def expect(holds: bool, what: str, *values: Value) -> None:
+    """Raises TypeError if values are not what an operation takes."""
+    if not holds:
+        raise TypeError(f"{what} expected, given {', '.join(str(value.type) for value in values)}")
+
+
+def check_constant(type: Type, number: Any) -> None:
+    """Raises TypeError if the type does not have the number, or the numbers of its lanes."""
+    numbers = number if isinstance(number, (list, tuple)) else [number]
+    lanes, element = (type.count, type.element) if isinstance(type, ir.VectorType) else (1, type)
+    if isinstance(element, ir.IntType):
+        low, high = -(1 << (element.width - 1)), 1 << element.width
+        fits = all(isinstance(n, (int, np.integer)) and low <= n < high for n in numbers)
+    else:
+        fits = all(isinstance(n, (float, int, np.floating)) for n in numbers)
+    if not fits or len(numbers) != lanes:
+        raise TypeError(f"{type} has no constant {number}")
+
+
+def _size(type: Type) -> int:
+    """Bits of a scalar or vector."""
+    lanes, element = (type.count, type.element) if isinstance(type, ir.VectorType) else (1, type)
+    return lanes * (element.width if isinstance(element, ir.IntType) else {F16: 16, F32: 32}.get(element, 64))
 
 
 class Value:
@@ -45,10 +71,11 @@ class Value:
     def is_float(self) -> bool:
         return isinstance(self.element, (ir.HalfType, ir.FloatType, ir.DoubleType))
 
-    def _binary(self, other: Number, integer: str, floating: str | None) -> Value:
+    def _binary(self, other: Number, integer: str | None, floating: str | None) -> Value:
         name = floating if self.is_float else integer
-        assert name is not None, "no such operation on floats"
         right = self.emitter.like(other, self)
+        expect(name is not None and self.type == right.type, "two numbers of one type that have it", self, right)
+        assert name is not None
         return Value(self.emitter, getattr(self.emitter.builder, name)(self.ir, right.ir))
 
     def __add__(self, other: Number) -> Value:
@@ -63,7 +90,7 @@ class Value:
         return self._binary(other, "mul", "fmul")
 
     def __truediv__(self, other: Number) -> Value:
-        return self._binary(other, "", "fdiv")
+        return self._binary(other, None, "fdiv")
 
     def __floordiv__(self, other: Number) -> Value:
         """Of unsigned integers."""
@@ -82,21 +109,30 @@ class Value:
     def __xor__(self, other: Number) -> Value:
         return self._binary(other, "xor", None)
 
+    def _shifted(self, name: str, other: Number) -> Value:
+        size = _size(self.element)
+        expect(isinstance(other, Value) or 0 <= other < size, f"a number that can be shifted by {other}", self)
+        return self._binary(other, name, None)
+
     def __lshift__(self, other: Number) -> Value:
-        return self._binary(other, "shl", None)
+        return self._shifted("shl", other)
 
     def __rshift__(self, other: Number) -> Value:
-        return self._binary(other, "lshr", None)
+        return self._shifted("lshr", other)
 
     def __invert__(self) -> Value:
         """All bits of integers flipped."""
+        expect(isinstance(self.element, ir.IntType), "integers", self)
         return Value(self.emitter, self.emitter.builder.not_(self.ir))
 
     def __neg__(self) -> Value:
+        if self.is_float:
+            return Value(self.emitter, self.emitter.builder.fneg(self.ir))
         return self.emitter.like(0, self) - self
 
     def _compare(self, sign: str, other: Number) -> Value:
         right, builder = self.emitter.like(other, self), self.emitter.builder
+        expect(self.type == right.type, "two numbers of one type", self, right)
         compare = builder.fcmp_ordered if self.is_float else builder.icmp_signed
         return Value(self.emitter, compare(sign, self.ir, right.ir))
 
@@ -117,6 +153,10 @@ class Value:
         return self._compare("==", other)
 
     def _converted(self, element: Type, name: str) -> Value:
+        is_integer, floats = isinstance(self.element, ir.IntType), name == "fptosi"
+        expect(is_integer != floats and (is_integer or self.is_float), "integers" if not floats else "floats", self)
+        wider = {"sext": 1, "zext": 1, "trunc": -1}.get(name, 0) * (_size(element) - _size(self.element))
+        expect(wider >= 0, f"a type that {name} makes {element}", self)
         target = vector(element, self.lanes) if self.lanes else element
         if target == self.type:
             return self
@@ -144,10 +184,11 @@ class Value:
 
     def ashr(self, other: Number) -> Value:
         """Shifted to the right, with the sign."""
-        return self._binary(other, "ashr", None)
+        return self._shifted("ashr", other)
 
     def bits(self, target: Type) -> Value:
         """The same bits as another type of the same size."""
+        expect(_size(target) == _size(self.type), f"as many bits as in {target}", self)
         return self if target == self.type else Value(self.emitter, self.emitter.builder.bitcast(self.ir, target))
 
 
@@ -164,7 +205,7 @@ class Variable:
         return Value(self._emitter, self._emitter.builder.load(self._slot, typ=self._type))
 
     def set(self, value: Value) -> None:
-        assert value.type == self._type, (value.type, self._type)
+        expect(value.type == self._type, str(self._type), value)
         self._emitter.builder.store(value.ir, self._slot)
 
     def add(self, value: Number) -> None:

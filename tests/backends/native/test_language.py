@@ -1,0 +1,468 @@
+"""The kernel language at every level of CPU features, against NumPy."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from llvmlite import ir
+
+from scripts import fit_exp
+from tests.backends.native.levels import every_level, loaded, run
+
+from engine.backends.native.byte_ops import Table, dot4, dot4_signed  # isort: skip
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import EXP_COEFFICIENTS, Emitter
+from engine.backends.native.target import LEVELS, Level
+from engine.backends.native.values import F16, F32, F64, I1, I8, I16, I32, I64, POINTER, Type, Value, vector
+
+TYPES: dict[Any, Type] = {
+    np.dtype(name): kind
+    for name, kind in {"i1": I8, "u1": I8, "i2": I16, "i4": I32, "u4": I32, "i8": I64, "f4": F32, "f8": F64}.items()
+}
+
+
+def over_vectors(
+    level: Level,
+    name: str,
+    body: Callable[..., Value],
+    *inputs: np.ndarray,
+    result: str = "f4",
+    lanes: int = 16,
+) -> np.ndarray:
+    """body(e, vectors of `lanes` numbers of each input) over all of the inputs. name: of the kernel."""
+    out = np.zeros(inputs[0].shape, result)
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        *sources, target = args
+        with e.loop(begin, end) as unit:
+            given = [
+                e.load(source + unit * (lanes * x.itemsize), vector(TYPES[x.dtype], lanes))
+                for source, x in zip(sources, inputs, strict=True)
+            ]
+            e.store(body(e, *given), target + unit * (lanes * out.itemsize))
+
+    pointers = tuple(f"input_{number}" for number in range(len(inputs)))
+    assert out.size % lanes == 0
+    run(Kernel(f"test_{name}", emit, (*pointers, "out")), level, out.size // lanes, (*inputs, out))
+    return out
+
+
+def scalars(level: Level, name: str, body: Callable[..., Sequence[Value]], *numbers: int) -> list[int]:
+    """body(e, int64 for each number, scratch) → the int64 that it returns."""
+    out = np.zeros(32, np.int64)
+    counts: list[int] = []
+
+    def emit(e: Emitter, target: Value, *given: Value, begin: Value, end: Value, scratch: Value) -> None:
+        results = body(e, *given, scratch)
+        counts.append(len(results))
+        for place, value in enumerate(results):
+            e.store(value, target, 8 * place)
+
+    names = tuple(f"number_{place}" for place in range(len(numbers)))
+    kernel = Kernel(f"test_{name}", emit, ("out",), names)
+    run(kernel, level, 1, (out,), numbers)
+    return out.tolist()
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+INTEGERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    "add": (operator.add, operator.add),
+    "sub": (operator.sub, operator.sub),
+    "mul": (operator.mul, operator.mul),
+    "and": (operator.and_, operator.and_),
+    "or": (operator.or_, operator.or_),
+    "xor": (operator.xor, operator.xor),
+    "div": (operator.floordiv, lambda a, b: (a.view("u4") // b.view("u4")).view("i4")),
+    "mod": (operator.mod, lambda a, b: (a.view("u4") % b.view("u4")).view("i4")),
+    "left": (lambda a, b: a << (b & 31), lambda a, b: a << (b & 31)),
+    "right": (lambda a, b: a >> (b & 31), lambda a, b: (a.view("u4") >> (b & 31).view("u4")).view("i4")),
+    "ashr": (lambda a, b: a.ashr(b & 31), lambda a, b: a >> (b & 31)),
+    "neg": (lambda a, b: -a, lambda a, b: -a),
+    "not": (lambda a, b: ~a, lambda a, b: ~a),
+    "constant": (lambda a, b: a * 3 - 0x7FFFFFFF, lambda a, b: a * np.int32(3) - np.int32(0x7FFFFFFF)),
+}
+
+
+@every_level
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers(name: str, level: Level) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-(2**31), 2**31, (2, 160), np.int32)
+    a[:16:3], b[:16] = -(2**31), rng.integers(1, 9, 16)
+    kernel, reference = INTEGERS[name]
+    with np.errstate(over="ignore"):
+        want = reference(a, b)
+    found = over_vectors(level, f"int_{name}", lambda e, a, b: kernel(a, b), a, b, result="i4")
+    np.testing.assert_array_equal(found, want)
+
+
+FLOATS: dict[str, tuple[Callable[..., Value], Callable[[Any, Any], Any]]] = {
+    "add": (lambda e, a, b: a + b, operator.add),
+    "sub": (lambda e, a, b: a - b, operator.sub),
+    "mul": (lambda e, a, b: a * b, operator.mul),
+    "div": (lambda e, a, b: a / b, operator.truediv),
+    "neg": (lambda e, a, b: -a, lambda a, b: -a),
+    "constant": (lambda e, a, b: a * 0.1 + 2, lambda a, b: a * np.float32(0.1) + 2),
+    "maximum": (lambda e, a, b: e.maximum(a, b), np.fmax),
+    "minimum": (lambda e, a, b: e.minimum(a, b), np.fmin),
+    "absolute": (lambda e, a, b: e.absolute(a), lambda a, b: abs(a)),
+    "sqrt": (lambda e, a, b: e.sqrt(e.absolute(a)), lambda a, b: np.sqrt(abs(a))),
+    "select": (lambda e, a, b: e.select(a < b, a, b), lambda a, b: np.where(a < b, a, b)),
+    "ordered": (lambda e, a, b: e.select(a >= b, a, -a), lambda a, b: np.where(a >= b, a, -a)),
+}
+
+
+@every_level
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats(name: str, level: Level) -> None:
+    rng = np.random.default_rng(1)
+    a, b = rng.standard_normal((2, 160)).astype(np.float32)
+    a[:8], b[:8] = 0, [0, -0.0, 1, np.inf, -np.inf, np.nan, 3, -3]
+    a[8:16], b[8:16] = [np.inf, -np.inf, np.nan, 1, np.nan, 1e38, -1e38, 1e-40], [1, 1, 1, np.nan, np.nan, 1e38, 9, 1]
+    kernel, reference = FLOATS[name]
+    with np.errstate(all="ignore"):
+        want = reference(a, b)
+    found = over_vectors(level, f"float_{name}", kernel, a, b)
+    same = (found == want) | (np.isnan(found) & np.isnan(want))
+    if name not in {"maximum", "minimum"}:  # which do not tell zeros apart
+        same &= (np.signbit(found) == np.signbit(want)) | np.isnan(want)
+    assert same.all(), (a[~same], b[~same], found[~same], want[~same])
+
+
+@every_level
+def test_integer_minima_and_maxima_are_signed(level: Level) -> None:
+    a, b = np.random.default_rng(2).integers(-(2**31), 2**31, (2, 64), np.int32)
+    least = over_vectors(level, "least", lambda e, a, b: e.least(a, b), a, b, result="i4")
+    most = over_vectors(level, "most", lambda e, a, b: e.most(a, b), a, b, result="i4")
+    np.testing.assert_array_equal(least, np.minimum(a, b))
+    np.testing.assert_array_equal(most, np.maximum(a, b))
+
+
+@every_level
+def test_comparisons_of_integers_are_signed(level: Level) -> None:
+    a, b = np.random.default_rng(3).integers(-3, 4, (2, 64), np.int32)
+    for name in ("lt", "le", "gt", "ge"):
+        compare = getattr(operator, name)
+
+        def bit(e: Emitter, a: Value, b: Value, compare: Callable[[Any, Any], Any] = compare) -> Value:
+            return compare(a, b).zext(I32)
+
+        np.testing.assert_array_equal(over_vectors(level, name, bit, a, b, result="i4"), compare(a, b))
+    equal = over_vectors(level, "eq", lambda e, a, b: a.equals(b).zext(I32), a, b, result="i4")
+    np.testing.assert_array_equal(equal, a == b)
+
+
+@every_level
+def test_fma_adds_the_exact_product_where_the_level_has_it(level: Level) -> None:
+    a = np.full(16, 1 + 2.0**-12, np.float32)
+    found = over_vectors(level, "fma", lambda e, a: e.fma(a, a, e.like(-1.0, a)), a)
+    exact, rounded = 2.0**-11 + 2.0**-24, 2.0**-11
+    assert (found == (exact if level.has("fma") else rounded)).all()
+
+
+# -- conversions ---------------------------------------------------------------------------------------------------
+
+
+@every_level
+def test_conversions(level: Level) -> None:
+    words = np.random.default_rng(4).integers(-(2**31), 2**31, 64, np.int32)
+    bytes_, floats = words.astype(np.int8), words.astype(np.float32) / np.float32(7)
+    cases: list[tuple[str, Callable[..., Value], np.ndarray, str, np.ndarray]] = [
+        ("sext", lambda e, x: x.sext(I32), bytes_, "i4", bytes_.astype(np.int32)),
+        ("zext", lambda e, x: x.zext(I32), bytes_, "i4", bytes_.view(np.uint8).astype(np.int32)),
+        ("trunc", lambda e, x: x.trunc(I8), words, "i1", bytes_),
+        ("to_float", lambda e, x: x.to_float(), words, "f4", words.astype(np.float32)),
+        ("same_width", lambda e, x: x.sext(I32), words, "i4", words),
+        ("to_int", lambda e, x: x.to_int(), floats, "i4", floats.astype(np.int32)),
+        ("bits", lambda e, x: x.bits(vector(I32, 16)), floats, "i4", floats.view("i4")),
+    ]
+    for name, body, given, result, want in cases:
+        np.testing.assert_array_equal(over_vectors(level, name, body, given, result=result), want, name)
+
+
+@every_level
+def test_round_takes_ties_to_even(level: Level) -> None:
+    rng = np.random.default_rng(5)
+    halves = np.arange(-300.5, 300, 1.0)
+    ends = [2.0**22, -(2.0**22), 2.0**22 - 0.5, 0.0, -0.0, 0.49999997, -0.49999997]
+    x = np.concatenate([halves, ends, rng.uniform(-1e6, 1e6, 1000)]).astype(np.float32)
+    x = np.concatenate([x, np.zeros(-len(x) % 16, np.float32)])
+    found = over_vectors(level, "round", lambda e, x: e.round(x), x, result="i4")
+    np.testing.assert_array_equal(found, np.rint(x).astype(np.int32))
+
+
+@every_level
+def test_half_to_float_of_all_finite_halves(level: Level) -> None:
+    bits = np.arange(65536).astype(np.uint16)
+    bits = bits[np.isfinite(bits.view(np.float16))]
+    found = over_vectors(level, "half", lambda e, x: e.half_to_float(x), bits.view(np.int16))
+    np.testing.assert_array_equal(found.view(np.uint32), bits.view(np.float16).astype(np.float32).view(np.uint32))
+
+
+# -- the exponential function --------------------------------------------------------------------------------------
+
+
+def exp_of(level: Level, x: np.ndarray) -> np.ndarray:
+    x = np.concatenate([x, np.zeros(-len(x) % 16)]).astype(np.float32)
+    return over_vectors(level, "exp", lambda e, x: e.exp(x), x).astype(np.float64)
+
+
+@every_level
+def test_exp_is_within_its_bound(level: Level) -> None:
+    x = np.concatenate([np.linspace(-86.9, 88.72283, 400_000), np.linspace(-1e-3, 1e-3, 4001)]).astype(np.float32)
+    found, want = exp_of(level, x)[: len(x)], np.exp(x.astype(np.float64))
+    error = np.abs(found / want - 1)
+    assert error.max() < 1.5e-7, x[error.argmax()]
+    assert exp_of(level, np.zeros(1))[0] == 1
+
+
+@every_level
+def test_exp_at_its_ends(level: Level) -> None:
+    tiny, top = np.float32(1e-45), np.finfo(np.float32).max
+    zeros, ones, infinite = [-87.1, -88, -104, -1e30, -top, -np.inf], [tiny, -tiny, 1e-30], [88.7229, 89, 1e30, np.inf]
+    found = exp_of(level, np.array([*zeros, *ones, *infinite, np.nan, -np.nan]))
+    assert found[:15].tolist()[:13] == [0] * 6 + [1] * 3 + [np.inf] * 4
+    assert np.isnan(found[13:15]).all()
+
+
+def test_the_coefficients_of_exp_are_those_of_the_fit() -> None:
+    np.testing.assert_allclose(EXP_COEFFICIENTS, fit_exp.fit(), rtol=1e-6)
+    assert np.abs(fit_exp.errors(np.array(EXP_COEFFICIENTS, np.float32))).max() < 4.5e-9
+
+
+# -- control flow, variables, memory -------------------------------------------------------------------------------
+
+
+@every_level
+def test_control_flow(level: Level) -> None:
+    """The steps that a number takes to 1 by n / 2 and 3n + 1; and sums over loops."""
+
+    def body(e: Emitter, start: Value, limit: Value, scratch: Value) -> list[Value]:
+        steps, number = e.variable(e.i64(0)), e.variable(start)
+        with e.repeat_while() as again:
+            now = number.get()
+            is_odd = (now & 1).equals(1)
+            number.set(now // 2)
+            with e.when(is_odd):
+                number.set(now * 3 + 1)
+            steps.add(1)
+            again.append(~number.get().equals(1))
+        total, never = e.variable(e.i64(0)), e.variable(e.i64(7))
+        with e.loop(-3, limit, 2) as i, e.loop(0, i) as j:
+            total.add(j * 10)
+        with e.loop(limit, 0):
+            never.set(e.i64(8))
+        with e.when(start > 1000):
+            never.set(e.i64(9))
+        return [steps.get(), total.get(), never.get()]
+
+    total = sum(10 * j for i in range(-3, 8, 2) for j in range(i))
+    assert scalars(level, "control", body, 27, 8)[:3] == [111, total, 7]
+
+
+@every_level
+def test_atomics(level: Level) -> None:
+    def body(e: Emitter, a: Value, b: Value, scratch: Value) -> list[Value]:
+        e.store_atomic(a, scratch)
+        e.add_atomic(scratch, b)
+        added = e.load_atomic(scratch)
+        refused = e.exchange_if(scratch, a, e.i64(5)).zext(I64)
+        kept = e.load_atomic(scratch)
+        done = e.exchange_if(scratch, added, e.i64(5)).zext(I64)
+        return [added, refused, kept, done, e.load_atomic(scratch)]
+
+    assert scalars(level, "atomics", body, 1 << 40, -3)[:5] == [(1 << 40) - 3, 0, (1 << 40) - 3, 1, 5]
+
+
+@every_level
+def test_memory_and_calls(level: Level) -> None:
+    called = Kernel("test_called", lambda e, out, begin, end, scratch: e.store(begin * 100 + end, out), ("out",))
+    out = np.zeros(1, np.int64)
+    arguments = called.pack([out.ctypes.data])
+
+    def body(e: Emitter, function: Value, given: Value, scratch: Value) -> list[Value]:
+        pointers = [Value(e, e.builder.inttoptr(number.ir, POINTER)) for number in (function, given)]
+        e.call(pointers[0], pointers[1], e.i64(3), e.i64(4), scratch)
+        table, own = e.constant_bytes(np.arange(9, dtype=np.int64).tobytes()), e.stack(64)
+        e.store(e.load(table, I64, 56), own, 8)
+        return [e.load(own + 8, I64), e.load(table + e.load(own, I64, 8) * 8, I64, 8)]
+
+    assert scalars(level, "memory", body, loaded(called, level).address, arguments.ctypes.data)[:2] == [7, 8]
+    assert out[0] == 304
+
+
+# -- lanes ---------------------------------------------------------------------------------------------------------
+
+
+@every_level
+def test_lanes_change_places(level: Level) -> None:
+    a, b = np.random.default_rng(6).integers(0, 1000, (2, 16), np.int32)
+
+    def both(e: Emitter, a: Value, b: Value) -> Value:
+        return e.shuffle(a, b, [15, 16, 31, 0, *range(20, 32)])
+
+    np.testing.assert_array_equal(
+        over_vectors(level, "shuffle", both, a, b, result="i4"), np.concatenate([a, b])[[15, 16, 31, 0, *range(20, 32)]]
+    )
+    parts: Callable[..., Value] = lambda e, a: e.join([e.part(a, 4 * n, 4) for n in (3, 1, 0, 2)])  # noqa: E731
+    want = a.reshape(4, 4)[[3, 1, 0, 2]].ravel()
+    np.testing.assert_array_equal(over_vectors(level, "join", parts, a, result="i4"), want)
+    turned: Callable[..., Value] = lambda e, a: e.collect([e.extract(a, 15 - n) for n in range(16)])  # noqa: E731
+    np.testing.assert_array_equal(over_vectors(level, "collect", turned, a, result="i4"), a[::-1])
+    spread: Callable[..., Value] = lambda e, a: e.splat(e.extract(a, 5), 16)  # noqa: E731
+    np.testing.assert_array_equal(over_vectors(level, "splat", spread, a, result="i4"), a[5])
+    halves: Callable[..., Value] = lambda e, a, b: e.by_parts(8, lambda x, y: x * y, a, b)  # noqa: E731
+    np.testing.assert_array_equal(over_vectors(level, "by_parts", halves, a, b, result="i4"), a * b)
+
+
+@every_level
+def test_reductions(level: Level) -> None:
+    x = np.random.default_rng(7).standard_normal(160).astype(np.float32)
+    total = over_vectors(level, "sum", lambda e, x: e.splat(e.sum_lanes(x), 16), x).reshape(-1, 16)
+    top = over_vectors(level, "max", lambda e, x: e.splat(e.maximum_lanes(x), 16), x).reshape(-1, 16)
+    rows = x.reshape(-1, 16)
+    np.testing.assert_array_equal(top, np.repeat(rows.max(1, keepdims=True), 16, 1))
+    np.testing.assert_allclose(total[:, 0], rows.astype(np.float64).sum(1), atol=3e-6)
+    integers = np.random.default_rng(8).integers(-(2**20), 2**20, 160, np.int32)
+    found = over_vectors(level, "int_sum", lambda e, x: e.splat(e.sum_lanes(x), 16), integers, result="i4")
+    np.testing.assert_array_equal(found[::16], integers.reshape(-1, 16).sum(1))
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def byte_products(unsigned_most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random bytes, and all that are extreme: of 0 to unsigned_most, and of -128 to 127."""
+    rng = np.random.default_rng(9)
+    a = rng.integers(0, unsigned_most + 1, 64 * 20).astype(np.uint8)
+    b = rng.integers(-128, 128, 64 * 20).astype(np.int8)
+    a[:256], b[:64], b[64:128], b[128:192] = unsigned_most, -128, 127, -127
+    return a, b
+
+
+@every_level
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_dot4_is_exact(level: Level, lanes: int) -> None:
+    a, b = byte_products(255 if level.has_wide_products else 128)
+    totals = np.random.default_rng(10).integers(-(2**30), 2**30, len(a) // 4, np.int32)
+    found = over_vectors(
+        level, f"dot4_{lanes}", dot4, totals, a.view(np.int32), b.view(np.int32), result="i4", lanes=lanes
+    )
+    want = totals + (a.astype(np.int32) * b).reshape(-1, 4).sum(1)
+    np.testing.assert_array_equal(found, want)
+
+
+@every_level
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_dot4_signed_is_exact(level: Level, lanes: int) -> None:
+    a = np.maximum(byte_products(255)[0].view(np.int8), -127)
+    b = np.maximum(byte_products(255)[1], -127)
+    a[:64], a[64:128], a[128:192] = 127, -127, -127
+    totals = np.random.default_rng(11).integers(-(2**30), 2**30, len(a) // 4, np.int32)
+    inputs = totals, a.view(np.int32), b.view(np.int32)
+    found = over_vectors(level, f"dot4_signed_{lanes}", dot4_signed, *inputs, result="i4", lanes=lanes)
+    np.testing.assert_array_equal(found, totals + (a.astype(np.int32) * b).reshape(-1, 4).sum(1))
+
+
+@every_level
+@pytest.mark.parametrize("entries", [16, 64, 128, 256])
+def test_tables_of_bytes(level: Level, entries: int) -> None:
+    rng = np.random.default_rng(12)
+    content = rng.permutation(256)[:entries].astype(np.uint8)
+    index = np.concatenate([np.arange(entries), rng.integers(0, entries, 512)]).astype(np.uint8)
+    index = np.concatenate([index, np.zeros(-len(index) % 64, np.uint8)])
+
+    def look_up(e: Emitter, index: Value) -> Value:
+        return Table(e, e.constant_bytes(content.tobytes()), entries)[index]
+
+    found = over_vectors(level, f"table_{entries}", look_up, index, result="u1", lanes=64)
+    np.testing.assert_array_equal(found, content[index])
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------------
+
+MISTAKES: dict[str, Callable[[Emitter, Value, Value, Value, Value], Any]] = {
+    "float and integer": lambda e, f, i, n, p: f + i,
+    "widths": lambda e, f, i, n, p: i + i.trunc(I8),
+    "vector and scalar of another type": lambda e, f, i, n, p: i * n,
+    "bits of floats": lambda e, f, i, n, p: f & f,
+    "remainder of floats": lambda e, f, i, n, p: f % 2.0,
+    "shift of floats": lambda e, f, i, n, p: f << 1,
+    "shift by all bits": lambda e, f, i, n, p: i >> 32,
+    "shift by less than nothing": lambda e, f, i, n, p: i << -1,
+    "quotient of integers": lambda e, f, i, n, p: i / 2,
+    "integer and fraction": lambda e, f, i, n, p: i + 0.5,
+    "constant beyond the type": lambda e, f, i, n, p: i.trunc(I8) & 256,
+    "constant of too few lanes": lambda e, f, i, n, p: e.constant(vector(I32, 16), [1, 2]),
+    "comparison": lambda e, f, i, n, p: f < i,
+    "not of floats": lambda e, f, i, n, p: ~f,
+    "narrower by sext": lambda e, f, i, n, p: i.sext(I8),
+    "wider by trunc": lambda e, f, i, n, p: i.trunc(I64),
+    "zext of floats": lambda e, f, i, n, p: f.zext(I64),
+    "to_float of floats": lambda e, f, i, n, p: f.to_float(),
+    "to_int of integers": lambda e, f, i, n, p: i.to_int(),
+    "bits of another size": lambda e, f, i, n, p: f.bits(vector(F16, 16)),
+    "load from a number": lambda e, f, i, n, p: e.load(n, F32),
+    "store to a number": lambda e, f, i, n, p: e.store(f, n),
+    "pointer plus vector": lambda e, f, i, n, p: p + i,
+    "pointer plus half a byte": lambda e, f, i, n, p: p + 0.5,
+    "atomic at a number": lambda e, f, i, n, p: e.add_atomic(n, n),
+    "atomic vector": lambda e, f, i, n, p: e.store_atomic(i, p),
+    "exchange of a vector": lambda e, f, i, n, p: e.exchange_if(p, n, i),
+    "call of a number": lambda e, f, i, n, p: e.call(n),
+    "splat of a vector": lambda e, f, i, n, p: e.splat(f, 16),
+    "shuffle of two types": lambda e, f, i, n, p: e.shuffle(f, i, [0, 16]),
+    "lane beyond both": lambda e, f, i, n, p: e.shuffle(f, f, [32]),
+    "lane beyond": lambda e, f, i, n, p: e.extract(f, 16),
+    "lane of a scalar": lambda e, f, i, n, p: e.extract(n, 0),
+    "part beyond": lambda e, f, i, n, p: e.part(f, 12, 8),
+    "bounds of a loop": lambda e, f, i, n, p: e.loop(0, n.trunc(I32)).__enter__(),
+    "fraction as bound": lambda e, f, i, n, p: e.loop(0, 1.5).__enter__(),
+    "condition of a byte": lambda e, f, i, n, p: e.when(n.trunc(I8)).__enter__(),
+    "condition of many bits": lambda e, f, i, n, p: e.when(f < 0.0).__enter__(),
+    "select by numbers": lambda e, f, i, n, p: e.select(i, f, f),
+    "select of two types": lambda e, f, i, n, p: e.select(f < 0.0, f, i),
+    "maximum of integers": lambda e, f, i, n, p: e.maximum(i, 0),
+    "least of floats": lambda e, f, i, n, p: e.least(f, 0.0),
+    "fma of integers": lambda e, f, i, n, p: e.fma(i, i, i),
+    "round of integers": lambda e, f, i, n, p: e.round(i),
+    "exp of integers": lambda e, f, i, n, p: e.exp(i),
+    "half of words": lambda e, f, i, n, p: e.half_to_float(i),
+    "variable of another type": lambda e, f, i, n, p: e.variable(f).set(i),
+    "dot4 of floats": lambda e, f, i, n, p: dot4(e, i, f, i),
+    "dot4 of 4 lanes": lambda e, f, i, n, p: dot4_signed(e, *[e.part(i, 0, 4)] * 3),
+    "index of words": lambda e, f, i, n, p: Table(e, p, 16)[i],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_raises_where_it_is_made(name: str) -> None:
+    """And not when LLVM reads the kernel, which then has no line of Python to name."""
+
+    def emit(e: Emitter, p: Value, n: Value, begin: Value, end: Value, scratch: Value) -> None:
+        f, i = e.load(p, vector(F32, 16)), e.load(p, vector(I32, 16))
+        with pytest.raises(TypeError):
+            MISTAKES[name](e, f, i, n, p)
+
+    Kernel(f"test_{name}", emit, ("p",), ("n",)).module(LEVELS[-1])
+
+
+def test_a_loop_without_a_condition_is_a_mistake() -> None:
+    def emit(e: Emitter, begin: Value, end: Value, scratch: Value) -> None:
+        with pytest.raises(TypeError), e.repeat_while():
+            pass
+
+    Kernel("test_no_condition", emit).module(LEVELS[0])
+
+
+def test_conditions_are_bits() -> None:
+    def emit(e: Emitter, begin: Value, end: Value, scratch: Value) -> None:
+        assert (begin < end).type == I1
+        assert isinstance((begin < end).type, ir.IntType)
+
+    Kernel("test_conditions", emit).module(LEVELS[0])
