@@ -15,22 +15,19 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.backends.native.target import Level
+from engine.backends.native.memory import MemoryEmitter
 from engine.backends.native.values import (
     F16,
     F32,
     F64,
     I1,
-    I8,
     I16,
     I32,
     I64,
-    POINTER,
     Number,
     Type,
     Value,
     Variable,
-    check_constant,
     expect,
     vector,
 )
@@ -41,118 +38,16 @@ EXP_COEFFICIENTS = (0.49999994, 0.166665211, 0.041668389, 0.00836871471, 0.00138
 _OF_FLOATS = {"fma", "fmuladd", "maxnum", "minnum", "fabs", "sqrt", "floor", "ceil", "trunc", "copysign"}
 
 
-class Emitter:
+class Emitter(MemoryEmitter):
     """Writes the body of one function for one level of CPU features."""
 
-    def __init__(self, level: Level, function: ir.Function) -> None:
-        self.level = level
-        self.function = function
-        self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-
-    @property
-    def is_x86(self) -> bool:
-        return self.builder.module.triple.startswith(("x86_64", "i686"))
-
-    # -- constants, memory ----------------------------------------------------------------------------------------
-
-    def constant(self, type: Type, number: Any) -> Value:
-        """A constant; one number fills all lanes of a vector. Raises TypeError for one that the type does not have."""
-        if isinstance(type, ir.VectorType) and not isinstance(number, (list, tuple)):
-            number = [number] * type.count
-        check_constant(type, number)
-        return Value(self, ir.Constant(type, list(number) if isinstance(number, tuple) else number))
+    # -- lanes -----------------------------------------------------------------------------------------------------
 
     def like(self, number: Number, other: Value) -> Value:
         """`number` with the type of `other`: a constant, or a scalar in all lanes."""
         if isinstance(number, Value):
             return self.splat(number, other.lanes) if other.lanes and not number.lanes else number
         return self.constant(other.type, float(number) if other.is_float else number)
-
-    def zero(self, type: Type) -> Value:
-        scalar = type.element if isinstance(type, ir.VectorType) else type
-        return self.constant(type, 0.0 if isinstance(scalar, (ir.HalfType, ir.FloatType, ir.DoubleType)) else 0)
-
-    def i64(self, number: int) -> Value:
-        """An int64."""
-        return self.constant(I64, number)
-
-    def offset(self, pointer: Value, nbytes: Number) -> Value:
-        """The pointer plus a number of bytes (int64)."""
-        step = nbytes if isinstance(nbytes, Value) else self.i64(nbytes)  # type: ignore[arg-type]
-        expect(pointer.type == POINTER and step.type == I64, "a pointer and an int64", pointer, step)
-        return Value(self, self.builder.gep(pointer.ir, [step.ir], source_etype=I8))
-
-    def load(self, pointer: Value, type: Type, offset: int = 0, align: int = 1) -> Value:
-        """The value at `pointer` + `offset` bytes."""
-        expect(pointer.type == POINTER, "a pointer", pointer)
-        load = self.builder.load(self.offset(pointer, offset).ir if offset else pointer.ir, typ=type)
-        load.align = align
-        return Value(self, load)
-
-    def store(self, value: Value, pointer: Value, offset: int = 0, align: int = 1) -> None:
-        expect(pointer.type == POINTER, "a pointer", pointer)
-        store = self.builder.store(value.ir, self.offset(pointer, offset).ir if offset else pointer.ir)
-        store.align = align
-
-    def constant_bytes(self, content: bytes) -> Value:
-        """Pointer to constant bytes, aligned to 64."""
-        kind = ir.ArrayType(I8, len(content))
-        module = self.builder.module
-        constant = ir.GlobalVariable(module, kind, module.get_unique_name("bytes"))
-        constant.linkage, constant.global_constant, constant.align = "internal", True, 64
-        constant.initializer = ir.Constant(kind, bytearray(content))
-        return self._untyped(constant)
-
-    def stack(self, nbytes: int) -> Value:
-        """Pointer to memory of the running function, aligned to 64: a few KiB at most."""
-        with self.builder.goto_entry_block():
-            memory = self.builder.alloca(ir.ArrayType(I8, nbytes))
-            memory.align = 64
-            return self._untyped(memory)
-
-    def prefetch(self, pointer: Value, nbytes: int) -> None:
-        """Start to load bytes into the core's cache; lines of 64 bytes."""
-        function = "llvm.prefetch.p0"
-        for offset in range(0, nbytes, 64):
-            at = self.offset(pointer, offset)
-            options = (self.constant(I32, number) for number in (0, 3, 1))  # to be read, often, data
-            self.intrinsic(function, None, at, *options)
-
-    def _untyped(self, pointer: Any) -> Value:
-        """llvmlite would take the pointer as one to values of the type that it was made for only."""
-        return Value(self, self.builder.inttoptr(self.builder.ptrtoint(pointer, I64), POINTER))
-
-    def load_atomic(self, pointer: Value) -> Value:
-        """The int64 at `pointer`, and all that was written before it was (sequentially consistent)."""
-        expect(pointer.type == POINTER, "a pointer", pointer)
-        return Value(self, self.builder.load_atomic(pointer.ir, "seq_cst", 8, typ=I64))
-
-    def store_atomic(self, number: Value, pointer: Value) -> None:
-        """Stores an int64, after all that this thread has written (sequentially consistent)."""
-        expect(pointer.type == POINTER and number.type == I64, "a pointer and an int64", pointer, number)
-        # llvmlite wants to know the type of what the pointer points to.
-        typed = self.builder.inttoptr(self.builder.ptrtoint(pointer.ir, I64), I64.as_pointer())
-        self.builder.store_atomic(number.ir, typed, "seq_cst", 8)
-
-    def add_atomic(self, pointer: Value, number: Value) -> None:
-        """Adds to the int64 at `pointer`, after all that this thread has written (sequentially consistent)."""
-        expect(pointer.type == POINTER and number.type == I64, "a pointer and an int64", pointer, number)
-        self.builder.atomic_rmw("add", pointer.ir, number.ir, "seq_cst")
-
-    def exchange_if(self, pointer: Value, expected: Value, number: Value) -> Value:
-        """Replaces the int64 at `pointer` if it is as expected → whether it was."""
-        right = pointer.type == POINTER and expected.type == number.type == I64
-        expect(right, "a pointer and two int64", pointer, expected, number)
-        result = self.builder.cmpxchg(pointer.ir, expected.ir, number.ir, "seq_cst", "seq_cst")
-        return Value(self, self.builder.extract_value(result, 1))
-
-    def call(self, function: Value, *arguments: Value) -> None:
-        """Calls the function at a pointer, which returns nothing."""
-        expect(function.type == POINTER, "a pointer", function)
-        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        # llvmlite wants to know the type of what a called pointer points to.
-        typed = self.builder.inttoptr(self.builder.ptrtoint(function.ir, I64), kind.as_pointer())
-        self.builder.call(typed, [argument.ir for argument in arguments])
 
     def splat(self, scalar: Value, lanes: int) -> Value:
         """A scalar in all lanes."""
@@ -255,14 +150,6 @@ class Emitter:
         self.builder.position_at_end(after)
 
     # -- arithmetic ------------------------------------------------------------------------------------------------
-
-    def intrinsic(self, name: str, result: Type | None, *arguments: Value) -> Value:
-        """A call of an LLVM intrinsic. LLVM ends the process for an instruction that the level does not have."""
-        module = self.builder.module
-        function = module.globals.get(name) or ir.Function(
-            module, ir.FunctionType(result or ir.VoidType(), [argument.type for argument in arguments]), name
-        )
-        return Value(self, self.builder.call(function, [argument.ir for argument in arguments]))
 
     def suffix(self, value: Value) -> str:
         element = {F16: "f16", F32: "f32", F64: "f64"}.get(value.element) or f"i{value.element.width}"
