@@ -29,7 +29,14 @@ from engine.backends.native.launch import CannotRecord
 from engine.backends.native.spans import StepTable
 from engine.backends.native.target import Level, best, levels
 
-TYPES = [("ring4", "ring3.5"), ("ring5", "turbo3"), ("q8_0", "ring4"), ("turbo4", "f16"), ("f16", "q4_0")]
+TYPES = [
+    ("ring4", "ring3.5"),
+    ("ring5", "turbo3"),
+    ("q8_0", "ring4"),
+    ("turbo4", "f16"),
+    ("f16", "q4_0"),
+    ("polarpair-m4n4", "ring4"),
+]
 
 with_plain_tiles = pytest.mark.usefixtures("plain")
 

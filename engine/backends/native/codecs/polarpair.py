@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engine.backends.native.codecs._code_table import CodeTable
+from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._packing import Packing
 from engine.backends.native.codecs._products import PAIR_LANES, emit_products, store_query
 from engine.backends.native.emit import Emitter
@@ -83,6 +84,20 @@ class PolarPairKeys:
             for group, dots in enumerate(total):
                 factor = e.broadcast(prepared[group // each][number], F32, 16, factor_at)
                 e.store(dots.to_float() * factor, target, 64 * group)
+
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        tokens, dim = self._tokens, self._head_dim
+        own = places((tokens // 16, 16, dim // 8, 4), (2, 0, 1, 3), tokens)
+        ones = [e.constant(_F16, 1.0)] * (tokens // 16)
+        emit_points(e, block, self._packing, own, self._table.points, [ones], out, scratch)
+        each = tokens // self._spans
+        with e.loop(0, tokens) as token:
+            steps, row = block + token // each * dim + self._steps_at, out + token * (4 * dim)
+            for first in range(0, dim, 16):
+                pairs = min(8, (dim - first) // 2)
+                step = e.half_to_float(e.load(steps, vector(I16, pairs), first))
+                step = e.shuffle(step, step, [lane // 2 for lane in range(2 * pairs)])
+                e.store(e.load(row, step.type, 4 * first) * step, row, 4 * first)
 
     def _steps(self, e: Emitter, block: Value, span: int, first: int) -> Value:
         """The steps of 16 channels from `first` on, in the order of a prepared query. What lies beyond D is finite."""

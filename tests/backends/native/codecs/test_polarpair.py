@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from engine import codecs
 from tests.backends.native.codecs import attend
-from tests.backends.native.levels import every_level
+from tests.backends.native.levels import every_level, run
 
 from engine.backends.native import codecs as tiles  # isort: skip
+from engine.backends.native.kernels.decoding import Decoding, decode, decodes
 from engine.backends.native.target import Level
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
@@ -72,3 +73,25 @@ def test_scores(name: str, level: Level) -> None:
     of_query = points * step / 2
     bound = (of_table + of_query).swapaxes(0, 1).reshape(3, heads, n)
     assert (np.abs(got - exact) <= 1.001 * bound + 1e-5 * size).all()
+
+
+@every_level
+@pytest.mark.parametrize("name", NAMES[::2])
+def test_tiles_are_decoded(name: str, level: Level) -> None:
+    """Beside values of half precision, in another order than they are stored in."""
+    d, n, _ = attend.sizes(NAMES.index(name), level)
+    n = max(n, 32)
+    rng, pair, ids = np.random.default_rng(2), (codecs.get(name), codecs.get("f16")), np.array([2, 0], np.int64)
+    fields = [attend.random_fields(rng, codec, (2, 3), n, d) for codec in pair]
+    keys, values = tiles.keys(pair[0], n, d), tiles.values(pair[1], n, d)
+    assert keys is not None
+    assert values is not None
+    assert decodes(keys, values)
+    memory = [side.pack(own) for side, own in zip((keys, values), fields, strict=True)]
+    found = np.full((2, 2, len(ids), n, d), np.nan, np.float32)
+    none = np.zeros(1, np.float16)
+    integers = 3, len(ids), *(side.strides[0] for side in memory)
+    run(decode(Decoding(keys, values, 0, n, d)), level, 2 * len(ids), (*memory, none, none, ids, *found), integers)
+    for side, codec, own in zip(found, pair, fields, strict=True):
+        exact = codec.decode(own)[:, ids]
+        assert (np.abs(side - exact) <= 1e-6 * np.abs(exact).max(axis=-1, keepdims=True)).all()
