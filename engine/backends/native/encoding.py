@@ -34,7 +34,7 @@ class EncodingOps:
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
-        self._prepared: dict[int, tuple[Metric, dict[str, np.ndarray]]] = {}  # by the id of the metric
+        self._prepared: dict[int, tuple[Metric, dict[str, np.ndarray], np.ndarray]] = {}  # by the id of the metric
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         for layers in alike(caches, len(blocks)):
@@ -90,17 +90,16 @@ class EncodingOps:
             addresses[..., POINTERS.index(name)] = places
         addresses[..., POINTERS.index("x")] = np.concatenate([_sources(layer, sources, side) for layer in layers])
         metrics = [(layer.format.metric_k, layer.format.metric_v)[side] for layer in layers]
-        arrays = [self._metric_arrays(metric) for metric in metrics if metric is not None]
-        for name in arrays[0] if arrays else ():
-            by_head = np.concatenate([_by_head(own[name], format.kv_heads) for own in arrays])
-            addresses[..., POINTERS.index(name)] = by_head[:, None]
+        arrays = [self._metric_addresses(metric) for metric in metrics if metric is not None]
+        if arrays:
+            addresses += np.concatenate(arrays)[:, None]
         damaged = np.empty(addresses.shape[:2], np.uint8)
         self._launch(kernel, damaged.size, (addresses, damaged), (format.head_dim,))
         if damaged.any():
             raise NotFinite((format.codec_k, format.codec_v)[side].name)
 
-    def _metric_arrays(self, metric: Metric) -> dict[str, np.ndarray]:
-        """The arrays of a metric by the name of a unit's pointer, (K or 1, …) float32."""
+    def _metric_addresses(self, metric: Metric) -> np.ndarray:
+        """The addresses of a metric's arrays for each KV head, and 0 for other pointers: int64 (K, len(POINTERS))."""
         if id(metric) not in self._prepared:
             arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
             if metric.tilt_second is not None and metric.tilt_mean is not None:
@@ -109,8 +108,12 @@ class EncodingOps:
                 width = metric.feedback.shape[1] // metric.weights.shape[1]
                 along = diagonals_of_tokens(metric.token_feedback)
                 arrays |= {"feedback": diagonals(metric.feedback, width), "along": along}
-            self._prepared[id(metric)] = metric, arrays
-        return self._prepared[id(metric)][1]
+            heads = len(metric.matrix)
+            addresses = np.zeros((heads, len(POINTERS)), np.int64)
+            for name, array in arrays.items():
+                addresses[:, POINTERS.index(name)] = _by_head(array, heads)
+            self._prepared[id(metric)] = metric, arrays, addresses
+        return self._prepared[id(metric)][2]
 
 
 def _encoding(format: CacheFormat, side: int) -> Encoding | None:
