@@ -127,7 +127,7 @@ class LinearOps:
     def _panels(
         self, x: np.ndarray, norm: tuple[np.ndarray, float] | None, at_once: int, is_packed: bool
     ) -> np.ndarray:
-        """x, normed, in panels of at_once rows: as bytes for packed weights, else as float32."""
+        """x, normed, in panels of at_once rows: as words for packed weights, else as float32."""
         columns = x.shape[1]
         if not is_packed and norm is None and at_once == 1 and x.flags.c_contiguous:
             return x
