@@ -29,7 +29,7 @@ from engine.backends.native.workers import Launch, Tape, Workers, workers
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 60  # seconds until a test that hangs fails
-POLLS = 200_000_000  # of a kernel that waits, so that no failure hangs
+POLLS = 20_000_000_000  # of a kernel that waits, half a minute or so: no failure hangs, and a busy machine has time
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 

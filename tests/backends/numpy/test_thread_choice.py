@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import Engine, SamplingParams
+from engine import SamplingParams
 from engine.backends.numpy.cores import Cores, cores
+from engine.backends.numpy.ops import NumpyOps
 from engine.backends.numpy.thread_choice import _AGAIN, _AT_MOST, _VARIABLES, StepThreads, ThreadChoice
 from engine.outputs import Threads
 from tests.backends.numpy.test_cores import Library
+from tests.tiny import load_tiny
 
 
 def drive(choice: ThreadChoice, steps: int, seconds: Callable[[int], float]) -> list[int]:
@@ -203,7 +205,7 @@ def test_measuring_does_not_change_an_engine_s_answer(tiny_path, unset: None, mo
         answers = []
         for threads in (1, 0):
             cores().use(2)
-            with Engine.load(tiny_path, device="cpu", threads=threads, calibration=False) as engine:
+            with load_tiny(tiny_path, ops=NumpyOps(threads), calibration=False) as engine:
                 answers.append(engine.generate([7, 8, 9], params).token_ids)
                 status = engine.status()
         assert answers[0] == answers[1]
