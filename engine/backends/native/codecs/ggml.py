@@ -13,6 +13,7 @@ Products are exact sums of bytes times bytes. The errors beside float32's are th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -39,7 +40,7 @@ def values(codec: Q8 | Q4, block_size: int, head_dim: int) -> GroupedValues | No
     return GroupedValues(codec, block_size, head_dim) if block_size % 16 == 0 else None
 
 
-class _GroupedTiles:
+class _GroupedTiles(ABC):
     """The common part of tiles of keys and of values."""
 
     _side: str
@@ -56,9 +57,9 @@ class _GroupedTiles:
         self.nbytes = -(-self._end // 64) * 64
 
     @property
+    @abstractmethod
     def _cuts(self) -> tuple[int, ...]:
         """The axes N and D, cut into pieces."""
-        raise NotImplementedError
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         codes, scales = fields["codes"], fields["scale"]
@@ -99,9 +100,9 @@ class _GroupedTiles:
             self._packing.emit_pack(e, vectors, tile + number * self._packing.nbytes(run))
         emit_pack_norms(e, scales, self._groups * self._tokens, np.dtype(np.float16), tile + self._scales_at)
 
+    @abstractmethod
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         """A vector of codes: 4 bytes in each of 16 lanes."""
-        raise NotImplementedError
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         scales_at = block + self._scales_at
