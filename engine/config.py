@@ -86,7 +86,7 @@ class EngineConfig:
         "-t",
         "--threads",
         metavar="N",
-        help="CPU threads; 0 follows OMP_NUM_THREADS, or else uses one or all for a step, whichever is faster",
+        help="CPU threads; 0 follows OMP_NUM_THREADS, or else uses one for each core that the process may use",
     )
     mmap: bool = setting(True, "--no-mmap", help="read the weights file into memory instead of mapping it")
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")

@@ -14,7 +14,9 @@ from engine.backends.native.heads import HeadOps
 from engine.backends.native.launch import Launcher
 from engine.backends.native.linear import LinearOps
 from engine.backends.native.self_test import choose
-from engine.backends.numpy.cores import cores
+from engine.backends.native.thread_count import thread_count
+from engine.backends.native.workers import workers
+from engine.backends.numpy import host_memory
 from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
@@ -36,7 +38,8 @@ class NativeOps:
         plain = NumpyOps(threads)
         choice = choose()
         self.note = choice.note
-        self._launch = launch = Launcher(threads or cores().number, choice.level)
+        self._count = thread_count(threads)
+        self._launch = launch = Launcher(self._count.number, choice.level)
 
         matrices = LinearOps(launch)
         self.matrix_bytes = matrices.matrix_bytes
@@ -76,19 +79,24 @@ class NativeOps:
         self.to_device = plain.to_device
         self.to_host = plain.to_host
         self.wait = plain.wait
-        self.room_beside = plain.room_beside
         self.work_bytes = plain.work_bytes
         self.set_aside = plain.set_aside
+
+    def room_beside(self, weights: int) -> int:
+        return host_memory.room_beside(weights)
 
     def split_rows(self, rows: slice) -> list[slice]:
         return [rows]  # kernels use all threads by themselves
 
     def threads(self) -> Threads:
-        """The number of threads, and what they run: kernels of a level, and what has run in NumPy for want of one."""
+        """The number of threads, why, and what they run: kernels of a level, and what ran in NumPy for want of one."""
+        number, why = self._count.number, self._count.why
+        if (started := workers().start(number)) < number:
+            number, why = started, f"{why}: {number}, of which the system starts no more"
         slow = "".join(
             f", {name} in NumPy: no kernel for its shapes or types" for name in sorted(self._launch.in_numpy)
         )
-        return Threads(self._launch.threads, f"kernels compiled for {self._launch.level.name}{slow}")
+        return Threads(number, f"{why}; kernels compiled for {self._launch.level.name}{slow}")
 
     def weight_type(self, stored: str) -> str:
         return stored

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from engine.backends.numpy.cgroups import groups, read_number
+from engine.errors import EngineError
+
+_GIB = 1 << 30
 
 
 def available() -> int:
@@ -28,6 +32,21 @@ def most() -> int:
         return available() + int(psutil.swap_memory().free)
 
 
+def room_beside(weights: int, held_as: str = "") -> int:
+    """Bytes for the KV store and for activations beside `weights` bytes: half of what remains of the memory.
+
+    held_as: in which type the weights are held, for the message, if it is not that of their file. Raises EngineError if
+    the weights alone cannot fit.
+    """
+    if weights > (limit := most()):
+        raise EngineError(
+            f"The model's weights take {weights / _GIB:.1f} GiB{held_as}, and {limit / _GIB:.1f} GiB of memory can be "
+            "had here: choose a smaller model, end other programs, or raise the limit of this container",
+            "out_of_memory",
+        )
+    return max(0, available() - weights) // 2
+
+
 def cgroup_room(root: Path = Path("/")) -> int | None:
     """Bytes until the tightest memory limit of this process's cgroups; None without a limit.
 
@@ -35,58 +54,25 @@ def cgroup_room(root: Path = Path("/")) -> int | None:
     """
     rooms = [
         room
-        for version, folder in _groups(root)
+        for version, folder in groups(root, "memory")
         if (room := _room_v2(folder) if version == 2 else _room_v1(folder)) is not None
     ]
     return max(0, min(rooms)) if rooms else None
 
 
-def _groups(root: Path) -> Iterator[tuple[int, Path]]:
-    """Version and folder of each cgroup that limits this process: its own and its ancestors.
-
-    In a container the path may be the host's, of which only a part is mounted: folders may not exist, and callers skip
-    these.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        return
-    mounted = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number == "0" and not controllers:
-            version, tops = 2, [mounted, mounted / "unified"]
-        elif "memory" in controllers.split(","):
-            version, tops = 1, [mounted / "memory"]
-        else:
-            continue
-        below = PurePosixPath(path.lstrip("/"))
-        for top in tops:
-            for part in (below, *below.parents):
-                yield version, top / part
-
-
 def _room_v2(folder: Path) -> int | None:
-    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(folder / name)) is not None]
-    used = _number(folder / "memory.current")
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := read_number(folder / name)) is not None]
+    used = read_number(folder / "memory.current")
     if not limits or used is None:
         return None
     return min(limits) - used + _statistic(folder, "inactive_file") + _statistic(folder, "active_file")
 
 
 def _room_v1(folder: Path) -> int | None:
-    limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
+    limit, used = read_number(folder / "memory.limit_in_bytes"), read_number(folder / "memory.usage_in_bytes")
     if limit is None or used is None:
         return None
     return limit - used + _statistic(folder, "total_inactive_file") + _statistic(folder, "total_active_file")
-
-
-def _number(file: Path) -> int | None:
-    """The number in a file; None if the file does not exist or contains "max"."""
-    try:
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
 
 
 def _statistic(folder: Path, name: str) -> int:

@@ -22,13 +22,10 @@ from engine.backends.numpy.encoding import alike, encode_side, store_fields
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.numpy.thread_choice import StepThreads
 from engine.backends.ops import CacheFormat, HeadTransform, Load, Place, Result, SpanView
-from engine.errors import EngineError
 from engine.outputs import Threads
 from engine.quantization.encode import read_back
 from engine.sampling.sample import Draw, Sampled, sample_all
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
-
-_GIB = 1 << 30
 
 # Products of fewer rows are memory-bound on the weights, which BLAS reads once for all cores; split rows would read
 # them once per part.
@@ -79,13 +76,7 @@ class NumpyOps:
         return 4 * count
 
     def room_beside(self, weights: int) -> int:
-        if weights > (most := host_memory.most()):
-            raise EngineError(
-                f"The model's weights take {weights / _GIB:.1f} GiB as float32, and {most / _GIB:.1f} GiB of memory "
-                "can be had here: choose a smaller model, end other programs, or raise the limit of this container",
-                "out_of_memory",
-            )
-        return max(0, host_memory.available() - weights) // 2
+        return host_memory.room_beside(weights, " as float32")
 
     def work_bytes(self, load: Load) -> int:
         return 0  # `room_beside` leaves half of the available memory for it

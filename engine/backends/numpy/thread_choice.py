@@ -20,7 +20,7 @@ from engine.backends.numpy.cores import Cores
 from engine.backends.ops import Result
 from engine.outputs import Threads
 
-_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _STEPS = 6  # of a comparison, with each number
 _CLEARLY = 2.0  # a comparison ends early if all steps with one number, at least two, are slower by this factor
@@ -97,7 +97,7 @@ class StepThreads:
     def __init__(self, cores: Cores, is_set: bool, clock: Callable[[], float] = time.perf_counter):
         """is_set: whether the user has set the number. Nothing is measured then, or if a variable sets it."""
         self._cores, self._clock = cores, clock
-        set_by = ["the setting threads"] if is_set else [name for name in _VARIABLES if os.environ.get(name)]
+        set_by = ["the setting threads"] if is_set else [name for name in VARIABLES if os.environ.get(name)]
         self._set_by = set_by[0] if set_by else ""
         self._choices: dict[tuple[int, int], ThreadChoice] = {}
         self._last: ThreadChoice | None = None

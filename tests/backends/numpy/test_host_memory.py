@@ -15,21 +15,10 @@ from engine.backends.numpy import host_memory
 from engine.backends.numpy.host_memory import cgroup_room
 from engine.backends.numpy.ops import NumpyOps
 from engine.kv.plan import plan_for_tokens
+from tests.backends.numpy.cgroup_tree import tree
 from tests.tiny import CONTEXT
 
 MIB, GIB = 1 << 20, 1 << 30
-
-
-def tree(root: Path, groups: str, files: dict[str, object]) -> Path:
-    """`root` with a /proc/self/cgroup, and files below /sys/fs/cgroup."""
-    proc = root / "proc/self"
-    proc.mkdir(parents=True)
-    (proc / "cgroup").write_text(groups, encoding="utf-8")
-    for name, content in files.items():
-        file = root / "sys/fs/cgroup" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{content}\n", encoding="utf-8")
-    return root
 
 
 def v2(folder: str, limit: object, used: int, cached: int = 0) -> dict[str, object]:

@@ -11,7 +11,7 @@ import pytest
 from engine import SamplingParams
 from engine.backends.numpy.cores import Cores, cores
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.numpy.thread_choice import _AGAIN, _AT_MOST, _VARIABLES, StepThreads, ThreadChoice
+from engine.backends.numpy.thread_choice import _AGAIN, _AT_MOST, VARIABLES, StepThreads, ThreadChoice
 from engine.outputs import Threads
 from tests.backends.numpy.test_cores import Library
 from tests.tiny import load_tiny
@@ -115,7 +115,7 @@ def test_noise_between_equal_numbers_changes_the_choice_twice_at_most() -> None:
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _VARIABLES:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -159,7 +159,7 @@ def test_with_threads_set_nothing_is_measured(machine: SimpleNamespace, unset: N
     assert steps.last() == Threads(2, "by the setting threads")
 
 
-@pytest.mark.parametrize("name", _VARIABLES)
+@pytest.mark.parametrize("name", VARIABLES)
 def test_with_a_variable_set_nothing_is_measured(machine: SimpleNamespace, unset: None, monkeypatch, name: str) -> None:
     monkeypatch.setenv(name, "2")
     steps = machine.steps()

@@ -1,0 +1,98 @@
+"""How many threads kernels run on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+import psutil
+
+from engine.backends.numpy.cgroups import groups, read_number
+from engine.backends.numpy.thread_choice import VARIABLES
+from engine.outputs import Threads
+
+
+def thread_count(setting: int, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Threads:
+    """The number of threads, and why.
+
+    setting: `threads`, 0 for none. Then the variables of BLAS decide, and without these there is a thread for each
+    core: its hyperthreads share the units that multiply. Never more than the CPUs that this process may use: threads
+    wait for each other after every kernel, and one that has no CPU holds up the others. root: where `proc` and `sys`
+    are.
+    """
+    cpus = allowed_cpus()
+    quota = cpu_quota(root)
+    most = len(cpus) if quota is None else min(len(cpus), quota)
+    wanted, why = (setting, "the setting threads") if setting else _in_variable(environment)
+    if wanted > most:
+        return Threads(most, f"by {why} {wanted}, but this process may use {_cpus(most)}")
+    if wanted:
+        return Threads(wanted, f"by {why}")
+    cores = core_count(cpus, root)
+    if cores > most:
+        return Threads(most, f"this process may use {_cpus(most)} at a time")
+    return Threads(cores, "one for each core that this process may use")
+
+
+def allowed_cpus() -> set[int]:
+    """Numbers of the CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    if sys.platform == "win32":
+        return set(psutil.Process().cpu_affinity())
+    return set(range(os.cpu_count() or 1))
+
+
+def core_count(cpus: Set[int], root: Path = Path("/")) -> int:
+    """Cores of these CPUs; a CPU that the system says nothing about counts as a core of its own."""
+    if sys.platform != "linux":
+        return min(len(cpus), psutil.cpu_count(logical=False) or len(cpus))
+    cores = set()
+    for cpu in cpus:
+        file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            cores.add(file.read_text(encoding="ascii").strip() or str(cpu))
+        except (OSError, ValueError):
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def cpu_quota(root: Path = Path("/")) -> int | None:
+    """CPUs that the tightest quota of this process's cgroups amounts to, rounded up; None without a quota."""
+    quotas = []
+    for version, folder in groups(root, "cpu"):
+        limit, period = _limit_v2(folder) if version == 2 else _limit_v1(folder)
+        if limit > 0 and period > 0:
+            quotas.append(-(-limit // period))
+    return min(quotas, default=None)
+
+
+def _limit_v2(folder: Path) -> tuple[int, int]:
+    """Microseconds of CPU time in each period, and those of a period; zeros without a limit."""
+    try:
+        limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return int(limit), int(period)
+    except (OSError, ValueError):  # no such group, or "max"
+        return 0, 0
+
+
+def _limit_v1(folder: Path) -> tuple[int, int]:
+    """See `_limit_v2`; the limit may be negative, for none."""
+    limit, period = (read_number(folder / f"cpu.cfs_{name}_us") or 0 for name in ("quota", "period"))
+    return limit, period
+
+
+def _in_variable(environment: Mapping[str, str]) -> tuple[int, str]:
+    """The number in the first variable that has one, and its name. It may be the first of a list, a number for each
+    level of nested teams of threads."""
+    for name in VARIABLES:
+        first = environment.get(name, "").split(",")[0].strip()
+        if first.isdecimal() and int(first):
+            return int(first), name
+    return 0, ""
+
+
+def _cpus(number: int) -> str:
+    return "1 CPU" if number == 1 else f"{number} CPUs"
