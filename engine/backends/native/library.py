@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import cache
 
 from engine.backends.native.compiler import Kernel, LoadedObject, compile_object
 from engine.backends.native.object_cache import ObjectCache, object_cache
@@ -120,7 +119,10 @@ class Library:
         return sorted(kernel.name for kernel in list(self._loaded))
 
 
-@cache
+_of_this_process: dict[Level, Library] = {}
+
+
 def library(level: Level) -> Library:
     """The library of a level; all engines of the process share it."""
-    return Library(level, object_cache(level))
+    # A lock could be held in a forked child for ever. Of two that threads make at the same time, one is used.
+    return _of_this_process.get(level) or _of_this_process.setdefault(level, Library(level, object_cache(level)))

@@ -108,5 +108,6 @@ _of_this_process: list[Workers] = []
 def workers() -> Workers:
     """The workers of this process."""
     if not _of_this_process:
-        _of_this_process.append(Workers())  # it has no threads yet, so a second one that another thread makes is waste
+        # A lock could be held in a forked child for ever. Of two that threads make at the same time, the first is used.
+        _of_this_process.append(Workers())
     return _of_this_process[0]

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import cache
 
 from threadpoolctl import LibController, ThreadpoolController
 
@@ -120,7 +119,12 @@ def _apply(libraries: list[LibController], number: int) -> None:
             release(force=True)
 
 
-@cache
+_of_this_process: list[Cores] = []
+
+
 def cores() -> Cores:
     """The cores of this process, with the BLAS that NumPy has loaded."""
-    return Cores(ThreadpoolController().select(user_api="blas").lib_controllers)
+    if not _of_this_process:
+        # A lock could be held in a forked child for ever. Of two that threads make at the same time, the first is used.
+        _of_this_process.append(Cores(ThreadpoolController().select(user_api="blas").lib_controllers))
+    return _of_this_process[0]
