@@ -20,6 +20,11 @@ from engine.weight_formats import WeightFormat
 
 _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), vector(I16, 32)
 
+# Bytes from a load of codes to the prefetch. The hardware does not read ahead by itself where a loop has several
+# streams of vectors: without this, 4-bit codes of many inputs come at half the memory's bandwidth, and 6-bit codes at
+# a third.
+_AHEAD = 8192
+
 
 def rows_at_once(rows: int, lanes: int, activation: str | None = None) -> int:
     """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
@@ -131,6 +136,8 @@ def _packed(
         with e.loop(0, format.values // 32) as part:
             inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.at_once)
             sub = part * (16 * (32 // format.group))
+            for at in starts:
+                e.prefetch(at + part * place.part_bytes + (place.codes + _AHEAD), place.part_bytes)
             for group in range(32 // format.group):
                 for at, scale, offset, totals in zip(starts, scales, offsets, sums, strict=True):
                     own_scale = _times_sub(e, scale, at + sub, place.sub_scale, group, signed=True)
