@@ -160,15 +160,13 @@ def test_greedy_answers_in_full_precision_are_those_of_float32(model: str, reque
 
 @real_models
 def test_greedy_answers_over_codes_are_those_of_float32(model: str, request: pytest.FixtureRequest) -> None:
-    """Queries of 8 bits and codes that round the other way change margins by .02 to .07 nats, root mean square: by two
-    thirds at most of what the codes themselves do. Where the best two tokens are four times as far apart, the answer is
+    """Queries of 8 bits (7 on CPUs that add two products in 16 bits) and codes that round the other way change
+    margins by .02 to .07 nats, root mean square. Where the best two tokens are four times as far apart, the answer is
     that of float32 over codes."""
     real = answered(model, "balanced", request)
     wide, exact = (real.logits(NumpyOps(1), cache_type) for cache_type in ("balanced", "f16"))
+    assert 0 < kl(wide, real.logits(NativeOps(1), "balanced")) < kl(exact, wide) / 2
     best = wide.argsort(-1)[:, :-3:-1]
-    by_codes = margins(wide, best) - margins(exact, best)
-    by_kernels = margins(real.logits(NativeOps(1), "balanced"), best) - margins(wide, best)
-    assert 0 < np.square(by_kernels).mean() < (2 / 3) ** 2 * np.square(by_codes).mean()
     is_decided = margins(wide, best) >= 0.3
     np.testing.assert_array_equal(real.ids[is_decided], best[is_decided, 0])
     assert is_decided.mean() > 0.75, "too few steps are decided"
