@@ -103,9 +103,8 @@ class Emitter(MemoryEmitter):
             step *= 2
         return square
 
-    @staticmethod
-    def _mask(lanes: Sequence[int]) -> Any:
-        return ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
+    def _mask(self, lanes: Sequence[int]) -> Any:
+        return self.constant(vector(I32, len(lanes)), list(lanes)).ir
 
     # -- control flow ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ Type: TypeAlias = ir.Type
 Number: TypeAlias = "Value | int | float"
 
 
+@cache
 def vector(element: Type, lanes: int) -> Type:
     """The type of a vector."""
     return ir.VectorType(element, lanes)

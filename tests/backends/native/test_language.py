@@ -296,6 +296,21 @@ def test_memory_and_calls(level: Level) -> None:
     assert out[0] == 304
 
 
+@every_level
+def test_constants_that_are_equal_in_python_are_told_apart(level: Level) -> None:
+    """A kernel keeps its constants: 0.0 must not stand for -0.0, nor a number for another type's."""
+    out, kind = np.zeros((4, 16), np.float32), vector(F32, 16)
+
+    def emit(e: Emitter, target: Value, begin: Value, end: Value, scratch: Value) -> None:
+        e.store(e.constant(kind, 0.0), target)
+        e.store(e.constant(kind, -0.0), target, 64)
+        e.store(e.constant(vector(I32, 16), 1), target, 128)
+        e.store(e.constant(kind, 1.0), target, 192)
+
+    run(Kernel("test_constants", emit, ("out",)), level, 1, (out,))
+    assert np.array_equal(out.view(np.uint32), np.array([[0], [1 << 31], [1], [0x3F800000]], np.uint32).repeat(16, 1))
+
+
 # -- lanes ---------------------------------------------------------------------------------------------------------
 
 
