@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
+import llvmlite
 import numpy as np
 from llvmlite import ir
 
+from engine.backends.native import images
 from engine.backends.native.emit import Emitter
 from engine.backends.native.target import Level
 from engine.backends.native.values import F32, I64, POINTER, Value
@@ -47,6 +51,8 @@ class Kernel:
         module.triple = _triple()
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER]), "kernel")
         function.attributes.add("nounwind")
+        # LLVM must not turn a loop into a call of memset. llvmlite does not know the attribute.
+        set.add(function.attributes, '"no-builtins"')
         e = Emitter(level, function)
         given, begin, end, scratch = (Value(e, argument) for argument in function.args)
         arguments, at = [], 0
@@ -91,25 +97,21 @@ def _triple() -> str:
 
 
 def _cpu(level: Level) -> str:
-    return level.cpu or ("x86-64" if _triple().startswith("x86_64") else "generic")
+    return level.cpu or ("x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic")
 
 
 def target_description(level: Level) -> str:
-    """A text that differs between targets, and between versions of LLVM."""
-    import llvmlite
-
-    version = ".".join(map(str, _binding().llvm_version_info))
-    return f"llvmlite {llvmlite.__version__}, LLVM {version}, {_triple()}, {_cpu(level)}, {level.features}"
+    """A text that differs between targets, versions of LLVM (llvmlite has it inside), and what `finished` returns."""
+    kind = "images" if images.AVAILABLE else "objects"
+    system = f"{sys.platform} {platform.machine()}"
+    return f"llvmlite {llvmlite.__version__}, {system}, {_cpu(level)}, {level.features}, {kind}"
 
 
 def _machine(level: Level) -> Any:
-    return (
-        _binding()
-        .Target.from_triple(_triple())
-        .create_target_machine(
-            cpu=_cpu(level), features=level.features, opt=3, jit=True, codemodel="jitdefault", reloc="default"
-        )
-    )
+    # The code of an image must work at any address.
+    code = {"codemodel": "small", "reloc": "pic"} if images.AVAILABLE else {"codemodel": "jitdefault", "jit": True}
+    target = _binding().Target.from_triple(_triple())
+    return target.create_target_machine(cpu=_cpu(level), features=level.features, opt=3, **code)
 
 
 def _optimized(source: str, machine: Any) -> Any:
@@ -126,7 +128,7 @@ def _optimized(source: str, machine: Any) -> Any:
 
 
 def compile_object(kernel: Kernel, level: Level) -> bytes:
-    """The kernel as an object file. Raises RuntimeError if LLVM cannot compile it."""
+    """The kernel as an object file, which `finished` takes. Raises RuntimeError if LLVM cannot compile it."""
     source = kernel.module(level)
     with _llvm_lock:
         return _object(source, level)
@@ -150,7 +152,7 @@ def _linker(level: Level) -> Any:
 
 
 class LoadedObject:
-    """Object code in memory; `address` is the kernel's. It stays valid as long as this object lives.
+    """An object file in memory, linked by LLVM; `address` is the kernel's. It stays valid as long as this object lives.
 
     Raises RuntimeError for code that is not an object file, that calls functions which this process does not have, or
     if the system does not allow memory to be executed.
@@ -162,3 +164,16 @@ class LoadedObject:
             library = _binding().JITLibraryBuilder().add_object_img(code).add_current_process()
             self._tracker = library.export_symbol("kernel").link(self._linker, f"kernel{next(_numbers)}")
         self.address: int = self._tracker["kernel"]
+
+
+Loaded: TypeAlias = images.LoadedImage | LoadedObject
+
+
+def finished(code: bytes) -> bytes:
+    """An object file as it is kept and as `load` takes it. Raises ValueError for code that cannot run by itself."""
+    return images.link(code) if images.AVAILABLE else code
+
+
+def load(code: bytes, level: Level) -> Loaded:
+    """Code in memory; its `address` is valid as long as it lives. Raises what the two classes raise."""
+    return images.LoadedImage(code) if images.AVAILABLE else LoadedObject(code, level)

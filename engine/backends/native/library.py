@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from engine.backends.native.compiler import Kernel, LoadedObject, compile_object
+from engine.backends.native.compiler import Kernel, Loaded, compile_object, finished, load
 from engine.backends.native.object_cache import ObjectCache, object_cache
 from engine.backends.native.target import Level
 from engine.errors import KernelError
@@ -22,14 +22,14 @@ class Library:
 
     def __init__(self, level: Level, cache: ObjectCache | None) -> None:
         self.level, self._cache = level, cache
-        self._loaded: dict[Kernel, LoadedObject] = {}
+        self._loaded: dict[Kernel, Loaded] = {}
         self.renew()
         renew_in_children(self)
 
     def renew(self) -> None:
         """Forget what the thread had to do: in a forked child, which does not have the thread."""
         self._lock = threading.Lock()
-        self._asked: dict[Kernel, Future[LoadedObject]] = {}  # not loaded yet, or failed
+        self._asked: dict[Kernel, Future[Loaded]] = {}  # not loaded yet, or failed
         self._queue: deque[Kernel] = deque()
         self._has_thread = False
 
@@ -57,7 +57,7 @@ class Library:
             progress(done, len(futures))
             future.result()
 
-    def _ask(self, kernel: Kernel, *, first: bool = False) -> Future[LoadedObject]:
+    def _ask(self, kernel: Kernel, *, first: bool = False) -> Future[Loaded]:
         """A kernel of the queue, which is put there if it is new; first: before all others."""
         with self._lock:
             future = self._asked.get(kernel)
@@ -99,14 +99,14 @@ class Library:
             if code is not None and self._cache is not None:
                 self._cache.write(kernel.name, code)
 
-    def _load(self, kernel: Kernel) -> tuple[LoadedObject, bytes | None]:
-        """The kernel, and its object code if it is not in the cache."""
+    def _load(self, kernel: Kernel) -> tuple[Loaded, bytes | None]:
+        """The kernel, and its code if it is not in the cache."""
         try:
             code = self._cache.read(kernel.name) if self._cache is not None else None
             if code is not None:
-                return LoadedObject(code, self.level), None
-            code = compile_object(kernel, self.level)
-            return LoadedObject(code, self.level), code
+                return load(code, self.level), None
+            code = finished(compile_object(kernel, self.level))
+            return load(code, self.level), code
         except MemoryError:
             raise
         except Exception as error:

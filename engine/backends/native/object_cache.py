@@ -37,7 +37,7 @@ class ObjectCache:
             os.utime(folder)  # the sets used last stay
 
     def read(self, name: str) -> bytes | None:
-        """The object code of the kernel of this name; None if there is none to be trusted."""
+        """The code of the kernel of this name; None if there is none to be trusted."""
         try:
             if not _is_ours(os.stat(self._folder)):
                 return None
@@ -52,7 +52,7 @@ class ObjectCache:
         return code if content[:_CHECKSUM] == self._checksum(name, code) else None
 
     def write(self, name: str, code: bytes) -> None:
-        """Keep the object code of a kernel, if that is possible."""
+        """Keep the code of a kernel, if that is possible."""
         with suppress(OSError):
             if not self._folder.is_dir():
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from engine.errors import EngineError
 
@@ -54,13 +55,33 @@ LEVELS = (
 )
 
 
+_CPUS = Path("/proc/cpuinfo")
+# Names of Linux that are not LLVM's.
+_LLVM_NAMES = {"abm": "lzcnt", "bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
+
+
 @cache
 def host_features() -> frozenset[str]:
     """LLVM's names of the features that both the CPU and the operating system support; none if they are not known.
 
-    The system must save the wide registers when it switches threads. LLVM asks for that (XGETBV), so features of AVX
-    are missing where the CPU has them and the system, or a hypervisor, does not enable them.
+    The system must save the wide registers when it switches threads. LLVM asks for that (XGETBV), and Linux does not
+    list what it has not enabled, so features of AVX are missing where the CPU has them and the system, or a hypervisor,
+    does not enable them.
     """
+    listed = _listed_by_linux()
+    return _known_to_llvm() if listed is None else frozenset(_LLVM_NAMES.get(name, name) for name in listed)
+
+
+def _listed_by_linux() -> list[str] | None:
+    """Names of the features of an x86 CPU, by Linux; None elsewhere."""
+    try:
+        with _CPUS.open(encoding="ascii", errors="replace") as lines:
+            return next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), None)
+    except OSError:
+        return None
+
+
+def _known_to_llvm() -> frozenset[str]:
     import llvmlite.binding as llvm
 
     try:

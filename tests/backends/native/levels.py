@@ -11,20 +11,20 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from engine.backends.native.compiler import Kernel, LoadedObject, compile_object
+from engine.backends.native.compiler import Kernel, Loaded, compile_object, finished, load
 from engine.backends.native.launch import Launcher
 from engine.backends.native.library import library
 from engine.backends.native.target import Level, levels
 
 every_level = pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
 
-_Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 _scratch = np.zeros(1 << 20, np.uint8)
 
 
 @cache
-def loaded(kernel: Kernel, level: Level) -> LoadedObject:
-    return LoadedObject(compile_object(kernel, level), level)
+def loaded(kernel: Kernel, level: Level) -> Loaded:
+    return load(finished(compile_object(kernel, level)), level)
 
 
 def run(
@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Run the kernel on all of its units, on the calling thread."""
     arguments = kernel.pack([array.ctypes.data for array in pointers], integers, floats)
-    _Function(loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)
+    Function(loaded(kernel, level).address)(arguments.ctypes.data, 0, units, _scratch.ctypes.data)
 
 
 def launcher(level: Level, threads: int = 1) -> Launcher:

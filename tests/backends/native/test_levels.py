@@ -71,27 +71,53 @@ def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.Monke
     assert target.levels() == list(LEVELS)
 
 
-def test_the_system_agrees_about_the_features() -> None:
+def test_linux_and_llvm_agree_about_the_features() -> None:
     """Linux lists what it enables; LLVM asks the CPU and the registers that the system saves."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        pytest.skip("no /proc/cpuinfo here")
-    flags = next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), None)
-    if flags is None:
-        pytest.skip("/proc/cpuinfo lists no flags of this kind here")
-    linux = {"avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni", "lzcnt": "abm", "bmi": "bmi1"}
-    for level in levels():
-        assert {linux.get(name, name) for name in level.needs} <= flags
+    if target._listed_by_linux() is None:
+        pytest.skip("Linux lists no features of an x86 CPU here")
+    asked = {feature for level in LEVELS for feature in level.needs}
+    assert target.host_features() & asked == target._known_to_llvm() & asked
+    assert target._known_to_llvm() & asked
 
 
-def test_an_unknown_cpu_gets_kernels_without_special_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = "fma f16c bmi1 bmi2 abm movbe popcnt avx2 avx_vnni avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+
+    monkeypatch.setattr(target, "_CPUS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(target, "host_features", target.host_features.__wrapped__)
+
+    def names(content: str) -> list[str]:
+        (tmp_path / "cpuinfo").write_text(content)
+        return [level.name for level in target.levels()]
+
+    lines = "processor\t: 0\nflags\t\t: fpu {}\nvmx flags\t: vnmi\nprocessor\t: 1\nflags\t\t: fpu avx2\n"
+    assert names(lines.format(flags)) == ["generic", "avx2", "avx2-vnni", "avx512", "avx512-vnni"]
+    assert names(lines.format(flags.replace("avx_vnni", "avx512vbmi")))[2:] == ["avx512", "avx512-vnni", "avx512-vbmi"]
+    assert names(lines.format(flags.replace(" avx2", ""))) == ["generic"]
+    assert names(lines.format("")) == ["generic"]
+
+
+def test_where_linux_lists_nothing_llvm_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = target.host_features()
+    monkeypatch.setattr(target, "host_features", target.host_features.__wrapped__)
+    monkeypatch.setattr(target, "_known_to_llvm", lambda: found)
+    monkeypatch.setattr(target, "_CPUS", tmp_path / "cpuinfo")
+    for content in (None, "Features\t: asimd\n", ""):
+        if content is not None:
+            (tmp_path / "cpuinfo").write_text(content)
+        assert target.host_features() is found
+
+
+def test_an_unknown_cpu_gets_kernels_without_special_instructions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import llvmlite.binding as llvm
 
     def unknown() -> None:
         raise RuntimeError("failed to get host cpu features.")
 
     monkeypatch.setattr(llvm, "get_host_cpu_features", unknown)
+    monkeypatch.setattr(target, "_CPUS", tmp_path / "missing")
     monkeypatch.setattr(target, "host_features", target.host_features.__wrapped__)
     assert [level.name for level in target.levels()] == ["generic"]
 

@@ -1,0 +1,201 @@
+"""Machine code that needs no linker any more: a process that finds its kernels in the cache does not load LLVM, whose
+library takes as much memory as the weights of a small model.
+
+An image is the entry's offset (8 bytes), and what lies in memory: the code and the constants of an object file. They
+find each other by their distance, so they work at any address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import struct
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+AVAILABLE = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
+
+_ENTRY = 8  # bytes in front of the memory
+_LEAST_ALIGNMENT = 64  # code and constants share no cache line
+_MOST_BYTES = 1 << 24
+
+# ELF, with the numbers of the System V ABI and its supplement for x86-64.
+_IDENT = b"\x7fELF\x02\x01\x01"  # 64 bits, little-endian
+_RELOCATABLE, _X86_64 = 1, 62
+_PROGBITS, _SYMTAB, _RELA, _REL = 1, 2, 4, 9  # types of sections
+_WRITE, _ALLOC, _EXECUTE, _TLS = 1, 2, 4, 1 << 10  # flags of sections
+_PC32, _PLT32 = 2, 4  # the distance to something, and to a function, in 32 bits
+
+
+class _Header(NamedTuple):
+    type: int
+    machine: int
+    sections: int  # their place in the file
+    section_bytes: int
+    section_count: int
+
+
+class _Section(NamedTuple):
+    type: int
+    flags: int
+    offset: int  # of its content in the file
+    size: int
+    link: int  # the number of another section: of a table of symbols, that of their names
+    info: int  # likewise: of relocations, that of what they change
+    alignment: int
+
+
+class _Symbol(NamedTuple):
+    name: int  # its place among the names
+    section: int
+    value: int  # its place in the section
+
+
+class _Relocation(NamedTuple):
+    offset: int
+    type: int
+    symbol: int
+    addend: int
+
+
+# Fields that nothing here reads are skipped.
+_HEADER, _SECTION = struct.Struct("<16xHH20xQ10xHH2x"), struct.Struct("<4xIQ8xQQIIQ8x")
+_SYMBOL, _RELOCATION = struct.Struct("<I2xHQ8x"), struct.Struct("<QIIq")
+_Record = TypeVar("_Record")
+
+
+def link(code: bytes) -> bytes:
+    """The image of an object file whose entry is the function `kernel`.
+
+    Raises ValueError for what is no object file of x86-64, and for code that needs more than itself and its constants:
+    functions of a library, memory to write to, or its address.
+    """
+    header = _Header(*_HEADER.unpack(_content(code, 0, _HEADER.size)))
+    kind = header.type, header.machine, header.section_bytes
+    if not code.startswith(_IDENT) or kind != (_RELOCATABLE, _X86_64, _SECTION.size):
+        raise ValueError("it is no object file of x86-64")
+    content = _content(code, header.sections, header.section_count * _SECTION.size)
+    sections = [_Section(*fields) for fields in _SECTION.iter_unpack(content)]
+    places, memory = _lay_out(code, sections)
+    symbols, names = _symbols(code, sections)
+
+    def address(symbol: _Symbol) -> int:
+        """In the image's memory."""
+        if symbol.section not in places or symbol.value >= sections[symbol.section].size:
+            raise ValueError(f"it needs {_name(symbol, names)!r}, which it does not contain")
+        return places[symbol.section] + symbol.value
+
+    for section in sections:
+        if section.type not in (_RELA, _REL) or section.info not in places:
+            continue
+        if section.type == _REL:
+            raise ValueError("it has relocations without addends")
+        for fields in _RELOCATION.iter_unpack(_whole(code, section, _RELOCATION)):
+            relocation = _Relocation(*fields)
+            if relocation.type not in (_PC32, _PLT32) or relocation.offset + 4 > sections[section.info].size:
+                raise ValueError(f"it has a relocation of type {relocation.type} at {relocation.offset}")
+            at = places[section.info] + relocation.offset
+            distance = address(_item(symbols, relocation.symbol)) + relocation.addend - at
+            if not -(1 << 31) <= distance < 1 << 31:
+                raise ValueError("it has a distance of more than 32 bits")
+            memory[at : at + 4] = distance.to_bytes(4, "little", signed=True)
+
+    kernels = [symbol for symbol in symbols if _name(symbol, names) == "kernel"]
+    if len(kernels) != 1 or not _item(sections, kernels[0].section).flags & _EXECUTE:
+        raise ValueError("it has no function 'kernel'")
+    return address(kernels[0]).to_bytes(_ENTRY, "little") + memory
+
+
+def _lay_out(code: bytes, sections: Sequence[_Section]) -> tuple[dict[int, int], bytearray]:
+    """Where each section that is to be in memory lies there, by its number, and that memory."""
+    places: dict[int, int] = {}
+    memory = bytearray()
+    for number, section in enumerate(sections):
+        if not section.flags & _ALLOC or not section.size:
+            continue
+        if section.type != _PROGBITS or section.flags & (_WRITE | _TLS):
+            raise ValueError(f"it has a section of type {section.type} with flags {section.flags:#x}")
+        alignment = max(section.alignment, _LEAST_ALIGNMENT)
+        if alignment & (alignment - 1) or alignment > mmap.PAGESIZE:
+            raise ValueError(f"it has a section that is aligned to {alignment}")
+        memory += bytes(-len(memory) % alignment)
+        places[number] = len(memory)
+        memory += _content(code, section.offset, section.size)
+        if len(memory) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB of code")
+    return places, memory
+
+
+def _symbols(code: bytes, sections: Sequence[_Section]) -> tuple[list[_Symbol], bytes]:
+    """The symbols, and their names."""
+    tables = [section for section in sections if section.type == _SYMTAB]
+    if len(tables) != 1:
+        raise ValueError(f"it has {len(tables)} tables of symbols")
+    names = _item(sections, tables[0].link)
+    symbols = [_Symbol(*fields) for fields in _SYMBOL.iter_unpack(_whole(code, tables[0], _SYMBOL))]
+    return symbols, _content(code, names.offset, names.size)
+
+
+def _name(symbol: _Symbol, names: bytes) -> str:
+    return names[symbol.name :].split(b"\0", 1)[0].decode("ascii", "replace")
+
+
+def _whole(code: bytes, section: _Section, record: struct.Struct) -> bytes:
+    """The content of a section of records."""
+    if section.size % record.size:
+        raise ValueError(f"it has a section of {section.size} bytes for records of {record.size}")
+    return _content(code, section.offset, section.size)
+
+
+def _content(code: bytes, offset: int, nbytes: int) -> bytes:
+    if offset + nbytes > len(code):
+        raise ValueError("it is too short")
+    return code[offset : offset + nbytes]
+
+
+def _item(records: Sequence[_Record], number: int) -> _Record:
+    if number >= len(records):
+        raise ValueError(f"it has {len(records)} of what it wants number {number} of")
+    return records[number]
+
+
+class LoadedImage:
+    """An image in memory that can be executed, and is not writable any more; `address` is the entry's.
+
+    The memory stays to the end of the process: threads may still run the code when Python's objects are gone. Raises
+    ValueError for bytes that are no image, OSError if the system does not allow memory to be executed.
+    """
+
+    def __init__(self, image: bytes) -> None:
+        size, entry = len(image) - _ENTRY, int.from_bytes(image[:_ENTRY], "little")
+        if not 0 <= entry < size:
+            raise ValueError("it is no image")
+        system, private = _system(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = system.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
+        if memory == ctypes.c_void_p(-1).value:
+            raise _error("there is no memory for it")
+        ctypes.memmove(memory, image[_ENTRY:], size)
+        if system.mprotect(memory, size, mmap.PROT_READ | mmap.PROT_EXEC):
+            error = _error("this system does not allow memory to be executed")
+            system.munmap(memory, size)
+            raise error
+        self.address: int = memory + entry
+
+
+@cache
+def _system() -> Any:
+    """The system's functions on memory."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
+
+
+def _error(what: str) -> OSError:
+    return OSError(f"{what} ({os.strerror(ctypes.get_errno())})")

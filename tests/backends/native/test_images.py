@@ -1,0 +1,150 @@
+"""Object files as images: memory that runs at any address, and that nothing but the kernel's own code goes into."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from engine.backends.native import images
+from engine.backends.native.compiler import Kernel, Loaded, LoadedObject, compile_object
+from engine.backends.native.emit import Emitter
+from engine.backends.native.images import LoadedImage, link
+from engine.backends.native.target import Level, levels
+from engine.backends.native.values import I8, I32, Value, vector
+from tests.backends.native.levels import Function, every_level
+
+if not images.AVAILABLE:
+    pytest.skip("LLVM links kernels on this system", allow_module_level=True)
+
+LEVEL = levels()[-1]
+
+
+def emit_constants(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+    """Adds 0 to 63, bytes, and a vector of numbers to 64 int32 at `out`."""
+    wide = vector(I32, 16)
+    table = e.constant_bytes(bytes(range(64)))
+    with e.loop(0, 4) as i:
+        numbers = e.load(table + i * 16, vector(I8, 16)).zext(I32) + e.constant(wide, NUMBERS)
+        e.store(e.load(out + i * 64, wide) + numbers, out + i * 64)
+
+
+NUMBERS = tuple(range(1000, 1016))
+CONSTANTS = Kernel("test_constants", emit_constants, ("out",))
+
+
+def is_right(loaded: Loaded) -> bool:
+    """Whether such a kernel finds its constants."""
+    out = np.ones(64, np.int32)
+    call(loaded, out)
+    return np.array_equal(out, 1 + np.arange(64) + np.tile(NUMBERS, 4))
+
+
+def call(loaded: Loaded, out: np.ndarray) -> None:
+    arguments = CONSTANTS.pack([out.ctypes.data])
+    Function(loaded.address)(arguments.ctypes.data, 0, 1, None)
+
+
+@every_level
+def test_code_finds_its_constants_at_any_address(level: Level) -> None:
+    image = link(compile_object(CONSTANTS, level))
+    first, second = LoadedImage(image), LoadedImage(image)
+    assert first.address != second.address
+    assert is_right(first)
+    assert is_right(second)
+
+
+def test_llvm_links_the_same_object_file() -> None:
+    """As it does on systems without images."""
+    code = compile_object(CONSTANTS, LEVEL)
+    assert is_right(LoadedObject(code, LEVEL))
+    assert is_right(LoadedImage(link(code)))
+
+
+def test_memory_is_never_writable_and_executable() -> None:
+    loaded = LoadedImage(link(compile_object(CONSTANTS, LEVEL)))
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last, rights = re.match(r"(\w+)-(\w+) (\S+)", line).groups()  # type: ignore[union-attr]
+        if int(first, 16) <= loaded.address < int(last, 16):
+            assert rights == "r-xp"
+            return
+    raise AssertionError("the kernel is nowhere")
+
+
+def test_loops_of_zeros_are_no_calls() -> None:
+    """LLVM likes to make a call of memset of them."""
+
+    def emit(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(0, 1000) as i:
+            e.store(e.i64(0), out + i * 8)
+
+    out = np.ones(1001, np.int64)
+    call(LoadedImage(link(compile_object(Kernel("test_zeros", emit, ("out",)), LEVEL))), out)
+    assert out.tolist() == [0] * 1000 + [1]
+
+
+def test_what_the_code_does_not_contain_is_named() -> None:
+    def emit(e: Emitter, out: Value, begin: Value, end: Value, scratch: Value) -> None:
+        e.intrinsic("no_such_function", None)
+
+    with pytest.raises(ValueError, match="no_such_function"):
+        link(compile_object(Kernel("test_missing", emit, ("out",)), LEVEL))
+
+
+def section(code: bytearray, flags: int) -> int:
+    """Where the header of the first section that has these flags lies."""
+    start, size, count = struct.unpack_from("<40xQ10xHH", code)
+    return next(at for at in range(start, start + size * count, size) if code[at + 8] & flags == flags)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(4, 8), (8, 7), (48, 1 << 20), (48, 100), (32, 1 << 60)],
+    ids=["zeros", "writable", "alignment", "odd alignment", "size"],
+)
+def test_other_sections_are_refused(field: int, value: int) -> None:
+    code = bytearray(compile_object(CONSTANTS, LEVEL))
+    link(bytes(code))
+    struct.pack_into("<I" if field == 4 else "<Q", code, section(code, 6) + field, value)
+    with pytest.raises(ValueError, match=r"section|short"):
+        link(bytes(code))
+
+
+def test_an_absolute_address_is_refused() -> None:
+    code = bytearray(compile_object(CONSTANTS, LEVEL))
+    header = next(
+        at for at in range(struct.unpack_from("<40xQ", code)[0], len(code), 64) if code[at + 4 : at + 8] == b"\4\0\0\0"
+    )
+    (place,) = struct.unpack_from("<Q", code, header + 24)
+    struct.pack_into("<I", code, place + 8, 1)  # R_X86_64_64
+    with pytest.raises(ValueError, match="relocation of type 1 "):
+        link(bytes(code))
+
+
+def test_odd_input_is_a_value_error(rng: np.random.Generator) -> None:
+    """Whatever bytes change: there is an image, or a ValueError."""
+    right = compile_object(CONSTANTS, LEVEL)
+    for length in (0, 1, 7, 63, 64, 65, len(right) - 1):
+        with pytest.raises(ValueError):
+            link(right[:length])
+    refused = 0
+    for _ in range(3000):
+        code = np.frombuffer(right, np.uint8).copy()
+        places = rng.integers(len(code), size=rng.integers(1, 5))
+        code[places] = rng.choice(np.array([0, 1, 127, 128, 255, rng.integers(256)], np.uint8), len(places))
+        try:
+            link(code.tobytes())
+        except ValueError:
+            refused += 1
+    assert 100 < refused < 3000
+
+
+@pytest.mark.parametrize("image", [b"", bytes(8), bytes([1] + [0] * 8), b"\xff" * 16])
+def test_what_is_no_image_is_refused(image: bytes) -> None:
+    with pytest.raises(ValueError, match="no image"):
+        LoadedImage(image)
