@@ -1,0 +1,135 @@
+"""Callers of kernels that want the same CPUs: each gets a fair share, and waiting for each other costs little.
+
+Throughput is counted in runs per second of CPU time, and compared with turns of a moment ago: what other programs take
+of the machine then changes little. Callers with two threads each, on two CPUs, have turns with callers of one thread
+each, which wait for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.backends.native.levels import loaded
+from tests.requests.test_forks import begun_in_child
+
+from engine.backends.native.compiler import Kernel  # isort: skip
+from engine.backends.native.emit import Emitter
+from engine.backends.native.target import best
+from engine.backends.native.thread_count import allowed_cpus
+from engine.backends.native.values import F32, Value, vector
+from engine.backends.native.workers import Launch, Tape, Workers
+
+ENTRIES, UNITS, TIMES, FLOATS = 300, 64, 16, 512  # a run takes a few milliseconds, and an entry ten microseconds
+TURN, TURNS = 0.25, 5  # seconds of a turn, and how many there are
+# Limits for a busy machine. Measured: shares of 0.83 to 1.0 of the other's, and rates of 0.79 to 1.01 of those without
+# waiting. Rates are 0.44 where threads of two processes never offer their CPU, 0.59 where callers poll for a turn.
+SHARE, RATE = 0.4, 0.65
+PATIENCE = 60  # seconds until a test that hangs fails
+
+needs_two_cpus = pytest.mark.skipif(len(allowed_cpus()) < 2, reason="threads share two CPUs; this process may use one")
+needs_processes = pytest.mark.skipif(
+    not hasattr(os, "fork") or not hasattr(os, "sched_setaffinity"),
+    reason="this system has no fork, or does not restrict a process to CPUs",
+)
+
+
+def emit_dots(e: Emitter, x: Value, y: Value, begin: Value, end: Value, scratch: Value) -> None:
+    """Unit by unit, the sum of the squares of x, `TIMES` times; y (units, 16)."""
+    lanes = vector(F32, 16)
+    with e.loop(begin, end) as unit:
+        total = e.variable(e.zero(lanes))
+        with e.loop(0, TIMES), e.loop(0, 4 * FLOATS, 64) as at:
+            part = e.load(x + at, lanes)
+            total.set(part * part + total.get())
+        e.store(total.get(), y + unit * 64)
+
+
+class Player:
+    """A caller that runs tapes of dot products, again and again."""
+
+    def __init__(self) -> None:
+        x, self.sums = np.ones(FLOATS, np.float32), np.zeros((UNITS, 16), np.float32)
+        kernel = Kernel("test_dots", emit_dots, ("x", "y"))
+        self._code, arguments = loaded(kernel, best()), kernel.pack([x.ctypes.data, self.sums.ctypes.data])
+        self._keep = x, arguments
+        self._tapes = {
+            threads: Tape([Launch(self._code.address, arguments.ctypes.data, UNITS, UNITS // (8 * threads))] * ENTRIES)
+            for threads in (1, 2)
+        }
+
+    def runs(self, on: Workers, threads: int, begin: float, seconds: float) -> int:
+        """Runs from the time `begin` on, on so many threads."""
+        self.sums[:] = 0
+        number, end = 0, begin + seconds
+        time.sleep(max(0, begin - time.monotonic()))
+        while time.monotonic() < end:
+            on.run(self._tapes[threads], threads)
+            number += 1
+        assert number == 0 or (self.sums == TIMES * FLOATS / 16).all()
+        return number
+
+
+class Turn(NamedTuple):
+    """The runs of two callers at the same time, and the seconds of CPU time that both took."""
+
+    runs: tuple[int, int]
+    cpu: float
+
+
+def assert_fair(waiting: Sequence[Turn], alone: Sequence[Turn]) -> None:
+    """Each of two callers has its share, and together they waste little compared with callers that never wait."""
+    first, second = (sum(turn.runs[i] for turn in waiting) for i in (0, 1))
+    assert min(first, second) > SHARE * max(first, second), f"shares: {first} and {second} runs"
+    rates = [
+        sum(map(sum, (turn.runs for turn in turns))) / sum(turn.cpu for turn in turns) for turns in (waiting, alone)
+    ]
+    assert rates[0] > RATE * rates[1], f"runs per second of CPU time: {rates[0]:.0f}, without waiting {rates[1]:.0f}"
+
+
+@needs_two_cpus
+def test_two_callers_of_a_process_have_fair_shares() -> None:
+    """Without waiting, each has workers of its own, and none takes part."""
+    shared, own, players = Workers(), (Workers(), Workers()), (Player(), Player())
+    shared.start(2)
+
+    def turn(threads: int, on: Sequence[Workers]) -> Turn:
+        cpu, begin = time.process_time(), time.monotonic() + 0.01
+        with ThreadPoolExecutor(2) as pool:
+            calls = [
+                pool.submit(player.runs, each, threads, begin, TURN) for player, each in zip(players, on, strict=True)
+            ]
+            first, second = (call.result(PATIENCE) for call in calls)
+        return Turn((first, second), time.process_time() - cpu)
+
+    turns = [(turn(2, (shared, shared)), turn(1, own)) for _ in range(TURNS)]
+    assert_fair(*zip(*turns, strict=True))
+
+
+@needs_two_cpus
+@needs_processes
+def test_two_processes_have_fair_shares_of_two_cpus() -> None:
+    player = Player()
+    cpus = sorted(allowed_cpus())[:2]
+
+    def play(threads: int, begin: float) -> tuple[int, float]:
+        os.sched_setaffinity(0, cpus)
+        own = Workers()
+        own.start(threads)
+        cpu = time.process_time()
+        return player.runs(own, threads, begin, TURN), time.process_time() - cpu
+
+    def turn(threads: int) -> Turn:
+        begin = time.monotonic() + 0.1
+        children = [begun_in_child(lambda: play(threads, begin)) for _ in range(2)]
+        (first, cpu), (second, more) = (child() for child in children)
+        return Turn((first, second), cpu + more)
+
+    turns = [(turn(2), turn(1)) for _ in range(TURNS)]
+    assert_fair(*zip(*turns, strict=True))
