@@ -18,6 +18,7 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
+from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import every_level, launcher
 from tests.backends.native.plain_tiles import PlainKeys, PlainValues
 
@@ -25,6 +26,7 @@ from engine.backends.native import codecs  # isort: skip
 from engine.backends.native.attention import AttentionOps
 from engine.backends.native.graphs import Graphs
 from engine.backends.native.heads import HeadOps
+from engine.backends.native.kernels.attention import Attention, attend
 from engine.backends.native.launch import CannotRecord
 from engine.backends.native.spans import StepTable
 from engine.backends.native.target import Level, best, levels
@@ -189,3 +191,14 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
     ops = AttentionOps(launch, NumpyOps())
     with pytest.raises(CannotRecord), launch.record():
         ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
+
+
+@with_plain_tiles
+@special_levels
+def test_instructions_over_blocks_in_full_precision(level: Level) -> None:
+    """Multiply-adds in whole registers; the sums of three queries never go to the stack."""
+    spec = Attention(PlainKeys(64, 64), PlainValues(64, 64), 8, 64, 64, group=3, at_once=3)
+    loop = Loop(attend(spec), level, product=True)
+    assert loop.count("vfmadd231ps") >= 12
+    assert loop.count("vfmadd231ps") >= len(loop) / 2
+    assert loop.on_stack == 0

@@ -14,10 +14,13 @@ from engine.backends.ops import CacheFormat, Place
 from engine.codecs import NotFinite
 from engine.quantization.conditioning import read_mean
 from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
+from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import launcher
 
 from engine.backends.native.cache import CacheOps, TileCache  # isort: skip
 from engine.backends.native.encoding import EncodingOps
+from engine.backends.native.kernels.encode import encode
+from engine.backends.native.kernels.encode.unit import Encoding
 from engine.backends.native.target import Level, levels
 from engine.backends.numpy.attention import LayerCache
 from engine.backends.numpy.ops import NumpyOps
@@ -354,3 +357,14 @@ def test_codecs_without_a_kernel_are_encoded_in_numpy() -> None:
     compiled, plain = both(format, levels()[-1])
     for name, array in arrays(plain).items():
         np.testing.assert_array_equal(arrays(compiled)[name], array)
+
+
+@special_levels
+@pytest.mark.parametrize("along_tokens", [False, True])
+def test_instructions(level: Level, along_tokens: bool) -> None:
+    """Error feedback and norms are multiply-adds in whole registers; their sums never go to the stack."""
+    encoding = Encoding(8, 2, 64, tilted=not along_tokens, along_tokens=along_tokens, mean_bits=8)
+    loop = Loop(encode(encoding), level, product=True)
+    assert loop.count("vfmadd231ps") >= 4
+    assert loop.count("vfmadd231ps") >= len(loop) / 2
+    assert loop.on_stack == 0

@@ -8,6 +8,7 @@ import pytest
 from engine.backends.numpy.activations import ACTIVATIONS
 from engine.weight_formats import WeightFormat, available, get
 from tests import weights
+from tests.backends.native.hot_loops import OF_WORDS, Loop, special_levels
 from tests.backends.native.levels import every_level, run
 
 from engine.backends.native import tiles  # isort: skip
@@ -151,3 +152,36 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
     rng = np.random.default_rng(3)
     format, packed, _ = stored(rng, name, 36, 256)
     assert packed.nbytes == tiles.tile_bytes(format, 36, 256)
+
+
+@special_levels
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0", "iq4_xs"])
+def test_instructions(name: str, rows: int, level: Level) -> None:
+    """16 dot products of pairs of words for each row and 32 inputs, in whole registers. With the 32 registers of
+    AVX-512 few vectors go to the stack and back; AVX2 has 16 for twice as many vectors."""
+    at_once = rows_at_once(rows, level.lanes)
+    loop = Loop(product(Product(get(name), at_once)), level)
+    products = 16 * at_once * (16 // level.lanes)
+    assert loop.count(OF_WORDS[level.name]) == products
+    if name == "iq4_xs":
+        assert loop.count("vpshufb") >= 16
+    if level.lanes == 16:
+        assert loop.on_stack <= products / 4
+
+
+@special_levels
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
+    """A multiply-add for each vector of weights and row, and nothing on the stack."""
+    at_once = rows_at_once(64, level.lanes)
+    loop = Loop(product(Product(get(name), at_once)), level)
+    assert loop.count("vfmadd231ps") >= at_once * (16 // level.lanes)
+    assert loop.count("vcvtph2ps") == (16 // level.lanes if name == "f16" else 0)
+    assert loop.on_stack == 0
+
+
+@special_levels
+def test_sums_of_too_many_rows_are_seen_on_the_stack(level: Level) -> None:
+    """So that the tests above can fail."""
+    assert Loop(product(Product(get("f32"), 40)), level).on_stack > 0

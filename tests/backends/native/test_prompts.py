@@ -14,11 +14,14 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import CacheFormat, HeadTransform, Place, SpanView
 from engine.codecs import get
 from engine.codecs._rotation import dense, signed_hadamard
+from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import every_level, launcher
 
 from engine.backends.native import prompts  # isort: skip
 from engine.backends.native.cache import CacheOps  # isort: skip
 from engine.backends.native.heads import HeadOps  # isort: skip
+from engine.backends.native.kernels.prompts import Prompt  # isort: skip
+from engine.backends.native.kernels.prompts import attend as attend_kernel  # isort: skip
 from engine.backends.native.ops import NativeOps  # isort: skip
 from engine.backends.native.prompts import PromptOps  # isort: skip
 from engine.backends.native.target import Level, best
@@ -177,3 +180,13 @@ def test_prompts_of_an_engine_attend_by_the_kernel() -> None:
     found = ops.attention(q, cache, ops.spans([span], N), 0.1, None, prepared)
     np.testing.assert_array_equal(found, PromptOps(launcher(best()), PLAIN).attention(q, cache, [span], 0.1, None))
     assert (found != PLAIN.attention(q, cache, [span], 0.1, None)).any()
+
+
+@special_levels
+@pytest.mark.parametrize("dim", [64, 128])
+def test_instructions(dim: int, level: Level) -> None:
+    """Multiply-adds in whole registers; the sums of several queries never go to the stack."""
+    loop = Loop(attend_kernel(Prompt(dim)), level, product=True)
+    assert loop.count("vfmadd231ps") >= (24 if level.lanes == 16 else 12)
+    assert loop.count("vfmadd231ps") >= len(loop) / 2
+    assert loop.on_stack == 0

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from engine import codecs
 from tests.backends.native.codecs import attend
+from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import every_level
 
 from engine.backends.native import codecs as tiles  # isort: skip
-from engine.backends.native.compiler import assembly
 from engine.backends.native.target import Level
 
 CODEC = codecs.get("f16")
@@ -57,14 +57,12 @@ def test_mix(d: int, n: int, heads: int, level: Level) -> None:
     assert (np.abs(got - 7 - np.einsum("bhn,bnd->hd", weights, values)) <= 3e-6 * size).all()
 
 
-@every_level
+@special_levels
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_instructions(level: Level, side: str) -> None:
-    """Halves are widened and multiplied in whole registers."""
-    if not level.has("f16c"):
-        pytest.skip("this level has no instruction for it")
+    """Halves are widened in whole registers, each for three multiply-adds, and no vector goes to the stack."""
     own = getattr(tiles, side)(CODEC, 64, 64)
-    kernel = attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3)
-    lines, register = assembly(kernel, level).splitlines(), "%zmm" if level.lanes == 16 else "%ymm"
-    for instruction in ("vcvtph2ps", "vfmadd231ps"):
-        assert any(instruction in line and register in line for line in lines)
+    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
+    assert loop.count("vcvtph2ps") >= 8
+    assert loop.count("vfmadd231ps") == 3 * loop.count("vcvtph2ps")
+    assert loop.on_stack == 0

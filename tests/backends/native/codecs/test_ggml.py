@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine import codecs
 from tests.backends.native.codecs import attend
+from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
 from tests.backends.native.levels import every_level
 
 from engine.backends.native import codecs as tiles  # isort: skip
@@ -100,3 +101,15 @@ def test_weights_that_are_whole_steps_are_exact(level: Level) -> None:
     weights[..., 0] = 127
     got = attend.mixed(own, level, own.pack(fields), weights, 64)
     np.testing.assert_allclose(got, 7 + np.einsum("bhn,bnd->hd", weights, codec.decode(fields)), rtol=1e-6)
+
+
+@special_levels
+@every_codec
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_instructions(name: str, side: str, level: Level) -> None:
+    """Codes are multiplied as bytes, in whole registers. Values stay in the 32 registers of AVX-512."""
+    own = getattr(tiles, side)(codecs.get(name), 64, 64)
+    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
+    assert loop.count(OF_BYTES[level.name]) >= 24
+    if side == "values" and level.lanes == 16:
+        assert loop.on_stack == 0
