@@ -42,7 +42,9 @@ class PlainKeys:
         for offset in range(0, self.query_bytes, 64):
             e.store(e.load(q, vector(F32, 16), offset), out, offset)
 
-    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
+    def emit_scores(
+        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
+    ) -> None:
         for query, scores in zip(queries, out, strict=True):
             with e.loop(0, 4 * self.block_size, 64) as token:
                 total = e.variable(e.zero(vector(F32, 16)))
@@ -73,7 +75,7 @@ class PlainValues:
         values = np.ascontiguousarray(tiles).view(np.float32)
         return {"values": values.reshape(*tiles.shape[:-1], self.block_size, self.head_dim).astype(np.float16)}
 
-    def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         for weight, mix in zip(weights, sums, strict=True):
             for first, lanes in pieces(self.head_dim):
                 total = e.variable(e.load(mix, vector(F32, lanes), 4 * first))

@@ -54,17 +54,24 @@ class KeyTiles(Tiles, Protocol):
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         """The query at q, D float32 and then zeros, times the scale of scores → its prepared form at out."""
 
-    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
-        """The scores of 1 to MOST_QUERIES prepared queries with each key of a tile → N float32 at each of out."""
+    def emit_scores(
+        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
+    ) -> None:
+        """The scores of 1 to MOST_QUERIES prepared queries with each key of a tile → N float32 at each of out.
+
+        after: a tile that is needed soon. It is prefetched little by little, while this one is read: a core waits if it
+        has to prefetch many lines at once.
+        """
 
 
 class ValueTiles(Tiles, Protocol):
     """Tiles of values."""
 
-    def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         """Add Σ weightₜ · valueₜ to the D float32 at each of sums, for 1 to MOST_QUERIES rows of weights.
 
-        weights: N float32 ≥ 0 each, which may be overwritten. What lies beyond the D sums is never read.
+        after: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. What lies beyond
+        the D sums is never read.
         """
 
 

@@ -42,11 +42,18 @@ def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value
 
 
 def emit_products(
-    e: Emitter, table: CodeTable, block: Value, tokens: int, head_dim: int, prepared: Sequence[Sequence[Value]]
+    e: Emitter,
+    table: CodeTable,
+    block: Value,
+    after: Value,
+    tokens: int,
+    head_dim: int,
+    prepared: Sequence[Sequence[Value]],
 ) -> list[list[Value]]:
     """The products of the keys of a tile with prepared queries: for each query, int32, 16 tokens to a vector.
 
-    prepared: the queries' forms for the first tokens, for as many after them, and so on.
+    after: a tile whose codes are prefetched. prepared: the queries' forms for the first tokens, for as many after them,
+    and so on.
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
@@ -66,12 +73,15 @@ def emit_products(
 
     at_once = math.lcm(packing.run, groups)
     if vectors % at_once:
+        e.prefetch(after, packing.nbytes(vectors))
         add(block, prepared, vectors)
     else:
+        nbytes = packing.nbytes(at_once)
         with e.loop(0, vectors // at_once) as part:
             offset = part * (at_once // groups * 4 * width)
             own = [[query + offset for query in queries] for queries in prepared]
-            add(block + part * packing.nbytes(at_once), own, at_once)
+            e.prefetch(after + part * nbytes, nbytes)
+            add(block + part * nbytes, own, at_once)
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 

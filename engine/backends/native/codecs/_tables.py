@@ -164,8 +164,11 @@ class TableKeys(_TableTiles):
             parts = [e.shuffle(part, part, PAIR_LANES) for part in parts]
         store_query(e, parts, self._table, out)
 
-    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
-        totals = emit_products(e, self._table, block, self._tokens, self._head_dim, [queries])
+    def emit_scores(
+        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
+    ) -> None:
+        totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, [queries])
+        e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         for query, target, total in zip(queries, out, totals, strict=True):
             factor = e.broadcast(query, F32, 16, self._factor_at)
@@ -198,10 +201,11 @@ class TableValues(_TableTiles):
         tokens = [e.load(first, vector(kind, p), i * self._codes * size).zext(I32) for i in range(64 // p)]
         return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
 
-    def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         chunks, along, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
         width = self._table.width
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
+        e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
         factors = [quantize_weights(e, own, norms) * self._table.scale for own in weights]
         lookup = self._table.emit(e, 0)
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
@@ -223,6 +227,7 @@ class TableValues(_TableTiles):
                     channel.set(e.zero(_I16))
 
         if along % run:
+            e.prefetch(after, self._norms_at)
             for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
                 add(code, weights, number % along)
                 if number % along == along - 1:
@@ -230,12 +235,12 @@ class TableValues(_TableTiles):
             return
         at_once = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
         with e.loop(0, chunks) as chunk:
-            start = block + chunk * self._packing.nbytes(along)
+            start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(at_once)
             with e.loop(0, along // at_once) as part:
                 own = [weight + part * (at_once * 64 // self._lanes) for weight in weights]
-                for place, code in enumerate(
-                    read_codes(e, self._packing, start + part * self._packing.nbytes(at_once), at_once)
-                ):
+                offset = start + part * nbytes
+                e.prefetch(after + offset, nbytes)
+                for place, code in enumerate(read_codes(e, self._packing, block + offset, at_once)):
                     add(code, own, place)
             finish(chunk * (4 * self._lanes * width))
 

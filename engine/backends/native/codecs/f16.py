@@ -60,13 +60,18 @@ class HalfKeys:
         for first in range(0, self._head_dim, 16):
             e.store(e.load(q, _F16, 4 * first), out, 4 * first)
 
-    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
+    def emit_scores(
+        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
+    ) -> None:
         together = _at_once(e, len(queries), self._tokens // 16)
         unrolled = math.gcd(self._head_dim, 4)
         for first in range(0, self._tokens // 16, together):
             totals = [[e.variable(e.zero(_F16)) for _ in range(together)] for _ in queries]
             with e.loop(0, self._head_dim, unrolled) as channel:
-                row = block + channel * (2 * self._tokens)
+                offset = channel * (2 * self._tokens)
+                if not first:
+                    e.prefetch(after + offset, 2 * self._tokens * unrolled)
+                row = block + offset
                 own = [query + channel * 4 for query in queries]
                 for step in range(unrolled):
                     factors = [e.broadcast(query, F32, 16, 4 * step) for query in own]
@@ -109,14 +114,17 @@ class HalfValues:
         rows = np.ascontiguousarray(tiles).view(np.float16).reshape(*tiles.shape[:-1], self._tokens, self._row)
         return {"values": np.ascontiguousarray(rows[..., : self._head_dim])}
 
-    def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         parts = self._row // 16
         together = _at_once(e, len(weights), parts)
         for first in range(0, parts, together):
             places = [64 * (first + part) for part in range(together)]
             totals = [[e.variable(e.load(target, _F16, place)) for place in places] for target in sums]
             with e.loop(0, self._tokens, 4) as token:
-                row = block + token * (2 * self._row)
+                offset = token * (2 * self._row)
+                if not first:
+                    e.prefetch(after + offset, 8 * self._row)
+                row = block + offset
                 own = [weight + token * 4 for weight in weights]
                 for step in range(4):
                     factors = [e.broadcast(weight, F32, 16, 4 * step) for weight in own]

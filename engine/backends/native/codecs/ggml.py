@@ -165,11 +165,16 @@ class GroupedKeys(_GroupedTiles):
             start = e.sum_lanes(integers[0] + integers[1]) * -self._zero(e)
             e.store(start, out, self._head_dim + 4 * self._groups + 4 * group)
 
-    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
+    def emit_scores(
+        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
+    ) -> None:
         parts, run = self._tokens // 16, self._packing.run
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
+        e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:
-            at = block + group * self._packing.nbytes(8 * parts)
+            offset, nbytes = group * self._packing.nbytes(8 * parts), self._packing.nbytes(8 * parts)
+            e.prefetch(after + offset, nbytes)
+            at = block + offset
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             own = [query + group * _GROUP for query in queries]
             steps = [query + group * 4 + self._head_dim for query in queries]
@@ -205,13 +210,15 @@ class GroupedValues(_GroupedTiles):
         at = codes + number % fours * (4 * self._head_dim) + number // fours * 16
         return side_by_side([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
 
-    def emit_mix(self, e: Emitter, block: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         fours, run = self._tokens // 4, self._packing.run
         rounded = [e.stack(self._tokens) for _ in weights]
         half_bytes = self._packing.nbytes(fours)
         # Both halves of a group at a time share the loads of weights, where their sums fit the registers.
         halves = [(0, 1)] if e.level.lanes == 16 else [(0,), (1,)]
+        e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:
+            e.prefetch(after + group * (2 * half_bytes), 2 * half_bytes)
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             steps, starts = [], []
             for weight, target in zip(weights, rounded, strict=True):

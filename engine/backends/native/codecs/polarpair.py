@@ -70,7 +70,9 @@ class PolarPairKeys:
             part = e.load(q, _F16, 4 * first)
             e.store(e.shuffle(part, part, PAIR_LANES), out, 4 * first)
 
-    def emit_scores(self, e: Emitter, block: Value, queries: Sequence[Value], out: Sequence[Value]) -> None:
+    def emit_scores(
+        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
+    ) -> None:
         factor_at = -(-self._head_dim // 16) * 16
         prepared = [[e.stack(factor_at + 8) for _ in queries] for _ in range(self._spans)]
         for span, forms in enumerate(prepared):
@@ -78,7 +80,8 @@ class PolarPairKeys:
             for query, form in zip(queries, forms, strict=True):
                 parts = [e.load(query, _F16, 64 * i) * step for i, step in enumerate(steps)]
                 store_query(e, parts, self._table, form)
-        totals = emit_products(e, self._table, block, self._tokens, self._head_dim, prepared)
+        totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, prepared)
+        e.prefetch(after + self._steps_at, self.nbytes - self._steps_at)
         each = self._tokens // 16 // self._spans
         for number, (total, target) in enumerate(zip(totals, out, strict=True)):
             for group, dots in enumerate(total):

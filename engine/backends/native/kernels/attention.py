@@ -22,6 +22,7 @@ from engine.backends.native.values import F32, I8, I16, I32, I64, Value, Variabl
 
 _F16 = vector(F32, 16)
 _TOKENS_AT_ONCE = 256  # of a step of the softmax, at least a block
+_BLOCKS_AHEAD = 4  # from the block that is read to the one that is prefetched
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +199,8 @@ class _Body:
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 scores = [query.scores + offset for query in queries]
-                after = e.load(table + e.least(number + i + 1, header.quantized - 1) * 8, I64)
-                e.prefetch(keys + after * spec.keys.nbytes, spec.keys.nbytes)
-                self._block_scores(queries, keys, block, scores)
+                after = e.load(table + e.least(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
+                self._block_scores(queries, keys, block, after, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - self.window + 1 - start for query in queries]
             tokens = count * spec.block_size
@@ -210,14 +210,17 @@ class _Body:
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
-                after = e.load(table + e.least(number + i + 1, header.quantized - 1) * 8, I64)
-                e.prefetch(values + after * spec.values.nbytes, spec.values.nbytes)
-                spec.values.emit_mix(e, values + block * spec.values.nbytes, weights, [query.mix for query in queries])
+                after = e.load(table + e.least(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
+                own, ahead = values + block * spec.values.nbytes, values + after * spec.values.nbytes
+                spec.values.emit_mix(e, own, ahead, weights, [query.mix for query in queries])
 
-    def _block_scores(self, queries: Sequence[_Query], keys: Value, block: Value, scores: Sequence[Value]) -> None:
+    def _block_scores(
+        self, queries: Sequence[_Query], keys: Value, block: Value, after: Value, scores: Sequence[Value]
+    ) -> None:
         """q·k + q·μ of each query and the keys of a block, whose mean is μ."""
         e, spec = self.e, self.spec
-        spec.keys.emit_scores(e, keys + block * spec.keys.nbytes, [query.prepared for query in queries], scores)
+        own, ahead = keys + block * spec.keys.nbytes, keys + after * spec.keys.nbytes
+        spec.keys.emit_scores(e, own, ahead, [query.prepared for query in queries], scores)
         if not spec.mean_bits:
             return
         added = self._mean_scores(queries, self.head * self.blocks + block)

@@ -69,7 +69,8 @@ def scores_kernel(tiles: KeyTiles, n: int, heads: int) -> Kernel:
         with e.loop(begin, end) as block:
             own = [queries + head * tiles.query_bytes for head in range(heads)]
             targets = [out + (block * heads + head) * (4 * n) for head in range(heads)]
-            tiles.emit_scores(e, blocks + block * tiles.nbytes, own, targets)
+            at = blocks + block * tiles.nbytes
+            tiles.emit_scores(e, at, at, own, targets)
 
     return Kernel(f"scores_{tiles.name}_{heads}", emit, ("blocks", "queries", "out"))
 
@@ -93,7 +94,8 @@ def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
                     weight = e.load(weights + (block * heads + head) * (4 * n), vector(F32, 16), first)
                     e.store(weight, target, first)
             targets = [sums + head * (4 * -(-d // 16) * 16) for head in range(heads)]
-            tiles.emit_mix(e, blocks + block * tiles.nbytes, own, targets)
+            at = blocks + block * tiles.nbytes
+            tiles.emit_mix(e, at, at, own, targets)
 
     return Kernel(f"mix_{tiles.name}_{heads}", emit, ("blocks", "weights", "sums"))
 
