@@ -29,7 +29,7 @@ from engine.backends.native.heads import HeadOps
 from engine.backends.native.kernels.attention import Attention, attend
 from engine.backends.native.launch import CannotRecord
 from engine.backends.native.spans import StepTable
-from engine.backends.native.target import Level, best, levels
+from engine.backends.native.target import Level, best
 
 TYPES = [
     ("ring4", "ring3.5"),
@@ -38,6 +38,8 @@ TYPES = [
     ("turbo4", "f16"),
     ("f16", "q4_0"),
     ("polarpair-m4n4", "ring4"),
+    ("ring3", "turbo2"),
+    ("q4_0", "q8_0"),
 ]
 
 with_plain_tiles = pytest.mark.usefixtures("plain")
@@ -164,22 +166,53 @@ def test_a_sequence_finds_the_same_alone() -> None:
         np.testing.assert_array_equal(attended(alone(case, number), best(), None), together[number : number + 1])
 
 
-@every_level
-@pytest.mark.parametrize("number", [0, 1])
-def test_attention_over_codes(level: Level, number: int) -> None:
-    """All types appear among the levels: kernels take long to compile.
-
-    Queries are bytes: of 64 normal channels the largest is near 2.6, so that their error is 2.6/127/√12 = .006 (.012
-    where bytes up to 64 are used), and so is that of a table's points. With scores of deviation 2.4 the weights of
-    tokens are wrong by the factors 1 ± 2.4 · .006 · √2 = 1 ± .02 (.035), each by its own, and so is what they sum up
-    to. Bytes of weights and of the values' points add less than .01."""
-    types = TYPES[(levels().index(level) + 2 * number) % len(TYPES)]
-    case = step(Shape(dim=64, types=types, block_size=64), [Sequence_(1000, 3), Sequence_(10), Sequence_(320)], 900)
-    wanted = exact(case, 900)
-    error = attended(case, level, 900) - wanted
-    most = 0.025 if level.has_wide_products else 0.04
+def check_over_codes(case: Step, level: Level, window: int | None) -> None:
+    """Queries are bytes: a query's error is its largest channel / 127 / √12 for each channel, and so is, about, that of
+    a table's points. Keys have channels of about unit variance around their mean, so a score is off by √2 times that,
+    times √D and the scale of scores: for 64 normal channels, of which the largest is near 2.6, by .02. A weight is off
+    by that factor, by its own for each token, and so is what the weights sum up to. The bytes of weights and of the
+    values' points add less than .01. CPUs that add two products in 16 bits take queries up to 64 in place of 127."""
+    largest = np.abs(case.q).max(-1) / (127 if level.has_wide_products else 64)
+    most = 0.01 + SCALE * np.sqrt(2 * case.q.shape[-1] / 12) * np.sqrt((largest**2).mean())
+    wanted = exact(case, window)
+    error = attended(case, level, window) - wanted
     assert np.sqrt((error**2).mean() / (wanted**2).mean()) < most
     assert np.abs(error).max() < 4 * most * np.abs(wanted).max()
+
+
+@every_level
+@pytest.mark.parametrize("types", TYPES, ids="/".join)
+def test_attention_over_codes(level: Level, types: tuple[str, str]) -> None:
+    shape = Shape(dim=64, types=types, block_size=64)
+    check_over_codes(step(shape, [Sequence_(1000, 3), Sequence_(10), Sequence_(320)], 900), level, 900)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    types=st.sampled_from(TYPES),
+    dim=st.sampled_from([32, 64, 80, 96, 128, 256]),
+    group=st.integers(1, 8),
+    block_size=st.sampled_from([16, 32, 48, 64, 128]),
+    mean_bits=st.sampled_from([0, 8, 16]),
+    lengths=st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 16)), min_size=1, max_size=4),
+    window=st.none() | st.integers(1, 800),
+    seed=st.integers(0, 99),
+)
+def test_attention_over_codes_of_any_shape(
+    types: tuple[str, str],
+    dim: int,
+    group: int,
+    block_size: int,
+    mean_bits: int,
+    lengths: list[tuple[int, int]],
+    window: int | None,
+    seed: int,
+) -> None:
+    """Sequences of several lengths and numbers of rows; all read codes, unless a window hides them."""
+    dim = -(-dim // 32) * 32 if "q" in "".join(types) else dim
+    shape = Shape(2, group, dim, block_size, types, mean_bits)
+    sequences = [Sequence_(3 * block_size + length, rows) for length, rows in lengths]
+    check_over_codes(step(shape, sequences, window, seed), best(), window)
 
 
 def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
