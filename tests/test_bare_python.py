@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.random_model import random_model
+
 ROOT = Path(__file__).resolve().parents[1]
 _WITHOUT = "import sys; sys.modules.update({name: None for name in %r})\n"
 
@@ -38,6 +40,17 @@ print(*said, sep="\\n")
     count, *said = run_without(["gguf", "platformdirs"], program, tiny_path).splitlines()
     assert count == "5"
     assert any("platformdirs" in line and "POLARLM_CACHE" in line for line in said)
+
+
+def test_a_vocabulary_needs_its_own_library_only(tiny_path: Path, tmp_path: Path) -> None:
+    """The others would take megabytes of memory."""
+    program = """
+from model_loaders import load
+for path in sys.argv[1:]:
+    print(load(path).tokenizer.tokenize("he"))
+"""
+    missing = ["sentencepiece", "google", "tiktoken"]
+    assert len(run_without(missing, program, tiny_path, random_model(tmp_path)).splitlines()) == 2
 
 
 def test_the_cache_folder_that_is_named_needs_no_package(tiny_path: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from model_loaders.errors import LoadError
 from model_loaders.fields import read_json
-from model_loaders.tokenizers import gguf_vocab, hf_json, sentence_piece, tiktoken_file
+from model_loaders.tokenizers import gguf_vocab, hf_json
 from model_loaders.tokenizers._protocol import Tokenizer
 from model_loaders.tokenizers._special import FolderSettings
 
@@ -36,6 +36,8 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
         content = model.read_bytes()
     except OSError as error:
         raise LoadError(f"{model} cannot be read: {error.strerror}.") from error
+    from model_loaders.tokenizers import sentence_piece, tiktoken_file  # their libraries take memory
+
     kind = tiktoken_file if tiktoken_file.recognises(content) else sentence_piece
     return kind.load(model, content, settings)
 

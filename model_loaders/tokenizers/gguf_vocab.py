@@ -19,10 +19,10 @@ from model_loaders.tokenizers import patterns
 from model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
 from model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
 from model_loaders.tokenizers.hf_json import LibraryTokenizer
-from model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer, protobuf
 
 if TYPE_CHECKING:
     from model_loaders.gguf_file import GgufFile
+    from model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer
 
 
 class _Type(IntEnum):
@@ -116,6 +116,8 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
+    from model_loaders.tokenizers.sentence_piece import SentencePieceTokenizer, protobuf  # its libraries take memory
+
     scores = vocabulary.list_of("tokenizer.ggml.scores", (int, float), len(vocabulary.tokens))
     model = protobuf.ModelProto()
     spellings: set[str] = set()
@@ -124,7 +126,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
             token, kind = f"<unused {token_id}>", int(_Type.UNUSED)
         spellings.add(token)
         model.pieces.add(piece=token, type=kind, score=score)
-    _specify(model, vocabulary)
+    _specify(model, vocabulary, protobuf.TrainerSpec.BPE)
     special = vocabulary.special(adds_bos=True)
     try:
         return SentencePieceTokenizer(model, special, space_after_control=True)
@@ -132,10 +134,10 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
         raise LoadError(f"{vocabulary.path} has an inconsistent vocabulary ({error}): convert it again.") from error
 
 
-def _specify(model: Any, vocabulary: _Vocabulary) -> None:
+def _specify(model: Any, vocabulary: _Vocabulary, kind: Any) -> None:
     """Fill in the training and normalization settings of SentencePiece's own file."""
     byte_count = sum(kind == _Type.BYTE for kind in vocabulary.types)
-    model.trainer_spec.model_type = protobuf.TrainerSpec.BPE
+    model.trainer_spec.model_type = kind
     model.trainer_spec.byte_fallback = byte_count == 256
     if _Type.UNKNOWN not in vocabulary.types:
         unknown = min(ids_in(vocabulary.metadata.get("tokenizer.ggml.unknown_token_id")) or {0})

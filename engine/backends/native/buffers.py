@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.backends.numpy.zeros import zeros
+
 _LEAST = 1 << 12
 MOST = 1 << 26  # bytes of an array that the pool keeps
 _LINE = 64
@@ -15,8 +17,8 @@ _PIECE = 32 << 20
 
 
 def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:
-    """Zeroed bytes at an aligned address: uint8 (nbytes,)."""
-    whole = np.zeros(nbytes + alignment, np.uint8)
+    """Zeros at an aligned address, as those of `zeros`: uint8 (nbytes,)."""
+    whole = zeros((nbytes + alignment,), np.uint8)
     first = -whole.ctypes.data % alignment
     return whole[first : first + nbytes]
 

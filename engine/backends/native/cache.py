@@ -13,6 +13,7 @@ from engine.backends.native.codecs import KeyTiles, ValueTiles
 from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache, Sides
 from engine.backends.numpy.ops import NumpyOps
+from engine.backends.numpy.zeros import zeros
 from engine.backends.ops import CacheFormat
 
 _TILES = "tiles"
@@ -64,7 +65,7 @@ class CacheOps:
             return self._plain.cache(format, quantized, full, beside)
         plain = self._plain.cache(format, 0, full)
         means = {
-            name: np.zeros((format.kv_heads, quantized, *field.shape), field.dtype)
+            name: zeros((format.kv_heads, quantized, *field.shape), field.dtype)
             for name, field in transfer.fields(format)["mean"].items()
         }
         k, v = (

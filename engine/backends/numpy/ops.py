@@ -21,6 +21,7 @@ from engine.backends.numpy.cores import cores
 from engine.backends.numpy.encoding import alike, encode_side, store_fields
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.numpy.thread_choice import StepThreads
+from engine.backends.numpy.zeros import zeros
 from engine.backends.ops import CacheFormat, HeadTransform, Load, Place, Result, SpanView
 from engine.outputs import Threads
 from engine.quantization.encode import read_back
@@ -184,11 +185,11 @@ class NumpyOps:
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """On systems with overcommit, pages that are never written take no memory."""
         k, v, mean = (
-            {name: np.zeros((format.kv_heads, quantized, *field.shape), field.dtype) for name, field in fields.items()}
+            {name: zeros((format.kv_heads, quantized, *field.shape), field.dtype) for name, field in fields.items()}
             for fields in transfer.fields(format).values()
         )
         shape = (full, format.kv_heads, format.block_size, format.head_dim)
-        return LayerCache(format, k, v, mean, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+        return LayerCache(format, k, v, mean, zeros(shape, np.float32), zeros(shape, np.float32))
 
     def buffer(self, format: CacheFormat, rows: int) -> Buffer:
         shape = (format.kv_heads, rows, format.head_dim)
