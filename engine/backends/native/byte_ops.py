@@ -12,7 +12,7 @@ from itertools import product
 from llvmlite import ir
 
 from engine.backends.native.emit import Emitter
-from engine.backends.native.values import I1, I8, I16, I32, I64, Value, expect, vector
+from engine.backends.native.values import I1, I8, I16, I32, I64, Type, Value, expect, vector
 
 
 def dot4(e: Emitter, total: Value, unsigned: Value, signed: Value) -> Value:
@@ -97,6 +97,39 @@ def _dot2_words(e: Emitter, name: str, total: Value, a: Value, b: Value) -> Valu
     return total + e.intrinsic(f"llvm.x86.{name}", total.type, a.bits(words), b.bits(words))
 
 
+def pair_products(e: Emitter, unsigned: Value, signed: Value) -> Value:
+    """The products of 2 bytes each, added: vectors of unsigned and of signed bytes → int16. The sums must fit."""
+    words = vector(I16, unsigned.lanes // 2)
+    if e.level.has("avx2"):
+        return _by_registers(e, "pmadd.ub.sw", "pmaddubs.w.512", words, unsigned, signed)
+    a, b = unsigned.bits(words), signed.bits(words)
+    return (a & 255) * (b << 8).ashr(8) + (a >> 8) * b.ashr(8)
+
+
+def scaled_product(e: Emitter, a: Value, b: Value) -> Value:
+    """a · b / 2¹⁵ of int16, rounded to the nearest; a tie upwards. Not for two times -2¹⁵."""
+    if e.level.has("avx2"):
+        return _by_registers(e, "pmul.hr.sw", "pmul.hr.sw.512", a.type, a, b)
+    return ((a.sext(I32) * b.sext(I32) + (1 << 14)).ashr(15)).trunc(I16)
+
+
+def join_words(e: Emitter, low: Value, high: Value) -> Value:
+    """int16 from 0 to 255 as bytes: in each 16 bytes first those of 8 words of `low`, then those of 8 of `high`."""
+    bytes_ = vector(I8, 2 * low.lanes)
+    if e.level.has("avx2"):
+        return _by_registers(e, "packuswb", "packuswb.512", bytes_, low, high)
+    lanes = [first + 2 * (i % 8) + i // 8 * bytes_.count for first in range(0, bytes_.count, 16) for i in range(16)]
+    return e.shuffle(low.bits(bytes_), high.bits(bytes_), lanes)
+
+
+def _by_registers(e: Emitter, avx2: str, avx512: str, result: Type, a: Value, b: Value) -> Value:
+    """An instruction on registers of 32 or 64 bytes; result: the type of the whole."""
+    if result.count * result.element.width == 512 and e.level.has("avx512bw"):
+        return e.intrinsic(f"llvm.x86.avx512.{avx512}", result, a, b)
+    part = vector(result.element, 256 // result.element.width)
+    return e.by_parts(256 // a.element.width, lambda x, y: e.intrinsic(f"llvm.x86.avx2.{avx2}", part, x, y), a, b)
+
+
 _PARTS = 8  # of 16 entries that a signed byte tells apart from negative indices
 
 
@@ -170,6 +203,22 @@ def _pshufb(e: Emitter, tables: Sequence[Table], index: Value) -> list[Value]:
             own = [e.select(piece < 0, totals[table, _PARTS, i], own[i]) for i, piece in enumerate(pieces)]
         found.append(e.join(own))
     return found
+
+
+def lookup_in_lanes(e: Emitter, table: Value, index: Value) -> Value:
+    """For each 16 bytes of `index`, all below 16, the entries of the same 16 bytes of `table`: 32 or 64 bytes."""
+    expect(table.type == index.type and index.lanes in (32, 64), "twice as many bytes, 32 or 64", table, index)
+    if e.level.has("avx2"):
+        width = min(4 * e.level.lanes, index.lanes)
+        name = "llvm.x86.avx512.pshuf.b.512" if width == 64 else "llvm.x86.avx2.pshuf.b"
+        return e.by_parts(width, lambda a, b: e.intrinsic(name, a.type, a, b), table, index)
+    entries, places = e.stack(64), e.stack(64)
+    e.store(table, entries)
+    e.store(index, places)
+    with e.loop(0, index.lanes) as lane:
+        place = (lane & -16) + e.load(places + lane, I8).zext(I64)
+        e.store(e.load(entries + place, I8), places + lane)
+    return e.load(places, index.type)
 
 
 class PairTable:

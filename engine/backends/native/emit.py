@@ -220,6 +220,10 @@ class Emitter(MemoryEmitter):
     def maximum_lanes(self, a: Value) -> Value:
         return self._reduce(a, self.maximum)
 
+    def most_lanes(self, a: Value) -> Value:
+        """The largest of signed integers."""
+        return self._reduce(a, self.most)
+
     def _reduce(self, a: Value, combine: Any) -> Value:
         while a.lanes > 1:
             half = a.lanes // 2

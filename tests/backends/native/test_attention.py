@@ -40,6 +40,7 @@ TYPES = [
     ("polarpair-m4n4", "ring4"),
     ("ring3", "turbo2"),
     ("q4_0", "q8_0"),
+    ("polarquant", "polarquant"),
 ]
 
 with_plain_tiles = pytest.mark.usefixtures("plain")
@@ -209,7 +210,7 @@ def test_attention_over_codes_of_any_shape(
     seed: int,
 ) -> None:
     """Sequences of several lengths and numbers of rows; all read codes, unless a window hides them."""
-    dim = -(-dim // 32) * 32 if "q" in "".join(types) else dim
+    dim = -(-dim // 32) * 32 if any(name.startswith("q") for name in types) else dim
     shape = Shape(2, group, dim, block_size, types, mean_bits)
     sequences = [Sequence_(3 * block_size + length, rows) for length, rows in lengths]
     check_over_codes(step(shape, sequences, window, seed), best(), window)

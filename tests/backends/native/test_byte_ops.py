@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from tests.backends.native.levels import every_level, run
 
-from engine.backends.native.byte_ops import PairTable, Table  # isort: skip
+from engine.backends.native.byte_ops import (  # isort: skip
+    PairTable,
+    Table,
+    join_words,
+    lookup_in_lanes,
+    pair_products,
+    scaled_product,
+)
 from engine.backends.native.compiler import Kernel, assembly
 from engine.backends.native.emit import Emitter
 from engine.backends.native.target import Level
-from engine.backends.native.values import I8, Value, vector
+from engine.backends.native.values import I8, I16, Value, vector
 
 _BYTES = vector(I8, 64)
 
@@ -56,3 +64,59 @@ def test_instructions(level: Level) -> None:
     wanted = "vperm[it]2b" if level.has("avx512vbmi") else "vperm[it]2w" if level.has("avx512bw") else "vpshufb"
     least = {"vperm[it]2b": 4, "vperm[it]2w": 8, "vpshufb": 64}[wanted]
     assert len(re.findall(wanted, text)) >= least
+
+
+def both(level: Level, operation: Callable[..., Value], a: np.ndarray, b: np.ndarray, result: type) -> np.ndarray:
+    """operation(e, vectors of a, vectors of b) over rows of 32 or 64 bytes."""
+    size = a[0].nbytes
+    kind = vector(I8 if a.itemsize == 1 else I16, a.shape[1])
+    out = np.zeros((len(a), size), np.uint8).view(result)
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            first, second = (e.load(x + unit * size, kind) for x in args[:2])
+            e.store(operation(e, first, second), args[2] + unit * out.strides[0])
+
+    name = f"{operation.__name__}_{size}"
+    run(Kernel(name, emit, ("a", "b", "out")), level, len(a), (a, b, out))
+    return out
+
+
+every_size = pytest.mark.parametrize("size", [32, 64])
+
+
+@every_level
+@every_size
+def test_lookup_in_lanes(level: Level, size: int) -> None:
+    rng = np.random.default_rng(2)
+    table, index = rng.integers(0, 256, (50, size), np.uint8), rng.integers(0, 16, (50, size), np.uint8)
+    wanted = np.take_along_axis(table.reshape(50, -1, 16), index.reshape(50, -1, 16).astype(int), -1)
+    found = both(level, lookup_in_lanes, table, index, np.uint8)
+    np.testing.assert_array_equal(found, wanted.reshape(50, size))
+
+
+@every_level
+@every_size
+def test_pair_products(level: Level, size: int) -> None:
+    rng = np.random.default_rng(3)
+    a, b = rng.integers(0, 129, (50, size), np.uint8), rng.integers(-127, 128, (50, size), np.int8)
+    a[::2], b[::2] = rng.integers(0, 256, (25, size)), rng.integers(-64, 65, (25, size))
+    wanted = (a.astype(int) * b).reshape(50, -1, 2).sum(-1)
+    np.testing.assert_array_equal(both(level, pair_products, a, b.view(np.uint8), np.int16), wanted)
+
+
+@every_level
+@every_size
+def test_scaled_product_is_rounded(level: Level, size: int) -> None:
+    a, b = np.random.default_rng(4).integers(-(2**15) + 1, 2**15, (2, 500, size // 2), np.int16)
+    a[0], b[0] = 2**14, np.arange(size // 2) - 8  # ties
+    wanted = np.floor(a.astype(float) * b / 2**15 + 0.5)
+    np.testing.assert_array_equal(both(level, scaled_product, a, b, np.int16), wanted)
+
+
+@every_level
+@every_size
+def test_join_words(level: Level, size: int) -> None:
+    a, b = np.random.default_rng(5).integers(0, 256, (2, 50, size // 2), np.int16)
+    wanted = np.concatenate([a.reshape(50, -1, 8), b.reshape(50, -1, 8)], -1).reshape(50, size)
+    np.testing.assert_array_equal(both(level, join_words, a, b, np.uint8), wanted)

@@ -15,7 +15,7 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import CacheFormat, Place
 
 K, N, D = 2, 64, 64
-TYPES = [("ring4", "ring3.5"), ("ring5", "f16"), ("turbo3", "q4_0"), ("f16", "f16")]
+TYPES = [("ring4", "ring3.5"), ("ring5", "f16"), ("turbo3", "q4_0"), ("f16", "f16"), ("polarquant", "polarquant")]
 
 
 def format_of(types: tuple[str, str], mean_bits: int = 8) -> CacheFormat:

@@ -346,6 +346,8 @@ def test_reductions(level: Level) -> None:
     integers = np.random.default_rng(8).integers(-(2**20), 2**20, 160, np.int32)
     found = over_vectors(level, "int_sum", lambda e, x: e.splat(e.sum_lanes(x), 16), integers, result="i4")
     np.testing.assert_array_equal(found[::16], integers.reshape(-1, 16).sum(1))
+    found = over_vectors(level, "int_max", lambda e, x: e.splat(e.most_lanes(x), 16), integers, result="i4")
+    np.testing.assert_array_equal(found[::16], integers.reshape(-1, 16).max(1))
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------

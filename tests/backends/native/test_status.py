@@ -30,8 +30,9 @@ def stepped(path: Path, cache_type: str) -> Engine:
     return engine
 
 
-def test_it_names_level_and_threads(tiny_path: Path) -> None:
-    with stepped(tiny_path, cache_type="f16") as engine:
+@pytest.mark.parametrize("cache_type", ["f16", "polarquant"])
+def test_it_names_level_and_threads(tiny_path: Path, cache_type: str) -> None:
+    with stepped(tiny_path, cache_type=cache_type) as engine:
         threads = engine.status().threads
         line = session.cpu(engine)
     assert threads is not None

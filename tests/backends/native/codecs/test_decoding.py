@@ -15,7 +15,10 @@ from engine.backends.native import codecs as tiles  # isort: skip
 from engine.backends.native.kernels.decoding import Decoding, decode, decodes  # isort: skip
 from engine.backends.native.target import Level, best
 
-NAMES = ("f16", "ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4", "q8_0", "q4_0")
+NAMES = (
+    *("f16", "ring4", "ring3.5", "ring3", "ring5", "ring4+norm16", "turbo2", "turbo3", "turbo4", "q8_0", "q4_0"),
+    *("polarquant", "polarquant+none"),
+)
 
 
 def check(name: str, level: Level, n: int, d: int, seed: int) -> None:
@@ -44,14 +47,14 @@ def check(name: str, level: Level, n: int, d: int, seed: int) -> None:
 
 
 @every_level
-@pytest.mark.parametrize("name", ["f16", "ring3.5", "ring5", "turbo3", "q4_0"])
+@pytest.mark.parametrize("name", ["f16", "ring3.5", "ring5", "turbo3", "q4_0", "polarquant"])
 def test_tiles_are_decoded(name: str, level: Level) -> None:
     check(name, level, 64, 96 if name == "q4_0" else 80, 1)
 
 
 @given(
     st.sampled_from(NAMES),
-    st.sampled_from([16, 48, 64, 128, 256]),
+    st.sampled_from([16, 24, 48, 64, 128, 256]),
     st.sampled_from([16, 48, 64]),
     st.integers(0, 9),
 )

@@ -1,0 +1,187 @@
+"""Tiles of recursive polar codes: their bytes, and their decoding.
+
+A vector is cut into U units of 16 channels, each two halves of 8, that is 4 pairs. A tile has three parts:
+
+    directions  (U, N/16, 64) uint8    a unit and 16 tokens: for each pair of each half the angle of level 1, 4 bits
+    rows        (U, N/16, 32) uint8    the angles above, of a half of a token: level 4, level 3, and those of its second
+                                       and first two pairs on level 2, two bits each from the highest on
+    radii       (U, R, N) float16      R = 1; 2 with three levels, where each half has a radius
+
+Level 4 of a second half is stored as its complement, whose cosine is the sine of the angle: `upper_codes`. A row has
+eight bits where the fields have seven, so that every half is read alike: 4.0 bits per value. If D is no multiple of 16,
+the last half is zeros. What side has which order of a unit's bytes: `PolarTiles.order`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.backends.native.byte_ops import lookup_in_lanes
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
+from engine.codecs._bits import unpack_nibbles
+from engine.codecs.polarquant import CENTRES, PolarQuant, level_count, pack, upper_codes, upper_table
+
+COSINES = {level: np.cos(centres) for level, centres in CENTRES.items()}
+SINES = np.sin(CENTRES[1])
+
+
+def pair_factors(pair: int) -> np.ndarray:
+    """The factors of levels 2 and 3 of a pair of a half, by `level3 << 2 | level2`: (16,) float64."""
+    level3, level2 = np.divmod(np.arange(16), 4)
+    flip3, flip2 = 3 * (pair // 2), 3 * (pair % 2)  # the sine of an angle is the cosine of its complement
+    return COSINES[3][level3 ^ flip3] * COSINES[2][level2 ^ flip2]
+
+
+class Order(NamedTuple):
+    """The order of a unit's bytes. Axes that are cut into pieces: (tiles, N/16, *tokens, U, halves, *pairs).
+
+    tokens, row_tokens: how 16 tokens are cut, for directions and for rows; pairs: how the 4 pairs of a half are.
+    directions, rows: the axes in the order in which they are stored. The first of `directions` is that of the low and
+    the high four bits of a byte.
+    """
+
+    tokens: tuple[int, ...]
+    pairs: tuple[int, ...]
+    directions: tuple[int, ...]
+    row_tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+class PolarTiles(ABC):
+    """The common part of tiles of keys and of values."""
+
+    side: str
+    order: Order
+
+    def __init__(self, codec: PolarQuant, block_size: int, head_dim: int) -> None:
+        self.tokens, self.head_dim, self.levels = block_size, head_dim, level_count(head_dim)
+        self.units, self.radii = -(-head_dim // 16), 5 - self.levels
+        self._fields = codec.fields(block_size, head_dim)
+        self.rows_at = 4 * block_size * self.units
+        self.radii_at = 6 * block_size * self.units
+        self._end = self.radii_at + 2 * block_size * self.units * self.radii
+        self.name = f"polarquant_{self.side}_{block_size}_{head_dim}"
+        self.nbytes = -(-self._end // 64) * 64
+
+    def prefetch(self, e: Emitter, tile: Value, unit: Value) -> None:
+        """Start to load a unit of a tile."""
+        each = 2 * self.tokens
+        for offset, nbytes in ((0, 2 * each), (self.rows_at, each), (self.radii_at, each * self.radii)):
+            e.prefetch(tile + unit * nbytes + offset, nbytes)
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        *lead, n, groups = fields["radius"].shape
+        count, order = int(np.prod(lead)), self.order
+        directions = self._cut(unpack_nibbles(fields["level1"]), count, order.tokens, order.pairs)
+        low, high = directions.transpose(order.directions)
+        rows = self._cut(upper_codes(fields, self.levels), count, order.row_tokens, ())
+        radii = np.zeros((count, self.units * self.radii, n), np.float16)
+        radii[:, :groups] = fields["radius"].reshape(count, n, groups).swapaxes(1, 2)
+        tiles = np.zeros((count, self.nbytes), np.uint8)
+        tiles[:, : self.rows_at] = (low | high << 4).reshape(count, -1)
+        tiles[:, self.rows_at : self.radii_at] = rows.transpose(order.rows).reshape(count, -1)
+        tiles[:, self.radii_at : self._end] = radii.view(np.uint8).reshape(count, -1)
+        return tiles.reshape(*lead, self.nbytes)
+
+    def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
+        lead, order = tiles.shape[:-1], self.order
+        tiles = tiles.reshape(-1, self.nbytes)
+        count, halves = len(tiles), self.head_dim // 8
+        cuts = self._cuts(count, order.tokens, order.pairs)
+        packed = tiles[:, : self.rows_at].reshape([cuts[axis] for axis in order.directions[1:]])
+        directions = np.stack([packed & 15, packed >> 4]).transpose(np.argsort(order.directions))
+        cuts = self._cuts(count, order.row_tokens, ())
+        rows = tiles[:, self.rows_at : self.radii_at].reshape([cuts[axis] for axis in order.rows])
+        rows = rows.transpose(np.argsort(order.rows))
+        radii = np.ascontiguousarray(tiles[:, self.radii_at : self._end]).view(np.float16)
+        return self._to_fields(
+            lead,
+            directions.reshape(count, self.tokens, -1)[..., : 4 * halves],
+            rows.reshape(count, self.tokens, -1)[..., :halves],
+            radii.reshape(count, -1, self.tokens)[:, : self.head_dim >> self.levels].swapaxes(1, 2),
+        )
+
+    def _to_fields(
+        self, lead: tuple[int, ...], directions: np.ndarray, rows: np.ndarray, radii: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:2], -1)
+        level4 = [rows[..., 0::2] >> 6] if self.levels == 4 else []
+        fields = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in self._fields.items()}
+        pack([directions, level2, rows >> 4 & 3, *level4], radii, fields)
+        return {name: x.reshape(*lead, *self._fields[name].shape) for name, x in fields.items()}
+
+    def _cuts(self, count: int, tokens: tuple[int, ...], pairs: tuple[int, ...]) -> tuple[int, ...]:
+        return count, self.tokens // 16, *tokens, self.units, 2, *pairs
+
+    def _cut(self, codes: np.ndarray, count: int, tokens: tuple[int, ...], pairs: tuple[int, ...]) -> np.ndarray:
+        """codes (..., N, codes of D channels) → their axes cut into pieces, with zeros up to whole units."""
+        size = int(np.prod(pairs))
+        whole = np.zeros((count, self.tokens, 2 * self.units * size), np.uint8)
+        whole[..., : self.head_dim // 8 * size] = codes.reshape(count, self.tokens, -1)
+        return whole.reshape(self._cuts(count, tokens, pairs))
+
+    # -- decoding ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def places(self, token: Value) -> tuple[list[list[tuple[Value, Value]]], list[Value]]:
+        """Where the codes of token t of 16 lie in a unit (t: int64).
+
+        For each half and pair the byte of its direction and how far it is shifted (int32), and for each half the byte
+        of its row.
+        """
+
+    def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
+        directions = e.constant_bytes(np.stack([COSINES[1], SINES], -1).astype("<f4").tobytes())
+        factors = e.constant_bytes(upper_table(self.levels).astype("<f4").tobytes())
+        whole = self.head_dim // 16
+
+        def write(token: Value, unit: Value, halves: int) -> None:
+            group = unit * (self.tokens // 16) + token // 16
+            own, rows = self.places(token % 16)
+            for half in range(halves):
+                found = []
+                for place, shift in own[half]:
+                    code = (e.load(block + group * 64 + place, I8).zext(I32) >> shift & 15).zext(I64)
+                    found.append(e.load(directions + code * 8, vector(F32, 2)))
+                row = e.load(block + group * 32 + rows[half], I8, self.rows_at).zext(I64)
+                at = block + ((unit * self.radii + half % self.radii) * self.tokens + token) * 2
+                radius = e.half_to_float(e.load(at, I16, self.radii_at))
+                value = e.join(found) * e.load(factors + row * 32, vector(F32, 8)) * radius
+                e.store(value, out + token * (4 * self.head_dim) + unit * 64, 32 * half)
+
+        with e.loop(0, self.tokens) as token:
+            with e.loop(0, whole) as unit:
+                write(token, unit, 2)
+            if self.head_dim % 16:
+                write(token, e.i64(whole), 1)
+
+
+def emit_cosines(e: Emitter, rows: Value, lanes: Sequence[int], one: float) -> Value:
+    """32 rows → the cosines of level 4 times `one`, int16. lanes: whose row each of the results is."""
+    words = np.resize(np.rint(COSINES[4] * one).astype("<i2"), 16).view(np.uint8).reshape(16, 2)
+    index = ((rows.bits(vector(I32, 8)) >> 6) & 0x03030303).bits(rows.type)
+    low, high = (lookup_in_lanes(e, by_lane(e, [own], 32), index) for own in words.T)
+    both = e.shuffle(low, high, [place for lane in lanes for place in (lane, 32 + lane)])
+    return both.bits(vector(I16, 32))
+
+
+def by_lane(e: Emitter, tables: Sequence[np.ndarray], width: int) -> Value:
+    """Tables of 16 bytes, signed or not, for one lane of 16 bytes after the other: `width` bytes."""
+    entries = np.concatenate(tables).astype(np.int64) & 255
+    return e.constant(vector(I8, width), entries.tolist() * (width // len(entries)))
+
+
+def interleaved(e: Emitter, a: Value, b: Value) -> list[Value]:
+    """In each 16 bytes the first 8 of a and b in turn, and the last 8."""
+    size = a.lanes
+    return [
+        e.shuffle(a, b, [lane // 16 * 16 + first + lane % 16 // 2 + lane % 2 * size for lane in range(size)])
+        for first in (0, 8)
+    ]

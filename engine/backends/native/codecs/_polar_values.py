@@ -1,0 +1,182 @@
+"""Tiles of `polarquant` values: weights of pairs times directions.
+
+weight · radius · factor is a byte for each query, token and pair, and multiplies the bytes of level 1's cosines and
+sines. Lanes are pairs. Weights and radii are int16; level 4 is a part of the factor with VBMI, else of the radius.
+
+Errors beside float32's are those of roundings to half a step. A step of a direction is 1/60, where none is farther than
+.14 steps from a whole number; one of a factor, and of weight · radius · factor, is 1/255 of the largest possible: that
+of a block's largest weight and a unit's largest radius.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.backends.native.byte_ops import Table, dot4, join_words, lookup_in_lanes, scaled_product
+from engine.backends.native.codecs._polar import (
+    COSINES,
+    SINES,
+    Order,
+    PolarTiles,
+    by_lane,
+    emit_cosines,
+    interleaved,
+    pair_factors,
+)
+from engine.backends.native.codecs._products import largest
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I8, I16, I32, Value, vector
+
+_F16 = vector(F32, 16)
+_CODE = 0x0F0F0F0F  # the low four bits of each byte of a word
+# The int16 of the largest weight and of the largest radius, the bytes of the largest factor and direction.
+# Directions are nearly whole numbers (60, 50.87, 33.99, 11.93), and two products have 16 bits: 2 · 255 · 60 < 2¹⁵.
+_WORD, _FACTOR, _DIRECTION = 32767, 255, 60
+# The lanes of the first 4 tokens of each channel of a unit, among those of cosines and of sines; the next 4 follow.
+_CHANNELS = [16 * axis + 4 * pair + 2 * half for half in (0, 1) for pair in range(4) for axis in (0, 1)]
+
+
+class PolarValues(PolarTiles):
+    """Tiles of values.
+
+    Directions: for each pair, both halves of 8 tokens; the first 8 tokens in the low bits. Rows: for each 8 tokens
+    those of the first half, then those of the second.
+    """
+
+    side = "values"
+    order = Order((2, 2, 4), (4,), (2, 0, 5, 1, 7, 6, 3, 4), (2, 8), (0, 4, 1, 2, 5, 3))
+
+    def places(self, token: Value) -> tuple[list[list[tuple[Value, Value]]], list[Value]]:
+        eight, within = token // 8, token % 8
+        shift = (eight * 4).trunc(I32)
+        pairs = [[(within + (16 * pair + 8 * half), shift) for pair in range(4)] for half in (0, 1)]
+        return pairs, [eight * 16 + within + 8 * half for half in (0, 1)]
+
+    def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
+        groups, size = self.tokens // 16, 32 if e.level.lanes == 8 else 64  # bytes of a register
+        tops = [self._store_weights(e, weight) for weight in weights]
+        factors = _Factors(e, self.levels, size)
+        step = factors.largest * COSINES[1].max() / (_FACTOR * _DIRECTION) * (2**15 / _WORD)
+        directions = [by_lane(e, [np.rint(x * (_DIRECTION / COSINES[1].max()))], size) for x in (COSINES[1], SINES)]
+        kind = vector(I32, size // 4)
+        scaled = [e.stack(2 * self.tokens * factors.sets) for _ in weights]
+        with e.loop(0, self.units) as unit:
+            self.prefetch(e, after, unit)
+            at, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
+            radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
+            radius = self._scale(e, radii, rows, weights, scaled, factors)
+            found = []
+            for first in range(0, 64, size):
+                totals = [[e.variable(e.zero(kind)) for _ in directions] for _ in weights]
+                with e.loop(0, groups) as group:
+                    codes = e.load(at + group * 64, kind, first)
+                    for eight in (0, 1):
+                        code = ((codes >> 4 * eight if eight else codes) & _CODE).bits(vector(I8, size))
+                        values = [lookup_in_lanes(e, table, code).bits(kind) for table in directions]
+                        words = factors.read(e.load(rows + group * 32, vector(I8, 16), 16 * eight), first)
+                        for head, total in zip(scaled, totals, strict=True):
+                            own = [
+                                self._eight(e, head + group * 32, 16 * eight + 2 * self.tokens * i, size)
+                                for i in range(factors.sets)
+                            ]
+                            products = [scaled_product(e, own[i % len(own)], word) for i, word in enumerate(words)]
+                            bytes_ = join_words(e, products[0], products[1]).bits(kind)
+                            for channel, value in zip(total, values, strict=True):
+                                channel.set(dot4(e, channel.get(), bytes_, value))
+                found.append([[channel.get() for channel in total] for total in totals])
+            for number, (top, target) in enumerate(zip(tops, sums, strict=True)):
+                cosines, sines = (e.join([part[number][axis] for part in found]) for axis in (0, 1))
+                parts = [e.shuffle(cosines, sines, [lane + four for lane in _CHANNELS]) for four in (0, 1)]
+                own_sums, factor = target + unit * 64, top * radius * step
+                e.store(e.fma((parts[0] + parts[1]).to_float(), factor, e.load(own_sums, _F16)), own_sums)
+
+    def _store_weights(self, e: Emitter, weights: Value) -> Value:
+        """Replace the float32 weights by int16 → the largest."""
+        parts = [e.load(weights, _F16, 64 * i) for i in range(self.tokens // 16)]
+        top = largest(e, parts)
+        inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
+        for number, part in enumerate(parts):
+            e.store(e.round(part * inverse).trunc(I16), weights, 32 * number)
+        return top
+
+    def _scale(
+        self,
+        e: Emitter,
+        radii: Value,
+        rows: Value,
+        weights: Sequence[Value],
+        out: Sequence[Value],
+        factors: _Factors,
+    ) -> Value:
+        """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16; returns the largest radius."""
+        together = 32 if self.tokens % 32 == 0 else 16
+        chunks = range(0, self.tokens, together)
+        places = [[2 * (first + self.tokens * i) for i in range(self.radii)] for first in chunks]
+        halves = [[e.load(radii, vector(I16, together), place) for place in own] for own in places]
+        greatest = halves[0][0]
+        for half in [half for own in halves for half in own]:
+            greatest = e.most(greatest, half)
+        top = e.half_to_float(e.most_lanes(greatest))
+        inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
+        for first, own in zip(chunks, halves, strict=True):
+            words = [e.round(e.half_to_float(half) * inverse).trunc(I16) for half in own]
+            if factors.has_level4 < (self.levels == 4):
+                groups = range(first // 16, (first + together) // 16)
+                lanes = [16 * (token // 8) + 8 * half + token % 8 for half in (0, 1) for token in range(16)]
+                cosines = [
+                    emit_cosines(e, e.load(rows, vector(I8, 32), 32 * group), lanes, _WORD / COSINES[4].max())
+                    for group in groups
+                ]
+                by_half = (e.join([e.part(x, 16 * half, 16) for x in cosines]) for half in (0, 1))
+                words = [scaled_product(e, words[0], x) for x in by_half]
+            for weight, target in zip(weights, out, strict=True):
+                own_weights = e.load(weight, vector(I16, together), 2 * first)
+                for number, word in enumerate(words):
+                    e.store(scaled_product(e, own_weights, word), target, 2 * (first + self.tokens * number))
+        return top
+
+    @staticmethod
+    def _eight(e: Emitter, at: Value, offset: int, size: int) -> Value:
+        """Eight int16 at an address, as often as they fit."""
+        own = e.load(at, vector(I16, 8), offset)
+        return e.shuffle(own, own, [lane % 8 for lane in range(size // 2)])
+
+
+class _Factors:
+    """Factors of pairs in the order of directions, `size` bytes at a time.
+
+    largest: what the largest byte stands for, times the largest cosine of level 4 if it is not among the factors.
+    sets: of weights that they multiply, 1 or one for each half.
+    """
+
+    def __init__(self, e: Emitter, levels: int, size: int) -> None:
+        self._e, self._size = e, size
+        self.has_level4 = levels == 4 and e.level.has("avx512vbmi")
+        self.sets = 1 if self.has_level4 else 2
+        pairs = [pair_factors(pair) for pair in range(4)]
+        largest, level4 = pairs[0].max(), COSINES[4].max() if levels == 4 else 1.0
+        self.largest = float(largest * level4)
+        if self.has_level4:
+            entries = np.rint(np.outer(COSINES[4], pairs[0]).ravel() * (_FACTOR / self.largest))
+            self._whole = Table(e, e.constant_bytes(entries.astype(np.uint8).tobytes()), 64)
+        else:
+            tables = [np.rint(own * (_FACTOR / largest)) for own in pairs]
+            self._tables = [by_lane(e, tables[i : i + size // 16], size) for i in range(0, 4, size // 16)]
+
+    def read(self, rows: Value, first: int) -> list[Value]:
+        """rows (16,) uint8 of both halves of 8 tokens → the factors of the pairs from byte `first` of the directions
+        on, int16: those of the first halves, and of the second."""
+        e, size = self._e, self._size
+        wide = e.shuffle(rows, rows, [lane % 16 for lane in range(size)])
+        shifted = (wide.bits(vector(I32, size // 4)) >> 2).bits(wide.type)
+        pairs = [(first + byte) // 16 for byte in range(size)]
+        own = e.constant(wide.type, [0 if pair > 1 else 0x03 for pair in pairs])  # bits of the first pairs' level 2
+        if self.has_level4:
+            flips = e.constant(wide.type, [(0, 3, 12, 15)[pair] for pair in pairs])
+            found = self._whole[(shifted & ~own | wide & own) ^ flips]
+        else:
+            rest = e.constant(wide.type, [0x0F if pair > 1 else 0x0C for pair in pairs])
+            found = lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & own)
+        return [word.bits(vector(I16, size // 2)) for word in interleaved(e, found, e.zero(found.type))]

@@ -1,0 +1,19 @@
+"""Tiles of `polarquant`: keys in `_polar_keys`, values in `_polar_values`, their bytes in `_polar`.
+
+A value is radius · factor · direction: the radius of its unit of 16 channels (of 8, with three levels), the factor of
+its pair, which is the product of cosines and sines of the levels above the first, and the cosine or sine of level 1.
+"""
+
+from __future__ import annotations
+
+from engine.backends.native.codecs._polar_keys import PolarKeys
+from engine.backends.native.codecs._polar_values import PolarValues
+from engine.codecs.polarquant import PolarQuant
+
+
+def keys(codec: PolarQuant, block_size: int, head_dim: int) -> PolarKeys | None:
+    return PolarKeys(codec, block_size, head_dim) if block_size % 16 == 0 else None
+
+
+def values(codec: PolarQuant, block_size: int, head_dim: int) -> PolarValues | None:
+    return PolarValues(codec, block_size, head_dim) if block_size % 16 == 0 else None

@@ -1,0 +1,202 @@
+"""Tiles of recursive polar codes: exact packing, and the integer arithmetic against float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import codecs
+from engine.codecs.polarquant import CENTRES, level_count, unpack, upper_codes, upper_table
+from tests.backends.native.codecs import attend
+from tests.backends.native.hot_loops import OF_BYTES, Loop, special_levels
+from tests.backends.native.levels import every_level
+
+from engine.backends.native import codecs as tiles  # isort: skip
+from engine.backends.native.target import Level, levels
+
+CODEC = codecs.get("polarquant")
+# (head dim, block size, queries that read a block together): four levels or three, and odd numbers of groups
+SIZES = [(64, 64, 3), (128, 64, 4), (80, 48, 1), (48, 16, 2), (8, 128, 4), (40, 32, 3), (256, 16, 2)]
+some_sizes = pytest.mark.parametrize("number", [0, 1])
+
+
+class Pairs(NamedTuple):
+    """Pairs of vectors: radius, factor of the levels above the first, and direction, (blocks, N, D/2), float64."""
+
+    radius: np.ndarray
+    factor: np.ndarray
+    direction: np.ndarray  # (…, 2)
+
+    @classmethod
+    def read(cls, fields: dict[str, np.ndarray], d: int) -> Pairs:
+        levels_ = level_count(d)
+        angles = np.array(CENTRES[1])[unpack(fields)[0]]
+        factor = upper_table(levels_)[upper_codes(fields, levels_)][..., ::2]
+        radius = np.repeat(fields["radius"].astype(np.float64), 2 ** (levels_ - 1), axis=-1)
+        direction = np.stack([np.cos(angles), np.sin(angles)], -1)
+        return cls(radius, factor.reshape(angles.shape).astype(np.float64), direction)
+
+
+def size_of(number: int, level: Level) -> tuple[int, int, int]:
+    """All sizes appear among the levels: kernels take long to compile."""
+    return SIZES[(2 * levels().index(level) + number) % len(SIZES)]
+
+
+@given(
+    st.integers(1, 32),
+    st.sampled_from([16, 48, 64, 128]),
+    st.sampled_from(["polarquant", "polarquant+none", "polarquant+dense"]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_unpacking_gives_back_the_fields(eighths: int, n: int, name: str, seed: int) -> None:
+    codec = codecs.get(name)
+    fields = attend.random_fields(np.random.default_rng(seed), codec, (2, 3), n, 8 * eighths)
+    for side in (tiles.keys, tiles.values):
+        own = side(codec, n, 8 * eighths)
+        assert own is not None
+        attend.check_inverse(own, fields)
+
+
+def test_a_tile_has_four_bits_per_value() -> None:
+    for side in (tiles.keys, tiles.values):
+        own = side(CODEC, 64, 128)
+        assert own is not None
+        assert own.nbytes == 64 * 128 // 2
+
+
+def test_what_has_no_tiles() -> None:
+    assert tiles.keys(CODEC, 24, 64) is None
+    assert tiles.values(CODEC, 24, 64) is None
+    assert tiles.keys(codecs.get("polarquant-online"), 64, 64) is None
+
+
+@every_level
+@some_sizes
+def test_scores(level: Level, number: int) -> None:
+    """Within half a step of factors and of products, and a rounding of each half without VBMI."""
+    d, n, heads = size_of(number, level)
+    rng = np.random.default_rng(1)
+    fields = attend.random_fields(rng, CODEC, (3,), n, d)
+    own = tiles.keys(CODEC, n, d)
+    assert own is not None
+    queries = rng.standard_normal((heads, d)).astype(np.float32)
+    got = attend.scores(own, level, own.pack(fields), queries, n)
+
+    pairs, has_permutes = Pairs.read(fields, d), level.has("avx512vbmi")
+    exact = np.einsum("hd,bnd->bhn", queries.astype(np.float64), CODEC.decode(fields).astype(np.float64))
+    by_pair = queries.reshape(heads, -1, 2).astype(np.float64)
+    largest = np.sqrt((by_pair**2).sum(-1).max(-1))[:, None, None, None]
+    product = np.abs(np.einsum("hpc,bnpc->hbnp", by_pair, pairs.direction))
+    step, factor_step = largest / 127, 1 / (255 if has_permutes else 127)
+    error = pairs.factor * step / 2 + product * factor_step / 2 + step * factor_step / 4
+    if not has_permutes:
+        error += step * factor_step * 2 / 4 + product * 2**-14
+    bound = np.einsum("bnp,hbnp->bhn", pairs.radius, error)
+    size = np.einsum("bnp,hbnp->bhn", pairs.radius * pairs.factor, product)
+    assert (np.abs(got - exact) <= 1.001 * bound + 1e-5 * size).all()
+    assert np.sqrt(((got - exact) ** 2).mean() / (exact**2).mean()) < 0.01
+
+
+@every_level
+def test_a_query_of_zeros(level: Level) -> None:
+    own = tiles.keys(CODEC, 16, 16)
+    assert own is not None
+    fields = attend.random_fields(np.random.default_rng(2), CODEC, (1,), 16, 16)
+    assert not attend.scores(own, level, own.pack(fields), np.zeros((1, 16), np.float32), 16).any()
+
+
+@pytest.mark.parametrize("level", levels(), ids=lambda level: level.name)
+def test_sums_of_the_largest_products_fit(level: Level) -> None:
+    """All pairs of a query alike, and codes whose directions are its own: for every code of the levels above."""
+    own = tiles.keys(CODEC, 256, 16)
+    assert own is not None
+    fields = {name: np.zeros((1, *field.shape), field.dtype) for name, field in CODEC.fields(256, 16).items()}
+    tile = own.unpack(own.pack(fields))
+    tile["radius"][...], tile["level1"][...] = 1, 0x22
+    tile["upper8"][...] = np.arange(256).reshape(tile["upper8"].shape)
+    tile["upper6"][...] = np.random.default_rng(3).integers(0, 256, tile["upper6"].shape)
+    query = np.tile([np.cos(np.pi * 5 / 16), np.sin(np.pi * 5 / 16)], (2, 8)).astype(np.float32)
+    query[1] *= -1
+    got = attend.scores(own, level, own.pack(tile), query, 256)
+    exact = np.einsum("hd,bnd->bhn", query, CODEC.decode(tile))
+    assert exact.max() > 2.6  # √8 is the largest possible
+    np.testing.assert_allclose(got, exact, rtol=0.01)
+
+
+@every_level
+@some_sizes
+def test_mix(level: Level, number: int) -> None:
+    """Within what the roundings of directions, factors and weights allow."""
+    d, n, heads = size_of(number + 1, level)
+    rng = np.random.default_rng(3)
+    fields = attend.random_fields(rng, CODEC, (3,), n, d)
+    fields["radius"][0, :, 0] = 0
+    own = tiles.values(CODEC, n, d)
+    assert own is not None
+    weights = np.exp(2 * rng.standard_normal((3, heads, n))).astype(np.float32)
+    weights[1, 0] = 0
+    got = attend.mixed(own, level, own.pack(fields), weights, d)
+
+    pairs = Pairs.read(fields, d)
+    has_level4 = level_count(d) == 4
+    # A byte is in 255ths of the largest weight of a block, of the largest radius of 16 channels, and of the largest
+    # product of cosines.
+    cosines = [np.cos(CENTRES[level_][0]) for level_ in (2, 3, *(4,) * has_level4)]
+    largest_radius = np.repeat(_largest_of_units(pairs.radius.max(1)), 8, axis=-1)[:, : d // 2]  # (blocks, D/2)
+    largest_weight = weights.max(-1).astype(np.float64)  # (blocks, H)
+    step = np.einsum("bh,bp->bhp", largest_weight, largest_radius) * np.prod(cosines) / 255
+    part = np.einsum("bhn,bnp->bhnp", weights, pairs.radius)
+    share = part / np.maximum(step * 255 / np.prod(cosines), 1e-30)[:, :, None]  # of the largest weight times radius
+    of_byte = step[:, :, None] * (0.5 + 0.5 * share + 0.05)
+    of_direction = 0.14 / 60  # their distance from whole 60ths
+    bound = np.einsum("bhnp,bnpc->hpc", of_byte, np.abs(pairs.direction) + of_direction)
+    bound += of_direction * np.einsum("bhnp,bnp->hp", part, pairs.factor)[..., None]
+    values = CODEC.decode(fields).astype(np.float64)
+    exact = 7 + np.einsum("bhn,bnd->hd", weights, values)
+    size = 7 + np.einsum("bhn,bnd->hd", weights, np.abs(values))
+    assert (np.abs(got - exact) <= 1.001 * bound.reshape(heads, d) + 1e-5 * size).all()
+
+
+def _largest_of_units(radius: np.ndarray) -> np.ndarray:
+    """radius (blocks, D/2) → the largest of each 8 pairs, (blocks, units)."""
+    units = -(-radius.shape[1] // 8)
+    whole = np.zeros((len(radius), 8 * units))
+    whole[:, : radius.shape[1]] = radius
+    return whole.reshape(len(radius), units, 8).max(-1)
+
+
+@every_level
+def test_what_a_mix_costs(level: Level) -> None:
+    """Beside the error of the codec, of vectors as they are encoded."""
+    rng, own = np.random.default_rng(4), tiles.values(CODEC, 64, 64)
+    assert own is not None
+    x = rng.standard_normal((20, 64, 64)).astype(np.float32)
+    weights = np.exp(rng.standard_normal((20, 3, 64))).astype(np.float32)
+    fields = CODEC.encode(x)
+    plain, exact = (np.einsum("bhn,bnd->hd", weights, y.astype(np.float64)) for y in (x, CODEC.decode(fields)))
+    got = attend.mixed(own, level, own.pack(fields), weights, 64) - 7
+    assert ((got - exact) ** 2).mean() < 0.01 * ((exact - plain) ** 2).mean()
+
+
+@special_levels
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_instructions(level: Level, side: str) -> None:
+    """Products of a query, factors and directions are looked up and multiplied in whole registers; with AVX-512 they
+    stay there."""
+    own = getattr(tiles, side)(CODEC, 64, 64)
+    loop = Loop(attend.scores_kernel(own, 64, 3) if side == "keys" else attend.mix_kernel(own, 64, 64, 3), level)
+    if side == "values":
+        wanted = {"vpshufb": 4, "vpmulhrsw": 12, "vpackuswb": 6, OF_BYTES[level.name]: 12}
+    elif level.has("avx512vbmi"):
+        wanted = {"vpermb": 6, "vpdpbusd": 6}
+    else:
+        wanted = {"vpshufb": 6, "vpmaddubsw": 6, "vpmulhrsw": 3}
+    for instruction, least in wanted.items():
+        assert loop.count(instruction) >= least, instruction
+    if level.lanes == 16:
+        assert loop.on_stack == 0
