@@ -49,8 +49,8 @@ class Recording:
                 Launch(address(r.kernel), r.arguments.ctypes.data, r.units if isinstance(r.units, int) else 0, r.grain)
                 for r in self.launches
             ]
-            self._tape = Tape(calls)
             self._varying = [(i, r.units) for i, r in enumerate(self.launches) if not isinstance(r.units, int)]
+            self._tape = Tape(calls)  # last: Ctrl-C may come between any two lines
         for entry, units in self._varying:
             self._tape.units[entry] = units()
         return self._tape
