@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,12 +39,28 @@ def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_BATCH_STEPS", 4)
 
 
-def run(model: Path, output: Path, *flags: str) -> int:
-    return speed.main(["--weights", str(model), "--output", str(output), *SMALL, *flags])
+class Measured(NamedTuple):
+    """What the command has written: the file's contents, and its output."""
+
+    file: dict[str, Any]
+    out: str
+    err: str
 
 
-def found(output: Path) -> dict[str, Any]:
-    return json.loads(output.read_text(encoding="utf-8"))
+Measure = Callable[..., Measured]
+
+
+@pytest.fixture
+def measure_with(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Measure:
+    """Runs the command with SMALL and more flags, which has to end with `status`."""
+
+    def run(*flags: str, status: int = 0) -> Measured:
+        output = tmp_path / "out.json"
+        assert speed.main(["--weights", str(model), "--output", str(output), *SMALL, *flags]) == status
+        file = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+        return Measured(file, *capsys.readouterr())
+
+    return run
 
 
 def tables(printed: str) -> list[list[list[str]]]:
@@ -150,11 +166,9 @@ def stands(local: type[Local], monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_measurement_in_processes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "out.json"
+def test_a_whole_measurement_in_processes(measure_with: Measure) -> None:
     flags = ["--types", "f16", "--threads", "1", "--repeat", "1", "--depth", "100", "--peer-types", "none"]
-    assert run(model, output, *flags) == 0
-    whole = found(output)
+    whole, out, _ = measure_with(*flags)
     assert [(row["name"], len(row["cells"][0]["runs"])) for row in whole["rows"]] == [
         ("generation, depth ≤ 64", 1),
         ("prompt of 40", 1),
@@ -169,16 +183,14 @@ def test_a_whole_measurement_in_processes(model: Path, tmp_path: Path, capsys: p
     assert 30 << 20 < memory["now"] < 1 << 30
     assert "failure" not in memory
     assert whole["complete"] is True
-    assert capsys.readouterr().out.startswith("random (Q8_0) on ")
+    assert out.startswith("random (Q8_0) on ")
 
 
 def test_the_tables_come_last_and_the_file_says_how_it_was_made(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], local: type[Local]
+    measure_with: Measure, tmp_path: Path, local: type[Local]
 ) -> None:
-    output = tmp_path / "out.json"
-    assert run(model, output, "--types", "balanced,polarquant:plain", "--repeat", "1") == 0
-    printed = capsys.readouterr()
-    prompts, generation, read, batches, memory = tables(printed.out)
+    whole, out, err = measure_with("--types", "balanced,polarquant:plain", "--repeat", "1")
+    prompts, generation, read, batches, memory = tables(out)
     assert prompts[0] == generation[0] == read[0] == ["", "**balanced**", "polarquant:plain"]
     assert [row[0] for row in prompts[1:]] == ["prompt of 40", "prompt of 100"]
     depths = ["generation, depth ≤ 64", "generation at 100", "generation at 384"]
@@ -186,11 +198,10 @@ def test_the_tables_come_last_and_the_file_says_how_it_was_made(
     assert [row[:2] for row in batches[1:]] == [[f"steps of {n} at 128", "`balanced`"] for n in (1, 8, 16)]
     assert [row[0] for row in memory[1:]] == ["**balanced**", "polarquant:plain"]
     sentence = "Generation at 512 is measured at 384, to leave room for the steps"
-    assert printed.out.endswith(sentence + "\n")
-    assert "Takes about " in printed.err
-    assert "Without llama-cpp-python: not installed" in printed.err
+    assert out.endswith(sentence + "\n")
+    assert "Takes about " in err
+    assert "Without llama-cpp-python: not installed" in err
 
-    whole = found(output)
     assert whole["ours"]["loaded"].startswith("random: Q8_0 weights as ")
     assert {"cpu", "cores", "numpy", "blas"} <= whole["machine"].keys()
     assert whole["command"].startswith("python -m bench.speed --weights ")
@@ -209,10 +220,8 @@ def test_the_tables_come_last_and_the_file_says_how_it_was_made(
     assert (tmp_path / "out.png").exists()
 
 
-def test_runs_alternate_with_the_faster_number_of_threads(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stands: type[Stand]
-) -> None:
-    assert run(model, tmp_path / "out.json", *FOUR, "--depth", "100") == 0
+def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure, stands: type[Stand]) -> None:
+    whole, out, _ = measure_with(*FOUR, "--depth", "100")
     calls = [call for call in stands.calls if call[2] != "start"]
     ours, theirs = ["ours ring4", "ours f16"], ["peer f16", "peer q4_0"]
     tried = [(label, threads, "steps", 8) for label in ("ours ring4", "peer f16") for threads in (1, 2)]
@@ -228,28 +237,21 @@ def test_runs_alternate_with_the_faster_number_of_threads(
     expected += 3 * [("ours ring4", 2, "streams", batch) for batch in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in all_four]
     assert calls[14:] == expected
-    printed = capsys.readouterr().out
-    assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in printed
-    prompts, generation, *_ = tables(printed)
+    assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out
+    prompts, generation, *_ = tables(out)
     assert prompts[0] == ["", "**balanced**", "f16", "llama.cpp f16", "llama.cpp q4_0"]
     assert prompts[1] == ["prompt of 40", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
     assert generation[2] == ["generation at 100", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
-    whole = found(tmp_path / "out.json")
     assert whole["threads"]["chosen"] == {"polarlm": 2, PEER: 2}
     assert whole["peer"] == {"name": PEER, "version_or_absence": "1.2.3", "built_with": "AVX2 = 1"}
     assert whole["ours"]["backend"] == "native"
 
 
 def test_an_engine_that_is_slower_with_more_threads_generates_with_fewer(
-    model: Path, tmp_path: Path, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
+    measure_with: Measure, stands: type[Stand]
 ) -> None:
-    monkeypatch.setattr(
-        stands,
-        "rates",
-        staticmethod(lambda label, threads, *more: 100.0 / threads if "peer" in label else 1.0 * threads),
-    )
-    assert run(model, tmp_path / "out.json", *FOUR) == 0
-    whole = found(tmp_path / "out.json")
+    stands.rates = staticmethod(lambda label, threads, *more: 100.0 / threads if "peer" in label else 1.0 * threads)
+    whole, _, _ = measure_with(*FOUR)
     assert whole["threads"]["chosen"] == {"polarlm": 2, PEER: 1}
     assert whole["threads"]["tried"][PEER] == {"1": [100.0, 100.0], "2": [50.0, 50.0]}
     for row in whole["rows"]:
@@ -258,33 +260,22 @@ def test_an_engine_that_is_slower_with_more_threads_generates_with_fewer(
         assert used["polarlm"] == 2
 
 
-def test_the_ratio_is_to_the_fastest_cache_of_the_peer(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    stands: type[Stand],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_ratio_is_to_the_fastest_cache_of_the_peer(measure_with: Measure, stands: type[Stand]) -> None:
     rates = {"ours ring4": 90.0, "ours f16": 30.0, "peer f16": 40.0, "peer q4_0": 60.0}
-    monkeypatch.setattr(stands, "rates", staticmethod(lambda label, *more: rates[label]))
-    assert run(model, tmp_path / "out.json", *FOUR) == 0
-    _, generation, *_ = tables(capsys.readouterr().out)
+    stands.rates = staticmethod(lambda label, *more: rates[label])
+    _, generation, *_ = tables(measure_with(*FOUR).out)
     assert generation[1][1:] == ["90.0 ±0.0 (1.50×)", "30.0 ±0.0 (0.50×)", "40.0 ±0.0", "60.0 ±0.0"]
 
 
 def test_the_share_of_the_bandwidth_counts_weights_and_cache(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    stands: type[Stand],
-    monkeypatch: pytest.MonkeyPatch,
+    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter(
         [1e8, 1e8, 1e9, 2e9]
     )  # with one thread and with two, before each context: the machine was busy first
     monkeypatch.setattr(Memory, "read_rate", lambda self, threads: next(measured))
-    assert run(model, tmp_path / "out.json", *FOUR, "--depth", "100") == 0
-    row = next(row for row in found(tmp_path / "out.json")["rows"] if row["name"] == "generation at 100")
+    whole, out, _ = measure_with(*FOUR, "--depth", "100")
+    row = next(row for row in whole["rows"] if row["name"] == "generation at 100")
     ours, _, f16, q4_0 = row["cells"]
     assert ours["bytes_read"] == {"weights": 1_000_000, "cache": 100_000}
     assert ours["bandwidth_share"] == pytest.approx(1.1e6 * 400 / 2e9)
@@ -293,28 +284,22 @@ def test_the_share_of_the_bandwidth_counts_weights_and_cache(
     per_layer = (TINY.heads + 2 * TINY.kv_heads + TINY.heads) * TINY.head_dim + 3 * TINY.ffn
     matrices = (TINY.layers * per_layer + TINY.vocabulary) * TINY.hidden
     assert f16["bytes_read"]["weights"] == matrices * 34 // 32, "without the embedding, which is not the head"
-    *_, read, _, _ = tables(capsys.readouterr().out)
+    *_, read, _, _ = tables(out)
     assert read[2][1] == "1 + 0 MB, 22%"
     assert [row[1].split(", ")[1] for row in read[1:]] == ["20%", "22%"], "of the fastest"
 
 
 @pytest.mark.parametrize("failing", ["start", "prompt", "steps"])
 def test_a_contestant_that_fails_is_a_line_in_the_table(
-    failing: str,
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    stands: type[Stand],
-    monkeypatch: pytest.MonkeyPatch,
+    failing: str, measure_with: Measure, stands: type[Stand]
 ) -> None:
     def rates(label: str, threads: int, call: str, tokens: int) -> float:
         if label == "ours f16" and call == failing:
             raise EngineError("crashed (SIGSEGV)")
         return 100.0
 
-    monkeypatch.setattr(stands, "rates", staticmethod(rates))
-    assert run(model, tmp_path / "out.json", *FOUR) == 0
-    whole, printed = found(tmp_path / "out.json"), capsys.readouterr().out
+    stands.rates = staticmethod(rates)
+    whole, out, _ = measure_with(*FOUR)
     assert whole["complete"] is True
     failed = [
         cell.get("failure")
@@ -328,63 +313,48 @@ def test_a_contestant_that_fails_is_a_line_in_the_table(
         cell for row in whole["rows"] for cell in row["cells"] if (cell["engine"], cell["cache"]) != ("polarlm", "f16")
     ]
     assert all("median" in cell for cell in others)
-    assert "| crashed (SIGSEGV) |" in printed
+    assert "| crashed (SIGSEGV) |" in out
     assert whole["memory"][1]["failure"] == "crashed (SIGSEGV)"
 
 
-def test_results_are_kept_when_the_command_is_stopped(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    stands: type[Stand],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_results_are_kept_when_the_command_is_stopped(measure_with: Measure, stands: type[Stand]) -> None:
     def rates(label: str, threads: int, call: str, tokens: int) -> float:
         if call == "steps" and tokens == 100:
             raise KeyboardInterrupt
         return 100.0
 
-    monkeypatch.setattr(stands, "rates", staticmethod(rates))
-    assert run(model, tmp_path / "out.json", *FOUR) == 130
-    whole = found(tmp_path / "out.json")
+    stands.rates = staticmethod(rates)
+    whole, _, err = measure_with(*FOUR, status=130)
     assert [row["name"] for row in whole["rows"]] == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
     assert whole["complete"] is False
-    assert "prompt of 100, polarlm balanced: 100.0 tokens/s" in capsys.readouterr().err
+    assert "prompt of 100, polarlm balanced: 100.0 tokens/s" in err
 
 
-def test_contexts_beyond_the_model_s_are_left_out_with_a_sentence(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stands: type[Stand]
-) -> None:
-    assert run(model, tmp_path / "out.json", *FOUR, "--prompt", "40,500", "--depth", "100,600") == 0
-    whole, printed = found(tmp_path / "out.json"), capsys.readouterr().out
+def test_contexts_beyond_the_model_s_are_left_out_with_a_sentence(measure_with: Measure, stands: type[Stand]) -> None:
+    whole, out, _ = measure_with(*FOUR, "--prompt", "40,500", "--depth", "100,600")
     assert [row["tokens"] for row in whole["rows"]] == [8, 40, 100, 1, 8, 16]
     sentences = [
         "A prompt of 500 does not fit into the model's 512 tokens",
         "Generation at 600 is left out: the model's context has 512 tokens",
     ]
     assert whole["left_out"] == sentences
-    assert printed.endswith("\n\n".join(sentences) + "\n")
+    assert out.endswith("\n\n".join(sentences) + "\n")
 
 
 def test_on_a_gpu_there_are_no_threads_and_no_peer(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    stands: type[Stand],
-    monkeypatch: pytest.MonkeyPatch,
+    measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Gpu(NumpyOps):
         name = "Some GPU"
 
     monkeypatch.setattr("engine.backends.select._cuda", Gpu)
     monkeypatch.setattr(speed, "about_gpu", lambda: {"name": "Some GPU", "driver": "1.2"})
-    assert run(model, tmp_path / "out.json", *FOUR, "--device", "cuda") == 0
-    whole = found(tmp_path / "out.json")
+    whole, out, _ = measure_with(*FOUR, "--device", "cuda")
     assert whole["machine"]["gpu"] == {"name": "Some GPU", "driver": "1.2"}
     assert whole["peer"]["version_or_absence"] == "on the CPU only"
     assert {cell["threads"] for row in whole["rows"] for cell in row["cells"]} == {1}
     assert not any("bandwidth_share" in cell for row in whole["rows"] for cell in row["cells"])
-    assert capsys.readouterr().out.startswith("random (Q8_0) on Some GPU. Medians")
+    assert out.startswith("random (Q8_0) on Some GPU. Medians")
 
 
 @pytest.mark.parametrize(
@@ -405,15 +375,9 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(
-    flags: list[str],
-    sentence: str,
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    stands: type[Stand],
+    flags: list[str], sentence: str, measure_with: Measure, tmp_path: Path, stands: type[Stand]
 ) -> None:
-    assert run(model, tmp_path / "out.json", *(flag.format(tmp=tmp_path) for flag in flags)) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
-    assert "Traceback" not in printed.err
+    _, out, err = measure_with(*(flag.format(tmp=tmp_path) for flag in flags), status=2)
+    assert out == ""
+    assert err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
+    assert "Traceback" not in err
