@@ -75,35 +75,30 @@ def test_heads_are_transformed(dim: int, rotations: tuple[str, str], scaled: boo
         check(found, wanted)
 
 
-shapes = {
-    "dim": st.sampled_from([6, 8, 20, 24, 80, 96, 104, 128]),
-    "group": st.integers(1, 8),
-    "kv_heads": st.integers(1, 3),
-    "rotations": st.tuples(st.sampled_from(sorted(ROTATIONS)), st.sampled_from(sorted(ROTATIONS))),
-    "scaled": st.booleans(),
-    "normed": st.booleans(),
-    "start": st.integers(0, 20),
-    "threads": st.integers(1, 3),
-}
+cases = st.builds(
+    case,
+    dim=st.sampled_from([6, 8, 20, 24, 80, 96, 104, 128]),
+    group=st.integers(1, 8),
+    kv_heads=st.integers(1, 3),
+    rotations=st.tuples(st.sampled_from(sorted(ROTATIONS)), st.sampled_from(sorted(ROTATIONS))),
+    scaled=st.booleans(),
+    normed=st.booleans(),
+)
+starts, threads = st.integers(0, 20), st.integers(1, 3)
 
 
-@given(**shapes)
+def format_of(x: Case) -> CacheFormat:
+    _, kv_heads, dim = x.k.shape
+    return CacheFormat(get("f16"), get("f16"), None, None, 0, 8, kv_heads, dim)
+
+
+@given(cases, starts, threads)
 @settings(max_examples=15, deadline=None)
-def test_keys_and_values_go_to_the_slots_of_a_step(
-    dim: int,
-    group: int,
-    kv_heads: int,
-    rotations: tuple[str, str],
-    scaled: bool,
-    normed: bool,
-    start: int,
-    threads: int,
-) -> None:
+def test_keys_and_values_go_to_the_slots_of_a_step(x: Case, start: int, threads: int) -> None:
     """Two sequences: one row, and four that reach into the next slot."""
-    x = case(dim, group, kv_heads, rotations, scaled, normed)
     ops, plain = HeadOps(launcher(best(), threads)), NumpyOps(1)
     (prepared,) = ops.prepare([x.transform])
-    cache = plain.cache(CacheFormat(get("f16"), get("f16"), None, None, 0, 8, kv_heads, dim), 0, 5)
+    cache = plain.cache(format_of(x), 0, 5)
     spans = plain.spans(
         [
             SpanView(slice(0, 1), 16 + start % 8, Place(None, 3), 16, 0, (), 8),
@@ -121,23 +116,12 @@ def test_keys_and_values_go_to_the_slots_of_a_step(
     assert not cache.full_v.any()
 
 
-@given(**shapes)
+@given(cases, starts, threads)
 @settings(max_examples=15, deadline=None)
-def test_keys_and_values_go_to_the_buffer_of_a_prompt(
-    dim: int,
-    group: int,
-    kv_heads: int,
-    rotations: tuple[str, str],
-    scaled: bool,
-    normed: bool,
-    start: int,
-    threads: int,
-) -> None:
-    x = case(dim, group, kv_heads, rotations, scaled, normed)
+def test_keys_and_values_go_to_the_buffer_of_a_prompt(x: Case, start: int, threads: int) -> None:
     ops, plain = HeadOps(launcher(best(), threads)), NumpyOps(1)
     (prepared,) = ops.prepare([x.transform])
-    format = CacheFormat(get("f16"), get("f16"), None, None, 0, 8, kv_heads, dim)
-    cache, buffer = plain.cache(format, 0, 1), plain.buffer(format, 40)
+    cache, buffer = plain.cache(format_of(x), 0, 1), plain.buffer(format_of(x), 40)
     for side in buffer:
         side[...] = 0
     spans = [SpanView(slice(0, ROWS), 24 + start, Place(buffer, 1), 24, 0, (), 8)]

@@ -8,7 +8,7 @@ pytest.importorskip("llvmlite")
 
 import numpy as np
 
-from engine.backends.native.codecs import KeyTiles, ValueTiles
+from engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
 from engine.backends.native.target import Level, levels
@@ -110,16 +110,32 @@ def mixed(tiles: ValueTiles, level: Level, packed: np.ndarray, weights: np.ndarr
     return sums.view(np.float32).reshape(heads, -1)[:, :d]
 
 
-def check_inverse(tiles: KeyTiles | ValueTiles, fields: dict[str, np.ndarray]) -> None:
-    """`unpack` is the exact inverse of `pack`, and keeps the leading axes."""
-    packed = tiles.pack(fields)
-    lead = next(iter(fields.values())).shape[:2]
-    assert packed.dtype == np.uint8
-    assert packed.shape == (*lead, tiles.nbytes)
-    assert tiles.nbytes % 64 == 0
-    back = tiles.unpack(packed)
-    assert list(back) == list(fields)
-    for name, field in fields.items():
-        assert back[name].dtype == field.dtype
-        assert back[name].shape == field.shape
-        assert back[name].tobytes() == field.tobytes()
+def check_inverse(codec: Codec, n: int, d: int, seed: int) -> None:
+    """`unpack` is the exact inverse of `pack`, and keeps the leading axes: of all tiles that the codec has."""
+    lead = 2, 3
+    fields = random_fields(np.random.default_rng(seed), codec, lead, n, d)
+    for own in sides(codec, n, d):
+        packed = own.pack(fields)
+        assert packed.dtype == np.uint8
+        assert packed.shape == (*lead, own.nbytes)
+        assert own.nbytes % 64 == 0
+        back = own.unpack(packed)
+        assert list(back) == list(fields)
+        for name, field in fields.items():
+            assert back[name].dtype == field.dtype
+            assert back[name].shape == field.shape
+            assert back[name].tobytes() == field.tobytes()
+
+
+def check_size(codec: Codec, n: int, d: int) -> None:
+    """Tiles have the bytes of the codec's fields, up to a multiple of 64."""
+    stored = sum(field.nbytes for field in codec.fields(n, d).values())
+    for own in sides(codec, n, d):
+        assert stored <= own.nbytes < stored + 64
+
+
+def sides(codec: Codec, n: int, d: int) -> list[KeyTiles | ValueTiles]:
+    """The tiles of keys and of values, or of keys alone if the codec stores no values."""
+    found = [own for own in (keys(codec, n, d), values(codec, n, d)) if own is not None]
+    assert found
+    return found

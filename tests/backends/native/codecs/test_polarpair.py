@@ -27,11 +27,12 @@ NAMES = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4
 )
 @settings(max_examples=30, deadline=None)
 def test_unpacking_gives_back_the_fields(name: str, d: int, n: int, seed: int) -> None:
-    codec = codecs.get(name)
-    fields = attend.random_fields(np.random.default_rng(seed), codec, (2, 3), n, d)
-    own = tiles.keys(codec, n, d)
-    assert own is not None
-    attend.check_inverse(own, fields)
+    attend.check_inverse(codecs.get(name), n, d, seed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tile_takes_the_bytes_of_the_codec(name: str) -> None:
+    attend.check_size(codecs.get(name), 64, 80)
 
 
 @pytest.mark.parametrize("name", ["polarpair-m4n4+g8", "polarpair-m4n4+minmax", "polarpair-m4n2+minmax-radius"])
