@@ -173,11 +173,11 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
 @special_levels
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
-    """A multiply-add for each vector of weights and row, and nothing on the stack."""
-    at_once = rows_at_once(64, level.lanes)
+    """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
+    at_once, vectors = rows_at_once(64, level.lanes), 2 * (16 // level.lanes)
     loop = Loop(product(Product(get(name), at_once)), level)
-    assert loop.count("vfmadd231ps") >= at_once * (16 // level.lanes)
-    assert loop.count("vcvtph2ps") == (16 // level.lanes if name == "f16" else 0)
+    assert loop.count("vfmadd231ps") >= at_once * vectors
+    assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
     assert loop.on_stack == 0
 
 

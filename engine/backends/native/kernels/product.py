@@ -107,18 +107,29 @@ def _plain(
     """Weights that are float32, float16 or bfloat16; x float32. Returns the sums of each tile and row."""
     size, at_once = spec.format.nbytes, spec.at_once
     panel = x + first // at_once * stride
-    sums = [[e.variable(e.zero(_F16)) for _ in range(at_once)] for _ in tiles]
-    with e.loop(0, columns) as column:
-        factors = [e.broadcast(panel + column * (4 * at_once), F32, 16, 4 * row) for row in range(at_once)]
-        for tile, totals in zip(tiles, sums, strict=True):
-            raw = e.load(tile + column * (16 * size), _F16 if size == 4 else vector(I16, 16))
-            if spec.format.name == "f16":
-                raw = e.half_to_float(raw)
-            elif spec.format.name == "bf16":
-                raw = (raw.zext(I32) << 16).bits(_F16)
-            for factor, total in zip(factors, totals, strict=True):
-                total.set(e.fma(raw, factor, total.get()))
-    return [[total.get() for total in totals] for totals in sums]
+    # Two sums each, of even and of odd inputs: one alone would wait for each of its products.
+    sums = [[[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(at_once)] for _ in tiles]
+
+    def add(column: Value, count: int) -> None:
+        for i in range(count):
+            factors = [
+                e.broadcast(panel + column * (4 * at_once), F32, 16, 4 * (at_once * i + r)) for r in range(at_once)
+            ]
+            for tile, totals in zip(tiles, sums, strict=True):
+                raw = e.load(tile + column * (16 * size), _F16 if size == 4 else vector(I16, 16), 16 * size * i)
+                if spec.format.name == "f16":
+                    raw = e.half_to_float(raw)
+                elif spec.format.name == "bf16":
+                    raw = (raw.zext(I32) << 16).bits(_F16)
+                for factor, total in zip(factors, totals, strict=True):
+                    total[i].set(e.fma(raw, factor, total[i].get()))
+
+    even = columns & -2
+    with e.loop(0, even, 2) as column:
+        add(column, 2)
+    with e.loop(even, columns) as column:
+        add(column, 1)
+    return [[a.get() + b.get() for a, b in totals] for totals in sums]
 
 
 def _packed(
