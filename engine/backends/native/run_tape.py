@@ -146,6 +146,15 @@ def _emit_run(
     state.unlock()
 
 
+def _emit_run_alone(e: Emitter, table: Value, count: Value, begin: Value, end: Value, scratch: Value) -> None:
+    """Run a tape on the calling thread alone, whatever others run."""
+    with e.loop(0, count) as entry:
+        row = table + entry * _ROW
+        units = e.load(row, I64, _ROW_UNITS)
+        with e.when(units > 0):
+            e.call(e.load(row, POINTER, _KERNEL), e.load(row, POINTER, _ARGUMENTS), e.i64(0), units, scratch)
+
+
 def _emit_serve(e: Emitter, pointer: Value, number: Value, begin: Value, end: Value, scratch: Value) -> None:
     """Take part in all runs of more than `number` threads, and sleep between them. Never returns."""
     state = _State(e, pointer)
@@ -213,4 +222,5 @@ def _wait_a_little(e: Emitter, state: _State, polls: Any) -> None:
 
 
 RUN = Kernel("run", _emit_run, ("state", "table"), ("count", "threads"))
+RUN_ALONE = Kernel("run_alone", _emit_run_alone, ("table",), ("count",))
 SERVE = Kernel("serve", _emit_serve, ("state",), ("number",))

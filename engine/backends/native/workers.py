@@ -9,8 +9,9 @@ The counter of units left has the number of the run in its upper half. So a thre
 of a later one, and a thread that has taken units knows that the tape exists until they are completed. (A number comes
 again after 2³¹ runs: only a thread that is suspended for exactly so many, for months, could mistake one for the other.)
 
-One tape runs at a time, those of several engines in order of arrival. Workers live in compiled code (`run_tape.py`),
-also while they sleep: they never wait for Python's global lock, and never run Python while the interpreter ends.
+One tape of several threads runs at a time, those of several engines in order of arrival. A tape of one thread waits for
+no other. Workers live in compiled code (`run_tape.py`), also while they sleep: they never wait for Python's global
+lock, and never run Python while the interpreter ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from engine.backends.native.buffers import aligned
 from engine.backends.native.library import library
-from engine.backends.native.run_tape import MOST_ENTRIES, RUN, SERVE, STATE_BYTES, set_up
+from engine.backends.native.run_tape import MOST_ENTRIES, RUN, RUN_ALONE, SERVE, STATE_BYTES, set_up
 from engine.backends.native.target import LEVELS
 from model_loaders.forks import renew_in_children
 
@@ -52,7 +53,7 @@ class Tape:
 
 
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-_RunArguments = ctypes.c_int64 * 4
+_RunArguments, _RunAloneArguments = ctypes.c_int64 * 4, ctypes.c_int64 * 2
 
 
 class Workers:
@@ -60,7 +61,9 @@ class Workers:
 
     def __init__(self) -> None:
         self._code = library(LEVELS[0])  # no numbers are computed here
-        self._run, self._serve = (_Function(self._code.address(kernel)) for kernel in (RUN, SERVE))
+        kernels = RUN, RUN_ALONE, SERVE
+        self._run, self._run_alone, self._serve = (_Function(self._code.address(kernel)) for kernel in kernels)
+        self._local = threading.local()
         self.renew()
         renew_in_children(self)
 
@@ -96,10 +99,22 @@ class Workers:
 
     def run(self, tape: Tape, threads: int) -> None:
         """Run all launches of the tape in order, each on up to `threads` threads. Several threads may call this."""
+        if threads == 1:
+            arguments = _RunAloneArguments(tape.address, len(tape.units))
+            self._run_alone(arguments, 0, 0, self._scratch_of_caller())
+            return
         if self._number < threads - 1:
             self.start(threads)
         arguments = _RunArguments(self._state.ctypes.data, tape.address, len(tape.units), threads)
         self._run(arguments, 0, 0, self._scratch.ctypes.data)
+
+    def _scratch_of_caller(self) -> int:
+        """The address of scratch memory that the calling thread has for itself."""
+        try:
+            memory: np.ndarray = self._local.scratch
+        except AttributeError:
+            memory = self._local.scratch = aligned(SCRATCH)
+        return memory.ctypes.data
 
 
 _of_this_process: list[Workers] = []

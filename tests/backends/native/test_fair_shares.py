@@ -95,20 +95,17 @@ def assert_fair(waiting: Sequence[Turn], alone: Sequence[Turn]) -> None:
 
 @needs_two_cpus
 def test_two_callers_of_a_process_have_fair_shares() -> None:
-    """Without waiting, each has workers of its own, and none takes part."""
-    shared, own, players = Workers(), (Workers(), Workers()), (Player(), Player())
-    shared.start(2)
+    own, players = Workers(), (Player(), Player())
+    own.start(2)
 
-    def turn(threads: int, on: Sequence[Workers]) -> Turn:
+    def turn(threads: int) -> Turn:
         cpu, begin = time.process_time(), time.monotonic() + 0.01
         with ThreadPoolExecutor(2) as pool:
-            calls = [
-                pool.submit(player.runs, each, threads, begin, TURN) for player, each in zip(players, on, strict=True)
-            ]
+            calls = [pool.submit(player.runs, own, threads, begin, TURN) for player in players]
             first, second = (call.result(PATIENCE) for call in calls)
         return Turn((first, second), time.process_time() - cpu)
 
-    turns = [(turn(2, (shared, shared)), turn(1, own)) for _ in range(TURNS)]
+    turns = [(turn(2), turn(1)) for _ in range(TURNS)]
     assert_fair(*zip(*turns, strict=True))
 
 

@@ -255,6 +255,31 @@ def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
     assert places.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_tapes_of_one_thread_run_at_the_same_time_with_memory_of_their_own(own: Workers) -> None:
+    """Each waits for the other, and one of two threads waits for both. Then its scratch memory is as it left it."""
+
+    def emit(
+        e: Emitter, flag: Value, wrong: Value, number: Value, most: Value, begin: Value, end: Value, scratch: Value
+    ) -> None:
+        e.store(number, scratch)
+        e.add_atomic(flag, e.i64(1))
+        polls = e.variable(e.i64(0))
+        with e.repeat_while() as again:
+            polls.add(1)
+            again.append((e.load_atomic(flag) < 3) & (polls.get() < most))
+        with e.when((e.load_atomic(flag) < 3) | ~e.load(scratch, I64).equals(number)):
+            e.add_atomic(wrong, e.i64(1))
+
+    meet = Kernel("test_meet", emit, ("flag", "wrong"), ("number", "most"))
+    flag, wrong = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    tapes = [Tape([launch(meet, 1, 1, (flag, wrong), (number, POLLS))]) for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(own.run, tape, threads) for tape, threads in zip(tapes, (2, 1, 1), strict=True)]
+        for call in calls:
+            call.result(PATIENCE)
+    assert wrong[0] == 0
+
+
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
 def test_threads_that_cannot_be_started_are_done_without(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     own, start, tries = Workers(), threading.Thread.start, []
