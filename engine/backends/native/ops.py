@@ -35,10 +35,10 @@ class NativeOps:
 
         `note`: a sentence for the user, empty if there is nothing to say.
         """
-        plain = NumpyOps(threads)
+        self._count = thread_count(threads)
+        plain = NumpyOps(self._count.number if threads else 0)
         choice = choose()
         self.note = choice.note
-        self._count = thread_count(threads)
         self._launch = launch = Launcher(self._count.number, choice.level)
 
         matrices = LinearOps(launch)

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from engine import Engine, SamplingParams, assembly
+from engine.backends.native import thread_count as counting
 from engine.backends.native.library import library
 from engine.backends.native.ops import NativeOps
 from engine.backends.native.target import best
@@ -57,8 +58,10 @@ def test_weights_that_stay_packed_are_as_stored(tiny_path: Path) -> None:
         assert "F16 weights converted to bf16," in engine.fit_line()
 
 
-def test_work_in_numpy_takes_all_threads() -> None:
+def test_work_in_numpy_takes_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, with BLAS on all threads, the statistics of a calibration take many times as long."""
+    monkeypatch.setattr(counting, "allowed_cpus", lambda: {0, 1})
+    monkeypatch.setattr(counting, "cpu_quota", lambda root: None)
     before, meeting = cores().number, threading.Barrier(2)
     try:
         assert sorted(NativeOps(2).parallel_map(lambda i: meeting.wait(30), 2)) == [0, 1]
