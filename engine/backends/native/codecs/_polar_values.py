@@ -10,6 +10,7 @@ of a block's largest weight and a unit's largest radius.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,11 +26,10 @@ from engine.backends.native.codecs._polar import (
     interleaved,
     pair_factors,
 )
-from engine.backends.native.codecs._products import largest
 from engine.backends.native.emit import Emitter
 from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 
-_F16 = vector(F32, 16)
+_F16, _I16 = vector(F32, 16), vector(I32, 16)
 _CODE = 0x0F0F0F0F  # the low four bits of each byte of a word
 # The int16 of the largest weight and of the largest radius, the bytes of the largest factor and direction.
 # Directions are nearly whole numbers (60, 50.87, 33.99, 11.93), and two products have 16 bits: 2 · 255 · 60 < 2¹⁵.
@@ -56,6 +56,12 @@ class PolarValues(PolarTiles):
 
     def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         groups, size = self.tokens // 16, 32 if e.level.lanes == 8 else 64  # bytes of a register
+        largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)
+        with e.loop(0, self.units) as unit:  # of all units at first: each waits for several operations in turn
+            radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
+            largest, inverse = self._largest_radius(e, radii)
+            e.store(largest, largest_radii + unit * 4)
+            e.store(inverse, inverses + unit * 4)
         tops = [self._store_weights(e, weight) for weight in weights]
         factors = _Factors(e, self.levels, size)
         step = factors.largest * COSINES[1].max() / (_FACTOR * _DIRECTION) * (2**15 / _WORD)
@@ -66,7 +72,7 @@ class PolarValues(PolarTiles):
             self.prefetch(e, after, unit)
             at, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
-            radius = self._scale(e, radii, rows, weights, scaled, factors)
+            self._scale(e, radii, rows, e.load(inverses + unit * 4, F32), weights, scaled, factors)
             found = []
             for first in range(0, 64, size):
                 totals = [[e.variable(e.zero(kind)) for _ in directions] for _ in weights]
@@ -89,16 +95,23 @@ class PolarValues(PolarTiles):
             for number, (top, target) in enumerate(zip(tops, sums, strict=True)):
                 cosines, sines = (e.join([part[number][axis] for part in found]) for axis in (0, 1))
                 parts = [e.shuffle(cosines, sines, [lane + four for lane in _CHANNELS]) for four in (0, 1)]
-                own_sums, factor = target + unit * 64, top * radius * step
+                own_sums, factor = target + unit * 64, top * step * e.load(largest_radii + unit * 4, F32)
                 e.store(e.fma((parts[0] + parts[1]).to_float(), factor, e.load(own_sums, _F16)), own_sums)
 
+    def _largest_radius(self, e: Emitter, radii: Value) -> tuple[Value, Value]:
+        """The largest radius of a unit, and _WORD divided by it. Radii are not negative: their bits are in order."""
+        size = 32 if self.tokens % 32 == 0 else 16
+        halves = [e.load(radii, vector(I16, size), first) for first in range(0, 2 * self.tokens * self.radii, 2 * size)]
+        top = e.half_to_float(e.most_lanes(functools.reduce(e.most, halves)))
+        return top, e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
+
     def _store_weights(self, e: Emitter, weights: Value) -> Value:
-        """Replace the float32 weights by int16 → the largest."""
-        parts = [e.load(weights, _F16, 64 * i) for i in range(self.tokens // 16)]
-        top = largest(e, parts)
+        """Replace the float32 weights by int16 → the largest. They are not negative: their bits are in order."""
+        parts = [e.load(weights, _I16, 64 * i) for i in range(self.tokens // 16)]
+        top = e.most_lanes(functools.reduce(e.most, parts)).bits(F32)
         inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
         for number, part in enumerate(parts):
-            e.store(e.round(part * inverse).trunc(I16), weights, 32 * number)
+            e.store(e.round(part.bits(_F16) * inverse).trunc(I16), weights, 32 * number)
         return top
 
     def _scale(
@@ -106,22 +119,17 @@ class PolarValues(PolarTiles):
         e: Emitter,
         radii: Value,
         rows: Value,
+        inverse: Value,
         weights: Sequence[Value],
         out: Sequence[Value],
         factors: _Factors,
-    ) -> Value:
-        """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16; returns the largest radius."""
+    ) -> None:
+        """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16. inverse: of the largest radius."""
         together = 32 if self.tokens % 32 == 0 else 16
-        chunks = range(0, self.tokens, together)
-        places = [[2 * (first + self.tokens * i) for i in range(self.radii)] for first in chunks]
-        halves = [[e.load(radii, vector(I16, together), place) for place in own] for own in places]
-        greatest = halves[0][0]
-        for half in [half for own in halves for half in own]:
-            greatest = e.most(greatest, half)
-        top = e.half_to_float(e.most_lanes(greatest))
-        inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
-        for first, own in zip(chunks, halves, strict=True):
-            words = [e.round(e.half_to_float(half) * inverse).trunc(I16) for half in own]
+        for first in range(0, self.tokens, together):
+            places = [2 * (first + self.tokens * i) for i in range(self.radii)]
+            own = [e.half_to_float(e.load(radii, vector(I16, together), place)) for place in places]
+            words = [e.round(radius * inverse).trunc(I16) for radius in own]
             if factors.has_level4 < (self.levels == 4):
                 groups = range(first // 16, (first + together) // 16)
                 lanes = [16 * (token // 8) + 8 * half + token % 8 for half in (0, 1) for token in range(16)]
@@ -135,7 +143,6 @@ class PolarValues(PolarTiles):
                 own_weights = e.load(weight, vector(I16, together), 2 * first)
                 for number, word in enumerate(words):
                     e.store(scaled_product(e, own_weights, word), target, 2 * (first + self.tokens * number))
-        return top
 
     @staticmethod
     def _eight(e: Emitter, at: Value, offset: int, size: int) -> Value:
