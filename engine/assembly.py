@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -30,11 +31,12 @@ from engine.kv.plan import (
 )
 from engine.kv.store import KVStore, Metrics
 from engine.model.forward import ModelWeights, Transformer
-from engine.model.magnitudes import scale, variances
+from engine.model.magnitudes import Variances, scale, variances
+from engine.model.rehearsal import least_plan, rehearse
 from engine.model.weights import left_out, load_weights, weight_bytes, weight_count
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.metric import key_metric, value_metric, without_feedback
-from engine.quantization.statistics import LayerStatistics, smoothing
+from engine.quantization.statistics import LayerStatistics, neutral, smoothing
 from engine.sampling.sample import NOT_FINITE
 from engine.weight_formats import WeightFormat
 from model_loaders.config import ModelConfig
@@ -162,6 +164,10 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         plan = _plan(config, ops, source.config, shape, weight_bytes(ops, source.weights, weight_type), say)
         if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
             say(warning)
+        rehearsal = ops.rehearsal()
+        if rehearsal is not None:
+            _rehearse(config, encoding, rehearsal.ops, source, shape)
+        is_silent = None if verbose else True  # None: unless standard error is a terminal
         bar = tqdm(
             total=4 * weight_count(source.weights),
             desc=f"Loading {source.name}",
@@ -170,12 +176,16 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             unit_divisor=1024,
             leave=False,
             delay=0.3,
-            disable=None if verbose else True,
+            disable=is_silent,
         )
         with bar:
             weights = load_weights(ops, source.config, source.weights, bar.update, weight_type)
         ops.set_aside(Load(source.config, shape.format(0), plan.tokens, config.parallel))
         store = _store(config, encoding, ops, source, weights, plan, say)
+        if rehearsal is not None:
+            bar = tqdm(desc="Compiling kernels for this CPU (once)", leave=False, delay=1, disable=is_silent)
+            with bar:
+                rehearsal.wait(partial(_show, bar))
     except MemoryError:
         source.weights.close()
         raise EngineError(f"There is not enough memory for {source.name}", "out_of_memory") from None
@@ -186,6 +196,29 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         source.weights.close()
         raise
     return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
+
+
+def _show(bar: tqdm[Any], done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def _rehearse(
+    config: EngineConfig, encoding: Encoding, ops: Ops, source: model_loaders.Model, shape: CacheShape
+) -> None:
+    """Rehearse the first requests of a model of these shapes, whose values do not matter. ops: of a `Rehearsal`."""
+    model = source.config
+    one = Variances(*np.ones((2, model.kv_heads, model.head_dim)))
+    measured = neutral(model.kv_heads, model.head_dim, shape.block_size) if _is_calibrated(config, shape) else None
+    output = np.tile(np.eye(model.head_dim, dtype=np.float32), model.heads)
+    made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
+    for layer in shape.layers:
+        if layer not in made:
+            made[layer] = _stored(encoding, layer, shape, one, measured, lambda: output)
+    conditioning, metrics = zip(*(made[layer] for layer in shape.layers), strict=True)
+    weights = load_weights(ops, model, source.weights, None, _weight_type(config))
+    store = KVStore(ops, least_plan(shape), conditioning, metrics)
+    rehearse(Transformer(ops, model, weights, store))
 
 
 def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
@@ -219,25 +252,42 @@ def _store(
     say: Say,
 ) -> KVStore:
     """The KV store, with scales from the weights, and smoothing and error metrics from the calibration, if any."""
-    shape, d = plan.shape, plan.shape.head_dim
-    quantized = any(codecs.is_quantized(codec) for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
+    shape = plan.shape
     statistics: Sequence[LayerStatistics | None] = [None] * len(shape.layers)
-    if config.calibration and config.key_conditioning and quantized:
+    if _is_calibrated(config, shape):
         statistics = load_or_calibrate(ops, source.config, weights, source.tokenizer, shape.block_size, say)
-    conditioning: list[Conditioning] = []
-    metrics: list[Metrics] = []
     sizes = variances(
         ops, source.config, weights, [shape.block_size if layer.mean_bits else None for layer in shape.layers]
     )
-    for layer, layer_shape, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True):
-        s = smoothing(measured) if measured and layer_shape.mean_bits and encoding.smoothing else None
-        stored = Conditioning(layer_shape.codec_k.rotation(d), layer_shape.codec_v.rotation(d), scale(size, s))
-        conditioning.append(stored)
-        if measured is None:
-            metrics.append((None, None))
-        else:
-            metrics.append(_metrics(encoding, layer_shape, stored, measured, ops.rows(layer.out), shape))
+    conditioning, metrics = zip(
+        *(
+            _stored(encoding, layer_shape, shape, size, measured, partial(ops.rows, layer.out))
+            for layer, layer_shape, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True)
+        ),
+        strict=True,
+    )
     return KVStore(ops, plan, conditioning, metrics)
+
+
+def _is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
+    quantized = any(codecs.is_quantized(codec) for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
+    return config.calibration and config.key_conditioning and quantized
+
+
+def _stored(
+    encoding: Encoding,
+    layer: LayerShape,
+    shape: CacheShape,
+    size: Variances,
+    measured: LayerStatistics | None,
+    output: Callable[[], np.ndarray],
+) -> tuple[Conditioning, Metrics]:
+    """How a layer stores keys and values of this size. output() returns the output projection (E, H·D)."""
+    rotations = layer.codec_k.rotation(shape.head_dim), layer.codec_v.rotation(shape.head_dim)
+    s = smoothing(measured) if measured and layer.mean_bits and encoding.smoothing else None
+    stored = Conditioning(*rotations, scale(size, s))
+    metrics = (None, None) if measured is None else _metrics(encoding, layer, stored, measured, output(), shape)
+    return stored, metrics
 
 
 def _metrics(

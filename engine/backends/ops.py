@@ -103,6 +103,17 @@ class Load:
     rows: int
 
 
+class Rehearsal(NamedTuple):
+    """Ops that compute nothing: what a run with them needs is compiled in the background, in the order of need.
+
+    Their `load` reads nothing. wait(progress): blocks until all that the run cannot do without is compiled;
+    progress(done, all) is called on the way. Raises KernelError for what cannot be compiled.
+    """
+
+    ops: Ops
+    wait: Callable[[Callable[[int, int], None]], None]
+
+
 class Ops(Protocol):
     """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
 
@@ -159,6 +170,9 @@ class Ops(Protocol):
 
     def weight_type(self, stored: str) -> str:
         """Name, for messages, of the type on the device of weights that the file stores as `stored`."""
+
+    def rehearsal(self) -> Rehearsal | None:
+        """Ops for a rehearsal of the runs to come; None where nothing is compiled for them."""
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.

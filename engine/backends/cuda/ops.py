@@ -114,6 +114,9 @@ class CudaOps:
     def set_aside(self, load: Load) -> None:
         self._device.set_aside(step_bytes(load, self._device))
 
+    def rehearsal(self) -> None:
+        """Kernels are compiled when they are needed."""
+
     def to_device(self, x: Any) -> Array:
         x = np.asarray(x)
         return self._device.from_host(np.ascontiguousarray(x, np.int32 if x.dtype.kind in "iu" else np.float32))

@@ -27,7 +27,7 @@ class AttentionOps:
 
     def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
         self._launch, self._plain = launch, plain
-        self._in_numpy = launch.unrecorded(plain.attention)
+        self._in_numpy = launch.unrecorded(plain.attention, "attention")
         self._prompts = PromptOps(launch, plain)
         self._parts = aligned(0)
 

@@ -34,14 +34,14 @@ class EncodingOps:
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
+        self._encode_in_numpy = launch.unrecorded(self._encode_by_fields, "encoding")
         self._prepared: dict[int, tuple[Metric, dict[str, np.ndarray], np.ndarray]] = {}  # by the id of the metric
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
         for layers in alike(caches, len(blocks)):
             kernels = [_kernel_into_tiles(layers[0], side) for side in (0, 1)]
-            if None in kernels:
-                (k, mean), (v, _) = (self._to_fields(layers, sources, side) for side in (0, 1))
-                store_fields(layers, blocks, k, mean, v)
+            if any(kernel is None or not self._launch.has(kernel) for kernel in kernels):
+                self._encode_in_numpy(layers, blocks, sources)
                 continue
             for side, kernel in enumerate(kernels):
                 assert kernel is not None
@@ -50,6 +50,11 @@ class EncodingOps:
                     name: np.concatenate([_by_block(own[name])[:, blocks] for own in fields]) for name in fields[0]
                 }
                 self._run(kernel, layers, sources, side, places)
+
+    def _encode_by_fields(self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
+        """Encode by kernels where there are any, and write the fields in NumPy."""
+        (k, mean), (v, _) = (self._to_fields(layers, sources, side) for side in (0, 1))
+        store_fields(layers, blocks, k, mean, v)
 
     def round_trip(self, cache: LayerCache, place: Place, tokens: int) -> None:
         format, full = cache.format, cache.full(place)
@@ -63,7 +68,7 @@ class EncodingOps:
         """As `encode_side`."""
         format = layers[0].format
         codec, encoding = (format.codec_k, format.codec_v)[side], _encoding(format, side)
-        if encoding is None:
+        if encoding is None or not self._launch.has(encode(encoding)):
             return encode_side(layers, sources, side)
         dim, lead = format.head_dim, (len(layers) * format.kv_heads, len(sources))
         shape = *lead, format.block_size, dim // encoding.width
@@ -93,7 +98,7 @@ class EncodingOps:
         arrays = [self._metric_addresses(metric) for metric in metrics if metric is not None]
         if arrays:
             addresses += np.concatenate(arrays)[:, None]
-        damaged = np.empty(addresses.shape[:2], np.uint8)
+        damaged = np.zeros(addresses.shape[:2], np.uint8)
         self._launch(kernel, damaged.size, (addresses, damaged), (format.head_dim,))
         if damaged.any():
             raise NotFinite((format.codec_k, format.codec_v)[side].name)

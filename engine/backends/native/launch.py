@@ -14,6 +14,7 @@ from engine.backends.native.compiler import Kernel
 from engine.backends.native.library import library
 from engine.backends.native.target import Level, best
 from engine.backends.native.workers import Launch, Tape, workers
+from engine.errors import KernelError
 
 Units = int | Callable[[], int]
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -65,7 +66,7 @@ class Launcher:
         self.level = level or best()
         self.library = library(self.level)
         self._workers = workers()
-        self.in_numpy: set[str] = set()  # names of ops that have run without a kernel
+        self.in_numpy: set[str] = set()  # what has run without a kernel
         self._recording: Recording | None = None
         self._buffers = Buffers()
 
@@ -105,14 +106,26 @@ class Launcher:
             call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
             self._workers.run(Tape([call]), self.threads)
 
-    def unrecorded(self, op: Op) -> Op:
-        """`op`, which runs in NumPy: its name is then in `in_numpy`. It raises CannotRecord in a recording."""
+    def has(self, kernel: Kernel) -> bool:
+        """Whether a kernel can be run: waits until it is compiled, or cannot be."""
+        try:
+            self.library.address(kernel)
+        except KernelError:
+            return False
+        return True
+
+    def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
+        """Whether kernels can be run without a wait."""
+        return all(map(self.library.has, kernels))
+
+    def unrecorded(self, op: Op, name: str) -> Op:
+        """`op`, which runs in NumPy: `name` is then in `in_numpy`. It raises CannotRecord in a recording."""
 
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._recording is not None:
                 raise CannotRecord
-            self.in_numpy.add(op.__name__)
+            self.in_numpy.add(name)
             return op(*args, **kwargs)
 
         return cast(Op, run)

@@ -46,16 +46,20 @@ class Library:
             if kernel not in self._loaded:
                 self._ask(kernel)
 
-    def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
-        """Wait until all kernels that were asked for are compiled; progress(kernels done, all) is called on the way.
+    def has(self, kernel: Kernel) -> bool:
+        """Whether a kernel is loaded."""
+        return kernel in self._loaded
+
+    def wait(self, kernels: Iterable[Kernel], progress: Callable[[int, int], None] = lambda done, count: None) -> None:
+        """Wait until these kernels are compiled; progress(kernels done, all) is called on the way.
 
         Raises KernelError if one cannot be compiled or loaded.
         """
-        with self._lock:
-            futures = list(self._asked.values())
-        for done, future in enumerate(futures):
-            progress(done, len(futures))
-            future.result()
+        wanted = list(kernels)
+        for done, kernel in enumerate(wanted):
+            progress(done, len(wanted))
+            self.address(kernel)
+        progress(len(wanted), len(wanted))
 
     def _ask(self, kernel: Kernel, *, first: bool = False) -> Future[Loaded]:
         """A kernel of the queue, which is put there if it is new; first: before all others."""

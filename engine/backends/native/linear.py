@@ -9,8 +9,9 @@ import numpy as np
 
 from engine.backends.native import tiles
 from engine.backends.native.buffers import Arena
+from engine.backends.native.compiler import Kernel
 from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
-from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
+from engine.backends.native.kernels.product import Product, dequantize_rows, most_rows, product, rows_at_once
 from engine.backends.native.kernels.rows import gate, norm_rows
 from engine.backends.native.launch import Launcher
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
@@ -39,21 +40,22 @@ class LinearOps:
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """Consecutive matrices of the same format become one."""
-        together: list[list[StoredMatrix]] = []
-        for matrix in matrices:
-            last = together[-1][-1] if together else None
-            if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:
-                together.append([])
-            together[-1].append(matrix)
-        return tuple(self._load(group) for group in together)
+        return tuple(self._load(group) for group in _joined(matrices))
+
+    def load_shapes(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        """As `load`, but nothing is read and no memory is taken: for ops that compute nothing."""
+        loaded = []
+        for group in _joined(matrices):
+            format, rows, columns = _size(group)
+            tile_count = -(-rows // tiles.ROWS)
+            shape = tile_count, tiles.tile_bytes(format, rows, columns) // tile_count
+            loaded.append(Matrix(format, _Tiles(np.broadcast_to(np.uint8(0), shape)), (rows, columns)))
+        return tuple(loaded)
 
     def _load(self, matrices: Sequence[StoredMatrix]) -> Matrix:
         """Matrices of one format as one; all but the last have whole tiles."""
-        format, columns = matrices[0].format, matrices[0].shape[1]
-        # Compiled while this is read: the products of a step, which are nearly always needed.
-        steps = (product(Product(format, 1)), product(Product(format, 1, adds=True)))
-        self._launch.library.expect([dequantize_rows(format), *steps])
-        rows, row_size = sum(matrix.shape[0] for matrix in matrices), format.size(columns)
+        format, rows, columns = _size(matrices)
+        row_size = format.size(columns)
         memory = self._arena.take(tiles.tile_bytes(format, rows, columns)).reshape(-(-rows // tiles.ROWS), -1)
         step = max(1, _SLAB_BYTES // row_size // tiles.ROWS) * tiles.ROWS
         first = 0
@@ -102,21 +104,35 @@ class LinearOps:
         recorded: bool = False,
     ) -> np.ndarray:
         gates = activation if activation is not None and _is_gated(w) else None
-        at_once = rows_at_once(len(x), self._launch.level.lanes, gates)
+
+        def spec(part: Matrix, at_once: int) -> Product:
+            return Product(part.format, at_once, residual is not None, w.bias is not None, gates)
+
+        def kernels(at_once: int) -> list[Kernel]:
+            panels = {_is_packed(part): _panel_kernel(norm is not None, at_once, _is_packed(part)) for part in w.parts}
+            return [*panels.values(), *(product(spec(part, at_once)) for part in w.parts)]
+
+        lanes = self._launch.level.lanes
+        at_once, most = rows_at_once(len(x), lanes, gates), most_rows(lanes, gates)
+        # Each number of rows has kernels of its own, and a prompt may have any. It takes those of the most rows while
+        # its own are compiled. Results are the same.
+        can_choose = not recorded and 1 < at_once < most and self._launch.has_loaded(kernels(most))
+        if can_choose and not self._launch.has_loaded(kernels(at_once)):
+            self._launch.library.expect(kernels(at_once))
+            at_once = most
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
         first = 0
         for part in w.parts:
-            is_packed = part.format.unpack is not None
+            is_packed = _is_packed(part)
             if is_packed not in inputs:
                 inputs[is_packed] = self._panels(x, norm, at_once, is_packed)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
-            spec = Product(part.format, at_once, residual is not None, w.bias is not None, gates)
             units = len(memory) // 2 if gates else len(memory)
             integers = columns // part.format.values, memory.shape[1], given.strides[0], y.strides[0], len(x)
             pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:]
-            self._launch(product(spec), units, pointers, (*integers, width if gates else outputs, units))
+            self._launch(product(spec(part, at_once)), units, pointers, (*integers, width if gates else outputs, units))
             first += outputs
         if activation is None or gates:
             return y
@@ -134,9 +150,34 @@ class LinearOps:
         nbytes = panel_bytes(columns, at_once) if is_packed else 4 * columns * at_once
         out = self._launch.empty((-(-len(x) // at_once), nbytes), np.uint8)
         weight, eps = norm or (0, 0.0)
-        kernel = (quantize_rows if is_packed else interleave_rows)(norm is not None, at_once)
+        kernel = _panel_kernel(norm is not None, at_once, is_packed)
         self._launch(kernel, len(x), (x, weight, out), (columns, x.strides[0]), (eps,))
         return out
+
+
+def _joined(matrices: Sequence[StoredMatrix]) -> list[list[StoredMatrix]]:
+    """Matrices that become one: consecutive ones of a format, all but the last of whole tiles."""
+    together: list[list[StoredMatrix]] = []
+    for matrix in matrices:
+        last = together[-1][-1] if together else None
+        if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:
+            together.append([])
+        together[-1].append(matrix)
+    return together
+
+
+def _size(matrices: Sequence[StoredMatrix]) -> tuple[WeightFormat, int, int]:
+    """Format, rows and columns of matrices that become one."""
+    return matrices[0].format, sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
+
+
+def _is_packed(part: Matrix) -> bool:
+    """Whether a matrix has codes, so that its inputs are words."""
+    return part.format.unpack is not None
+
+
+def _panel_kernel(has_norm: bool, at_once: int, is_packed: bool) -> Kernel:
+    return (quantize_rows if is_packed else interleave_rows)(has_norm, at_once)
 
 
 def _is_gated(w: Linear) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -13,11 +14,13 @@ from engine.backends.native.graphs import Graphs
 from engine.backends.native.heads import HeadOps
 from engine.backends.native.launch import Launcher
 from engine.backends.native.linear import LinearOps
+from engine.backends.native.rehearsal import RehearsalLauncher
 from engine.backends.native.self_test import choose
 from engine.backends.native.thread_count import thread_count
 from engine.backends.native.workers import workers
 from engine.backends.numpy import host_memory
 from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import Rehearsal
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
 
@@ -35,13 +38,17 @@ class NativeOps:
 
         `note`: a sentence for the user, empty if there is nothing to say.
         """
-        self._count = thread_count(threads)
-        plain = NumpyOps(self._count.number if threads else 0)
         choice = choose()
         self.note = choice.note
-        self._launch = launch = Launcher(self._count.number, choice.level)
+        self._count = thread_count(threads)
+        plain = NumpyOps(self._count.number if threads else 0)
+        self._compose(plain, Launcher(self._count.number, choice.level))
 
-        matrices = LinearOps(launch)
+    def _compose(self, plain: NumpyOps, launch: Launcher) -> None:
+        """Take every op from the classes of this folder, or from `plain`."""
+        self._plain, self._launch = plain, launch
+
+        self._matrices = matrices = LinearOps(launch)
         self.matrix_bytes = matrices.matrix_bytes
         self.load = matrices.load
         self.rows = matrices.rows
@@ -59,7 +66,7 @@ class NativeOps:
         self.cache = caches.cache
         self.without_kernels = caches.without_kernels
         self.buffer = plain.buffer
-        self.append_kv = launch.unrecorded(plain.append_kv)
+        self.append_kv = plain.append_kv  # of a calibration: `place_kv` does it otherwise
         attention = AttentionOps(launch, plain)
         self.spans = attention.spans
         self.attention = attention.attention
@@ -81,6 +88,13 @@ class NativeOps:
         self.wait = plain.wait
         self.work_bytes = plain.work_bytes
         self.set_aside = plain.set_aside
+
+    def rehearsal(self) -> Rehearsal:
+        launch = RehearsalLauncher(self._launch)
+        ops = copy(self)
+        ops._compose(self._plain, launch)
+        ops.load = ops._matrices.load_shapes
+        return Rehearsal(ops, launch.wait)
 
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.backends.native.cache import TileCache
+from engine.backends.native.compiler import Kernel
 from engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from engine.backends.native.kernels.decoding import Decoding, decode, decodes
 from engine.backends.native.kernels.prompts import MOST_QUERIES, Prompt, attend, supports
@@ -38,7 +39,7 @@ class PromptOps:
     """Attention of prompts."""
 
     def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
-        self._launch, self._in_numpy = launch, launch.unrecorded(plain.attention)
+        self._launch, self._in_numpy = launch, launch.unrecorded(plain.attention, "attention")
         self._memory = aligned(0)  # of decoded blocks
 
     def attention(
@@ -98,15 +99,16 @@ class PromptOps:
     def _decoded(self, cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """k, v (K, B·N, D) float32 of B quantized blocks. They are valid until the next call."""
         format = cache.format
-        if not (isinstance(cache, TileCache) and decodes(cache.key_tiles, cache.value_tiles)):
+        kernel = _decoder(cache)
+        if kernel is None or not self._launch.has(kernel):
+            self._launch.in_numpy.add("decoding")
             return _decoded_in_numpy(cache, ids)
+        assert isinstance(cache, TileCache)
         shape = 2, format.kv_heads, len(ids) * format.block_size, format.head_dim
         nbytes = 4 * math.prod(shape)
         if len(self._memory) < nbytes:
             self._memory = aligned(nbytes)
         k, v = self._memory[:nbytes].view(np.float32).reshape(shape)
-        tiles = cache.key_tiles, cache.value_tiles
-        kernel = decode(Decoding(*tiles, format.mean_bits, format.block_size, format.head_dim))
         means = (cache.mean.get(name, _NOTHING) for name in ("mean", "mean_scale"))
         memory = cache.memory
         integers = memory[0].shape[1], len(ids), *(side.strides[0] for side in memory)
@@ -128,6 +130,14 @@ def _parts(cache: LayerCache, span: SpanView, oldest: int) -> list[tuple[int, np
     ids = np.asarray(span.table, np.int64)
     firsts = range(max(0, oldest - span.table_start) // size, len(ids), at_once)
     return [(span.table_start + first * size, ids[first : first + at_once]) for first in firsts]
+
+
+def _decoder(cache: LayerCache) -> Kernel | None:
+    """The kernel that decodes blocks of a cache; None if there is none."""
+    if not (isinstance(cache, TileCache) and decodes(cache.key_tiles, cache.value_tiles)):
+        return None
+    format = cache.format
+    return decode(Decoding(cache.key_tiles, cache.value_tiles, format.mean_bits, format.block_size, format.head_dim))
 
 
 def _decoded_in_numpy(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

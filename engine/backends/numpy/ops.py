@@ -85,6 +85,9 @@ class NumpyOps:
     def set_aside(self, load: Load) -> None:
         """Does nothing: memory is allocated when it is needed."""
 
+    def rehearsal(self) -> None:
+        """Nothing is compiled."""
+
     def weight_type(self, stored: str) -> str:
         return "float32"
 

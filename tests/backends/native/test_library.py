@@ -307,9 +307,9 @@ def test_kernels_are_compiled_before_they_are_needed(compiled: list[str]) -> Non
     library = Library(LEVEL, None)
     library.expect(number_kernel(number) for number in (1, 2, 1))
     seen: list[tuple[int, int]] = []
-    library.wait(lambda done, count: seen.append((done, count)))
+    library.wait([number_kernel(1), number_kernel(2)], lambda done, count: seen.append((done, count)))
     assert compiled == library.names == ["test_1", "test_2"]
-    assert all(done < count <= 2 for done, count in seen)
+    assert seen == [(0, 2), (1, 2), (2, 2)]
     library.expect([number_kernel(2)])
     assert stored_by(library.address(number_kernel(2))) == 2
     assert compiled == ["test_1", "test_2"]
@@ -325,7 +325,7 @@ def test_what_is_needed_at_once_comes_first(held: tuple[list[str], threading.Eve
     wait_until(lambda: library._queue[0] == number_kernel(3))
     released.set()
     needed.join(30)
-    library.wait()
+    library.wait(map(number_kernel, (1, 2, 3)))
     assert names == ["test_1", "test_3", "test_2"]
 
 
@@ -342,7 +342,7 @@ def test_what_cannot_be_compiled_is_a_sentence(monkeypatch: pytest.MonkeyPatch, 
     library = Library(LEVEL, None)
     library.expect([number_kernel(1)])
     end_of_thread()
-    for needed in (library.wait, lambda: library.address(number_kernel(1))):
+    for needed in (lambda: library.wait([number_kernel(1)]), lambda: library.address(number_kernel(1))):
         with pytest.raises(KernelError) as raised:
             needed()
         assert "test_1" in str(raised.value)
@@ -392,7 +392,7 @@ def test_children_compile_by_themselves() -> None:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
         assert ended == [0]
-    library.wait()
+    library.wait(map(number_kernel, range(100)))
     assert len(library.names) == 100
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite")
 
+from engine.backends.native import library as library_module
+from engine.backends.native.compiler import Kernel, compile_object
+from engine.backends.native.kernels.product import rows_at_once
 from engine.backends.native.launch import Launcher
+from engine.backends.native.library import Library
 from engine.backends.native.linear import LinearOps
+from engine.backends.native.target import Level, best
 from engine.backends.numpy.ops import NumpyOps, rms_norm
 from engine.weight_formats import Linear
 from tests import weights
@@ -37,6 +44,34 @@ def test_a_row_gives_the_same_alone_as_among_others() -> None:
     together = ops.linear(x, w).copy()
     for row in range(13):
         np.testing.assert_array_equal(ops.linear(x[row : row + 1], w)[0], together[row])
+
+
+@pytest.mark.skipif(best().lanes < 8, reason="kernels of this level take one row or two, which are the most")
+def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take those of the most rows meanwhile, with the same results; steps, which are recorded, wait."""
+    rng = np.random.default_rng(3)
+    may_compile = threading.Event()
+    most, rows = rows_at_once(48, best().lanes), {16: 5, 8: 2}[best().lanes]
+
+    def slow(kernel: Kernel, level: Level) -> bytes:
+        assert may_compile.wait(30)
+        return compile_object(kernel, level)
+
+    launch = Launcher(1)
+    launch.library = Library(launch.level, None)
+    stored = weights.StoredBytes(weights.random_blocks(rng, "q5_1", 48, 64), "q5_1")
+    ops, x = LinearOps(launch), rng.standard_normal((rows, 64)).astype(np.float32)
+    w = Linear(ops.load([stored]))
+    ops.linear(np.zeros((48, 64), np.float32), w)
+    with monkeypatch.context() as patch:
+        patch.setattr(library_module, "compile_object", slow)
+        early = ops.linear(x, w).copy()
+        assert {name.rsplit("_", 1)[1] for name in launch.library.names} == {str(most)}
+        may_compile.set()
+        late = ops.linear(x, w, recorded=True).copy()
+    assert f"product_q5_1_{rows}" in launch.library.names
+    np.testing.assert_array_equal(early, late)
+    np.testing.assert_array_equal(ops.linear(x, w), late)
 
 
 def test_steps_compute_as_numpy_does() -> None:

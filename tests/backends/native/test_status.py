@@ -11,7 +11,6 @@ pytest.importorskip("llvmlite")
 
 from engine import Engine, SamplingParams, assembly
 from engine.backends.native import thread_count as counting
-from engine.backends.native.library import library
 from engine.backends.native.ops import NativeOps
 from engine.backends.native.target import best
 from engine.backends.native.thread_count import thread_count
@@ -67,9 +66,3 @@ def test_work_in_numpy_takes_all_threads(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sorted(NativeOps(2).parallel_map(lambda i: meeting.wait(30), 2)) == [0, 1]
     finally:
         cores().use(before)
-
-
-def test_products_of_steps_are_compiled_while_weights_load(tiny_path: Path) -> None:
-    with Engine.load(tiny_path, device="cpu", block_size=16, calibration=False):
-        library(best()).wait()
-        assert {"product_f16_1", "product_f16_1_add"} <= set(library(best()).names)

@@ -29,10 +29,13 @@ _AHEAD = 8192
 def rows_at_once(rows: int, lanes: int, activation: str | None = None) -> int:
     """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
     their sums stay in registers."""
+    return -(-rows // -(-rows // most_rows(lanes, activation)))
+
+
+def most_rows(lanes: int, activation: str | None = None) -> int:
+    """The most `rows_at_once`."""
     most = {16: 8, 8: 3, 4: 2}[lanes]
-    if activation is not None:  # two sums for each row
-        most = most // 2
-    return -(-rows // -(-rows // most))
+    return most if activation is None else most // 2  # which has two sums for each row
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""Launches of a run that computes nothing, so that its kernels are compiled before they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.launch import CannotRecord, Launcher, Op, Recording, Units
+
+
+class RehearsalLauncher(Launcher):
+    """Asks the library for kernels instead of running them, in the order of the launches. Results are zeros.
+
+    What has no kernel does not run either; it is named in the `in_numpy` of the launcher that will run.
+    """
+
+    def __init__(self, launch: Launcher) -> None:
+        super().__init__(launch.threads, launch.level)
+        self.library, self.in_numpy = launch.library, launch.in_numpy
+        self._needed: dict[Kernel, None] = {}
+        self._optional: set[Kernel] = set()  # NumPy does without them
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def __call__(
+        self,
+        kernel: Kernel,
+        units: Units,
+        pointers: Sequence[np.ndarray | int],
+        integers: Sequence[int] = (),
+        floats: Sequence[float] = (),
+        grain: int = 0,
+    ) -> None:
+        if kernel not in self._optional:
+            self._needed[kernel] = None
+        self.library.expect([kernel])
+
+    def has(self, kernel: Kernel) -> bool:
+        self._optional.add(kernel)
+        return True
+
+    def unrecorded(self, op: Op, name: str) -> Op:
+        """What notes `name` in place of `op`, whose result is one like its first argument, or None."""
+
+        def noted(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._recording is not None:
+                raise CannotRecord
+            self.in_numpy.add(name)
+            return np.zeros_like(first) if isinstance(first, np.ndarray) else None
+
+        return cast(Op, noted)
+
+    def replay(self, recording: Recording) -> None:
+        """Nothing: its launches were seen when it was recorded."""
+
+    def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
+        """Wait until the kernels are compiled that no op can do without. See `Library.wait`."""
+        self.library.wait(self._needed, progress)

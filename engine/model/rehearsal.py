@@ -1,0 +1,48 @@
+"""A conversation without values, so that what it needs on the device is prepared before the weights are loaded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.kv.plan import CacheShape, StorePlan, plan_for_tokens
+from engine.kv.store import SequenceKV
+from engine.model.forward import Transformer
+from engine.sampling.sample import Draw, Sampling
+
+_ROWS = 48  # of a prompt: kernels take 8, 4, 3 or 2 rows at a time, and all of these divide it
+_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
+
+
+def least_plan(shape: CacheShape) -> StorePlan:
+    """The store that a rehearsal needs."""
+    return plan_for_tokens(shape, 2 * _ROWS + 1 + 2 * shape.block_size, 1)
+
+
+def rehearse(model: Transformer) -> None:
+    """Run a first prompt and a step, then a prompt that completes blocks and one that reads them.
+
+    This is the order in which most conversations need the kernels. model: of the ops of a `Rehearsal`.
+    """
+    sequence = model.store.new_sequence()
+    _prompt(model, sequence, _ROWS)
+    span = model.store.open_step(sequence)
+    model.step([span], [0], [_draw(model)])
+    model.store.commit(span)
+    _prompt(model, sequence, 2 * model.store.shape.block_size)
+    _prompt(model, sequence, _ROWS)
+
+
+def _prompt(model: Transformer, sequence: SequenceKV, tokens: int) -> None:
+    span = model.store.open(sequence, tokens)
+    units = model.forward_units([span], np.zeros(tokens, np.int32).tolist(), outputs=1)
+    while True:
+        try:
+            next(units)
+        except StopIteration as end:
+            model.store.commit(span)
+            model.choose(end.value, [_draw(model)])
+            return
+
+
+def _draw(model: Transformer) -> Draw:
+    return Draw(_GREEDY, (), 0.0, model.config.vocab_size)

@@ -1,0 +1,201 @@
+"""The kernels of a conversation are known, and compiled, before its first request."""
+
+from __future__ import annotations
+
+import functools
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+pytest.importorskip("llvmlite")
+
+from engine import Engine, SamplingParams, assembly
+from engine.backends.native import launch as launch_module
+from engine.backends.native import library as library_module
+from engine.backends.native.compiler import Kernel, compile_object
+from engine.backends.native.library import Library
+from engine.backends.native.ops import NativeOps
+from engine.backends.native.target import best
+from engine.backends.select import select
+from engine.model.file_matrix import FileMatrix
+from tests.tiny import VOCABULARY, load_tiny
+
+PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()
+SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
+SOME = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+object_code = functools.cache(compile_object)
+
+
+class Watch:
+    """The kernels of a process-wide library that were announced, and those that were needed, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.announced: list[str] = []
+        self.needed: list[str] = []
+        expect, address = Library.expect, Library.address
+
+        def watched_expect(library: Library, kernels: Any) -> None:
+            kernels = list(kernels)
+            self.announced += [kernel.name for kernel in kernels]
+            expect(library, kernels)
+
+        def watched_address(library: Library, kernel: Kernel) -> int:
+            self.needed.append(kernel.name)
+            return address(library, kernel)
+
+        monkeypatch.setattr(Library, "expect", watched_expect)
+        monkeypatch.setattr(Library, "address", watched_address)
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]], None]:
+    """Gives the kernels of engines that are loaded from now on to a new library, which compiles those whose names pass.
+
+    `Engine.load` takes compiled kernels.
+    """
+
+    def only(passes: Callable[[str], bool]) -> None:
+        def planted(kernel: Kernel, level: Any) -> bytes:
+            if not passes(kernel.name):
+                raise RuntimeError("LLVM ERROR: no registers")
+            return object_code(kernel, level)
+
+        fresh = Library(best(), None)
+        monkeypatch.setattr(launch_module, "library", lambda level: fresh)
+        monkeypatch.setattr(library_module, "compile_object", planted)
+
+    monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
+    return only
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_type": "f16"},
+        {"cache_type": "ring4/ring3.5", "calibration": True},
+        {"cache_type": "polarpair-m4n4/f16"},
+        {"cache_type": "turbo4", "weight_type": "q8_0"},
+        {"cache_type": "kivi4", "block_size": 32},
+    ],
+    ids=str,
+)
+def test_a_conversation_needs_no_other_kernels(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Of a prompt of several blocks, an answer that completes blocks, and a second turn that reads them."""
+    watch = Watch(monkeypatch)
+    with load_tiny(tiny_path, ops=NativeOps(1), **{**SETTINGS, **settings}) as engine:
+        watch.needed.clear()
+        answer = engine.generate(PROMPT, SOME)
+        assert len(answer.token_ids) == 20
+        engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
+    assert watch.needed
+    assert set(watch.needed) <= set(watch.announced)
+
+
+def test_they_are_announced_in_the_order_of_need(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(monkeypatch)
+    with load_tiny(tiny_path, ops=NativeOps(1), **{**SETTINGS, "cache_type": "ring4", "block_size": 64}):
+        pass
+    kinds = ["prompt_attention", "attention", "encode", "decode"]
+    first = [next(i for i, name in enumerate(watch.announced) if name.startswith(kind)) for kind in kinds]
+    assert first == sorted(first)
+
+
+def test_weights_are_read_once(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    slabs = FileMatrix.slabs
+
+    def watched(matrix: FileMatrix, nbytes: int) -> Any:
+        read.append(matrix.name)
+        return slabs(matrix, nbytes)
+
+    monkeypatch.setattr(FileMatrix, "slabs", watched)
+    with load_tiny(tiny_path, ops=NativeOps(1), **SETTINGS):
+        assert read
+        assert len(read) == len(set(read))
+
+
+def test_weights_do_not_wait_for_kernels_and_the_engine_only_for_some(
+    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None]
+) -> None:
+    """Not for those that encode blocks, which a short conversation does not need."""
+    is_loaded = threading.Event()
+    compiles(lambda name: not name.startswith("encode") or is_loaded.wait(30))
+    with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "cache_type": "ring4", "block_size": 64}) as engine:
+        engine.generate(PROMPT[:10], SOME)
+        is_loaded.set()
+        engine.generate([*PROMPT, *PROMPT], SOME)
+        threads = engine.status().threads
+    assert threads is not None
+    assert "NumPy" not in threads.why  # the wait for the event has not run out
+
+
+def test_a_bar_shows_the_kernels_that_are_waited_for(
+    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[Any] = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self.settings = settings
+            super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr(assembly, "tqdm", Bar)
+    compiles(lambda name: True)
+    for verbose, disable in ((lambda sentence: None, None), (None, True)):
+        with Engine.load(tiny_path, device="cpu", verbose=verbose, **SETTINGS):
+            pass
+        loading, compiling = bars
+        assert compiling.desc.startswith("Compiling kernels for this CPU (once)")
+        assert compiling.n == compiling.total > 5
+        assert compiling.settings["delay"] == 1
+        assert compiling.settings["disable"] is loading.settings["disable"] is disable  # None: not on a terminal
+        bars.clear()
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["attention_", "product_f16_1_", "heads", "prompt_attention"])
+def test_a_kernel_that_cannot_be_compiled_leaves_all_to_numpy(
+    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], kind: str
+) -> None:
+    compiles(lambda name: not name.startswith(kind))
+    said: list[str] = []
+    with Engine.load(tiny_path, device="cpu", verbose=said.append, **SETTINGS) as engine:
+        assert engine.generate(PROMPT, SOME).finish_reason == "length"
+        threads = engine.status().threads
+    sentences = [sentence for sentence in said if "cannot be compiled" in sentence]
+    assert len(sentences) == 1
+    assert kind in sentences[0]
+    assert "NumPy computes in place of compiled kernels" in sentences[0]
+    assert threads is not None
+    assert "kernels" not in threads.why
+
+
+@pytest.mark.parametrize("kind", ["encode_", "decode_"])
+def test_codes_are_left_to_numpy_where_their_kernels_cannot_be_compiled(
+    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], kind: str
+) -> None:
+    """They are compiled while the first requests run."""
+    settings = {**SETTINGS, "cache_type": "ring4", "device": "cpu"}
+    answers = []
+    for passes in (lambda name: True, lambda name: not name.startswith(kind)):
+        compiles(passes)
+        with Engine.load(tiny_path, **settings) as engine:
+            engine.generate(PROMPT[:40], SamplingParams(max_tokens=1))  # so that the next one decodes a block
+            answers.append(engine.generate(PROMPT, SOME).token_ids)
+            threads = engine.status().threads
+    assert answers[0] == answers[1]
+    assert threads is not None
+    assert f"{kind[:-2]}ing in NumPy" in threads.why
