@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine import EngineConfig, EngineError, codecs
-from engine.assembly import WHOLE, Encoding
+from engine.encoding import WHOLE, Encoding
 from engine.flags import Check, FlagError, in_flags
 from engine.kv.cache_types import PRESETS
 from model_loaders import LoadError

@@ -17,6 +17,7 @@ from engine.backends.ops import Load, Ops
 from engine.backends.select import select, without_kernels
 from engine.calibration import load_or_calibrate
 from engine.config import AS_STORED, EngineConfig
+from engine.encoding import WHOLE, Encoding, stored
 from engine.errors import EngineError, KernelError
 from engine.kv import cache_types
 from engine.kv.plan import (
@@ -31,32 +32,17 @@ from engine.kv.plan import (
 )
 from engine.kv.store import KVStore, Metrics
 from engine.model.forward import ModelWeights, Transformer
-from engine.model.magnitudes import Variances, scale, variances
+from engine.model.magnitudes import Variances, variances
 from engine.model.rehearsal import least_plan, rehearse
 from engine.model.weights import left_out, load_weights, weight_bytes, weight_count
 from engine.quantization.conditioning import Conditioning
-from engine.quantization.metric import key_metric, value_metric, without_feedback
-from engine.quantization.statistics import LayerStatistics, neutral, smoothing
+from engine.quantization.statistics import LayerStatistics, neutral
 from engine.sampling.sample import NOT_FINITE
 from engine.weight_formats import WeightFormat
 from model_loaders.config import ModelConfig
 from model_loaders.tensors import READABLE
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Parts of the encoder that can be turned off, to measure what each contributes."""
-
-    smoothing: bool = True  # scale each channel of keys by the spread of keys and queries
-    feedback: bool = True  # error feedback along a vector: later pairs make up for the errors of earlier ones
-    tilt: bool = True  # weight the norms of keys by the queries that attend to them
-    token_feedback: bool = True  # error feedback along the tokens of a block, in values
-    small_means: bool = True  # block means in 8 bits per channel instead of 16
-
-
-WHOLE = Encoding()
 
 
 @dataclass
@@ -214,7 +200,7 @@ def _rehearse(
     made: dict[LayerShape, tuple[Conditioning, Metrics]] = {}
     for layer in shape.layers:
         if layer not in made:
-            made[layer] = _stored(encoding, layer, shape, one, measured, lambda: output)
+            made[layer] = stored(encoding, layer, shape, one, measured, lambda: output)
     conditioning, metrics = zip(*(made[layer] for layer in shape.layers), strict=True)
     weights = load_weights(ops, model, source.weights, None, _weight_type(config))
     store = KVStore(ops, least_plan(shape), conditioning, metrics)
@@ -261,7 +247,7 @@ def _store(
     )
     conditioning, metrics = zip(
         *(
-            _stored(encoding, layer_shape, shape, size, measured, partial(ops.rows, layer.out))
+            stored(encoding, layer_shape, shape, size, measured, partial(ops.rows, layer.out))
             for layer, layer_shape, measured, size in zip(weights.layers, shape.layers, statistics, sizes, strict=True)
         ),
         strict=True,
@@ -272,47 +258,6 @@ def _store(
 def _is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
     quantized = any(codecs.is_quantized(codec) for layer in shape.layers for codec in (layer.codec_k, layer.codec_v))
     return config.calibration and config.key_conditioning and quantized
-
-
-def _stored(
-    encoding: Encoding,
-    layer: LayerShape,
-    shape: CacheShape,
-    size: Variances,
-    measured: LayerStatistics | None,
-    output: Callable[[], np.ndarray],
-) -> tuple[Conditioning, Metrics]:
-    """How a layer stores keys and values of this size. output() returns the output projection (E, H·D)."""
-    rotations = layer.codec_k.rotation(shape.head_dim), layer.codec_v.rotation(shape.head_dim)
-    s = smoothing(measured) if measured and layer.mean_bits and encoding.smoothing else None
-    stored = Conditioning(*rotations, scale(size, s))
-    metrics = (None, None) if measured is None else _metrics(encoding, layer, stored, measured, output(), shape)
-    return stored, metrics
-
-
-def _metrics(
-    encoding: Encoding,
-    layer: LayerShape,
-    stored: Conditioning,
-    measured: LayerStatistics,
-    output: np.ndarray,
-    shape: CacheShape,
-) -> Metrics:
-    """The error metrics of a layer's keys and values; None for a codec that does not round to a table of points."""
-    k = v = None
-    if layer.codec_k.rounding is not None:
-        assert stored.scale is not None
-        s, rotation = stored.scale.keys, stored.key_rotation
-        k = key_metric(measured.query_second, measured.query_mean, s, rotation, layer.codec_k.rounding)
-    if layer.codec_v.rounding is not None:
-        tokens = measured.token_correlation if encoding.token_feedback else None
-        rounding = layer.codec_v.rounding
-        v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, rounding, tokens)
-    if k is not None and not encoding.tilt:
-        k = replace(k, tilt_second=None, tilt_mean=None)
-    if not encoding.feedback:
-        k, v = (m and without_feedback(m) for m in (k, v))
-    return k, v
 
 
 def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, weights: int, say: Say) -> StorePlan:

@@ -14,7 +14,17 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ["model_loaders", "engine", "server"]
 
 # Rooms of `engine` that `server` leaves alone: it speaks to the engine.
-BEHIND_THE_ENGINE = {"backends", "calibration", "chat", "codecs", "model", "quantization", "records", "weight_formats"}
+BEHIND_THE_ENGINE = {
+    "backends",
+    "calibration",
+    "chat",
+    "codecs",
+    "encoding",
+    "model",
+    "quantization",
+    "records",
+    "weight_formats",
+}
 
 # Rooms of `engine`, and the other rooms that each may import. A name stands for the module and everything inside it.
 TOLD = {"config", "limits", "errors", "outputs"}  # what users say and hear
@@ -37,7 +47,8 @@ ROOMS: dict[str, set[str]] = {
 ROOMS["calibration"] = ROOMS["model"] | {"checked_file", "model", "codecs"}
 ROOMS["sessions"] = ROOMS["requests"] | {"checked_file", "requests", "backends.transfer"}
 ROOMS["flags"] = {"config", "errors"}
-ROOMS["assembly"] = ROOMS["model"] | {"backends.select", "calibration", "codecs", "model"}
+ROOMS["encoding"] = ROOMS["model"] | {"model"}
+ROOMS["assembly"] = ROOMS["encoding"] | {"backends.select", "calibration", "codecs", "encoding"}
 ROOMS["engine"] = {"assembly", "kv", "model", "requests", "sampling", "sessions"} | TOLD
 ROOMS["chat"] = {"assembly", "backends.select", "engine", "flags", "sampling", "sessions"} | TOLD
 

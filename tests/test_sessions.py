@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from engine import Engine, EngineError, SamplingParams, assembly, checked_file, sessions
-from engine.assembly import Encoding
 from engine.backends import transfer
+from engine.encoding import Encoding
 from engine.quantization.conditioning import Scale
 from tests.bare import feed
 from tests.small_disk import small_disk

@@ -14,8 +14,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine import Engine, assembly
-from engine.assembly import WHOLE, Encoding
 from engine.backends.ops import Ops
+from engine.encoding import WHOLE, Encoding
 from engine.requests.request import Request
 from tests.conftest import FIXTURES
 from tests.kv import fed

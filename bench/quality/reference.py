@@ -12,9 +12,9 @@ import model_loaders
 from bench.command import note
 from bench.quality.attention_error import Recorder, Recording
 from engine import Engine, Score, assembly
-from engine.assembly import WHOLE, Encoding
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import Ops
+from engine.encoding import WHOLE, Encoding
 from engine.flags import FlagError
 from engine.model.forward import Transformer
 

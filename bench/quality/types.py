@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from bench.command import CacheType, cache_types
 from engine import codecs
-from engine.assembly import Encoding
+from engine.encoding import Encoding
 from engine.flags import FlagError
 from engine.kv.cache_types import PRESETS
 

@@ -104,14 +104,10 @@ class Load:
 
 
 class Rehearsal(NamedTuple):
-    """Ops that compute nothing: what a run with them needs is compiled in the background, in the order of need.
-
-    Their `load` reads nothing. wait(progress): blocks until all that the run cannot do without is compiled;
-    progress(done, all) is called on the way. Raises KernelError for what cannot be compiled.
-    """
+    """Ops that compute nothing, and whose `load` reads nothing: what they need is compiled in the background."""
 
     ops: Ops
-    wait: Callable[[Callable[[int, int], None]], None]
+    wait: Callable[[Callable[[int, int], None]], None]  # calls progress(done, all); raises KernelError
 
 
 class Ops(Protocol):
@@ -172,7 +168,7 @@ class Ops(Protocol):
         """Name, for messages, of the type on the device of weights that the file stores as `stored`."""
 
     def rehearsal(self) -> Rehearsal | None:
-        """Ops for a rehearsal of the runs to come; None where nothing is compiled for them."""
+        """Ops for a rehearsal, and a wait for what they cannot do without; None if nothing is compiled."""
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
@@ -308,8 +304,7 @@ class Ops(Protocol):
         """
 
     def encode_blocks(self, caches: Sequence[Cache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        """Encode the N tokens at each of `sources` into the quantized block at the same index of `blocks`, in each of
-        `caches`.
+        """Encode the N tokens at each of `sources` into the block of `blocks` at the same index, in each of `caches`.
 
         The sources are either full-precision slots, or consecutive blocks in the buffer of one cache. Keys are centred
         first. CUDA: encode_keys and encode_values for each cache.

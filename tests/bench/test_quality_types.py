@@ -12,7 +12,7 @@ from bench.quality.reference import Reference
 from bench.quality.scores import measure
 from bench.quality.types import all_types, chosen_types
 from engine import codecs
-from engine.assembly import Encoding
+from engine.encoding import Encoding
 from engine.flags import FlagError
 from engine.kv.cache_types import PRESETS
 

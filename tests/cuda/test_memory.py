@@ -16,6 +16,7 @@ from engine import Engine, EngineConfig, EngineError, assembly, codecs
 from engine.backends.cuda.memory import prompt_bytes, step_bytes
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import Load
+from engine.encoding import WHOLE
 from engine.kv.plan import CacheShape, LayerShape, plan_for_memory, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
 from engine.model.forward import LayerWeights, ModelWeights, Transformer
@@ -202,7 +203,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int, pa
     gate and up of a chunk, logits of a step."""
     config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
     ops, model = CudaOps(OfSize()), LLAMA_8B
-    shape = assembly._cache_shape(config, assembly.WHOLE, ops, model)
+    shape = assembly._cache_shape(config, WHOLE, ops, model)
     plan = assembly._plan(config, ops, model, shape, 2 * WEIGHTS, lambda sentence: None)
     kv = 2 * model.kv_heads * model.head_dim * 2
     token = 4 * model.hidden_size + kv + 4 * model.head_dim
@@ -218,7 +219,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int, pa
 def test_a_short_context_leaves_more_memory_to_the_store() -> None:
     """Memory is kept free only for prompts that the context admits."""
     ops, model = CudaOps(OfSize()), LLAMA_8B
-    shape = assembly._cache_shape(EngineConfig(), assembly.WHOLE, ops, model)
+    shape = assembly._cache_shape(EngineConfig(), WHOLE, ops, model)
     short, long = (ops.work_bytes(Load(model, shape.format(0), tokens, 8)) for tokens in (8192, 131072))
     assert short < 1.1 * GB < 3 * GB < long
 

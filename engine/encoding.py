@@ -1,0 +1,70 @@
+"""How an engine encodes keys and values: each layer's transforms before its codecs, and error metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.kv.plan import CacheShape, LayerShape
+from engine.kv.store import Metrics
+from engine.model.magnitudes import Variances, scale
+from engine.quantization.conditioning import Conditioning
+from engine.quantization.metric import key_metric, value_metric, without_feedback
+from engine.quantization.statistics import LayerStatistics, smoothing
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Parts of the encoder that can be turned off, to measure what each contributes."""
+
+    smoothing: bool = True  # scale each channel of keys by the spread of keys and queries
+    feedback: bool = True  # error feedback along a vector: later pairs make up for the errors of earlier ones
+    tilt: bool = True  # weight the norms of keys by the queries that attend to them
+    token_feedback: bool = True  # error feedback along the tokens of a block, in values
+    small_means: bool = True  # block means in 8 bits per channel instead of 16
+
+
+WHOLE = Encoding()
+
+
+def stored(
+    encoding: Encoding,
+    layer: LayerShape,
+    shape: CacheShape,
+    size: Variances,
+    measured: LayerStatistics | None,
+    output: Callable[[], np.ndarray],
+) -> tuple[Conditioning, Metrics]:
+    """How a layer stores keys and values of this size. output() returns the output projection (E, H·D)."""
+    rotations = layer.codec_k.rotation(shape.head_dim), layer.codec_v.rotation(shape.head_dim)
+    s = smoothing(measured) if measured and layer.mean_bits and encoding.smoothing else None
+    stored = Conditioning(*rotations, scale(size, s))
+    metrics = (None, None) if measured is None else _metrics(encoding, layer, stored, measured, output(), shape)
+    return stored, metrics
+
+
+def _metrics(
+    encoding: Encoding,
+    layer: LayerShape,
+    stored: Conditioning,
+    measured: LayerStatistics,
+    output: np.ndarray,
+    shape: CacheShape,
+) -> Metrics:
+    """The error metrics of a layer's keys and values; None for a codec that does not round to a table of points."""
+    k = v = None
+    if layer.codec_k.rounding is not None:
+        assert stored.scale is not None
+        s, rotation = stored.scale.keys, stored.key_rotation
+        k = key_metric(measured.query_second, measured.query_mean, s, rotation, layer.codec_k.rounding)
+    if layer.codec_v.rounding is not None:
+        tokens = measured.token_correlation if encoding.token_feedback else None
+        rounding = layer.codec_v.rounding
+        v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, rounding, tokens)
+    if k is not None and not encoding.tilt:
+        k = replace(k, tilt_second=None, tilt_mean=None)
+    if not encoding.feedback:
+        k, v = (m and without_feedback(m) for m in (k, v))
+    return k, v
