@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -30,15 +31,15 @@ def stepped(path: Path, cache_type: str) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "polarquant"])
-def test_it_names_level_and_threads(tiny_path: Path, cache_type: str) -> None:
+@pytest.mark.parametrize(("cache_type", "in_numpy"), [("f16", []), ("polarquant", ["encoding"])])
+def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: list[str]) -> None:
     with stepped(tiny_path, cache_type=cache_type) as engine:
         threads = engine.status().threads
         line = session.cpu(engine)
     assert threads is not None
     assert threads.number == thread_count(2).number  # two, if there are two CPUs
     assert best().name in threads.why
-    assert "NumPy" not in threads.why
+    assert re.findall(r"(\w+) in NumPy", threads.why) == in_numpy
     assert line is not None
     assert best().name in line
 
