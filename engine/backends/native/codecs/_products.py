@@ -30,13 +30,11 @@ def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[
 def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value) -> None:
     """A query, 16 channels to a vector, in the order of its prepared form → the prepared form, see `TableKeys`."""
     limit = 127.0 if e.level.has_wide_products else 64.0
-    top = largest(e, parts)
-    inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
+    integers, top = round_to(e, parts, limit)
     total = e.zero(_I16)
-    for number, part in enumerate(parts):
-        integers = e.round(part * inverse)
-        total = total + integers
-        e.store(integers.trunc(I8), out, 16 * number)
+    for number, part in enumerate(integers):
+        total = total + part
+        e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / limit), out, 16 * len(parts))
     e.store(e.sum_lanes(total) * -_BIAS, out, 16 * len(parts) + 4)
 
@@ -85,20 +83,20 @@ def emit_products(
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 
-def largest(e: Emitter, parts: Sequence[Value]) -> Value:
-    """The largest magnitude of vectors of float32."""
+def round_to(e: Emitter, parts: Sequence[Value], limit: float) -> tuple[list[Value], Value]:
+    """Vectors of float32, scaled so that the largest magnitude becomes `limit`, as int32; and that magnitude."""
     top = e.absolute(parts[0])
     for part in parts[1:]:
         top = e.maximum(top, e.absolute(part))
-    return e.maximum_lanes(top)
+    top = e.maximum_lanes(top)
+    inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
+    return [e.round(part * inverse) for part in parts], top
 
 
 def quantize_weights(e: Emitter, weights: Value, factors: Sequence[Value]) -> Value:
     """Replace the float32 weights, each times its factor ≥ 0 (16 to a vector), by bytes → the value of a step."""
     limit = 255.0 if e.level.has_wide_products else 128.0
-    parts = [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)]
-    top = largest(e, parts)
-    inverse = e.select(top > 0.0, e.like(limit, top) / top, e.zero(F32))
-    for number, part in enumerate(parts):
-        e.store(e.round(part * inverse).trunc(I8), weights, 16 * number)
+    integers, top = round_to(e, [e.load(weights, _F16, 64 * i) * factor for i, factor in enumerate(factors)], limit)
+    for number, part in enumerate(integers):
+        e.store(part.trunc(I8), weights, 16 * number)
     return top * (1 / limit)

@@ -22,7 +22,7 @@ from engine.backends.native.byte_ops import dot4, dot4_signed
 from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._norms import emit_pack_norms
 from engine.backends.native.codecs._packing import Packing, side_by_side
-from engine.backends.native.codecs._products import largest
+from engine.backends.native.codecs._products import round_to
 from engine.backends.native.emit import Emitter
 from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 from engine.codecs.ggml import Q4, Q8
@@ -158,10 +158,10 @@ class GroupedKeys(_GroupedTiles):
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for group in range(self._groups):
             halves = [e.load(q, _F16, 4 * _GROUP * group + 64 * half) for half in (0, 1)]
-            integers, step = round_to_bytes(e, halves)
+            integers, top = round_to(e, halves, _LIMIT)
             for half, integer in enumerate(integers):
                 e.store(integer.trunc(I8), out, _GROUP * group + 16 * half)
-            e.store(step, out, self._head_dim + 4 * group)
+            e.store(top * (1 / _LIMIT), out, self._head_dim + 4 * group)
             start = e.sum_lanes(integers[0] + integers[1]) * -self._zero(e)
             e.store(start, out, self._head_dim + 4 * self._groups + 4 * group)
 
@@ -223,13 +223,13 @@ class GroupedValues(_GroupedTiles):
             steps, starts = [], []
             for weight, target in zip(weights, rounded, strict=True):
                 scaled = [e.load(weight, _F16, 64 * i) * scale for i, scale in enumerate(scales)]
-                integers, step = round_to_bytes(e, scaled)
+                integers, top = round_to(e, scaled, _LIMIT)
                 total = integers[0]
                 for integer in integers[1:]:
                     total = total + integer
                 for i, integer in enumerate(integers):
                     e.store(integer.trunc(I8), target, 16 * i)
-                steps.append(step)
+                steps.append(top * (1 / _LIMIT))
                 starts.append(e.splat(e.sum_lanes(total) * -self._zero(e), 16))
             at = block + group * (2 * half_bytes)
             for together in halves:
@@ -252,10 +252,3 @@ class GroupedValues(_GroupedTiles):
                     target = sums[head] + group * (4 * _GROUP)
                     old = e.load(target, _F16, 64 * half)
                     e.store(e.fma(sum_.get().to_float(), steps[head], old), target, 64 * half)
-
-
-def round_to_bytes(e: Emitter, parts: Sequence[Value]) -> tuple[list[Value], Value]:
-    """Vectors of float32 → int32 from -127 to 127, and the value of a step."""
-    top = largest(e, parts)
-    inverse = e.select(top > 0.0, e.like(_LIMIT, top) / top, e.zero(F32))
-    return [e.round(part * inverse) for part in parts], top * (1 / _LIMIT)
