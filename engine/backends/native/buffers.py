@@ -10,10 +10,10 @@ import numpy as np
 
 from engine.backends.numpy.zeros import zeros
 
-_LEAST = 1 << 12
-MOST = 1 << 26  # bytes of an array that the pool keeps
-_LINE = 64
-_PIECE = 32 << 20
+_LEAST = 1 << 12  # bytes of the smallest array of a pool
+MOST = 1 << 26  # bytes of the largest array that a pool keeps
+_LINE = 64  # bytes of a cache line
+_PIECE = 32 << 20  # bytes that an arena asks the system for
 
 
 def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:

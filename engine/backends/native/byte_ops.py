@@ -130,15 +130,16 @@ def _by_registers(e: Emitter, avx2: str, avx512: str, result: Type, a: Value, b:
     return e.by_parts(256 // a.element.width, lambda x, y: e.intrinsic(f"llvm.x86.avx2.{avx2}", part, x, y), a, b)
 
 
-_PARTS = 8  # of 16 entries that a signed byte tells apart from negative indices
+_PARTS = 8  # of 16 entries each: 128 entries, up to which an index is not negative as a signed byte
 
 
 class Table:
     """A table of bytes in the form in which the level looks them up.
 
     With VBMI one instruction looks up 128 entries. Otherwise a table is cut into parts of 16 for `pshufb`, which gives
-    0 for an index with its highest bit set. Each part holds the differences (by exclusive or) from the part before, and
-    all parts up to the index's own are added up: those above it have a negative index.
+    0 for an index with its highest bit set. A part holds its entries, by exclusive or with those of the part before.
+    From part to part the index is reduced by 16, and the exclusive or of all that is found is the entry: parts above
+    the index's own find 0, since the reduced index is negative there.
     """
 
     def __init__(self, emitter: Emitter, pointer: Value, entries: int) -> None:

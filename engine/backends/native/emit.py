@@ -2,8 +2,8 @@
 
 `Emitter` appends instructions to a function; `Value` is the result of one, with Python's operators. Python's own `for`
 and `if` run while a kernel is emitted: they unroll and specialize. `Emitter.loop` and `Emitter.when` emit loops and
-branches. What LLVM cannot be trusted to find by itself (dot products of bytes, table lookups) has a method here, with
-code for each level of CPU features and the same results on all of them.
+branches. Instructions that LLVM does not find by itself, such as dot products of bytes and lookups in tables, are
+functions of `byte_ops.py`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Emitter(MemoryEmitter):
 
     @contextmanager
     def repeat_while(self) -> Iterator[list[Value]]:
-        """The body runs again as long as the condition that it has appended to the list it is given holds."""
+        """The body runs, and again while a condition holds, which it appends to the list that it is given."""
         body, after = (self.function.append_basic_block(name) for name in ("repeat", "after"))
         self.builder.branch(body)
         self.builder.position_at_end(body)
@@ -151,6 +151,7 @@ class Emitter(MemoryEmitter):
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
     def suffix(self, value: Value) -> str:
+        """How LLVM spells the value's type in the names of intrinsics."""
         element = {F16: "f16", F32: "f32", F64: "f64"}.get(value.element) or f"i{value.element.width}"
         return f"v{value.lanes}{element}" if value.lanes else element
 

@@ -16,11 +16,11 @@ _MOST = 32  # recordings that are kept; each has the memory of a step
 
 @runtime_checkable
 class Table(Protocol):
-    """An input in memory of its own, such as the spans of a step, which the first recording keeps."""
+    """An input with memory of its own, such as the spans of a step. A recording keeps the first that it is given."""
 
     @property
     def key(self) -> Hashable:
-        """Tables of the same key can take each other's contents."""
+        """Equal for tables that can take each other's contents."""
 
     def copy_from(self, other: Table) -> None:
         """Take over the contents of a table of the same key."""

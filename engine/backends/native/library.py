@@ -62,7 +62,7 @@ class Library:
         progress(len(wanted), len(wanted))
 
     def _ask(self, kernel: Kernel, *, first: bool = False) -> Future[Loaded]:
-        """A kernel of the queue, which is put there if it is new; first: before all others."""
+        """The future of a kernel, which joins the queue if it is new; first: ahead of all others."""
         with self._lock:
             future = self._asked.get(kernel)
             if future is None:

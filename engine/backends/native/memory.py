@@ -1,4 +1,4 @@
-"""The part of the kernel language that knows memory: constants, loads and stores, atomics, calls."""
+"""The part of the kernel language that is about memory: constants, loads and stores, atomics, calls."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class MemoryEmitter:
             self.intrinsic(function, None, at, *options)
 
     def _untyped(self, pointer: Any) -> Value:
-        """llvmlite would take the pointer as one to values of the type that it was made for only."""
+        """The pointer without the type of its contents, which llvmlite would check at every use."""
         return Value(self, self.builder.inttoptr(self.builder.ptrtoint(pointer, I64), POINTER))
 
     def load_atomic(self, pointer: Value) -> Value:
@@ -113,7 +113,7 @@ class MemoryEmitter:
         return Value(self, self.builder.extract_value(result, 1))
 
     def call(self, function: Value, *arguments: Value) -> None:
-        """Calls the function at a pointer, which returns nothing."""
+        """Calls the function at a pointer. It returns nothing."""
         expect(function.type == POINTER, "a pointer", function)
         kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
         # llvmlite wants to know the type of what a called pointer points to.

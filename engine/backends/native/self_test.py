@@ -48,7 +48,7 @@ def _first_that_works(levels: tuple[Level, ...]) -> Choice:
 
 
 def check(level: Level) -> None:
-    """Multiply something with kernels of this level. Raises KernelError if they do not work, or give wrong results."""
+    """Compute some numbers with kernels of this level. Raises KernelError if they fail, or give wrong results."""
     launch, rng = Launcher(1, level), np.random.default_rng(0)
     bytes_ = rng.integers(-127, 128, (3, 64), np.int8)
     unsigned = bytes_[0].view(np.uint8) & 127

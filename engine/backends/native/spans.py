@@ -82,7 +82,7 @@ class StepTable:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What tables have in common whose contents can be copied into each other."""
+        """Equal for tables whose contents can be copied into each other."""
         return self._block_size, len(self.headers), self.rows, self.most_rows, self.table.shape[1]
 
     def copy_from(self, other: StepTable) -> None:
@@ -132,4 +132,5 @@ def table_width(blocks: int) -> int:
 
 
 def _least_blocks(block_size: int) -> int:
+    """The least number of quantized blocks of a chunk."""
     return max(1, CHUNK_TOKENS // block_size)

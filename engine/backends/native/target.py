@@ -40,7 +40,7 @@ class Level:
 
     @property
     def has_wide_products(self) -> bool:
-        """Whether `Emitter.dot4` takes unsigned bytes above 128."""
+        """Whether `byte_ops.dot4` takes unsigned bytes above 128."""
         return self.has("avxvnni") or self.has("avx512vnni") or not self.has("avx2")
 
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from engine.weight_formats import WeightFormat
 
-ROWS = 16
-_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+ROWS = 16  # of a tile
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # bits of a code → bits of its planes
 _FLOATS = {"f32": "<u4", "f16": "<u2", "bf16": "<u2"}
 
 

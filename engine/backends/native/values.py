@@ -76,7 +76,7 @@ class Value:
     def _binary(self, other: Number, integer: str | None, floating: str | None) -> Value:
         name = floating if self.is_float else integer
         right = self.emitter.like(other, self)
-        expect(name is not None and self.type == right.type, "two numbers of one type that have it", self, right)
+        expect(name is not None and self.type == right.type, "two numbers of one type with this operation", self, right)
         assert name is not None
         return Value(self.emitter, getattr(self.emitter.builder, name)(self.ir, right.ir))
 
@@ -189,7 +189,7 @@ class Value:
         return self._shifted("ashr", other)
 
     def bits(self, target: Type) -> Value:
-        """The same bits as another type of the same size."""
+        """The same bits as a value of another type of the same size."""
         expect(_size(target) == _size(self.type), f"as many bits as in {target}", self)
         return self if target == self.type else Value(self.emitter, self.emitter.builder.bitcast(self.ir, target))
 

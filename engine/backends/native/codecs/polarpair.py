@@ -75,11 +75,11 @@ class PolarPairKeys:
     ) -> None:
         factor_at = -(-self._head_dim // 16) * 16
         prepared = [[e.stack(factor_at + 8) for _ in queries] for _ in range(self._spans)]
-        for span, forms in enumerate(prepared):
+        for span, own in enumerate(prepared):
             steps = [self._steps(e, block, span, first) for first in range(0, self._head_dim, 16)]
-            for query, form in zip(queries, forms, strict=True):
+            for query, target in zip(queries, own, strict=True):
                 parts = [e.load(query, _F16, 64 * i) * step for i, step in enumerate(steps)]
-                store_query(e, parts, self._table, form)
+                store_query(e, parts, self._table, target)
         totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, prepared)
         e.prefetch(after + self._steps_at, self.nbytes - self._steps_at)
         each = self._tokens // 16 // self._spans

@@ -5,9 +5,9 @@ distances from one address. For weights without codes a panel is float32 (inputs
 each group of 32 inputs, the words of all its rows, int16 (R, 32), and then their numbers, float32 (R, 4): the scale,
 the sum of the 32 words, and the sums of the first and of the last 16.
 
-Words, not bytes: an error of 2⁻¹⁶ of the largest input of a group leaves the model as the file has it. Bytes change
-answers (a KL divergence of .006 where two tokens are about equally likely), and would be faster only for prompts and
-large batches, since a step waits for the weights.
+Inputs are words rather than bytes: an error of 2⁻¹⁶ of the largest input of a group leaves the model as the file has
+it. Bytes would change answers (a KL divergence of .006 where two tokens are about equally likely), and be faster only
+for prompts and large batches, since a step waits for the weights.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def quantize_rows(normed: bool, at_once: int) -> Kernel:
             with e.loop(0, groups) as group:
                 halves = [e.load(source + group * 128, f16, 64 * half) for half in (0, 1)]
                 if normed:
-                    gains = [e.load(weight + group * 128, f16, 64 * half) for half in (0, 1)]
-                    halves = [half * factor * gain for half, gain in zip(halves, gains, strict=True)]
+                    norms = [e.load(weight + group * 128, f16, 64 * half) for half in (0, 1)]
+                    halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 top = e.maximum_lanes(e.maximum(e.absolute(halves[0]), e.absolute(halves[1])))
                 inverse = e.select(top > 0.0, e.like(32767.0, top) / top, e.zero(F32))
                 integers = [e.round(half * inverse) for half in halves]

@@ -27,7 +27,7 @@ _BLOCKS_AHEAD = 4  # from the block that is read to the one that is prefetched
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What a kernel is specialized for.
+    """The properties that a kernel is specialized for.
 
     mean_bits: of the block means of keys, 0 for none. group: query heads of a KV head. at_once: queries of a pass over
     the blocks.

@@ -14,7 +14,7 @@ from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
 
 @dataclass(frozen=True)
 class Decoding:
-    """What a kernel is specialized for. mean_bits: of the block means of keys, 0 for none."""
+    """The properties that a kernel is specialized for. mean_bits: of the block means of keys, 0 for none."""
 
     keys: KeyTiles
     values: ValueTiles

@@ -16,7 +16,7 @@ _TOGETHER = 4  # vectors that are multiplied by a matrix
 
 @dataclass(frozen=True)
 class Heads:
-    """What a kernel is specialized for.
+    """The properties that a kernel is specialized for.
 
     keys, values: whether they are multiplied by a factor, and the order of their rotation (see `Rotation`); those of
     keys hold for queries too. in_slots: keys and values go to full-precision slots, which `places` names.

@@ -1,6 +1,6 @@
 """Partial results of attention, and the kernel that merges them.
 
-What the tokens of a chunk give for a row and a query head is
+A partial result is for a row, a query head and the tokens of a chunk:
 
     top     the largest score                                  float32, then
     total   the sum of the weights e^(score − top)             float32, then nothing up to 64 bytes, then

@@ -40,8 +40,9 @@ def most_rows(lanes: int, activation: str | None = None) -> int:
 
 @dataclass(frozen=True)
 class Product:
-    """What a kernel is specialized for. at_once: rows; adds: to y, which has values; has_bias: y starts at a bias.
+    """The properties that a kernel is specialized for.
 
+    at_once: rows. adds: y has values, to which the product is added. has_bias: a bias is added.
     activation: the weights are [gate | up], each of whole tiles, and y = activation(gate) * up. It excludes `adds`.
     """
 

@@ -23,7 +23,10 @@ _F16 = vector(F32, 16)
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a kernel is specialized for: head dim; whether results are scaled; the order of their rotation back."""
+    """The properties that a kernel is specialized for.
+
+    dim: of a head. is_scaled: whether results are multiplied by a scale for each head. order: of their rotation back.
+    """
 
     dim: int
     is_scaled: bool = False
@@ -120,7 +123,7 @@ def attend(spec: Prompt) -> Kernel:
 
 
 class _Unit:
-    """What a unit does with its queries, whose state is in scratch."""
+    """Emits the work of a unit on its queries, whose state is in scratch."""
 
     def __init__(self, e: Emitter, spec: Prompt, place: _Scratch, scratch: Value) -> None:
         self._e, self._spec, self._dim = e, spec, spec.dim

@@ -59,7 +59,7 @@ def _reversed(unit: Unit, numbers: Value) -> Value:
 
 
 def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
-    """What earlier tokens add to the targets of 16 cells. errors: of these cells; token: of the first."""
+    """Error feedback from earlier tokens to 16 cells. errors: of these cells; token: of the first."""
     e, width, diagonal = unit.e, unit.width, 4 * unit.tokens + 8 * ROW_PAD
     sums = [[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(width)]
     coefficients = unit.given["along"] + (-token + (ROW_PAD + unit.tokens - 1)) * 4
@@ -75,7 +75,7 @@ def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
 
 
 def _from_pairs(unit: Unit, errors: Value, row: Value, pair: Value) -> list[Value]:
-    """What earlier pairs of the same tokens add to the aims of 16 cells. errors: of these cells; pair: of the first."""
+    """Error feedback from earlier pairs of the same tokens to 16 cells. errors: of these cells; pair: of the first."""
     e, width, diagonal = unit.e, unit.width, unit.row_of_lanes
     sums = [[e.variable(e.zero(_F16)) for _ in range(2 * width)] for _ in range(width)]
     coefficients = unit.given["feedback"] + pair * 4

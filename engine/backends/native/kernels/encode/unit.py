@@ -25,7 +25,7 @@ ROW_PAD = LANES  # zeros before and after the coefficients of a row of tokens
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a kernel is specialized for.
+    """The properties that a kernel is specialized for.
 
     bits: of a code. width: values of a code, 2 for `ring`, 1 for `turbo`. tokens: N, a multiple of 16.
     tilted: norms are tilted, with `lean` (D,) the mean query, and `matrix` (D, D) the second moment of queries; else
