@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engine.backends.native.cache import TileCache
+from engine.backends.native.codecs._polar import PolarTiles
 from engine.backends.native.codecs._tables import TableKeys, TableValues
 from engine.backends.native.codecs.f16 import HalfKeys, HalfValues
 from engine.backends.native.codecs.ggml import GroupedKeys, GroupedValues
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.kernels.encode import encode
 from engine.backends.native.kernels.encode.groups import encode_groups, encode_halves
+from engine.backends.native.kernels.encode.polar import encode_polar
 from engine.backends.native.kernels.encode.unit import LANES, POINTERS, ROW_PAD, Encoding, scratch_bytes
 from engine.backends.native.launch import Launcher
 from engine.backends.native.workers import SCRATCH
@@ -159,6 +161,8 @@ def _kernel_into_tiles(cache: LayerCache, side: int) -> Kernel | None:
         return encode_groups(encoding, tiles)
     if isinstance(tiles, (HalfKeys, HalfValues)):
         return encode_halves(encoding, isinstance(tiles, HalfKeys), tiles.name)
+    if isinstance(tiles, PolarTiles):
+        return encode_polar(encoding, tiles)
     return None
 
 

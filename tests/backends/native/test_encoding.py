@@ -17,7 +17,8 @@ from engine.quantization.metric import Metric, key_metric, value_metric, without
 from tests.backends.native.hot_loops import Loop, special_levels
 from tests.backends.native.levels import launcher
 
-from engine.backends.native.cache import CacheOps, TileCache  # isort: skip
+from engine.backends.native import encoding  # isort: skip
+from engine.backends.native.cache import CacheOps, TileCache
 from engine.backends.native.encoding import EncodingOps
 from engine.backends.native.kernels.encode import encode
 from engine.backends.native.kernels.encode.unit import Encoding
@@ -210,12 +211,18 @@ def test_tiles_are_those_of_the_fields(k: str, v: str, dim: int, size: int, alon
 @every_float_level
 @pytest.mark.parametrize(
     ("k", "v", "dim", "size", "mean_bits"),
-    [("q8_0", "q4_0", 64, 48, 8), ("q4_0", "q8_0", 96, 16, 16), ("f16", "f16", 40, 32, 0), ("f16", "f16", 24, 64, 8)],
+    [
+        *[("q8_0", "q4_0", 64, 48, 8), ("q4_0", "q8_0", 96, 16, 16)],
+        *[("f16", "f16", 40, 32, 0), ("f16", "f16", 24, 64, 8)],
+        *[("polarquant", "polarquant", 64, 48, 8), ("polarquant", "polarquant+none", 40, 32, 16)],
+        *[("polarquant", "f16", 128, 64, 0), ("q8_0", "polarquant", 96, 16, 0)],
+    ],
 )
 def test_tiles_without_a_metric_are_those_of_numpy(
-    k: str, v: str, dim: int, size: int, mean_bits: int, level: Level
+    k: str, v: str, dim: int, size: int, mean_bits: int, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zeros, tiny values and values beyond half precision included."""
+    """Zeros, tiny values and values beyond half precision included. Kernels encode them."""
+    monkeypatch.setattr(encoding, "encode_side", None)
     format = CacheFormat(codecs.get(k), codecs.get(v), None, None, mean_bits, size, HEADS, dim)
     compiled, plain = (CacheOps(NumpyOps(1)).cache(format, 3, 3) for _ in range(2))
     rng = np.random.default_rng(12)
@@ -228,6 +235,33 @@ def test_tiles_without_a_metric_are_those_of_numpy(
     NumpyOps(1).encode_blocks([plain], [2, 0], slots(0, 2))
     for name, array in arrays(plain).items():
         np.testing.assert_array_equal(arrays(compiled)[name].view(np.uint8), array.view(np.uint8), err_msg=name)
+
+
+@given(
+    st.integers(1, 32),
+    st.sampled_from([16, 32, 48, 64, 80]),
+    st.sampled_from([0, 8, 16]),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=10, deadline=None)
+def test_polar_codes_of_any_shape_are_those_of_numpy(eighths: int, size: int, mean_bits: int, seed: int) -> None:
+    codec, rng = codecs.get("polarquant"), np.random.default_rng(seed)
+    format = CacheFormat(codec, codec, None, None, mean_bits, size, HEADS, 8 * eighths)
+    compiled, plain = (CacheOps(NumpyOps(1)).cache(format, 2, 2) for _ in range(2))
+    for full, same in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
+        full[...] = rng.standard_normal(full.shape) * np.exp(rng.standard_normal((*full.shape[:3], 1)))
+        same[...] = full
+    for memory in compiled.k["tiles"], compiled.v["tiles"]:
+        memory[...] = 0xFF  # of a block that was there before
+    EncodingOps(launcher(levels()[-1])).encode_blocks([compiled], [0, 1], slots(1, 0))
+    NumpyOps(1).encode_blocks([plain], [0, 1], slots(1, 0))
+    for side, expected in zip(compiled.read(np.arange(2)), plain.read(np.arange(2)), strict=True):
+        for name, array in expected.items():
+            np.testing.assert_array_equal(side[name].view(np.uint8), array.view(np.uint8), err_msg=name)
+    for own, tiles in (compiled.key_tiles, compiled.k["tiles"]), (compiled.value_tiles, compiled.v["tiles"]):
+        again = own.pack(own.unpack(tiles))  # zeros where there is no channel
+        end = own.radii_at + 2 * size * own.units * own.radii
+        np.testing.assert_array_equal(tiles[..., :end], again[..., :end])
 
 
 @pytest.mark.parametrize("name", WITH_KERNELS)
@@ -257,7 +291,7 @@ def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
         np.testing.assert_allclose(fields["norm"].astype(float), expected["norm"].astype(float), rtol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "f16", "polarquant"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int) -> None:
     format = CacheFormat(codecs.get(name), codecs.get(name), None, None, 0, 16, HEADS, 32)

@@ -31,7 +31,9 @@ def stepped(path: Path, cache_type: str) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize(("cache_type", "in_numpy"), [("f16", []), ("polarquant", ["encoding"])])
+@pytest.mark.parametrize(
+    ("cache_type", "in_numpy"), [("f16", []), ("polarquant", []), ("polarpair-m4n4/f16", ["encoding"])]
+)
 def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: list[str]) -> None:
     with stepped(tiny_path, cache_type=cache_type) as engine:
         threads = engine.status().threads

@@ -127,6 +127,36 @@ class PolarTiles(ABC):
         whole[..., : self.head_dim // 8 * size] = codes.reshape(count, self.tokens, -1)
         return whole.reshape(self._cuts(count, tokens, pairs))
 
+    def emit_pack(
+        self,
+        e: Emitter,
+        directions: Sequence[Value],
+        rows: Sequence[Value],
+        radii: Sequence[Value],
+        tile: Value,
+        unit: Value,
+        offset: Value,
+    ) -> None:
+        """Codes of 16 tokens and both halves of a unit, or its first, → their bytes in a tile.
+
+        directions: codes of the pairs, rows of the halves, int32 (16,); radii: float16 as int16. The tokens are those
+        from `offset` / 4 on.
+        """
+        missing = [e.zero(rows[0].type)] * (2 - len(rows))
+        directions, rows = [*directions, *missing * 4], [*rows, *missing]
+        group = unit * (self.tokens // 16) + (offset >> 6)
+        self._emit_pack_codes(e, directions, rows, tile + group * 64, tile + group * 32 + self.rows_at)
+        for number in range(self.radii):
+            half = radii[number] if number < len(radii) else e.zero(radii[0].type)
+            at = tile + unit * (2 * self.tokens * self.radii) + (offset >> 1)
+            e.store(half, at, self.radii_at + 2 * self.tokens * number)
+
+    @abstractmethod
+    def _emit_pack_codes(
+        self, e: Emitter, directions: Sequence[Value], rows: Sequence[Value], out: Value, out_rows: Value
+    ) -> None:
+        """Codes of 16 tokens and both halves of a unit → the bytes of directions and of rows."""
+
     # -- decoding ----------------------------------------------------------------------------------------------------
 
     @abstractmethod

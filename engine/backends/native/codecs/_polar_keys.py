@@ -56,6 +56,15 @@ class PolarKeys(PolarTiles):
         pairs = [[(token + (32 * half + 16 * (pair % 2)), shifts[pair // 2]) for pair in range(4)] for half in (0, 1)]
         return pairs, [token, token + 16]
 
+    def _emit_pack_codes(
+        self, e: Emitter, directions: Sequence[Value], rows: Sequence[Value], out: Value, out_rows: Value
+    ) -> None:
+        for half, row in enumerate(rows):
+            e.store(row.trunc(I8), out_rows, 16 * half)
+            for q in (0, 1):
+                low, high = directions[4 * half + q], directions[4 * half + q + 2]
+                e.store((low | high << 4).trunc(I8), out, 32 * half + 16 * q)
+
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         sums, top = _sums(e, self.levels), e.variable(e.zero(_F16))
         with e.loop(0, 64 * self.units, 64) as offset:

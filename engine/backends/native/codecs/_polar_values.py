@@ -54,6 +54,17 @@ class PolarValues(PolarTiles):
         pairs = [[(within + (16 * pair + 8 * half), shift) for pair in range(4)] for half in (0, 1)]
         return pairs, [eight * 16 + within + 8 * half for half in (0, 1)]
 
+    def _emit_pack_codes(
+        self, e: Emitter, directions: Sequence[Value], rows: Sequence[Value], out: Value, out_rows: Value
+    ) -> None:
+        for half, row in enumerate(rows):
+            for eight in (0, 1):
+                e.store(e.part(row, 8 * eight, 8).trunc(I8), out_rows, 16 * eight + 8 * half)
+            for pair in range(4):
+                code = directions[4 * half + pair]
+                both = e.part(code, 0, 8) | e.part(code, 8, 8) << 4
+                e.store(both.trunc(I8), out, 16 * pair + 8 * half)
+
     def emit_mix(self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]) -> None:
         groups, size = self.tokens // 16, 32 if e.level.lanes == 8 else 64  # bytes of a register
         largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)

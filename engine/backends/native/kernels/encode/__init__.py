@@ -15,19 +15,15 @@ Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector
 
 from __future__ import annotations
 
-import numpy as np
-
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
-from engine.backends.native.kernels.encode.load import load, measure
+from engine.backends.native.kernels.encode.load import ANY, load, measure
 from engine.backends.native.kernels.encode.norms import write_norms
 from engine.backends.native.kernels.encode.rounding import round_all_tokens, round_alone, write_codes
 from engine.backends.native.kernels.encode.skewed import round_skewed
 from engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, PackedTiles, Unit
 from engine.backends.native.values import F32, Value, vector
 from engine.quantization.encode import LARGEST
-
-_ANY = float(np.finfo(np.float32).max)  # a limit that no finite value exceeds
 
 
 def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel:
@@ -41,7 +37,7 @@ def encode(encoding: Encoding, tiles: PackedTiles | None = None) -> Kernel:
         addresses, damaged, dim = args
         with e.loop(begin, end) as number:
             unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, scratch)
-            e.store(load(unit, LARGEST if encoding.has_metric else _ANY), damaged + number)
+            e.store(load(unit, LARGEST if encoding.has_metric else ANY), damaged + number)
             measure(unit)
             if not encoding.has_metric:
                 round_alone(unit)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from engine.backends.native.emit import Emitter
 from engine.backends.native.float_ops import float_to_half
 from engine.backends.native.kernels.encode.unit import LANES, Unit
 from engine.backends.native.values import F32, I8, I32, Value, Variable, vector
 from engine.codecs._arrays import HALF_MAX
+
+ANY = float(np.finfo(np.float32).max)
+"""A limit that no finite value exceeds."""
 
 _F8, _F16, _I16 = vector(F32, 8), vector(F32, LANES), vector(I32, LANES)
 

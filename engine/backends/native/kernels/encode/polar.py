@@ -1,0 +1,73 @@
+"""Encoding of `polarquant`, with the codes of NumPy: the same comparisons of the same float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.backends.native.codecs._polar import PolarTiles
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.float_ops import float_to_half
+from engine.backends.native.kernels.encode.load import ANY, load
+from engine.backends.native.kernels.encode.unit import LANES, POINTERS, Encoding, Unit
+from engine.backends.native.values import F32, I32, Value, vector
+from engine.codecs._arrays import HALF_MAX
+from engine.codecs.polarquant import TAN_SQUARED
+
+_F16, _I16 = vector(F32, LANES), vector(I32, LANES)
+
+
+def encode_polar(encoding: Encoding, tiles: PolarTiles) -> Kernel:
+    """Blocks into tiles; arguments as of `encode`."""
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        addresses, damaged, dim = args
+        with e.loop(begin, end) as number:
+            unit = Unit(e, encoding, addresses + number * (8 * len(POINTERS)), dim, scratch)
+            e.store(load(unit, ANY), damaged + number)
+
+            def write(channels: Value, halves: int) -> None:
+                """The codes of 16 channels, or of the first 8."""
+                with unit.vectors() as offset:
+                    x = [
+                        e.load(unit.x + channels * (16 * unit.row) + offset, _F16, unit.row * channel)
+                        for channel in range(8 * halves)
+                    ]
+                    tiles.emit_pack(e, *_quantize(e, x, tiles.levels), unit.given["tiles"], channels, offset)
+
+            with e.loop(0, tiles.head_dim // 16) as channels:
+                write(channels, 2)
+            if tiles.head_dim % 16:
+                write(e.i64(tiles.head_dim // 16), 1)
+
+    return Kernel(f"encode_mean{encoding.mean_bits}_{tiles.name}", emit, ("addresses", "damaged"), ("dim",))
+
+
+def _quantize(e: Emitter, x: Sequence[Value], levels: int) -> tuple[list[Value], list[Value], list[Value]]:
+    """16 or 8 channels of 16 tokens → codes of their pairs on level 1 and rows of their halves, int32; radii, int16."""
+    squares = [channel * channel for channel in x]
+    codes: dict[int, list[Value]] = {}
+    for level in range(1, levels + 1):
+        found = [_quarter(e, a, b, level) for a, b in zip(squares[::2], squares[1::2], strict=True)]
+        codes[level], squares = [code for code, _ in found], [total for _, total in found]
+    directions = []
+    for code, a, b in zip(codes[1], x[::2], x[1::2], strict=True):
+        flipped = e.select(a < 0.0, code ^ 7, code)
+        directions.append(e.select(b < 0.0, flipped ^ 15, flipped))
+    rows = []
+    for half, level3 in enumerate(codes[3]):
+        first, second = codes[2][2 * half : 2 * half + 2]
+        row = level3 << 4 | second << 2 | first
+        if levels == 4:
+            row = row | (codes[4][0] ^ 3 * half) << 6
+        rows.append(row)
+    return directions, rows, [float_to_half(e, e.minimum(e.sqrt(total), float(HALF_MAX))) for total in squares]
+
+
+def _quarter(e: Emitter, a: Value, b: Value, level: int) -> tuple[Value, Value]:
+    """a², b² → codes within a quadrant, int32, and their sums."""
+    tan_squared = float(TAN_SQUARED[level])
+    code = e.zero(_I16)
+    for beyond in (b > a * tan_squared, b > a, b * tan_squared > a):
+        code = e.select(beyond, code + 1, code)
+    return code, a + b
