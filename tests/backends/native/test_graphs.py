@@ -49,7 +49,7 @@ def test_a_recording_follows_its_inputs(threads: int) -> None:
 def test_a_step_with_an_op_outside_runs_op_by_op() -> None:
     launch = Launcher(1)
     model, graphs = Model(launch), Graphs(launch)
-    halve = launch.unrecorded(lambda x: x / 2)
+    halve = launch.unrecorded(lambda x: x / 2, "halve")
 
     def work(x: np.ndarray) -> np.ndarray:
         return halve(model.forward(x))
