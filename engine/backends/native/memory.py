@@ -93,12 +93,12 @@ class MemoryEmitter:
         expect(pointer.type == POINTER, "a pointer", pointer)
         return Value(self, self.builder.load_atomic(pointer.ir, "seq_cst", 8, typ=I64))
 
-    def store_atomic(self, number: Value, pointer: Value) -> None:
-        """Stores an int64, after all that this thread has written (sequentially consistent)."""
+    def store_atomic(self, number: Value, pointer: Value, ordering: str = "seq_cst") -> None:
+        """Stores an int64, after all that this thread has written (sequentially consistent; "release" is cheaper)."""
         expect(pointer.type == POINTER and number.type == I64, "a pointer and an int64", pointer, number)
         # llvmlite wants to know the type of what the pointer points to.
         typed = self.builder.inttoptr(self.builder.ptrtoint(pointer.ir, I64), I64.as_pointer())
-        self.builder.store_atomic(number.ir, typed, "seq_cst", 8)
+        self.builder.store_atomic(number.ir, typed, ordering, 8)
 
     def add_atomic(self, pointer: Value, number: Value) -> None:
         """Adds to the int64 at `pointer`, after all that this thread has written (sequentially consistent)."""

@@ -21,13 +21,15 @@ MOST_ENTRIES = 1 << 13  # of a tape
 
 # Places in the state, in bytes. What is polled, what is changed under the mutex, and what never changes lie in
 # different cache lines.
-_RUN, _THREADS, _TABLE, _COUNT = 0, 8, 16, 24
+_RUN, _THREADS, _TABLE, _COUNT, _RANGES = range(0, 40, 8)
 _SLEEPING = 64
 _LOCK, _UNLOCK, _WAIT, _WAKE_ALL, _OFFER_CORE = range(128, 168, 8)
 _NEXT, _SERVED = 192, 200  # numbers of runs: that the next caller gets, and that may run now
 _MUTEX, _WORK, _TURN = 256, 384, 512
 _HEAD = 640
-_LEFT, _COMPLETED, _UNITS, _GRAIN, _SLOT = 0, 8, 16, 24, 32
+_COMPLETED, _UNITS, _GRAIN, _RANGE_UNITS, _LEFT = 0, 8, 16, 24, 64
+_MOST_RANGES = 16  # of the units of an entry; more threads share them
+_SLOT = _LEFT + 8 * _MOST_RANGES
 STATE_BYTES = _HEAD + _SLOT * MOST_ENTRIES
 
 # A row of a tape's table, in bytes.
@@ -123,21 +125,25 @@ def _emit_run(
     state.unlock()
 
     run = (state.load(_RUN) + 1) & _NUMBERS
+    ranges = e.least(threads, _MOST_RANGES)
     with e.loop(0, count) as entry:
         slot, row = state.slot(entry), table + entry * _ROW
         units = e.load(row, I64, _ROW_UNITS)
-        e.store(units, slot, _UNITS)
-        e.store(e.load(row, I64, _ROW_GRAIN), slot, _GRAIN)
-        e.store_atomic(e.i64(0), slot + _COMPLETED)
-        e.store_atomic((run << 32) + units, slot + _LEFT)
-    for field, value in ((_TABLE, table), (_COUNT, count), (_THREADS, threads)):
+        each = (units + ranges - 1) // ranges
+        for field, value in ((_UNITS, units), (_GRAIN, e.load(row, I64, _ROW_GRAIN)), (_RANGE_UNITS, each)):
+            e.store(value, slot, field)
+        e.store_atomic(e.i64(0), slot + _COMPLETED, "release")
+        with e.loop(0, ranges) as number:
+            left = e.most(e.least(units - number * each, each), 0)
+            e.store_atomic((run << 32) + left, slot + number * 8 + _LEFT, "release")
+    for field, value in ((_TABLE, table), (_COUNT, count), (_THREADS, threads), (_RANGES, ranges)):
         e.store(value, pointer, field)
     state.store_shared(run, _RUN)
     with e.when((threads > 1) & (state.load_shared(_SLEEPING) > 0)):
         state.lock()
         state.wake_all(_WORK)
         state.unlock()
-    _emit_take_part(e, state, run, scratch)
+    _emit_take_part(e, state, run, e.i64(0), scratch)
 
     state.lock()
     state.store(turn + 1, _SERVED)
@@ -163,7 +169,7 @@ def _emit_serve(e: Emitter, pointer: Value, number: Value, begin: Value, end: Va
         run = state.load_shared(_RUN)
         with e.when(~run.equals(served.get())):
             with e.when(number < state.load(_THREADS)):
-                _emit_take_part(e, state, run, scratch)
+                _emit_take_part(e, state, run, number, scratch)
             served.set(run)
             polls.set(e.i64(0))
         _wait_a_little(e, state, polls)
@@ -187,24 +193,21 @@ def _sleep(e: Emitter, state: _State, served: Value) -> None:
     state.unlock()
 
 
-def _emit_take_part(e: Emitter, state: _State, run: Value, scratch: Value) -> None:
-    """Take part in the run with this number until it is completed, or another one has begun."""
-    tag = run << 32
+def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratch: Value) -> None:
+    """Take part in the run with this number until it is completed, or another one has begun.
+
+    number: of this thread. It begins with the range of this number, and helps with the next ones when that is empty.
+    """
+    ranges = state.load(_RANGES)
     with e.loop(0, state.load(_COUNT)) as entry:
         slot = state.slot(entry)
-        with e.repeat_while() as again:
-            word = e.load_atomic(slot + _LEFT)
-            left = word - tag  # negative, or beyond 2³², if the slot belongs to another run
-            mine = (left > 0) & (left < 1 << 32)
-            again.append(mine)
-            with e.when(mine):
-                size = e.least(left, e.load(slot, I64, _GRAIN))
-                with e.when(e.exchange_if(slot + _LEFT, word, word - size)):
-                    row = e.load(state.pointer, POINTER, _TABLE) + entry * _ROW
-                    first = e.load(slot, I64, _UNITS) - left
-                    arguments = e.load(row, POINTER, _ARGUMENTS), first, first + size, scratch
-                    e.call(e.load(row, POINTER, _KERNEL), *arguments)
-                    e.add_atomic(slot + _COMPLETED, size)
+        at, done = e.variable(number % ranges), e.variable(e.i64(0))
+        with e.loop(0, ranges):
+            _emit_empty_range(e, state, run, entry, at.get(), done, scratch)
+            following = at.get() + 1
+            at.set(e.select(following < ranges, following, e.i64(0)))
+        with e.when(done.get() > 0):
+            e.add_atomic(slot + _COMPLETED, done.get())
         polls = e.variable(e.i64(0))
         with e.repeat_while() as again:
             waits = e.load_atomic(slot + _COMPLETED) < e.load_atomic(slot + _UNITS)
@@ -212,6 +215,27 @@ def _emit_take_part(e: Emitter, state: _State, run: Value, scratch: Value) -> No
             again.append(waits)
             with e.when(waits):
                 _wait_a_little(e, state, polls)
+
+
+def _emit_empty_range(
+    e: Emitter, state: _State, run: Value, entry: Value, number: Value, done: Any, scratch: Value
+) -> None:
+    """Run units of a range until none is left, and add their number to `done`."""
+    slot = state.slot(entry)
+    counter = slot + number * 8 + _LEFT
+    with e.repeat_while() as again:
+        word = e.load_atomic(counter)
+        left = word - (run << 32)  # negative, or beyond 2³², if the slot belongs to another run
+        mine = (left > 0) & (left < 1 << 32)
+        again.append(mine)
+        with e.when(mine):
+            size = e.least(left, e.load(slot, I64, _GRAIN))
+            with e.when(e.exchange_if(counter, word, word - size)):
+                row = e.load(state.pointer, POINTER, _TABLE) + entry * _ROW
+                first = e.least((number + 1) * e.load(slot, I64, _RANGE_UNITS), e.load(slot, I64, _UNITS)) - left
+                arguments = e.load(row, POINTER, _ARGUMENTS), first, first + size, scratch
+                e.call(e.load(row, POINTER, _KERNEL), *arguments)
+                done.add(size)
 
 
 def _wait_a_little(e: Emitter, state: _State, polls: Any) -> None:

@@ -1,12 +1,14 @@
 """Persistent threads that run tapes: lists of kernels, one after another, each over its units.
 
-The units of an entry that no thread has taken yet are counted. A thread takes some by compare-and-exchange, runs the
-kernel on them, and adds them to the entry's completed units. When all are completed, the threads go on to the next
-entry. So a thread that the system has suspended holds up the others only by the units that it has taken, and a thread
-that wakes up late joins in where the others are.
+The units of an entry are cut into ranges, one for each thread, and those of a range that no thread has taken yet are
+counted. A thread takes some by compare-and-exchange and runs the kernel on them, first of its own range, so that it
+reads weights in the order in which they lie in memory, and then of the others'. When it finds none it adds what it has
+run to the entry's completed units. When all are completed, the threads go on to the next entry. So a thread that the
+system has suspended holds up the others only by the units that it has taken, and a thread that wakes up late joins in
+where the others are.
 
-The counter of units left has the number of the run in its upper half. So a thread of an earlier run cannot take units
-of a later one, and a thread that has taken units knows that the tape exists until they are completed. (A number comes
+A counter of units left has the number of the run in its upper half. So a thread of an earlier run cannot take units of
+a later one, and a thread that has taken units knows that the tape exists until they are completed. (A number comes
 again after 2³¹ runs: only a thread that is suspended for exactly so many, for months, could mistake one for the other.)
 
 One tape of several threads runs at a time, those of several engines in order of arrival. A tape of one thread waits for

@@ -152,7 +152,7 @@ def own() -> Workers:
     return Workers()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 20])
 def test_each_unit_runs_once_after_all_units_of_the_entries_before(threads: int) -> None:
     counted = Counted(threads, 3000)
     counted.run(threads, times=10)
@@ -205,6 +205,24 @@ def test_a_suspended_thread_holds_up_only_the_units_it_has_taken(own: Workers) -
         own.run(tape, 2)
         assert (late[0], errors[0]) == (0, 0)
         assert (counts == run).all()
+
+
+def test_each_thread_begins_with_its_own_range_of_units(own: Workers) -> None:
+    """The first unit of each thread waits for that of the other one."""
+
+    def emit(e: Emitter, flag: Value, before: Value, most: Value, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            e.store(e.load_atomic(flag), before + unit * 8)
+            e.add_atomic(flag, e.i64(1))
+            polls = e.variable(e.i64(0))
+            with e.repeat_while() as again:
+                polls.add(1)
+                again.append((e.load_atomic(flag) < 2) & (polls.get() < most))
+
+    flag, before = np.zeros(1, np.int64), np.zeros(11, np.int64)
+    meet = Kernel("test_first_units", emit, ("flag", "before"), ("most",))
+    own.run(Tape([launch(meet, 11, 1, (flag, before), (POLLS,))]), 2)
+    assert np.flatnonzero(before < 2).tolist() == [0, 6]
 
 
 def test_idle_workers_sleep_and_wake_up_for_the_next_tape(own: Workers) -> None:
