@@ -89,6 +89,15 @@ def test_packed_weights_compute_as_float32_does(kind: str, tmp_path: Path) -> No
     assert 0 < kl(exact, found) < 1e-7
 
 
+def test_logits_are_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
+    """To the last bit: of a prompt, its codes, and steps."""
+    path, ids = make_model(tmp_path), np.random.default_rng(1).integers(5, VOCABULARY, 200).tolist()
+    settings = {"block_size": 16, "calibration": False}
+    one, *others = (scored(path, NativeOps(threads), ids, 120, "balanced", **settings) for threads in (1, 2, 5))
+    for found in others:
+        np.testing.assert_array_equal(found, one)
+
+
 def test_the_demonstration_model_computes_as_its_file_says(demo: Engine, demo_path: Path) -> None:
     """On WikiText. With inputs of 8 instead of 16 bits, the divergence would be .003."""
     text = shared("text", "wikitext2_test_raw.txt").read_text(encoding="utf-8")
