@@ -29,12 +29,13 @@ class LibraryTokenizer(BaseTokenizer):
         space: LeadingSpace = LeadingSpace(),  # noqa: B008 - frozen
         vocab_size: int | None = None,
     ) -> None:
-        size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+        if vocab_size is None:
+            vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         lacks = bytes(byte for byte in range(256) if library.token_to_id(_spelling(byte, byte_level)) is None)
         added = library.get_added_tokens_decoder().values()
         takes = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
         shrinks = None if lacks and not byte_level else _shrinks(library, byte_level)
-        super().__init__(vocab_size or size, control, special, space, shrinks=shrinks, lacks=lacks, takes=takes)
+        super().__init__(vocab_size, control, special, space, shrinks=shrinks, lacks=lacks, takes=takes)
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone

@@ -28,18 +28,17 @@ class Arena:
     time that a core loses to looking addresses up while it streams through the weights."""
 
     def __init__(self) -> None:
-        self._piece = np.empty(0, np.uint8)
+        self._left: list[np.ndarray] = []  # of pieces
 
     def take(self, nbytes: int) -> np.ndarray:
-        """uint8 (nbytes,) with arbitrary contents, aligned to 64."""
+        """uint8 (nbytes,) with arbitrary contents, aligned to 64, from the fullest piece that has room."""
         size = -(-nbytes // _LINE) * _LINE
-        if size > self._piece.nbytes:
-            fresh = _empty(max(size, _PIECE))
-            if fresh.nbytes - size <= self._piece.nbytes:
-                return fresh[:nbytes]  # the old piece has more left
-            self._piece = fresh
-        taken, self._piece = self._piece[:nbytes], self._piece[size:]
-        return taken
+        self._left.sort(key=len)
+        number = next((i for i, left in enumerate(self._left) if len(left) >= size), None)
+        piece = _empty(max(size, _PIECE)) if number is None else self._left.pop(number)
+        if len(piece) > size:
+            self._left.append(piece[size:])
+        return piece[:nbytes]
 
 
 def _empty(nbytes: int) -> np.ndarray:

@@ -22,6 +22,14 @@ def test_memory_is_used_again_once_no_view_is_left() -> None:
     assert buffers.nbytes < 2.5 * other.nbytes + 3 * 4096
 
 
+def test_an_arena_fills_its_pieces() -> None:
+    """Of 32 MiB: what one matrix leaves over is there for a later one."""
+    arena = Arena()
+    first, second, third, fourth, fifth = (arena.take(size << 20) for size in (20, 21, 12, 10, 1))
+    assert [part.ctypes.data - first.ctypes.data for part in (third,)] == [20 << 20]
+    assert [part.ctypes.data - second.ctypes.data for part in (fourth, fifth)] == [21 << 20, 31 << 20]
+
+
 def test_an_arena_cuts_pieces_without_overlap() -> None:
     arena = Arena()
     sizes = [100, 64, 3 << 20, 40 << 20, 1, 30 << 20, 5]
