@@ -8,7 +8,8 @@ header takes a fraction of a second. Dequantization and the constants of the for
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantiz
 
 from model_loaders.errors import LoadError
 from model_loaders.file_bytes import FileBytes
+from model_loaders.strings import Strings
 
 _READ_AHEAD = 1 << 20  # bytes fetched at a time while the header is parsed
 _MAX_KEY = 1 << 16  # bytes; the format's own limit on the length of a key
@@ -54,9 +56,9 @@ class GgufTensor:
 class GgufFile:
     """An open GGUF file.
 
-    `metadata` maps each key to a str, int, float, bool, or a list of one of these (`tokenizer.ggml.tokens`: list of
-    str). Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError if the header is inconsistent or
-    exceeds the file.
+    `metadata` maps each key to a str, int, float or bool, a list of int, float or bool, or `Strings`, such as
+    `tokenizer.ggml.tokens`. Bytes in strings that are not UTF-8 become U+FFFD. Raises LoadError if the header is
+    inconsistent or exceeds the file.
     """
 
     metadata: Mapping[str, object]
@@ -212,7 +214,7 @@ class _Cursor:
             return self._array(self.number("<u4"))
         return self.number(self._number_type(type_id))
 
-    def _array(self, type_id: int) -> list[object]:
+    def _array(self, type_id: int) -> Sequence[object]:
         if type_id == GGUFValueType.STRING:
             return self._strings(self.count(8))
         dtype = np.dtype(self._number_type(type_id))
@@ -226,17 +228,16 @@ class _Cursor:
                 f"{self.path} is damaged or too new: a metadata value has type number {type_id}; download it again."
             ) from None
 
-    def _strings(self, count: int) -> list[object]:
+    def _strings(self, count: int) -> Strings:
         """`count` strings, without a function call for each: a vocabulary has hundreds of thousands."""
-        unpack, buffer, position = struct.Struct("<Q").unpack_from, self._buffer, self.position
-        strings: list[object] = []
+        unpack, buffer, first = struct.Struct("<Q").unpack_from, self._buffer, self.position
+        position, ends = first, array("q")
         for _ in range(count):
             if position + 8 > len(buffer):
                 self._need(position + 8)
-            start = position + 8
-            position = start + unpack(buffer, position)[0]
+            position += 8 + unpack(buffer, position)[0]
             if position > len(buffer):
                 self._need(position)
-            strings.append(buffer[start:position].decode("utf-8", "replace"))
+            ends.append(position - first)
         self.position = position
-        return strings
+        return Strings(bytes(buffer[first:position]), np.array(ends))

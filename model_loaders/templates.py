@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model_loaders.errors import LoadError
+from model_loaders.strings import Strings
 from model_loaders.template_process import TemplateFailed, TemplateProcess
 from model_loaders.tokenizers._special import token_string
 
@@ -85,7 +86,7 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
 def for_gguf(gguf: GgufFile) -> ChatTemplate:
     """The template inside a GGUF file, else a default. Raises LoadError where it is not text."""
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
-    tokens = tokens if isinstance(tokens, list) else []
+    tokens = tokens if isinstance(tokens, (list, Strings)) else ()
 
     def spelling(name: str) -> str:
         token_id = gguf.metadata.get(f"tokenizer.ggml.{name}_token_id")

@@ -5,7 +5,7 @@ Keys and token types as in ggml's docs/gguf.md; defaults of absent keys as in ll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers.models import BPE
 
 from model_loaders.errors import LoadError
+from model_loaders.strings import Strings
 from model_loaders.tokenizers import patterns
 from model_loaders.tokenizers._base import BaseTokenizer, SpecialIds
 from model_loaders.tokenizers._special import WELL_KNOWN_ENDS, ids_in, well_known_ends
@@ -57,14 +58,30 @@ class _Vocabulary:
             ends |= ids_in(self.metadata.get(f"tokenizer.ggml.{name}_token_id"))
         return SpecialIds(min(bos) if bos and asked else None, frozenset(ends))
 
-    def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> list:
+    def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> Sequence[Any]:
         """A list in the metadata; LoadError where it is missing, of another type or not `length` long."""
         values = self.metadata.get(key)
-        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        if not isinstance(values, (list, Strings)) or not all(isinstance(value, kind) for value in values):
             raise LoadError(f"{self.path} has no usable {key}: its vocabulary is incomplete, convert the model again.")
         if length is not None and len(values) != length:
             raise LoadError(f"{self.path} lists {length} tokens but {len(values)} entries in {key}: download it again.")
         return values
+
+
+class _Merges(Sequence[Any]):
+    """Merges as pairs of strings, made when the library asks for them."""
+
+    def __init__(self, merges: Sequence[str]) -> None:
+        self._merges = merges
+
+    def __len__(self) -> int:
+        return len(self._merges)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self._merges[index].split(" ", 1))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (tuple(merge.split(" ", 1)) for merge in self._merges)
 
 
 def load(gguf: GgufFile) -> BaseTokenizer:
@@ -77,7 +94,7 @@ def load(gguf: GgufFile) -> BaseTokenizer:
             f"supported are {' and '.join(builders)}."
         )
     vocabulary = _Vocabulary(gguf.path, gguf.metadata, [], [])
-    tokens = vocabulary.list_of("tokenizer.ggml.tokens", str)
+    tokens = list(vocabulary.list_of("tokenizer.ggml.tokens", str))
     types = [int(_Type.NORMAL)] * len(tokens)
     if "tokenizer.ggml.token_type" in gguf.metadata:
         types = list(vocabulary.list_of("tokenizer.ggml.token_type", int, len(tokens)))
@@ -99,7 +116,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
         )
     control = vocabulary.control
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if token not in control}
-    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.list_of("tokenizer.ggml.merges", str)]
+    merges = _Merges(vocabulary.list_of("tokenizer.ggml.merges", str))
     whole_words = patterns.takes_known_words_whole(str(name))
     try:
         library = tokenizers.Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=whole_words))

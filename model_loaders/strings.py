@@ -1,0 +1,37 @@
+"""Arrays of strings in the metadata of GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+
+class Strings(Sequence[str]):
+    """An array of strings, each decoded when it is asked for: as Python's objects, those of a vocabulary take several
+    times their bytes, and leave holes in the memory."""
+
+    def __init__(self, content: bytes, ends: np.ndarray) -> None:
+        """content: the strings as the file has them, each behind 8 bytes with its length; ends: where each ends."""
+        self._content, self._ends = content, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        start = int(self._ends[numbers - 1]) if numbers else 0
+        return self._content[start + 8 : int(self._ends[numbers])].decode("utf-8", "replace")
+
+    def __iter__(self) -> Iterator[str]:
+        start = 0
+        for end in self._ends.tolist():
+            yield self._content[start + 8 : end].decode("utf-8", "replace")
+            start = end
