@@ -25,7 +25,7 @@ MATRIX = 2 * 4096 * 1024 * 34 // 32  # bytes of the largest, gate and up togethe
 MIB = 1 << 20
 
 PROGRAM = """
-import json, re, sys
+import json, re, sys, threading
 from pathlib import Path
 from engine.assembly import assemble, settle
 import engine.backends.native.ops
@@ -38,6 +38,9 @@ before = memory()
 settings = {"device": "cpu", "threads": 1, "calibration": False, "mmap": sys.argv[2] == "mmap", "cache_type": "f16"}
 parts = assemble(settle(sys.argv[1], None, settings), None)
 print(json.dumps({"before": before, "after": memory(), "weights": parts.model.weights.bytes}))
+for thread in threading.enumerate():
+    if thread.name == "compiler":
+        thread.join()  # the next process compiles none
 """
 
 
