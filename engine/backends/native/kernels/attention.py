@@ -323,8 +323,13 @@ class _Body:
             with e.when(count > e.most(lows[0], 0)):
                 offset = (slot * self.kv_heads + self.head) * nbytes
                 scores = [query.scores for query in queries]
-                first, keys = queries[0], self.full_k + offset
-                full_blocks.scores(e, keys, dim, count, first.vector, first.scores, len(queries), self._stride)
+                first, keys, values = queries[0], self.full_k + offset, self.full_v + offset
+                full_blocks.scores(e, keys, values, dim, count, first.vector, first.scores, len(queries), self._stride)
                 self._hide(queries, lows, highs, e.i64(n))
                 self._soften(queries, e.i64(n))
-                full_blocks.mix(e, self.full_v + offset, dim, count, scores, [query.mix for query in queries])
+                # Next come the keys of the next block, or those of the first one, of the next head.
+                after = number + 1
+                slot = e.load(full + after % self.header.full * (8 * FULL), I64)
+                row = slot * self.kv_heads + self.head + after // self.header.full
+                after_keys = self.full_k + row * nbytes
+                full_blocks.mix(e, values, after_keys, dim, count, scores, [query.mix for query in queries])

@@ -175,7 +175,8 @@ def _packed(
 def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec: Product) -> list[Value]:
     """Products of a group's codes, of 16 outputs, with the words of each row: int32."""
     size = spec.format.group // 2
-    chains = 2 if spec.at_once == 1 else 1  # one sum alone would wait for each of its products
+    # Two sums a row, where they fit the registers: one alone would wait for each of its products.
+    chains = 2 if spec.at_once == 1 or e.level.lanes == 16 else 1
     sums = [[e.zero(_I16)] * chains for _ in range(spec.at_once)]
     for pair in range(group * size, (group + 1) * size):
         code = codes.pair(at, pair)
