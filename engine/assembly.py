@@ -153,6 +153,8 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         rehearsal = ops.rehearsal()
         if rehearsal is not None:
             _rehearse(config, encoding, rehearsal.ops, source, shape)
+            for note in rehearsal.notes():
+                say(note)
         is_silent = None if verbose else True  # None: unless standard error is a terminal
         bar = tqdm(
             total=4 * weight_count(source.weights),

@@ -95,10 +95,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Threads:
-    """The number of CPU threads of a step, and the reason for it in a few words."""
+    """The number of CPU threads of a step, the reason for it in a few words, and the process's compiled kernels."""
 
     number: int
     why: str
+    kernels: tuple[str, ...] = ()  # names, in alphabetical order
 
 
 @dataclass(frozen=True)

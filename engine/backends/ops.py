@@ -108,6 +108,7 @@ class Rehearsal(NamedTuple):
 
     ops: Ops
     wait: Callable[[Callable[[int, int], None]], None]  # calls progress(done, all); raises KernelError
+    notes: Callable[[], list[str]]  # afterwards: sentences for the user about what has no kernel
 
 
 class Ops(Protocol):
@@ -253,10 +254,7 @@ class Ops(Protocol):
         """
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
-        """Memory for the K/V of one layer: `quantized` blocks and `full` full-precision slots.
-
-        beside: caches of other layers, whose codec tables this one may share.
-        """
+        """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share."""
 
     def buffer(self, format: CacheFormat, rows: int) -> Buffer:
         """Memory for `rows` tokens' K/V of one layer in full precision."""

@@ -59,7 +59,10 @@ class ChatConfig:
         help="colour the prompt and the notes; auto does so on a terminal, unless NO_COLOR is set",
     )
     verbose: bool = setting(
-        False, "-v", "--verbose", help="say why no GPU is used, and show where an unexpected error came from"
+        False,
+        "-v",
+        "--verbose",
+        help="say why no GPU is used and which kernels are, and show where an unexpected error came from",
     )
     gpu_layers: str | None = setting(
         None,

@@ -246,6 +246,17 @@ def why_larger(engine: Engine) -> str | None:
     )
 
 
+def kernels(engine: Engine) -> str | None:
+    """The compiled kernels of the process, a line for each kind; None if there are none."""
+    threads = engine.status().threads
+    kinds: dict[str, list[str]] = {}
+    for name in () if threads is None else threads.kernels:
+        kind, _, rest = name.partition("_")
+        kinds.setdefault(kind, []).append(rest)
+    lines = [" ".join([f"  {kind}", ", ".join(filter(None, rest))]).rstrip() for kind, rest in kinds.items()]
+    return "\n".join(["Compiled kernels:", *lines]) if lines else None
+
+
 def cpu(engine: Engine) -> str | None:
     """The number of CPU threads of a step, and the reason for it; None on a GPU."""
     threads = engine.status().threads

@@ -16,7 +16,7 @@ from contextlib import suppress
 from engine.backends.select import NO_DRIVER, driver_version
 from engine.chat.config import ChatConfig, ignored_flags, read_command_line, read_prompt
 from engine.chat.console import Console, discard_output
-from engine.chat.session import ChatSession, Turn, cpu, numbers, why_it_ended, why_larger
+from engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended, why_larger
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
@@ -79,6 +79,8 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
         console.note(f"{NO_DRIVER}: running on the CPU.")
     with load(config.weights, config=config, verbose=console.note) as engine:
         console.note(engine.fit_line())
+        if chat.verbose and (names := kernels(engine)):
+            console.note(names)
         system = chat.system_prompt if chat.conversation else None
         session = ChatSession(engine, params, console, system, loop_check=chat.loop_check)
         conversation = _Conversation(session, console, chat)
@@ -198,6 +200,8 @@ class _Conversation:
         if session.last is None:
             return "There is no answer yet."
         lines = [numbers(session.last, session.engine), why_larger(session.engine), cpu(session.engine)]
+        if self._chat.verbose:
+            lines.append(kernels(session.engine))
         return "\n".join(line for line in lines if line)
 
     def _command(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from engine import Engine
@@ -40,7 +41,7 @@ def stats(engine: Engine, now: Status, tokens: int | None) -> dict[str, Any]:
         "blocks_free": now.blocks_free,
         "running": now.running,
         "waiting": now.waiting,
-        "threads": None if now.threads is None else {"number": now.threads.number, "why": now.threads.why},
+        "threads": None if now.threads is None else asdict(now.threads),
     }
     if tokens is not None:
         f16 = tokens * cache.f16_bytes_per_token

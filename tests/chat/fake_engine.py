@@ -49,7 +49,7 @@ class FakeEngine:
         return "fake: a context of 128 tokens fits"
 
     def status(self) -> Status:
-        threads = Threads(1, "a step took 20.0 ms with 1, 80.0 ms with 2")
+        threads = Threads(1, "a step took 20.0 ms with 1, 80.0 ms with 2", ("merge_8", "product_f16_1"))
         return Status(running=0, waiting=0, blocks=2, blocks_used=0, blocks_kept=0, blocks_free=2, threads=threads)
 
     def cache_stats(self) -> CacheStats:

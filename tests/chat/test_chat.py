@@ -277,6 +277,13 @@ def test_stats_explain_a_cache_that_is_larger_than_f16_would_be(chat, engine):
     assert chat("--show-timings", lines="hi\n/stats\n")[2].count(explained) == 1
 
 
+@pytest.mark.parametrize("argv", [[], ["--verbose"]])
+def test_the_kernels_are_named_with_verbose(chat, argv):
+    """At the start, and by /stats, when there may be more."""
+    err = chat(*argv, lines="hi\n/stats\n")[2]
+    assert err.count("Compiled kernels:\n  merge 8\n  product f16_1\n") == 2 * len(argv)
+
+
 def test_stats_say_how_many_threads_a_step_takes_and_why(chat):
     said = "CPU threads of a step: 1 (a step took 20.0 ms with 1, 80.0 ms with 2)"
     assert said in chat(lines="hi\n/stats\n")[2]

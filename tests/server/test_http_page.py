@@ -134,7 +134,11 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "blocks_free": status.blocks,
         "running": 0,
         "waiting": 0,
-        "threads": {"number": status.threads.number, "why": status.threads.why},
+        "threads": {
+            "number": status.threads.number,
+            "why": status.threads.why,
+            "kernels": list(status.threads.kernels),
+        },
     }
 
 

@@ -94,7 +94,7 @@ class NativeOps:
         ops = copy(self)
         ops._compose(self._plain, launch)
         ops.load = ops._matrices.load_shapes
-        return Rehearsal(ops, launch.wait)
+        return Rehearsal(ops, launch.wait, ops._notes)
 
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)
@@ -107,10 +107,20 @@ class NativeOps:
         number, why = self._count.number, self._count.why
         if (started := workers().start(number)) < number:
             number, why = started, f"{why}: {number}, of which the system starts no more"
-        slow = "".join(
-            f", {name} in NumPy: no kernel for its shapes or types" for name in sorted(self._launch.in_numpy)
+        slow = ", ".join(self._in_numpy())
+        level = f"kernels compiled for {self._launch.level.name}" + (
+            f"; in NumPy, for want of one: {slow}" if slow else ""
         )
-        return Threads(number, f"{why}; kernels compiled for {self._launch.level.name}{slow}")
+        return Threads(number, f"{why}; {level}", tuple(self._launch.library.names))
+
+    def _in_numpy(self) -> list[str]:
+        """What NumPy computes in the layers of this model, or has computed, since no kernel does."""
+        attention = [f"attention over {types}" for types in sorted(self.without_kernels)]
+        return attention + sorted(self._launch.in_numpy - ({"attention"} if attention else set()))
+
+    def _notes(self) -> list[str]:
+        slow = [what for what in self._in_numpy() if what.startswith("attention")]
+        return [f"NumPy computes the {what}, more slowly: no compiled kernel can for this model." for what in slow]
 
     def weight_type(self, stored: str) -> str:
         return stored

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 
@@ -32,25 +31,48 @@ def stepped(path: Path, cache_type: str) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("cache_type", "in_numpy"), [("f16", []), ("polarquant", []), ("polarpair-m4n4/f16", ["encoding"])]
+    ("cache_type", "in_numpy"),
+    [("f16", ""), ("polarquant", ""), ("polarpair-m4n4/f16", "; in NumPy, for want of one: encoding")],
 )
-def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: list[str]) -> None:
+def test_it_names_level_and_threads(tiny_path: Path, cache_type: str, in_numpy: str) -> None:
     with stepped(tiny_path, cache_type=cache_type) as engine:
         threads = engine.status().threads
         line = session.cpu(engine)
     assert threads is not None
     assert threads.number == thread_count(2).number  # two, if there are two CPUs
     assert best().name in threads.why
-    assert re.findall(r"(\w+) in NumPy", threads.why) == in_numpy
+    assert threads.why.endswith(f"kernels compiled for {best().name}{in_numpy}")
     assert line is not None
     assert best().name in line
 
 
-def test_it_names_what_runs_in_numpy(tiny_path: Path) -> None:
-    with stepped(tiny_path, cache_type="kivi4") as engine:
+@pytest.mark.parametrize("types", ["kivi4/kivi4", "trellis3/f16"])
+def test_it_names_what_runs_in_numpy(tiny_path: Path, types: str) -> None:
+    said: list[str] = []
+    settings = {"device": "cpu", "block_size": 32, "calibration": False, "cache_type": types}
+    with Engine.load(tiny_path, verbose=said.append, **settings) as engine:
         threads = engine.status().threads
+    slow = f"attention over {types}"
+    assert f"NumPy computes the {slow}, more slowly: no compiled kernel can for this model." in said
     assert threads is not None
-    assert "attention in NumPy" in threads.why
+    assert f"in NumPy, for want of one: {slow}, " in threads.why  # before any request
+
+
+def test_it_says_nothing_of_types_with_kernels(tiny_path: Path) -> None:
+    said: list[str] = []
+    with Engine.load(tiny_path, device="cpu", block_size=32, calibration=False, verbose=said.append):
+        pass
+    assert not [sentence for sentence in said if "NumPy" in sentence]
+
+
+def test_it_names_the_kernels(tiny_path: Path) -> None:
+    with stepped(tiny_path, cache_type="f16") as engine:
+        names = session.kernels(engine)
+    assert names is not None
+    heading, *kinds = names.splitlines()
+    assert heading == "Compiled kernels:"
+    assert any(line.startswith("  product ") and "f16_1, " in line for line in kinds)
+    assert any(line.startswith("  attention ") for line in kinds)
 
 
 def test_weights_that_stay_packed_are_as_stored(tiny_path: Path) -> None:
