@@ -23,6 +23,7 @@ from engine.backends.native.codecs._decoding import emit_points, places
 from engine.backends.native.codecs._norms import emit_pack_norms
 from engine.backends.native.codecs._packing import Packing, side_by_side
 from engine.backends.native.codecs._products import round_to
+from engine.backends.native.codecs.f16 import sums_at_once
 from engine.backends.native.emit import Emitter
 from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 from engine.codecs.ggml import Q4, Q8
@@ -122,7 +123,7 @@ class _GroupedTiles(ABC):
     def _dot(self, e: Emitter, total: Value, code: list[Value], signed: Value) -> Value:
         codes = code[0].bits(_I16)
         if self._is_signed(e):
-            return dot4_signed(e, total, codes ^ -0x7F7F7F80, signed)
+            return dot4_signed(e, total, codes ^ -0x7F7F7F80, signed)  # 128 less in each byte
         return dot4(e, total, codes, signed)
 
     def _scales(self, e: Emitter, at: Value) -> list[Value]:
@@ -169,6 +170,8 @@ class GroupedKeys(_GroupedTiles):
         self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
     ) -> None:
         parts, run = self._tokens // 16, self._packing.run
+        # With the sums of 16 tokens at a time, LLVM would keep the queries' factors for the next 16, on the stack.
+        together = sums_at_once(e, len(queries), parts) if e.level.has_wide_products else 1
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
         e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:
@@ -178,17 +181,20 @@ class GroupedKeys(_GroupedTiles):
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             own = [query + group * _GROUP for query in queries]
             steps = [query + group * 4 + self._head_dim for query in queries]
-            for part, scale in enumerate(scales):
-                dots = [e.broadcast(step, I32, 16, 4 * self._groups) for step in steps]
+            for chunk in range(0, parts, together):
+                starts = [e.broadcast(step, I32, 16, 4 * self._groups) for step in steps]
+                dots = [list(starts) for _ in range(together)]
                 for first in range(0, 8, run):
-                    start = at + self._packing.nbytes(8 * part + first)
-                    for place, code in enumerate(self._packing.emit(e, start, run), first):
-                        for head, query in enumerate(own):
-                            factor = e.broadcast(query, I32, 16, 4 * place)
-                            dots[head] = self._dot(e, dots[head], code, factor)
-                for total, dot, step in zip(totals, dots, steps, strict=True):
-                    factor = scale * e.broadcast(step, F32, 16)
-                    total[part].set(e.fma(dot.to_float(), factor, total[part].get()))
+                    for part, sums in enumerate(dots, chunk):
+                        start = at + self._packing.nbytes(8 * part + first)
+                        for place, code in enumerate(self._packing.emit(e, start, run), first):
+                            for head, query in enumerate(own):
+                                factor = e.broadcast(query, I32, 16, 4 * place)
+                                sums[head] = self._dot(e, sums[head], code, factor)
+                for part, sums in enumerate(dots, chunk):
+                    for total, dot, step in zip(totals, sums, steps, strict=True):
+                        factor = scales[part] * e.broadcast(step, F32, 16)
+                        total[part].set(e.fma(dot.to_float(), factor, total[part].get()))
         for total, target in zip(totals, out, strict=True):
             for part, score in enumerate(total):
                 e.store(score.get(), target, 64 * part)
