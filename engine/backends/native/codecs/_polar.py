@@ -9,7 +9,7 @@ A vector is cut into U units of 16 channels, each two halves of 8, that is 4 pai
 
 Level 4 of a second half is stored as its complement, whose cosine is the sine of the angle: `upper_codes`. A row has
 eight bits where the fields have seven, so that every half is read alike: 4.0 bits per value. If D is no multiple of 16,
-the last half is zeros. What side has which order of a unit's bytes: `PolarTiles.order`.
+the last half is zeros. A unit's bytes have an order of their own on each side: `PolarTiles.order`.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class PolarTiles(ABC):
         radii = np.zeros((count, self.units * self.radii, n), np.float16)
         radii[:, :groups] = fields["radius"].reshape(count, n, groups).swapaxes(1, 2)
         tiles = np.zeros((count, self.nbytes), np.uint8)
-        tiles[:, : self.rows_at] = (low | high << 4).reshape(count, -1)
-        tiles[:, self.rows_at : self.radii_at] = rows.transpose(order.rows).reshape(count, -1)
-        tiles[:, self.radii_at : self._end] = radii.view(np.uint8).reshape(count, -1)
+        tiles[:, : self.rows_at] = (low | high << 4).reshape(count, self.rows_at)
+        tiles[:, self.rows_at : self.radii_at] = rows.transpose(order.rows).reshape(count, self.radii_at - self.rows_at)
+        tiles[:, self.radii_at : self._end] = radii.view(np.uint8).reshape(count, self._end - self.radii_at)
         return tiles.reshape(*lead, self.nbytes)
 
     def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
@@ -103,15 +103,17 @@ class PolarTiles(ABC):
         radii = np.ascontiguousarray(tiles[:, self.radii_at : self._end]).view(np.float16)
         return self._to_fields(
             lead,
-            directions.reshape(count, self.tokens, -1)[..., : 4 * halves],
-            rows.reshape(count, self.tokens, -1)[..., :halves],
-            radii.reshape(count, -1, self.tokens)[:, : self.head_dim >> self.levels].swapaxes(1, 2),
+            directions.reshape(count, self.tokens, 8 * self.units)[..., : 4 * halves],
+            rows.reshape(count, self.tokens, 2 * self.units)[..., :halves],
+            radii.reshape(count, self.units * self.radii, self.tokens)[:, : self.head_dim >> self.levels].swapaxes(
+                1, 2
+            ),
         )
 
     def _to_fields(
         self, lead: tuple[int, ...], directions: np.ndarray, rows: np.ndarray, radii: np.ndarray
     ) -> dict[str, np.ndarray]:
-        level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:2], -1)
+        level2 = np.stack([rows & 3, rows >> 2 & 3], -1).reshape(*rows.shape[:2], 2 * rows.shape[2])
         level4 = [rows[..., 0::2] >> 6] if self.levels == 4 else []
         fields = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in self._fields.items()}
         pack([directions, level2, rows >> 4 & 3, *level4], radii, fields)
@@ -124,7 +126,8 @@ class PolarTiles(ABC):
         """codes (..., N, codes of D channels) → their axes cut into pieces, with zeros up to whole units."""
         size = int(np.prod(pairs))
         whole = np.zeros((count, self.tokens, 2 * self.units * size), np.uint8)
-        whole[..., : self.head_dim // 8 * size] = codes.reshape(count, self.tokens, -1)
+        stored = self.head_dim // 8 * size
+        whole[..., :stored] = codes.reshape(count, self.tokens, stored)
         return whole.reshape(self._cuts(count, tokens, pairs))
 
     def emit_pack(

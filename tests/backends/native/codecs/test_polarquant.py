@@ -57,6 +57,15 @@ def test_unpacking_gives_back_the_fields(eighths: int, n: int, name: str, seed: 
     attend.check_inverse(codecs.get(name), n, 8 * eighths, seed)
 
 
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_no_blocks_have_no_tiles(side: str) -> None:
+    own = getattr(tiles, side)(CODEC, 64, 64)
+    fields = attend.random_fields(np.random.default_rng(0), CODEC, (2, 0), 64, 64)
+    packed = own.pack(fields)
+    assert packed.shape == (2, 0, own.nbytes)
+    assert {name: x.shape for name, x in own.unpack(packed).items()} == {name: x.shape for name, x in fields.items()}
+
+
 def test_a_tile_has_four_bits_per_value() -> None:
     for side in (tiles.keys, tiles.values):
         own = side(CODEC, 64, 128)
