@@ -22,7 +22,6 @@ MOST_ENTRIES = 1 << 13  # of a tape
 # Places in the state, in bytes. What is polled, what is changed under the mutex, and what never changes lie in
 # different cache lines.
 _RUN, _THREADS, _TABLE, _COUNT, _RANGES = range(0, 40, 8)
-_SLEEPING = 64
 _LOCK, _UNLOCK, _WAIT, _WAKE_ALL, _OFFER_CORE = range(128, 168, 8)
 _NEXT, _SERVED = 192, 200  # numbers of runs: that the next caller gets, and that may run now
 _MUTEX, _WORK, _TURN = 256, 384, 512
@@ -30,7 +29,9 @@ _HEAD = 640
 _COMPLETED, _UNITS, _GRAIN, _RANGE_UNITS, _LEFT = 0, 8, 16, 24, 64
 _MOST_RANGES = 16  # of the units of an entry; more threads share them
 _SLOT = _LEFT + 8 * _MOST_RANGES
-STATE_BYTES = _HEAD + _SLOT * MOST_ENTRIES
+_ASLEEP = _HEAD + _SLOT * MOST_ENTRIES  # an int64 for each thread: 1 while it sleeps for want of work
+MOST_THREADS = 1024
+STATE_BYTES = _ASLEEP + 8 * MOST_THREADS
 
 # A row of a tape's table, in bytes.
 _KERNEL, _ARGUMENTS, _ROW_UNITS, _ROW_GRAIN, _ROW = 0, 8, 16, 24, 32
@@ -108,6 +109,9 @@ class _State:
     def slot(self, entry: Value) -> Value:
         return self.pointer + entry * _SLOT + _HEAD
 
+    def asleep(self, number: Value) -> Value:
+        return self.pointer + number * 8 + _ASLEEP
+
 
 def _emit_run(
     e: Emitter, pointer: Value, table: Value, count: Value, threads: Value, begin: Value, end: Value, scratch: Value
@@ -139,7 +143,10 @@ def _emit_run(
     for field, value in ((_TABLE, table), (_COUNT, count), (_THREADS, threads), (_RANGES, ranges)):
         e.store(value, pointer, field)
     state.store_shared(run, _RUN)
-    with e.when((threads > 1) & (state.load_shared(_SLEEPING) > 0)):
+    asleep = e.variable(e.i64(0))
+    with e.loop(1, e.least(threads, MOST_THREADS)) as number:
+        asleep.add(e.load_atomic(state.asleep(number)))
+    with e.when(asleep.get() > 0):
         state.lock()
         state.wake_all(_WORK)
         state.unlock()
@@ -168,28 +175,30 @@ def _emit_serve(e: Emitter, pointer: Value, number: Value, begin: Value, end: Va
     with e.repeat_while() as again:
         run = state.load_shared(_RUN)
         with e.when(~run.equals(served.get())):
+            served.set(run)
             with e.when(number < state.load(_THREADS)):
                 _emit_take_part(e, state, run, number, scratch)
-            served.set(run)
-            polls.set(e.i64(0))
+                polls.set(e.i64(0))
         _wait_a_little(e, state, polls)
         with e.when(polls.get() > _IDLE_SPINS):
-            _sleep(e, state, served.get())
+            _sleep(e, state, number, served)
             polls.set(e.i64(0))
         again.append(e.i64(0).equals(0))
 
 
-def _sleep(e: Emitter, state: _State, served: Value) -> None:
-    """Sleep until there is another run than the one that was served last."""
+def _sleep(e: Emitter, state: _State, number: Value, served: Any) -> None:
+    """Sleep until there is a run of more than `number` threads. served: the number of the last run seen."""
     state.lock()
-    e.add_atomic(state.pointer + _SLEEPING, e.i64(1))
-    # A run that starts now is seen here, or its starter sees that a thread sleeps and waits for the mutex.
+    e.store_atomic(e.i64(1), state.asleep(number))
+    # A run that starts now is seen here, or its starter sees that this thread sleeps and waits for the mutex.
     with e.repeat_while() as again:
-        none = state.load_shared(_RUN).equals(served)
+        run = state.load_shared(_RUN)
+        none = run.equals(served.get()) | (number >= state.load(_THREADS))
         with e.when(none):
+            served.set(run)
             state.wait(_WORK)
         again.append(none)
-    e.add_atomic(state.pointer + _SLEEPING, e.i64(-1))
+    e.store_atomic(e.i64(0), state.asleep(number))
     state.unlock()
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from engine.backends.native.buffers import aligned
 from engine.backends.native.library import library
-from engine.backends.native.run_tape import MOST_ENTRIES, RUN, RUN_ALONE, SERVE, STATE_BYTES, set_up
+from engine.backends.native.run_tape import MOST_ENTRIES, MOST_THREADS, RUN, RUN_ALONE, SERVE, STATE_BYTES, set_up
 from engine.backends.native.target import LEVELS
 from model_loaders.forks import renew_in_children
 
@@ -84,7 +84,7 @@ class Workers:
         These are fewer if the system refuses to start as many, which is not tried again.
         """
         with self._starting:
-            while self._number < threads - 1 and not self._is_refused:
+            while self._number < min(threads, MOST_THREADS) - 1 and not self._is_refused:
                 arguments = SERVE.pack([self._state.ctypes.data], [self._number + 1])
                 try:
                     keep = arguments, self._state, self._code, aligned(SCRATCH)

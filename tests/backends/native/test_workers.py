@@ -142,8 +142,9 @@ def field(on: Workers, offset: int) -> int:
     return int(on._state[offset : offset + 8].view(np.int64)[0])
 
 
-def sleeping(on: Workers) -> int:
-    return field(on, run_tape._SLEEPING)
+def sleeping(on: Workers) -> list[int]:
+    """Numbers of the workers that sleep."""
+    return np.flatnonzero(on._state[run_tape._ASLEEP :].view(np.int64)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -229,10 +230,24 @@ def test_idle_workers_sleep_and_wake_up_for_the_next_tape(own: Workers) -> None:
     meeting = Meeting(4)
     for _ in range(5):
         assert meeting.takes_place(own, 4)
-        until(lambda: sleeping(own) == 3)
+        until(lambda: sleeping(own) == [1, 2, 3])
     before = time.process_time()
     time.sleep(0.1)
     assert time.process_time() - before < 0.05
+
+
+def test_workers_sleep_while_tapes_of_fewer_threads_run(own: Workers) -> None:
+    """Runs that follow each other without a pause neither keep them awake nor wake them up."""
+    meeting, counted = Meeting(4), Counted(5, 50)
+    assert meeting.takes_place(own, 4)
+    end = time.monotonic() + PATIENCE
+    while not {2, 3} <= set(sleeping(own)):
+        counted.run(2, on=own)
+        assert time.monotonic() < end, "they do not sleep"
+    for _ in range(200):
+        counted.run(2, on=own)
+        assert {2, 3} <= set(sleeping(own))
+    assert meeting.takes_place(own, 4)
 
 
 def test_workers_take_part_after_the_number_of_a_run_has_wrapped_around() -> None:
