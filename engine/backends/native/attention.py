@@ -13,13 +13,11 @@ from engine.backends.native.kernels.attention import Attention, attend, queries_
 from engine.backends.native.kernels.partials import merge, partial_bytes
 from engine.backends.native.launch import Launcher
 from engine.backends.native.prompts import PromptOps
-from engine.backends.native.spans import StepTable, is_step
+from engine.backends.native.spans import NO_WINDOW, StepTable, is_step
 from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.ops import SpanView
-
-_NO_WINDOW = 1 << 40  # more than there are positions
 
 
 class AttentionOps:
@@ -76,7 +74,7 @@ class AttentionOps:
             blocks,
             *(side.strides[0] for side in memory),
             *sizes_of_tables,
-            window or _NO_WINDOW,
+            window or NO_WINDOW,
         )
         self._launch(attend(spec), lambda: table.unit_count * format.kv_heads, pointers, integers, (scale,), grain=1)
 

@@ -110,7 +110,7 @@ class EncodingOps:
         if id(metric) not in self._prepared:
             arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
             if metric.tilt_second is not None and metric.tilt_mean is not None:
-                arrays |= {"matrix": metric.tilt_second, "lean": metric.tilt_mean}
+                arrays |= {"matrix": metric.tilt_second, "mean_query": metric.tilt_mean}
             if metric.token_feedback is not None:
                 width = metric.feedback.shape[1] // metric.weights.shape[1]
                 along = diagonals_of_tokens(metric.token_feedback)

@@ -14,6 +14,7 @@ from engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from engine.backends.native.kernels.decoding import Decoding, decode, decodes
 from engine.backends.native.kernels.prompts import MOST_QUERIES, Prompt, attend, supports
 from engine.backends.native.launch import Launcher
+from engine.backends.native.spans import NO_WINDOW
 from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache, read_blocks
 from engine.backends.numpy.ops import NumpyOps
@@ -23,7 +24,6 @@ _LEAST_QUERIES = 48  # of a unit
 _UNITS = 4  # for each thread, if units have more queries than that
 _DECODED = 4096  # tokens of quantized blocks that are in memory as float32 together
 _NOTHING = np.zeros(1, np.uint8)
-_NO_WINDOW = 1 << 40  # more than there are positions
 
 
 class _Segment(NamedTuple):
@@ -56,7 +56,7 @@ class PromptOps:
             return self._in_numpy(q, cache, spans, scale, window, transform)
         out = np.empty(q.shape, np.float32)
         for span in spans:
-            self._attend(q[span.rows], out[span.rows], cache, span, scale, window or _NO_WINDOW, transform)
+            self._attend(q[span.rows], out[span.rows], cache, span, scale, window or NO_WINDOW, transform)
         return out
 
     def _attend(

@@ -12,7 +12,8 @@ import numpy as np
 from engine.backends.native.buffers import aligned
 from engine.backends.ops import STEP_ROWS, SpanView
 
-_LEAST_IDS = 16
+NO_WINDOW = 1 << 40  # tokens: more than there are positions
+_LEAST_IDS = 16  # of a table
 CHUNK_TOKENS = 512  # least tokens of a chunk of quantized blocks
 MOST_CHUNKS = 64  # of the quantized blocks of a sequence
 

@@ -72,17 +72,17 @@ class NearestOfRings:
             word = e.select(square < limit, word, e.constant(_I16, outside))
         turn = e.select(square > 0.0, self._turn(a, b), e.constant(_F16, self._turn_of_zero))
 
-        first, is_odd = word & 1023, (word >> _ODD & 1).to_float() * 0.5
+        first, shift = word & 1023, (word >> _ODD & 1).to_float() * 0.5
         phases = word >> _INNER & 127, word >> _OUTER & 127
-        firsts, shifts = (first, first + phases[0]), (is_odd, -is_odd + 0.5)
+        firsts, shifts = (first, first + phases[0]), (shift, -shift + 0.5)
         others, unsure = [], None
         best, score = None, square
         for start, count, shift in zip(firsts, phases, shifts, strict=True):
             steps = turn * count.to_float() - shift  # from −½ to the number of phases
             phase = (steps + 0.5).to_int()
             beyond = steps - phase.to_float()
-            is_here = e.absolute(beyond) > 0.5 - _UNSURE
-            unsure = is_here if unsure is None else unsure | is_here
+            is_between = e.absolute(beyond) > 0.5 - _UNSURE
+            unsure = is_between if unsure is None else unsure | is_between
             other = phase + e.select(beyond > 0.0, e.constant(_I16, 1), e.constant(_I16, -1))
             others.append(start + e.select(other < 0, other + count, e.select(other < count, other, other - count)))
             code = start + e.select(phase < count, phase, e.zero(_I16))

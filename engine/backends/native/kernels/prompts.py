@@ -9,6 +9,7 @@ from functools import cache
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
 from engine.backends.native.kernels.multiply import multiply
+from engine.backends.native.kernels.partials import LOWEST
 from engine.backends.native.kernels.rotation import pieces, rotate
 from engine.backends.native.values import F32, I32, I64, POINTER, Value, vector
 from engine.backends.native.workers import SCRATCH
@@ -17,7 +18,6 @@ KEYS = 128  # of a tile
 MOST_QUERIES = 192  # of a unit
 SEGMENT_FIELDS = 5
 _AT_ONCE = 6  # queries whose sums stay in registers
-_NONE = -1e30  # the maximum of no scores
 _F16 = vector(F32, 16)
 
 
@@ -79,12 +79,12 @@ def attend(spec: Prompt) -> Kernel:
     top and total (T, H) and out have the maximum, the sum of weights and the weighted sum. The last multiplies the
     result by scale_back (H,), and rotates it: before (D,) and rotation are those of a `Rotation`.
     """
-    place, row_bytes = _Scratch(spec.dim), 4 * spec.dim
+    layout, row_bytes = _Scratch(spec.dim), 4 * spec.dim
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
         q, out, segments, top, total, scale_back, before, rotation, *rest = args
         rows, group, kv_heads, tile, position, count, window, is_first, is_last, scale = rest
-        unit_state = _Unit(e, spec, place, scratch)
+        unit_state = _Unit(e, spec, layout, scratch)
         with e.loop(begin, end) as unit:
             head, first_row = unit % kv_heads, unit // kv_heads * tile
             own_rows = e.least(rows - first_row, tile)
@@ -119,17 +119,17 @@ def attend(spec: Prompt) -> Kernel:
     sizes = "rows", "group", "kv_heads", "tile", "position", "count", "window"
     integers = *sizes, "is_first", "is_last"
     pointers = "q", "out", "segments", "top", "total", "scale_back", "before", "rotation"
-    return Kernel(spec.name, emit, pointers, integers, ("scale",), scratch=place.end)
+    return Kernel(spec.name, emit, pointers, integers, ("scale",), scratch=layout.end)
 
 
 class _Unit:
     """Emits the work of a unit on its queries, whose state is in scratch."""
 
-    def __init__(self, e: Emitter, spec: Prompt, place: _Scratch, scratch: Value) -> None:
+    def __init__(self, e: Emitter, spec: Prompt, layout: _Scratch, scratch: Value) -> None:
         self._e, self._spec, self._dim = e, spec, spec.dim
-        self._keys, self._weights, self._fade = (scratch + at for at in (place.keys, place.weights, place.fade))
-        self._position, self._query, self._mix = (scratch + at for at in (place.position, place.query, place.mix))
-        self._top, self._total = scratch + place.top, scratch + place.total
+        self._keys, self._weights, self._fade = (scratch + at for at in (layout.keys, layout.weights, layout.fade))
+        self._position, self._query, self._mix = (scratch + at for at in (layout.position, layout.query, layout.mix))
+        self._top, self._total = scratch + layout.top, scratch + layout.total
         self._rows, self._vectors = {16: (_AT_ONCE, 4), 8: (_AT_ONCE, 1), 4: (2, 1)}[e.level.lanes]
 
     def _row(self, i: Value) -> tuple[Value, Value]:
@@ -143,7 +143,7 @@ class _Unit:
         for first, lanes in pieces(self._dim):
             e.store(e.load(q, vector(F32, lanes), 4 * first) * scale, query, 4 * first)
             e.store(e.zero(vector(F32, lanes)), mix, 4 * first)
-        e.store(e.constant(F32, _NONE), self._top + i * 4)
+        e.store(e.constant(F32, LOWEST), self._top + i * 4)
         e.store(e.constant(F32, 0.0), self._total + i * 4)
         e.store(position, self._position + i * 8)
 
@@ -234,7 +234,7 @@ class _Unit:
             for number, key in enumerate(keys):
                 seen.append((key <= last) & (key >= first))
                 score = e.load(at, _F16, 64 * number)
-                scores.append(e.select(seen[-1], score, e.like(_NONE, score)))
+                scores.append(e.select(seen[-1], score, e.like(LOWEST, score)))
             own_top, fade = self._top + (i + row) * 4, self._fade + row * 4
             before = e.load(own_top, F32)
             top = e.maximum(e.maximum_lanes(_reduced(scores, e.maximum)), before)

@@ -27,7 +27,9 @@ def write_norms(unit: Unit) -> None:
             diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(here)]
             between = e.splat(e.extract(here[1], 0), LANES)
             means = (
-                [e.broadcast(unit.given["lean"] + channel * 4, F32, LANES, 4 * row) for row in (0, 1)] if tilted else []
+                [e.broadcast(unit.given["mean_query"] + channel * 4, F32, LANES, 4 * row) for row in (0, 1)]
+                if tilted
+                else []
             )
             for number, own in enumerate(by_vector):
                 xs, ys = (

@@ -19,7 +19,7 @@ _F16 = vector(F32, LANES)
 
 # Addresses of a unit, int64 each: x (N, D) float32; the metric's arrays of its KV head, as `Encoding` describes them;
 # where the results are written: codes (N, P) uint8 or uint16 and norms (N,) float32, or a tile; the fields of the mean.
-POINTERS = ("x", "feedback", "matrix", "lean", "along", "codes", "norms", "tiles", "mean", "mean_scale")
+POINTERS = ("x", "feedback", "matrix", "mean_query", "along", "codes", "norms", "tiles", "mean", "mean_scale")
 ROW_PAD = LANES  # zeros before and after the coefficients of a row of tokens
 
 
@@ -28,7 +28,7 @@ class Encoding:
     """The properties that a kernel is specialized for.
 
     bits: of a code. width: values of a code, 2 for `ring`, 1 for `turbo`. tokens: N, a multiple of 16.
-    tilted: norms are tilted, with `lean` (D,) the mean query, and `matrix` (D, D) the second moment of queries; else
+    tilted: norms are tilted, with `mean_query` (D,) and `matrix` (D, D) the second moment of queries; else
     they are fitted, with `matrix` the metric's. along_tokens: with feedback along tokens.
     mean_bits: of the block mean that is subtracted; 0 for none. has_metric: else codes are of the nearest points, and
     norms are the RMS, or `largest` if that is less.
