@@ -178,11 +178,13 @@ def _dots(e: Emitter, codes: _Codes, at: Value, inputs: Value, group: int, spec:
     # Two sums a row, where they fit the registers: one alone would wait for each of its products.
     chains = 2 if spec.at_once == 1 or e.level.lanes == 16 else 1
     sums = [[e.zero(_I16)] * chains for _ in range(spec.at_once)]
-    for pair in range(group * size, (group + 1) * size):
+    # Pairs that share vectors of codes follow each other, so that few registers hold codes.
+    pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
+    for number, pair in enumerate(pairs):
         code = codes.pair(at, pair)
         for row, dot in enumerate(sums):
             words = e.broadcast(inputs, I32, 16, 2 * GROUP * row + 4 * pair)
-            dot[pair % chains] = dot2(e, dot[pair % chains], code, words)
+            dot[number % chains] = dot2(e, dot[number % chains], code, words)
     return [dot[0] + dot[1] if chains == 2 else dot[0] for dot in sums]
 
 
@@ -198,6 +200,10 @@ class _Codes:
         self._is_signed = format.bits == 8
         self._table = None if format.table is None else Table(e, e.constant_bytes(format.table.tobytes()), 16)
         self.zero = 0 if self._is_signed or self._table else format.zero
+
+    def vector(self, pair: int) -> int:
+        """The number of the vector, of the lowest plane, that has a pair."""
+        return pair % self._place.planes[0]
 
     def pair(self, at: Value, pair: int) -> Value:
         """2 codes of each of 16 rows, the words of int32 lanes; at: of the codes of 32 inputs, pair: the number of 2 of
