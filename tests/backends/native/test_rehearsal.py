@@ -82,6 +82,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
         {"cache_type": "f16"},
         {"cache_type": "ring4/ring3.5", "calibration": True},
         {"cache_type": "polarpair-m4n4/f16"},
+        {"cache_type": "polarquant"},
         {"cache_type": "turbo4", "weight_type": "q8_0"},
         {"cache_type": "kivi4", "block_size": 32},
     ],
