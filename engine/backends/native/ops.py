@@ -19,8 +19,9 @@ from engine.backends.native.self_test import choose
 from engine.backends.native.thread_count import thread_count
 from engine.backends.native.workers import workers
 from engine.backends.numpy import host_memory
+from engine.backends.numpy.attention import LayerCache
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Rehearsal
+from engine.backends.ops import Place, Rehearsal
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
 
@@ -94,6 +95,7 @@ class NativeOps:
         ops = copy(self)
         ops._compose(self._plain, launch)
         ops.load = ops._matrices.load_shapes
+        ops.copy_full = _no_copy
         return Rehearsal(ops, launch.wait, ops._notes)
 
     def room_beside(self, weights: int) -> int:
@@ -130,3 +132,7 @@ class NativeOps:
 
     def fetch_tokens(self, chosen: None, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
         return sample_all(logits, draws)
+
+
+def _no_copy(cache: LayerCache, target: Place, source: Place, tokens: int) -> None:
+    """Nothing: a rehearsal's keys and values are zeros, which take no memory until they are written."""

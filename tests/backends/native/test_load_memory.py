@@ -76,4 +76,5 @@ def test_a_model_is_in_memory_once_while_it_is_loaded(folder: Path, how: str) ->
     staging = 8 * MIB
     assert after["VmHWM"] <= after["VmRSS"] + staging + MATRIX
     assert after["VmHWM"] - before["VmRSS"] <= weights + staging + MATRIX + 24 * MIB  # libraries, code, heaps
+    assert after["VmRSS"] - before["VmRSS"] <= weights + 20 * MIB  # what was freed is given back
     assert after["RssFile"] - before["RssFile"] <= 16 * MIB  # the model's file does not stay

@@ -15,13 +15,14 @@ from tqdm import tqdm
 
 pytest.importorskip("llvmlite")
 
-from engine import Engine, SamplingParams, assembly
+from engine import Engine, SamplingParams, assembly, codecs
 from engine.backends.native import launch as launch_module
 from engine.backends.native import library as library_module
 from engine.backends.native.compiler import Kernel, compile_object
 from engine.backends.native.library import Library
 from engine.backends.native.ops import NativeOps
 from engine.backends.native.target import best
+from engine.backends.ops import CacheFormat, Place
 from engine.backends.select import select
 from engine.model.file_matrix import FileMatrix
 from tests.tiny import VOCABULARY, load_tiny
@@ -200,3 +201,16 @@ def test_codes_are_left_to_numpy_where_their_kernels_cannot_be_compiled(
     assert answers[0] == answers[1]
     assert threads is not None
     assert threads.why.endswith(f"; in NumPy, for want of one: {kind[:-2]}ing")
+
+
+def test_a_rehearsal_writes_to_no_slot() -> None:
+    """Zeros that are not written take no memory; copies of them would."""
+    ops = NativeOps(1)
+    f16 = codecs.get("f16")
+    format = CacheFormat(f16, f16, None, None, mean_bits=0, block_size=4, kv_heads=2, head_dim=8)
+    cache = ops.cache(format, 2, 2)
+    source = np.ones((2, 4, 8), np.float32), np.ones((2, 4, 8), np.float32)
+    ops.rehearsal().ops.copy_full(cache, Place(None, 1), Place(source, 0), 4)
+    assert not cache.full_k.any()
+    ops.copy_full(cache, Place(None, 1), Place(source, 0), 4)
+    assert cache.full_k[1].all()
