@@ -11,7 +11,8 @@ from engine.backends.native import tiles
 from engine.backends.native.buffers import Arena
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
-from engine.backends.native.kernels.product import Product, dequantize_rows, most_rows, product, rows_at_once
+from engine.backends.native.kernels.dequantize import dequantize_rows
+from engine.backends.native.kernels.product import Product, most_rows, product, rows_at_once
 from engine.backends.native.kernels.rows import gate, norm_rows
 from engine.backends.native.launch import Launcher
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat

@@ -13,7 +13,8 @@ from tests.backends.native.levels import every_level, run
 
 from engine.backends.native import tiles  # isort: skip
 from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
-from engine.backends.native.kernels.product import Product, dequantize_rows, product, rows_at_once
+from engine.backends.native.kernels.dequantize import dequantize_rows
+from engine.backends.native.kernels.product import Product, product, rows_at_once
 from engine.backends.native.target import Level
 
 every_format = pytest.mark.parametrize("name", available())

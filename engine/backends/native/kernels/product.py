@@ -7,15 +7,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-
 from engine.backends.native.byte_ops import Table, dot2
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
 from engine.backends.native.kernels.activations import GROUP, ROW_BYTES
 from engine.backends.native.kernels.rows import gated
+from engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
 from engine.backends.native.tiles import TileLayout, layout
-from engine.backends.native.values import F32, I8, I16, I32, I64, Value, vector
+from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 from engine.weight_formats import WeightFormat
 
 _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), vector(I16, 32)
@@ -120,11 +119,7 @@ def _plain(
                 e.broadcast(panel + column * (4 * at_once), F32, 16, 4 * (at_once * i + r)) for r in range(at_once)
             ]
             for tile, totals in zip(tiles, sums, strict=True):
-                raw = e.load(tile + column * (16 * size), _F16 if size == 4 else vector(I16, 16), 16 * size * i)
-                if spec.format.name == "f16":
-                    raw = e.half_to_float(raw)
-                elif spec.format.name == "bf16":
-                    raw = (raw.zext(I32) << 16).bits(_F16)
+                raw = read_plain(e, tile + column * (16 * size), spec.format, 16, 16 * size * i)
                 for factor, total in zip(factors, totals, strict=True):
                     total[i].set(e.fma(raw, factor, total[i].get()))
 
@@ -146,8 +141,8 @@ def _packed(
     sums = [[e.variable(e.zero(_F16)) for _ in rows] for _ in tiles]
     with e.loop(0, blocks) as block:
         starts = [tile + block * place.nbytes for tile in tiles]
-        scales = [_number(e, at, place.scale, place.is_power) for at in starts]
-        offsets = [None if place.offset is None else _number(e, at, place.offset, False) for at in starts]
+        scales = [read_scale(e, at, place.scale, place.is_power, 16) for at in starts]
+        offsets = [None if place.offset is None else read_scale(e, at, place.offset, False, 16) for at in starts]
         with e.loop(0, format.values // 32) as part:
             inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.at_once)
             sub = part * (16 * (32 // format.group))
@@ -155,8 +150,8 @@ def _packed(
                 e.prefetch(at + part * place.part_bytes + (place.codes + _AHEAD), place.part_bytes)
             for group in range(32 // format.group):
                 for at, scale, offset, totals in zip(starts, scales, offsets, sums, strict=True):
-                    own_scale = _times_sub(e, scale, at + sub, place.sub_scale, group, signed=True)
-                    own_offset = None if offset is None else _times_sub(e, offset, at + sub, place.sub_offset, group)
+                    own_scale = times_sub(e, scale, at + sub, place.sub_scale, group, signed=True)
+                    own_offset = None if offset is None else times_sub(e, offset, at + sub, place.sub_offset, group)
                     codes_at = at + part * place.part_bytes + place.codes
                     dots = _dots(e, codes, codes_at, inputs, group, spec)
                     for row, (dot, total) in enumerate(zip(dots, totals, strict=True)):
@@ -208,121 +203,7 @@ class _Codes:
     def pair(self, at: Value, pair: int) -> Value:
         """2 codes of each of 16 rows, the words of int32 lanes; at: of the codes of 32 inputs, pair: the number of 2 of
         them."""
-        e, low, start, whole = self._e, 0, 0, None
-        if self._is_signed:
-            words = e.load(at, _WORDS, 64 * (pair % 8))
-            return (words.ashr(8) if pair // 8 else (words << 8).ashr(8)).bits(_I16)
-        for bits in self._place.planes:
-            piece = e.load(at, _I16, start + 64 * (pair % bits))
-            start += 64 * bits
-            shift = bits * (pair // bits)
-            piece = (piece >> shift if shift else piece) & ((1 << bits) - 1) * 0x00010001
-            piece = piece << low if low else piece
-            whole = piece if whole is None else whole | piece
-            low += bits
-        assert whole is not None
-        if self._table is None:
-            return whole
-        found = self._table[whole.bits(_BYTES)].bits(_WORDS)
-        return (found << 8).ashr(8).bits(_I16)
-
-
-def _number(e: Emitter, at: Value, place: int, is_power: bool) -> Value:
-    """A scale or offset of each row, float32."""
-    bits = e.load(at, vector(I16, 16), place)
-    return (bits.zext(I32) << 16).bits(_F16) if is_power else e.half_to_float(bits)
-
-
-def _times_sub(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool = False) -> Value:
-    """The factor times that of a group of inputs, where the format has one."""
-    if place is None:
-        return factor
-    sub = e.load(at, vector(I8, 16), place + 16 * group)
-    return factor * (sub.sext(I32) if signed else sub.zext(I32)).to_float()
-
-
-@cache
-def dequantize_rows(format: WeightFormat) -> Kernel:
-    """Rows `ids` of a matrix times `factor` → float32 (ids, inputs), unit by id."""
-
-    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        weights, ids, y, blocks, tile_bytes, columns, factor = args
-        with e.loop(begin, end) as number:
-            row = e.load(ids + number * 4, I32).zext(I64)
-            tile, lane = weights + (row // 16) * tile_bytes, row & 15
-            target = y + number * columns * 4
-            if format.unpack is None:
-                with e.loop(0, columns) as column:
-                    at = tile + (column * 16 + lane) * format.nbytes
-                    e.store(_plain_value(e, at, format) * factor, target + column * 4)
-            else:
-                _dequantize_lane(e, format, tile, lane, blocks, target, factor)
-
-    integers = "blocks", "tile_bytes", "columns"
-    return Kernel(f"dequantize_{format.name}", emit, ("weights", "ids", "y"), integers, ("factor",))
-
-
-def _plain_value(e: Emitter, at: Value, format: WeightFormat) -> Value:
-    if format.nbytes == 4:
-        return e.load(at, F32)
-    bits = e.load(at, I16)
-    return e.half_to_float(bits) if format.name == "f16" else (bits.zext(I32) << 16).bits(F32)
-
-
-def _dequantize_lane(
-    e: Emitter, format: WeightFormat, tile: Value, lane: Value, blocks: Value, target: Value, factor: Value
-) -> None:
-    """One row of a tile → float32."""
-    place = layout(format)
-    table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
-    with e.loop(0, blocks) as block:
-        at = tile + block * place.nbytes
-
-        def number(where: int, is_power: bool) -> Value:
-            bits = e.load(at + lane * 2, I16, where)
-            return (bits.zext(I32) << 16).bits(F32) if is_power else e.half_to_float(bits)
-
-        scale = number(place.scale, place.is_power)
-        offset = None if place.offset is None else number(place.offset, False)
-        with e.loop(0, format.values // 32) as part:
-            codes_at = at + part * place.part_bytes + lane * 4 + place.codes
-            sub_at = at + part * (16 * (32 // format.group)) + lane
-            out = target + (block * format.values + part * 32) * 4
-            for pair in range(16):
-                group = pair * 2 // format.group
-                codes = _lane_pair(e, place, codes_at, pair)
-                if table is None:
-                    values = codes.sext(I32).to_float()
-                    values = values if place.planes == (8,) else values - float(format.zero)
-                else:
-                    found = [e.load(table + e.extract(codes, i).zext(I64) * 4, F32) for i in range(2)]
-                    values = e.collect(found)
-                values = values * _times_sub_byte(e, scale, sub_at, place.sub_scale, group, signed=True)
-                if offset is not None:
-                    values = values + _times_sub_byte(e, offset, sub_at, place.sub_offset, group, signed=False)
-                e.store(values * factor, out, 8 * pair)
-
-
-def _times_sub_byte(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool) -> Value:
-    """As `_times_sub`, for one row."""
-    if place is None:
-        return factor
-    byte = e.load(at, I8, place + 16 * group)
-    return factor * (byte.sext(I32) if signed else byte.zext(I32)).to_float()
-
-
-def _lane_pair(e: Emitter, place: TileLayout, at: Value, pair: int) -> Value:
-    """2 codes of one row: words; at: of the codes of 32 inputs, plus 4 times the lane."""
-    words = vector(I16, 2)
-    if place.planes == (8,):
-        both = e.load(at, words, 64 * (pair % 8))
-        return both.ashr(8) if pair // 8 else (both << 8).ashr(8)
-    start, low, whole = 0, 0, None
-    for bits in place.planes:
-        piece = e.load(at, I32, start + 64 * (pair % bits))
-        start += 64 * bits
-        piece = ((piece >> bits * (pair // bits)) & ((1 << bits) - 1) * 0x00010001) << low
-        whole = piece if whole is None else whole | piece
-        low += bits
-    assert whole is not None
-    return whole.bits(words)
+        words = read_pair(self._e, self._place, at, pair, 16)
+        if self._table is not None:
+            words = (self._table[words.bits(_BYTES)].bits(_WORDS) << 8).ashr(8)
+        return words.bits(_I16)

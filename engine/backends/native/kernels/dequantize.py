@@ -1,0 +1,65 @@
+"""Rows of weights in tiles as float32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
+from engine.backends.native.tiles import layout
+from engine.backends.native.values import F32, I32, I64, Value
+from engine.weight_formats import WeightFormat
+
+
+@cache
+def dequantize_rows(format: WeightFormat) -> Kernel:
+    """Rows `ids` of a matrix times `factor` → float32 (ids, inputs), unit by id."""
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        weights, ids, y, blocks, tile_bytes, columns, factor = args
+        with e.loop(begin, end) as number:
+            row = e.load(ids + number * 4, I32).zext(I64)
+            tile, lane = weights + (row // 16) * tile_bytes, row & 15
+            target = y + number * columns * 4
+            if format.unpack is None:
+                with e.loop(0, columns) as column:
+                    at = tile + (column * 16 + lane) * format.nbytes
+                    e.store(read_plain(e, at, format, 0) * factor, target + column * 4)
+            else:
+                _dequantize_lane(e, format, tile, lane, blocks, target, factor)
+
+    integers = "blocks", "tile_bytes", "columns"
+    return Kernel(f"dequantize_{format.name}", emit, ("weights", "ids", "y"), integers, ("factor",))
+
+
+def _dequantize_lane(
+    e: Emitter, format: WeightFormat, tile: Value, lane: Value, blocks: Value, target: Value, factor: Value
+) -> None:
+    """One row of a tile → float32."""
+    place = layout(format)
+    table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
+    with e.loop(0, blocks) as block:
+        at = tile + block * place.nbytes
+        numbers = at + lane * 2
+        scale = read_scale(e, numbers, place.scale, place.is_power, 0)
+        offset = None if place.offset is None else read_scale(e, numbers, place.offset, False, 0)
+        with e.loop(0, format.values // 32) as part:
+            codes_at = at + part * place.part_bytes + lane * 4 + place.codes
+            sub_at = at + part * (16 * (32 // format.group)) + lane
+            out = target + (block * format.values + part * 32) * 4
+            for pair in range(16):
+                group = pair * 2 // format.group
+                codes = read_pair(e, place, codes_at, pair, 0)
+                if table is None:
+                    values = codes.sext(I32).to_float()
+                    values = values if place.planes == (8,) else values - float(format.zero)
+                else:
+                    found = [e.load(table + e.extract(codes, i).zext(I64) * 4, F32) for i in range(2)]
+                    values = e.collect(found)
+                values = values * times_sub(e, scale, sub_at, place.sub_scale, group, signed=True)
+                if offset is not None:
+                    values = values + times_sub(e, offset, sub_at, place.sub_offset, group)
+                e.store(values * factor, out, 8 * pair)

@@ -1,0 +1,59 @@
+"""Reads of tiles of weights (`engine.backends.native.tiles`).
+
+lanes: 16 for all rows of a tile, 0 for one of them.
+"""
+
+from __future__ import annotations
+
+from engine.backends.native.emit import Emitter
+from engine.backends.native.tiles import TileLayout
+from engine.backends.native.values import F32, I8, I16, I32, Type, Value, vector
+from engine.weight_formats import WeightFormat
+
+
+def _type(element: Type, lanes: int) -> Type:
+    """The type of a vector; of a scalar for 0 lanes."""
+    return vector(element, lanes) if lanes else element
+
+
+def read_plain(e: Emitter, at: Value, format: WeightFormat, lanes: int, offset: int = 0) -> Value:
+    """Weights of a format without codes at `at` + `offset` bytes, float32."""
+    if format.nbytes == 4:
+        return e.load(at, _type(F32, lanes), offset)
+    return _widened(e, e.load(at, _type(I16, lanes), offset), is_bfloat=format.name == "bf16")
+
+
+def read_scale(e: Emitter, at: Value, place: int, is_power: bool, lanes: int) -> Value:
+    """Scales or offsets, float32. place, is_power: of a `TileLayout`."""
+    return _widened(e, e.load(at, _type(I16, lanes), place), is_bfloat=is_power)
+
+
+def _widened(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
+    if not is_bfloat:
+        return e.half_to_float(bits)
+    return (bits.zext(I32) << 16).bits(_type(F32, bits.lanes))
+
+
+def times_sub(e: Emitter, factor: Value, at: Value, place: int | None, group: int, *, signed: bool = False) -> Value:
+    """The factor times that of a group of inputs, where the format has one."""
+    if place is None:
+        return factor
+    sub = e.load(at, _type(I8, factor.lanes), place + 16 * group)
+    return factor * (sub.sext(I32) if signed else sub.zext(I32)).to_float()
+
+
+def read_pair(e: Emitter, layout: TileLayout, at: Value, pair: int, lanes: int) -> Value:
+    """A pair of codes of each row, int16 (2 · rows,); at: of the codes of 32 inputs, pair: its number among them."""
+    words = vector(I16, 2 * (lanes or 1))
+    if layout.planes == (8,):
+        both = e.load(at, words, 64 * (pair % 8))
+        return both.ashr(8) if pair // 8 else (both << 8).ashr(8)
+    start, low, whole = 0, 0, None
+    for bits in layout.planes:
+        piece = e.load(at, _type(I32, lanes), start + 64 * (pair % bits))
+        start += 64 * bits
+        piece = ((piece >> bits * (pair // bits)) & ((1 << bits) - 1) * 0x00010001) << low
+        whole = piece if whole is None else whole | piece
+        low += bits
+    assert whole is not None
+    return whole.bits(words)
