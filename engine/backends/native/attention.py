@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.backends.native.cache import TileCache
+from engine.backends.native.compiler import Kernel
 from engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from engine.backends.native.kernels.attention import Attention, attend, queries_at_once
 from engine.backends.native.kernels.partials import merge, partial_bytes
@@ -41,16 +42,19 @@ class AttentionOps:
         window: int | None,
         transform: PreparedTransform | None = None,
     ) -> np.ndarray:
-        """In NumPy for a step in a layer without tiles."""
+        """In NumPy for a step in a layer without tiles, or whose kernels cannot be compiled."""
         if not isinstance(spans, StepTable):
             return self._prompts.attention(q, cache, spans, scale, window, transform)
         if isinstance(cache, TileCache):
-            return self._step(q, cache, spans, scale, window, transform)
+            kernels = _kernels(q, cache, spans, transform)
+            if all(self._launch.has(kernel) for kernel in kernels):
+                return self._step(kernels, q, cache, spans, scale, window, transform)
         views = self._plain.spans(spans.views, cache.format.block_size)
         return self._in_numpy(q, cache, views, scale, window, transform)
 
     def _step(
         self,
+        kernels: tuple[Kernel, Kernel],
         q: np.ndarray,
         cache: TileCache,
         table: StepTable,
@@ -58,11 +62,7 @@ class AttentionOps:
         window: int | None,
         transform: PreparedTransform | None,
     ) -> np.ndarray:
-        (rows, heads, dim), format = q.shape, cache.format
-        group = heads // format.kv_heads
-        at_once = queries_at_once(group, table.most_rows)
-        sizes = format.block_size, dim, group, at_once
-        spec = Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes)
+        (rows, heads, dim), format, (attends, merges) = q.shape, cache.format, kernels
         parts = self._partial_results(rows * heads * table.most_chunks * partial_bytes(dim))
         memory, means = cache.memory, [cache.mean.get(name) for name in ("mean", "mean_scale")]
         pointers: list[Any] = [q, parts, *memory, *(0 if mean is None else mean for mean in means)]
@@ -76,15 +76,14 @@ class AttentionOps:
             *sizes_of_tables,
             window or NO_WINDOW,
         )
-        self._launch(attend(spec), lambda: table.unit_count * format.kv_heads, pointers, integers, (scale,), grain=1)
+        self._launch(attends, lambda: table.unit_count * format.kv_heads, pointers, integers, (scale,), grain=1)
 
         out = np.empty(q.shape, np.float32)
         back = NO_ROTATION if transform is None else transform.back
         scale_back = None if transform is None else transform.scale_back
         pointers = [parts, table.headers, table.row_sequences, 0 if scale_back is None else scale_back]
         pointers += [0 if back.before is None else back.before, back.memory, out]
-        kernel = merge(dim, back.order, is_scaled=scale_back is not None)
-        self._launch(kernel, rows * heads, pointers, (heads, table.most_chunks))
+        self._launch(merges, rows * heads, pointers, (heads, table.most_chunks))
         return out
 
     def _partial_results(self, nbytes: int) -> np.ndarray:
@@ -92,3 +91,15 @@ class AttentionOps:
         if len(self._parts) < nbytes:
             self._parts = aligned(nbytes)
         return self._parts
+
+
+def _kernels(
+    q: np.ndarray, cache: TileCache, table: StepTable, transform: PreparedTransform | None
+) -> tuple[Kernel, Kernel]:
+    """The kernels that attend in chunks, and that merge these."""
+    (_, heads, dim), format = q.shape, cache.format
+    group = heads // format.kv_heads
+    sizes = format.block_size, dim, group, queries_at_once(group, table.most_rows)
+    attends = attend(Attention(cache.key_tiles, cache.value_tiles, format.mean_bits, *sizes))
+    back = NO_ROTATION if transform is None else transform.back
+    return attends, merge(dim, back.order, is_scaled=transform is not None and transform.scale_back is not None)

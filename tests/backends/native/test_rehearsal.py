@@ -129,16 +129,16 @@ def test_weights_are_read_once(tiny_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_weights_do_not_wait_for_kernels_and_the_engine_only_for_some(
     tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None]
 ) -> None:
-    """Not for those that encode blocks, which a short conversation does not need."""
+    """Not for those of steps that NumPy can do without: the first token comes before."""
     is_loaded = threading.Event()
-    compiles(lambda name: not name.startswith("encode") or is_loaded.wait(30))
+    compiles(lambda name: not name.startswith(("attention", "encode")) or is_loaded.wait(30))
     with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "cache_type": "ring4", "block_size": 64}) as engine:
-        engine.generate(PROMPT[:10], SOME)
+        engine.generate(PROMPT[:10], SamplingParams(max_tokens=1))
         is_loaded.set()
         engine.generate([*PROMPT, *PROMPT], SOME)
         threads = engine.status().threads
     assert threads is not None
-    assert "NumPy" not in threads.why  # the wait for the event has not run out
+    assert threads.why.endswith(f"kernels compiled for {best().name}")  # the wait for the event has not run out
 
 
 def test_a_bar_shows_the_kernels_that_are_waited_for(
@@ -168,7 +168,7 @@ def test_a_bar_shows_the_kernels_that_are_waited_for(
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["attention_", "product_f16_1_", "heads", "prompt_attention"])
+@pytest.mark.parametrize("kind", ["product_f16_1_", "heads", "prompt_attention"])
 def test_a_kernel_that_cannot_be_compiled_leaves_all_to_numpy(
     tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], kind: str
 ) -> None:
@@ -185,11 +185,13 @@ def test_a_kernel_that_cannot_be_compiled_leaves_all_to_numpy(
     assert "kernels" not in threads.why
 
 
-@pytest.mark.parametrize("kind", ["encode_", "decode_"])
-def test_codes_are_left_to_numpy_where_their_kernels_cannot_be_compiled(
-    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], kind: str
+@pytest.mark.parametrize(
+    ("kind", "op"), [("encode_", "encoding"), ("decode_", "decoding"), ("attention_", "attention")]
+)
+def test_what_numpy_can_do_is_left_to_it_where_kernels_cannot_be_compiled(
+    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], kind: str, op: str
 ) -> None:
-    """They are compiled while the first requests run."""
+    """These kernels are compiled while the first requests run."""
     settings = {**SETTINGS, "cache_type": "ring4", "device": "cpu"}
     answers = []
     for passes in (lambda name: True, lambda name: not name.startswith(kind)):
@@ -198,9 +200,10 @@ def test_codes_are_left_to_numpy_where_their_kernels_cannot_be_compiled(
             engine.generate(PROMPT[:40], SamplingParams(max_tokens=1))  # so that the next one decodes a block
             answers.append(engine.generate(PROMPT, SOME).token_ids)
             threads = engine.status().threads
-    assert answers[0] == answers[1]
+    same = 1 if op == "attention" else len(answers[0])  # steps round differently in NumPy
+    assert answers[0][:same] == answers[1][:same]
     assert threads is not None
-    assert threads.why.endswith(f"; in NumPy, for want of one: {kind[:-2]}ing")
+    assert threads.why.endswith(f"; in NumPy, for want of one: {op}")
 
 
 def test_a_rehearsal_writes_to_no_slot() -> None:
