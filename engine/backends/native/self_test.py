@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -60,7 +60,9 @@ def check(level: Level) -> None:
     is_right = np.array_equal(dots, wanted) and np.array_equal(found, table[bytes_[2].view(np.uint8)])
 
     ops, x, weights = LinearOps(launch), rng.standard_normal((1, 96)).astype(np.float32), np.empty((20, 96), np.float32)
-    matrix = _Matrix(rng.standard_normal(weights.shape).astype(np.float32), get("q8_0"))
+    blocks = np.empty((20, 3), _BLOCK)
+    blocks["scale"], blocks["codes"] = rng.uniform(0.01, 0.02, (20, 3)), rng.integers(-127, 128, (20, 3, 32))
+    matrix = _Matrix(blocks)
     matrix.dequantize(weights)
     product = ops.linear(x, Linear(ops.load([matrix])))
     error = np.abs(product - x @ weights.T).max()  # x is rounded to words
@@ -68,25 +70,28 @@ def check(level: Level) -> None:
         raise KernelError(f"Kernels of the level {level.name} give wrong results on this CPU")
 
 
+_BLOCK = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])  # of Q8_0
+
+
 @dataclass(frozen=True)
 class _Matrix:
-    """See `StoredMatrix`."""
+    """See `StoredMatrix`. blocks: of Q8_0, by row; the package that can quantize others takes megabytes of memory."""
 
-    values: np.ndarray
-    format: WeightFormat
+    blocks: np.ndarray
+    format: WeightFormat = field(default_factory=lambda: get("q8_0"))
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns = self.values.shape
-        return rows, columns
+        rows, blocks = self.blocks.shape
+        return rows, blocks * self.format.values
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
-        assert self.format.quantize is not None
-        yield slice(0, len(self.values)), self.format.quantize(self.values)
+        rows = len(self.blocks)
+        yield slice(0, rows), self.blocks.view(np.uint8).reshape(rows, -1)
 
     def dequantize(self, out: np.ndarray) -> None:
-        for rows, raw in self.slabs(0):
-            self.format.dequantize(raw, out[rows])
+        scaled = self.blocks["scale"][..., None].astype(np.float32) * self.blocks["codes"]
+        out[...] = scaled.reshape(out.shape)
 
 
 def _emit_bytes(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:

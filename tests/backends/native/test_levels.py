@@ -21,7 +21,7 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.backends.select import select
 from engine.errors import EngineError, KernelError
 from tests.backends.native.levels import every_level
-from tests.test_bare_python import ROOT
+from tests.test_bare_python import ROOT, run_without
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +144,15 @@ def test_a_wrong_name_is_an_error_with_the_right_ones(monkeypatch: pytest.Monkey
 @every_level
 def test_every_level_passes(level: Level) -> None:
     self_test.check(level)
+
+
+def test_it_needs_no_package_that_takes_memory() -> None:
+    """That of GGUF files, with all that it imports, is for those alone."""
+    program = """
+from engine.backends.select import select
+print(type(select("cpu", 1, compiled=True)[0]).__name__)
+"""
+    assert run_without(["gguf"], program) == "NativeOps\n"
 
 
 @pytest.mark.skipif(len(levels()) < 2, reason="this CPU has one level")
