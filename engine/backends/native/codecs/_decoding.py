@@ -63,12 +63,3 @@ def emit_points(
                     code = code | (e.load(at, I8, planes).zext(I64) << 8)
                 point = e.load(table + code * (4 * width), vector(F32, width))
                 e.store(point * norm, out + first * (4 * width), 4 * width * i)
-
-
-def places(cuts: Sequence[int], order: Sequence[int], tokens: int) -> np.ndarray:
-    """Where the codes (N, C) of a block lie among those of its tile: (N, C) uint16.
-
-    cuts: the axes N and C, cut into pieces. order: of the pieces in a tile.
-    """
-    pieces = np.arange(np.prod(cuts), dtype=np.uint16).reshape([cuts[i] for i in order])
-    return np.ascontiguousarray(pieces.transpose(np.argsort(order))).reshape(tokens, -1)

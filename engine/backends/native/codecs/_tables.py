@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.native.byte_ops import dot4
+from engine.backends.native.codecs._arrangement import Arrangement
 from engine.backends.native.codecs._code_table import CodeTable
-from engine.backends.native.codecs._decoding import emit_points, places
+from engine.backends.native.codecs._decoding import emit_points
 from engine.backends.native.codecs._norms import emit_norms, emit_pack_norms
 from engine.backends.native.codecs._packing import Packing, side_by_side
 from engine.backends.native.codecs._products import PAIR_LANES, emit_products, quantize_weights, read_codes, store_query
@@ -69,28 +70,21 @@ class _TableTiles(ABC):
 
     @property
     @abstractmethod
-    def _cuts(self) -> tuple[int, ...]:
-        """The axes N and C, cut into pieces."""
-
-    _order: tuple[int, ...]  # of these pieces in a tile
+    def _arrangement(self) -> Arrangement:
+        """The order of the codes (N, C) in a tile."""
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         codes, norms = self._store.split(fields)
         lead = norms.shape[:-1]
-        pieces = codes.reshape(*lead, *self._cuts).transpose(*range(len(lead)), *(len(lead) + i for i in self._order))
         tiles = np.zeros((*lead, self.nbytes), np.uint8)
-        tiles[..., : self._norms_at] = self._packing.pack(pieces.reshape(*lead, self._vectors, 64))
+        tiles[..., : self._norms_at] = self._packing.pack(self._arrangement.vectors(codes))
         tiles[..., self._norms_at : self._end] = np.ascontiguousarray(norms).view(np.uint8)
         return tiles
 
     def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
-        lead = tiles.shape[:-1]
         vectors = self._packing.unpack(tiles[..., : self._norms_at], self._vectors)
-        pieces = vectors.reshape(*lead, *(self._cuts[i] for i in self._order))
-        back = (len(lead) + i for i in np.argsort(self._order))
-        codes = pieces.transpose(*range(len(lead)), *back).reshape(*lead, self._tokens, self._codes)
         norms = np.ascontiguousarray(tiles[..., self._norms_at : self._end]).view(self._norm)
-        return self._store.join(np.ascontiguousarray(codes), norms)
+        return self._store.join(self._arrangement.codes(vectors, self._tokens), norms)
 
     def emit_pack(self, e: Emitter, codes: Value, norms: Value, tile: Value) -> None:
         """Codes and norms (N,) float32 ≥ 0, which may be overwritten, → the tile.
@@ -121,7 +115,7 @@ class _TableTiles(ABC):
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
-        own = places(self._cuts, self._order, self._tokens)
+        own = self._arrangement.places(self._tokens)
         emit_points(e, block, self._packing, own, self._table.points, [norms], out, scratch)
 
 
@@ -140,10 +134,8 @@ class TableKeys(_TableTiles):
         return self._tokens // 16
 
     @property
-    def _cuts(self) -> tuple[int, ...]:
-        return self._groups, 16, self._codes // 4, 4
-
-    _order = (2, 0, 1, 3)
+    def _arrangement(self) -> Arrangement:
+        return Arrangement((self._groups, 16, self._codes // 4, 4), (2, 0, 1, 3))
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         row = 4 * self._tokens
@@ -188,11 +180,9 @@ class TableValues(_TableTiles):
         return math.gcd(self._codes, 16)
 
     @property
-    def _cuts(self) -> tuple[int, ...]:
+    def _arrangement(self) -> Arrangement:
         p = self._lanes
-        return self._tokens * p // 64, 16 // p, 4, self._codes // p, p
-
-    _order = (3, 0, 1, 4, 2)
+        return Arrangement((self._tokens * p // 64, 16 // p, 4, self._codes // p, p), (3, 0, 1, 4, 2))
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         p, kind = self._lanes, I16 if self._table.bits > 8 else I8

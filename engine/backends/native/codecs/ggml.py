@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engine.backends.native.byte_ops import dot4, dot4_signed
-from engine.backends.native.codecs._decoding import emit_points, places
+from engine.backends.native.codecs._arrangement import Arrangement
+from engine.backends.native.codecs._decoding import emit_points
 from engine.backends.native.codecs._norms import emit_pack_norms
 from engine.backends.native.codecs._packing import Packing, side_by_side
 from engine.backends.native.codecs._products import round_to
@@ -46,7 +47,6 @@ class _GroupedTiles(ABC):
 
     _side: str
     by_token: bool  # whether `emit_pack` reads the codes of a token side by side
-    _order: tuple[int, ...]  # of the pieces of (N, D) in a tile
 
     def __init__(self, codec: Q8 | Q4, block_size: int, head_dim: int) -> None:
         self._tokens, self._head_dim, self._groups = block_size, head_dim, head_dim // _GROUP
@@ -59,8 +59,8 @@ class _GroupedTiles(ABC):
 
     @property
     @abstractmethod
-    def _cuts(self) -> tuple[int, ...]:
-        """The axes N and D, cut into pieces."""
+    def _arrangement(self) -> Arrangement:
+        """The order of the codes (N, D) in a tile."""
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         codes, scales = fields["codes"], fields["scale"]
@@ -69,9 +69,9 @@ class _GroupedTiles(ABC):
         else:
             codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
         lead = scales.shape[:-2]
-        pieces = codes.reshape(*lead, *self._cuts).transpose(*range(len(lead)), *(len(lead) + i for i in self._order))
+        vectors = self._arrangement.vectors(codes.reshape(*lead, self._tokens, self._head_dim))
         tiles = np.zeros((*lead, self.nbytes), np.uint8)
-        tiles[..., : self._scales_at] = self._packing.pack(pieces.reshape(*lead, self._vectors, 64))
+        tiles[..., : self._scales_at] = self._packing.pack(vectors)
         by_group = np.ascontiguousarray(scales.swapaxes(-1, -2)).view(np.uint8)
         tiles[..., self._scales_at : self._end] = by_group.reshape(*lead, -1)
         return tiles
@@ -79,9 +79,7 @@ class _GroupedTiles(ABC):
     def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
         lead = tiles.shape[:-1]
         vectors = self._packing.unpack(tiles[..., : self._scales_at], self._vectors)
-        pieces = vectors.reshape(*lead, *(self._cuts[i] for i in self._order))
-        back = (len(lead) + i for i in np.argsort(self._order))
-        codes = pieces.transpose(*range(len(lead)), *back).reshape(*lead, self._tokens, self._groups, _GROUP)
+        codes = self._arrangement.codes(vectors, self._tokens).reshape(*lead, self._tokens, self._groups, _GROUP)
         if self._packing.bits == 8:
             codes = (codes ^ np.uint8(128)).view(np.int8)
         else:
@@ -109,7 +107,7 @@ class _GroupedTiles(ABC):
         scales_at = block + self._scales_at
         scales = [self._scales(e, scales_at + 2 * self._tokens * group) for group in range(self._groups)]
         points = np.arange(1 << self._packing.bits)[:, None] - (1 << (self._packing.bits - 1))
-        own = places(self._cuts, self._order, self._tokens)
+        own = self._arrangement.places(self._tokens)
         emit_points(e, block, self._packing, own, points, scales, out, scratch)
 
     def _is_signed(self, e: Emitter) -> bool:
@@ -140,11 +138,10 @@ class GroupedKeys(_GroupedTiles):
 
     _side = "keys"
     by_token = False
-    _order = (2, 0, 3, 1, 4)
 
     @property
-    def _cuts(self) -> tuple[int, ...]:
-        return self._tokens // 16, 16, self._groups, 8, 4
+    def _arrangement(self) -> Arrangement:
+        return Arrangement((self._tokens // 16, 16, self._groups, 8, 4), (2, 0, 3, 1, 4))
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         row, parts = 4 * self._tokens, self._tokens // 16
@@ -205,11 +202,10 @@ class GroupedValues(_GroupedTiles):
 
     _side = "values"
     by_token = True
-    _order = (2, 0, 3, 1)
 
     @property
-    def _cuts(self) -> tuple[int, ...]:
-        return self._tokens // 4, 4, self._head_dim // 16, 16
+    def _arrangement(self) -> Arrangement:
+        return Arrangement((self._tokens // 4, 4, self._head_dim // 16, 16), (2, 0, 3, 1))
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         fours = self._tokens // 4

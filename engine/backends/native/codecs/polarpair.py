@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from engine.backends.native.codecs._arrangement import Arrangement
 from engine.backends.native.codecs._code_table import CodeTable
-from engine.backends.native.codecs._decoding import emit_points, places
+from engine.backends.native.codecs._decoding import emit_points
 from engine.backends.native.codecs._packing import Packing
 from engine.backends.native.codecs._products import PAIR_LANES, emit_products, store_query
 from engine.backends.native.emit import Emitter
@@ -41,6 +42,7 @@ class PolarPairKeys:
         self._table = CodeTable(bits, radius[:, None] * np.stack([COSINES, SINES], -1)[angle])
         self._packing = Packing(bits)
         self._vectors = block_size * head_dim // 128
+        self._arrangement = Arrangement((block_size // 16, 16, head_dim // 8, 4), (2, 0, 1, 3))
         self._spans = block_size // (codec.group or block_size)  # of tokens that share steps
         self._steps_at = self._packing.nbytes(self._vectors)
         self._end = self._steps_at + self._spans * head_dim
@@ -51,17 +53,15 @@ class PolarPairKeys:
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         codes, steps = self._codec.pair_codes(fields), fields["radius_step"]
         lead = steps.shape[:-2]
-        pieces = codes.reshape(-1, self._tokens // 16, 16, self._head_dim // 8, 4).transpose(0, 3, 1, 2, 4)
         tiles = np.zeros((*lead, self.nbytes), np.uint8)
-        tiles[..., : self._steps_at] = self._packing.pack(pieces.reshape(*lead, self._vectors, 64))
+        tiles[..., : self._steps_at] = self._packing.pack(self._arrangement.vectors(codes))
         tiles[..., self._steps_at : self._end] = np.ascontiguousarray(steps).view(np.uint8).reshape(*lead, -1)
         return tiles
 
     def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
         lead = tiles.shape[:-1]
         vectors = self._packing.unpack(tiles[..., : self._steps_at], self._vectors)
-        pieces = vectors.reshape(-1, self._head_dim // 8, self._tokens // 16, 16, 4).transpose(0, 2, 3, 1, 4)
-        codes = np.ascontiguousarray(pieces).reshape(*lead, self._tokens, self._head_dim // 2)
+        codes = self._arrangement.codes(vectors, self._tokens)
         steps = np.ascontiguousarray(tiles[..., self._steps_at : self._end]).view(np.float16)
         return {"codes": self._codec.code_field(codes), "radius_step": steps.reshape(*lead, self._spans, -1)}
 
@@ -90,7 +90,7 @@ class PolarPairKeys:
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         tokens, dim = self._tokens, self._head_dim
-        own = places((tokens // 16, 16, dim // 8, 4), (2, 0, 1, 3), tokens)
+        own = self._arrangement.places(tokens)
         ones = [e.constant(_F16, 1.0)] * (tokens // 16)
         emit_points(e, block, self._packing, own, self._table.points, [ones], out, scratch)
         each = tokens // self._spans
