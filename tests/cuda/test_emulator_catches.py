@@ -127,6 +127,89 @@ def test_a_race_between_blocks_is_caught() -> None:
     assert y[0] == len(SEEDS) * (0 + 1 + 2)
 
 
+LAST_BLOCK = """
+    __shared__ int last;
+    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
+    BARRIER
+    if (threadIdx.x == 0) {
+        RELEASE
+        const int before = atomicAdd(count, 1);
+        ACQUIRE
+        last = before + 1 == gridDim.x;
+    }
+    __syncthreads();
+    if (!last) return;
+    float sum = 0;
+    for (int b = 0; b < gridDim.x; ++b) sum += y[64 * b + (threadIdx.x + 1) % 64];  // here
+    __syncthreads();
+    total[threadIdx.x] = sum;
+    if (threadIdx.x == 0) atomicExch(count, 0);
+"""
+
+
+@pytest.mark.parametrize("missing", ["BARRIER", "RELEASE", "ACQUIRE", ""])
+def test_the_last_block_reads_what_others_have_stored_before_a_fence_and_an_atomic(missing: str) -> None:
+    lines = {"BARRIER": "__syncthreads();", "RELEASE": "__threadfence();", "ACQUIRE": "__threadfence();"}
+    body = LAST_BLOCK
+    for name, line in lines.items():
+        body = body.replace(name, "" if name == missing else line)
+    x = np.arange(64, dtype=np.float32)
+    y, total, count = np.zeros((3, 64), np.float32), np.zeros(64, np.float32), np.zeros(1, np.int32)
+    arguments = "float *y, float *total, int *count, const float *x"
+    if missing:
+        words = "race between blocks: load"
+        assert_caught(body, words, y, total, count, x, arguments=arguments, grid=(3,))
+        return
+    assert_passes(body, y, total, count, x, arguments=arguments, grid=(3,))
+    np.testing.assert_array_equal(total, 3 * np.roll(x, -1))
+    assert count == 0
+
+
+@pytest.mark.parametrize("missing", ["RELEASE", ""])
+def test_every_thread_may_have_a_fence_of_its_own(missing: str) -> None:
+    """Before the barrier that orders it before the atomic of one thread."""
+    body = """
+    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
+    RELEASE
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    if (atomicAdd(count, 1) + 1 < gridDim.x) return;
+    __threadfence();
+    for (int i = 0; i < 64 * gridDim.x; ++i) total[0] += y[i];  // here
+    atomicExch(count, 0);
+    """.replace("RELEASE", "" if missing else "__threadfence();")
+    x = np.arange(64, dtype=np.float32)
+    y, total, count = np.zeros((3, 64), np.float32), np.zeros(1, np.float32), np.zeros(1, np.int32)
+    check = assert_caught if missing else assert_passes
+    words = ["race between blocks: load"] if missing else []
+    check(body, *words, y, total, count, x, arguments="float *y, float *total, int *count, const float *x", grid=(3,))
+
+
+def test_a_store_after_the_fence_is_not_passed_on() -> None:
+    body = """
+    if (threadIdx.x) return;
+    const int ORDER;
+    if (before + 1 < gridDim.x) return;
+    __threadfence();
+    for (int b = 0; b < gridDim.x; ++b) total[0] += y[b];  // here
+    """
+    store = "y[blockIdx.x] = x[blockIdx.x];"
+    atomic = "before = atomicAdd(count, 1)"
+    x = np.arange(64, dtype=np.float32)
+    arguments = "float *y, float *total, int *count, const float *x"
+    for late in (True, False):
+        order = f"__threadfence(); {store}" if late else f"{store} __threadfence();"
+        text = body.replace("const int ORDER", f"{order} const int {atomic}")
+        y, total, count = np.zeros(3, np.float32), np.zeros(1, np.float32), np.zeros(1, np.int32)
+        planted, _ = program(text, arguments)
+        if late:
+            with pytest.raises(EmulatorError, match="race between blocks: load"):
+                planted.launch("planted", (3,), (64,), y, total, count, x)
+        else:
+            planted.launch("planted", (3,), (64,), y, total, count, x)
+            assert total == 0 + 1 + 2
+
+
 def test_reading_what_another_block_overwrites_is_caught() -> None:
     y, x = arrays()
     body = "\nif (blockIdx.x) x[0] = y[1];  // here\nelse y[0] = x[0];\n"

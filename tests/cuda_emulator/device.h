@@ -97,7 +97,13 @@ EMULATOR_PRIMITIVE T change(T *address, Change result_of) {
     access(address, sizeof(T), Access::kAtomic, sizeof(T));
     const T old = *address;
     *address = result_of(old);
+    pass_on(address);
     return old;
+}
+
+EMULATOR_PRIMITIVE static void enter_fence() {
+    EMULATOR_AT_CALLER();
+    fence();
 }
 
 }  // namespace emulator
@@ -139,7 +145,7 @@ __forceinline__ T atomicCAS(T *address, std::type_identity_t<T> expected, std::t
     return emulator::change(address, [=](T old) -> T { return old == expected ? value : old; });
 }
 
-__forceinline__ void __threadfence() {}
+__forceinline__ void __threadfence() { emulator::enter_fence(); }
 __forceinline__ void __threadfence_block() {}
 
 // Loads and stores with a cache hint.

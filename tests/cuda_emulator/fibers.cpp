@@ -194,6 +194,7 @@ extern "C" int emulator_launch(void (*thunk)(void **), void **values, const unsi
     arguments = values;
     order_seed = seed;
     random_state = seed;
+    begin_launch_fences();
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     std::vector<unsigned> blocks(size_t(grid[0]) * grid[1] * grid[2]);

@@ -1,7 +1,8 @@
 // Memory of the emulated machine: buffers, shared memory, and a record of the accesses of each byte.
 //
 // A store and an access of the same byte by another thread are a race unless a block barrier, or a __syncwarp of both
-// lanes, is between them. A record has the last store of a byte and the loads since then.
+// lanes, is between them; between blocks, fences and atomics (fences.cpp). A record has the last store of a byte and
+// the loads since then.
 #include "runtime.h"
 
 #include <cstdlib>
@@ -124,9 +125,9 @@ void check_byte(Record &r, Access kind, const char *where, long offset, bool sha
     if (shared && !stored && kind != Access::kStore)
         fail("%s of %s, byte %ld, which no thread has written: uninitialised", verb(kind), where, offset);
     if (stored && !(kind == Access::kAtomic && r.atomic)) {
-        if (r.store_block != me.block)
+        if (r.store_block != me.block && !was_passed_on(r.store_block, r.store_thread, r.store_time))
             fail("race between blocks: %s of %s, byte %ld, which another block stored to", verb(kind), where, offset);
-        if (r.store_thread != me.id && known(r.store_thread) <= r.store_time)
+        if (r.store_block == me.block && r.store_thread != me.id && known(r.store_thread) <= r.store_time)
             fail("race: %s of %s, byte %ld, with no barrier after the store by thread %d", verb(kind), where, offset,
                  r.store_thread);
     }

@@ -45,6 +45,10 @@ BarrierVotes block_barrier(int line, bool predicate);
 Slots meet(unsigned mask, const char *operation, int line, const void *value, size_t bytes,
            void (*finish)(Slots) = nullptr);
 
+// __threadfence, and what follows every atomic: see fences.cpp.
+void fence();
+void pass_on(const void *address);
+
 enum class Access { kLoad, kStore, kAtomic };
 
 // Checks one access of the running thread and records it; does nothing in a build without checks.
@@ -70,6 +74,8 @@ uint32_t stamp();                       // the running thread's time
 uint32_t known(int id);                 // the newest time of thread `id` that is ordered before this moment
 uint32_t barriers();                    // block barriers of the running block so far
 bool on_a_stack(const void *address);
+// Whether the running thread's accesses are ordered after those of `thread` of the block `from` up to `time`.
+bool was_passed_on(uint64_t from, int thread, uint32_t time);
 
 // The part of a launch that memory.cpp does.
 void begin_block_memory(size_t dynamic_bytes);
