@@ -4,8 +4,10 @@ weight · radius · factor is a byte for each query, token and pair, and multipl
 sines. Lanes are pairs. Weights and radii are int16; level 4 is a part of the factor with VBMI, else of the radius.
 
 Errors beside float32's are those of roundings to half a step. A step of a direction is 1/60, where none is farther than
-.14 steps from a whole number; one of a factor, and of weight · radius · factor, is 1/255 of the largest possible: that
-of a block's largest weight and a unit's largest radius.
+.14 steps from a whole number; one of a factor is 1/255 of the largest. One of weight · radius · factor is 1/255 of the
+largest factor times the largest radius of the unit times the largest weight · size of the block, where the size of a
+token is the largest of its radii as parts of their units' largest. So a token whose weight is large and whose value is
+small, as attention sinks have them, does not make the others coarse.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class PolarValues(PolarTiles):
             largest, inverse = self._largest_radius(e, radii)
             e.store(largest, largest_radii + unit * 4)
             e.store(inverse, inverses + unit * 4)
-        tops = [self._store_weights(e, weight) for weight in weights]
+        of_tokens = e.stack(8 * self.tokens)
+        self._measure_tokens(e, block + self.radii_at, inverses, of_tokens)
+        tops = [self._store_weights(e, weight, of_tokens) for weight in weights]
         factors = _Factors(e, self.levels, size)
         step = factors.largest * COSINES[1].max() / (_FACTOR * _DIRECTION) * (2**15 / _WORD)
         directions = [by_lane(e, [np.rint(x * (_DIRECTION / COSINES[1].max()))], size) for x in (COSINES[1], SINES)]
@@ -83,7 +87,8 @@ class PolarValues(PolarTiles):
             self.prefetch(e, after, unit)
             at, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
-            self._scale(e, radii, rows, e.load(inverses + unit * 4, F32), weights, scaled, factors)
+            inverse = e.load(inverses + unit * 4, F32)
+            self._scale(e, radii, rows, inverse, of_tokens + 4 * self.tokens, weights, scaled, factors)
             found = []
             for first in range(0, 64, size):
                 totals = [[e.variable(e.zero(kind)) for _ in directions] for _ in weights]
@@ -110,19 +115,38 @@ class PolarValues(PolarTiles):
                 e.store(e.fma((parts[0] + parts[1]).to_float(), factor, e.load(own_sums, _F16)), own_sums)
 
     def _largest_radius(self, e: Emitter, radii: Value) -> tuple[Value, Value]:
-        """The largest radius of a unit, and _WORD divided by it. Radii are not negative: their bits are in order."""
+        """The largest radius of a unit, and its inverse. Radii are not negative: their bits are in order."""
         size = 32 if self.tokens % 32 == 0 else 16
         halves = [e.load(radii, vector(I16, size), first) for first in range(0, 2 * self.tokens * self.radii, 2 * size)]
         top = e.half_to_float(e.most_lanes(functools.reduce(e.most, halves)))
-        return top, e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
+        return top, e.select(top > 0.0, e.constant(F32, 1.0) / top, e.zero(F32))
 
-    def _store_weights(self, e: Emitter, weights: Value) -> Value:
-        """Replace the float32 weights by int16 → the largest. They are not negative: their bits are in order."""
-        parts = [e.load(weights, _I16, 64 * i) for i in range(self.tokens // 16)]
-        top = e.most_lanes(functools.reduce(e.most, parts)).bits(F32)
+    def _measure_tokens(self, e: Emitter, radii: Value, inverses: Value, out: Value) -> None:
+        """The largest of each token's radii, as parts of their units' largest, and _WORD divided by it → out (2, N)."""
+        with e.loop(0, 2 * self.tokens, 32) as offset:
+            top = e.variable(e.zero(_F16))
+            with e.loop(0, self.units) as unit:
+                inverse = e.broadcast(inverses + unit * 4, F32, 16)
+                at = radii + unit * (2 * self.tokens * self.radii) + offset
+                for number in range(self.radii):
+                    radius = e.half_to_float(e.load(at, vector(I16, 16), 2 * self.tokens * number))
+                    part = radius * inverse
+                    top.set(e.select(part > top.get(), part, top.get()))
+            largest = top.get()
+            e.store(largest, out + offset * 2)
+            word = e.select(largest > 0.0, e.constant(_F16, float(_WORD)) / largest, e.zero(_F16))
+            e.store(word, out + offset * 2, 4 * self.tokens)
+
+    def _store_weights(self, e: Emitter, weights: Value, sizes: Value) -> Value:
+        """Replace the float32 weights, times the sizes of their tokens (N,), by int16 → the largest.
+
+        They are not negative: their bits are in order.
+        """
+        parts = [e.load(weights, _F16, 64 * i) * e.load(sizes, _F16, 64 * i) for i in range(self.tokens // 16)]
+        top = e.most_lanes(functools.reduce(e.most, (part.bits(_I16) for part in parts))).bits(F32)
         inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
         for number, part in enumerate(parts):
-            e.store(e.round(part.bits(_F16) * inverse).trunc(I16), weights, 32 * number)
+            e.store(e.round(part * inverse).trunc(I16), weights, 32 * number)
         return top
 
     def _scale(
@@ -131,16 +155,21 @@ class PolarValues(PolarTiles):
         radii: Value,
         rows: Value,
         inverse: Value,
+        of_tokens: Value,
         weights: Sequence[Value],
         out: Sequence[Value],
         factors: _Factors,
     ) -> None:
-        """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16. inverse: of the largest radius."""
+        """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16.
+
+        inverse: of the largest radius; of_tokens (N,): what makes a token's largest radius _WORD after that.
+        """
         together = 32 if self.tokens % 32 == 0 else 16
         for first in range(0, self.tokens, together):
             places = [2 * (first + self.tokens * i) for i in range(self.radii)]
             own = [e.half_to_float(e.load(radii, vector(I16, together), place)) for place in places]
-            words = [e.round(radius * inverse).trunc(I16) for radius in own]
+            words_of = e.load(of_tokens, vector(F32, together), 4 * first)
+            words = [e.round(radius * inverse * words_of).trunc(I16) for radius in own]
             if factors.has_level4 < (self.levels == 4):
                 groups = range(first // 16, (first + together) // 16)
                 lanes = [16 * (token // 8) + 8 * half + token % 8 for half in (0, 1) for token in range(16)]

@@ -148,11 +148,12 @@ def test_mix(level: Level, number: int) -> None:
 
     pairs = Pairs.read(fields, d)
     has_level4 = level_count(d) == 4
-    # A byte is in 255ths of the largest weight of a block, of the largest radius of 16 channels, and of the largest
-    # product of cosines.
+    # A byte is in 255ths of the largest weight · size of a block, of the largest radius of 16 channels, and of the
+    # largest product of cosines.
     cosines = [np.cos(CENTRES[level_][0]) for level_ in (2, 3, *(4,) * has_level4)]
     largest_radius = np.repeat(_largest_of_units(pairs.radius.max(1)), 8, axis=-1)[:, : d // 2]  # (blocks, D/2)
-    largest_weight = weights.max(-1).astype(np.float64)  # (blocks, H)
+    sizes = (pairs.radius / np.maximum(largest_radius, 1e-30)[:, None]).max(-1)  # (blocks, N)
+    largest_weight = np.einsum("bhn,bn->bhn", weights, sizes).max(-1)  # (blocks, H)
     step = np.einsum("bh,bp->bhp", largest_weight, largest_radius) * np.prod(cosines) / 255
     part = np.einsum("bhn,bnp->bhnp", weights, pairs.radius)
     share = part / np.maximum(step * 255 / np.prod(cosines), 1e-30)[:, :, None]  # of the largest weight times radius
@@ -185,6 +186,21 @@ def test_what_a_mix_costs(level: Level) -> None:
     plain, exact = (np.einsum("bhn,bnd->hd", weights, y.astype(np.float64)) for y in (x, CODEC.decode(fields)))
     got = attend.mixed(own, level, own.pack(fields), weights, 64) - 7
     assert ((got - exact) ** 2).mean() < 0.01 * ((exact - plain) ** 2).mean()
+
+
+@every_level
+def test_a_token_with_a_large_weight_and_a_small_value(level: Level) -> None:
+    """It takes no precision from the others."""
+    rng, own = np.random.default_rng(5), tiles.values(CODEC, 64, 64)
+    assert own is not None
+    x = rng.standard_normal((20, 64, 64)).astype(np.float32)
+    weights = np.exp(rng.standard_normal((20, 1, 64))).astype(np.float32)
+    x[:, 7] *= 1e-3
+    weights[..., 7] = 300
+    fields = CODEC.encode(x)
+    exact = np.einsum("bhn,bnd->hd", weights, CODEC.decode(fields).astype(np.float64))
+    got = attend.mixed(own, level, own.pack(fields), weights, 64) - 7
+    assert ((got - exact) ** 2).mean() < 5e-4 * (exact**2).mean()
 
 
 @special_levels
