@@ -124,7 +124,7 @@ class EncodingOps:
 
 
 def _encoding(format: CacheFormat, side: int) -> Encoding | None:
-    """What encodes the keys (side 0) or values (1) of a format; None if no kernel does."""
+    """The specialization of the kernel that encodes keys (side 0) or values (1) of a format; None if there is none."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
     rounding = codec.rounding
     if not isinstance(rounding, (RingTable, TurboTable)) or format.block_size % LANES:

@@ -116,7 +116,7 @@ class NativeOps:
         return Threads(number, f"{why}; {level}", tuple(self._launch.library.names))
 
     def _in_numpy(self) -> list[str]:
-        """What NumPy computes in the layers of this model, or has computed, since no kernel does."""
+        """Names of the work that NumPy does in the layers of this model, or has done, for want of a kernel."""
         attention = [f"attention over {types}" for types in sorted(self.without_kernels)]
         return attention + sorted(self._launch.in_numpy - ({"attention"} if attention else set()))
 

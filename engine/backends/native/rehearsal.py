@@ -14,7 +14,7 @@ from engine.backends.native.launch import CannotRecord, Launcher, Op, Recording,
 class RehearsalLauncher(Launcher):
     """Asks the library for kernels instead of running them, in the order of the launches. Results are zeros.
 
-    What has no kernel does not run either; it is named in the `in_numpy` of the launcher that will run.
+    An op without a kernel does not run either; its name goes to `in_numpy` of the launcher that will run.
     """
 
     def __init__(self, launch: Launcher) -> None:
@@ -44,7 +44,10 @@ class RehearsalLauncher(Launcher):
         return True
 
     def unrecorded(self, op: Op, name: str) -> Op:
-        """What notes `name` in place of `op`, whose result is one like its first argument, or None."""
+        """A function that notes `name` instead of running `op`.
+
+        It returns zeros like its first argument if that is an array, else None.
+        """
 
         def noted(first: Any, *args: Any, **kwargs: Any) -> Any:
             if self._recording is not None:

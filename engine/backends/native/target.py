@@ -17,8 +17,9 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 @dataclass(frozen=True)
 class Level:
-    """What kernels may use. cpu, features: of LLVM's target; needs: the features that the host must have.
+    """A set of CPU features that kernels may use.
 
+    cpu, features: of LLVM's target. needs: the features that the host must have.
     lanes: 32-bit numbers in a register. registers: of vectors.
     """
 

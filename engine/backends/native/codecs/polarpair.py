@@ -103,7 +103,7 @@ class PolarPairKeys:
                 e.store(e.load(row, step.type, 4 * first) * step, row, 4 * first)
 
     def _steps(self, e: Emitter, block: Value, span: int, first: int) -> Value:
-        """The steps of 16 channels from `first` on, in the order of a prepared query. What lies beyond D is finite."""
+        """The steps of 16 channels from `first` on, in the order of a prepared query; beyond D any finite numbers."""
         pairs = min(8, (self._head_dim - first) // 2)
         own = e.half_to_float(e.load(block, vector(I16, pairs), self._steps_at + span * self._head_dim + first))
         return e.shuffle(own, own, [(4 * (lane // 8) + lane % 4) % pairs for lane in range(16)])

@@ -1,7 +1,7 @@
 """The codes of a block with error feedback between pairs and along tokens.
 
-Rows are skewed: row d has pair j of token d − j, in lane j. All cells of a row are rounded at once. What they need lies
-in rows above: the error of pair j − k of the same token k rows higher and k lanes to the left, that of the same pair m
+Rows are skewed: row d has pair j of token d − j, in lane j. All cells of a row are rounded at once. They need errors of
+rows above: that of pair j − k of the same token lies k rows higher and k lanes to the left, that of the same pair m
 tokens earlier m rows higher in the same lane.
 """
 
