@@ -48,7 +48,10 @@ class StoredTensor:
         return None if self.row_order is None else np.argsort(self.row_order)
 
     def raw(self, rows: slice) -> np.ndarray:
-        """The bytes of these rows, uint8 (rows, bytes of a row): a view of the file if they are in order there."""
+        """The bytes of rows start to stop, which exist: uint8 (rows, bytes of a row), C-contiguous.
+
+        A view of the mapped file if they are in this order there.
+        """
         if self.file_rows is None:
             return self._file_bytes(rows.start, rows.stop)
         wanted = self.file_rows[rows]
@@ -56,7 +59,7 @@ class StoredTensor:
         return self._file_bytes(first, int(wanted.max()) + 1)[wanted - first]
 
     def release(self, rows: slice) -> None:
-        """Lets the system drop the pages of these rows from memory."""
+        """Lets the system drop the pages of rows start to stop from memory; they can be read again."""
         if self.file_rows is not None:
             wanted = self.file_rows[rows]
             rows = slice(int(wanted.min()), int(wanted.max()) + 1)
