@@ -1,15 +1,19 @@
 // The op `encode_blocks`: quantizes complete blocks. Full-precision records become records of codes, which are chosen
 // as engine/quantization/encode.py and `Codec.encode` choose them.
 //
-// keys, values (blocks, K, NBYTES), full (slots, K, bytes): pools of records. moves int32 (count, 2): slot of the
-// full-precision record, id of the block. tables: those of the side's codec. candidates uint16 (64, 64, MOST), for
-// codes of pairs: made by engine/backends/cuda/candidates.py. The other arrays are float32, one layer's, from
-// engine.quantization.metric, each null where the metric does not have it:
+// sides (rows, 8): addresses, a SideArrays in each row. The first `values` rows are values of a layer, the others keys.
+// jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. Values come first: they
+// take longer where errors are fed back between tokens. The arrays of a side:
+//   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
+//   tables                  those of the codec
+//   candidates uint16 (64, 64, MOST)     for codes of pairs: made by engine/backends/cuda/candidates.py
+// The others are float32, from engine.quantization.metric, each null where the metric does not have it:
 //   feedback (K, D, D)      error feedback between channels, F transposed: row c has the weights with which the error
 //                           of channel c is added to the others. Null: without a metric. Then every pair takes the
 //                           nearest point and every norm is the rms, and none of the following is read
-//   matrix (K, D, D)        M: an error e costs e·M·eᵀ. Norms are fitted to it; keys with a tilt do not read it
-//   tilt_second (K, D, D), tilt_mean (K, D)     second moments and mean of queries, by which norms of keys are tilted
+//   matrix (K, D, D)        M: an error e costs e·M·eᵀ, and norms are fitted to it; or, where norms are tilted, the
+//                           second moments of queries
+//   mean_query (K, D)       by which norms of keys are tilted
 //   token_feedback (N, N)   values only: error feedback between tokens, transposed: row i has the weights with which
 //                           the error of token i is added to the others
 //
@@ -28,11 +32,13 @@
 // JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, rounding.cuh.
 
 template <class Codec, class L, class Full>
-__device__ __forceinline__ void encode_block(const Move<L, Full> &move, const unsigned short *candidates,
-                                             const Cost &cost) {
+__device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
     DYNAMIC_SHARED(unsigned char, shared);
     if constexpr (Codec::ROUNDED) {
-        Rounder<L, Codec>(shared, candidates, cost).encode(move);
+        const SideArrays &side = *move.side;
+        const Cost cost = {at_head(side.feedback, L::D * L::D), at_head(side.matrix, L::D * L::D),
+                           at_head(side.mean_query, L::D), L::VALUES ? side.token_feedback : nullptr};
+        Rounder<L, Codec>(shared, side.candidates, cost).encode(move);
     } else {
         float *x = reinterpret_cast<float *>(shared), *mean = x + L::N * L::D;
         load_tokens<L, L::D, 1>(x, move.full(), 0, L::N);
@@ -45,29 +51,16 @@ __device__ __forceinline__ void encode_block(const Move<L, Full> &move, const un
             for (int i = threadIdx.x; i < L::N * L::D; i += THREADS) x[i] = __fsub_rn(x[i], mean[i % L::D]);
             __syncthreads();
         }
-        Codec::encode(move.record(), x, nullptr, move.tables, threadIdx.x, THREADS);
+        Codec::encode(move.record(), x, nullptr, move.side->tables, threadIdx.x, THREADS);
     }
 }
 
-__device__ __forceinline__ const float *at_head(const float *all, int size) {
-    return all ? all + blockIdx.y * size : all;
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS > 12 ? 1 : 2)
-encode_keys_kernel(unsigned char *keys, const unsigned char *full, const int *moves, const unsigned char *tables,
-                   const unsigned short *candidates, const float *feedback, const float *tilt_second,
-                   const float *tilt_mean, const float *matrix, int kv_heads) {
-    using L = KeyLayout;
-    const Cost cost = {at_head(feedback, L::D * L::D), at_head(tilt_second ? tilt_second : matrix, L::D * L::D),
-                       tilt_second ? at_head(tilt_mean, L::D) : nullptr, nullptr};
-    encode_block<KeyCodec>(Move<L, FullKeyLayout>{keys, full, tables, moves, kv_heads}, candidates, cost);
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS > 12 ? 1 : 2)
-encode_values_kernel(unsigned char *values, const unsigned char *full, const int *moves, const unsigned char *tables,
-                     const unsigned short *candidates, const float *feedback, const float *matrix,
-                     const float *token_feedback, int kv_heads) {
-    using L = ValueLayout;
-    const Cost cost = {at_head(feedback, L::D * L::D), at_head(matrix, L::D * L::D), nullptr, token_feedback};
-    encode_block<ValueCodec>(Move<L, FullValueLayout>{values, full, tables, moves, kv_heads}, candidates, cost);
+encode_blocks_kernel(const unsigned long long *sides, const int *jobs, int values, int kv_heads) {
+    const int *job = jobs + 3 * blockIdx.x;
+    const SideArrays *side = reinterpret_cast<const SideArrays *>(sides) + job[0];
+    if (job[0] < values)
+        encode_block<ValueCodec>(Move<ValueLayout, FullValueLayout>{side, job, kv_heads});
+    else
+        encode_block<KeyCodec>(Move<KeyLayout, FullKeyLayout>{side, job, kv_heads});
 }

@@ -3,23 +3,30 @@
 
 constexpr int THREADS = WARPS * 32;
 
+// The keys or the values of one layer, as the head of encode_blocks.cu lists them.
+struct SideArrays {
+    unsigned char *quantized;
+    const unsigned char *full, *tables;
+    const unsigned short *candidates;
+    const float *feedback, *matrix, *mean_query, *token_feedback;
+};
+
 // The block and KV head of this CTA. Addresses are computed again at each call, which is cheaper than keeping them in
-// registers.
+// registers. job: row of the side, slot of the full-precision record, id of the block.
 template <class L, class Full>
 struct Move {
-    unsigned char *pool;
-    const unsigned char *full_pool, *tables;
-    const int *moves;
+    const SideArrays *side;
+    const int *job;
     int kv_heads;
 
     __device__ __forceinline__ long long index(int slot) const { return slot * (long long)kv_heads + blockIdx.y; }
-    __device__ __forceinline__ const unsigned char *full() const {
-        return full_pool + index(moves[2 * blockIdx.x]) * Full::NBYTES;
-    }
-    __device__ __forceinline__ unsigned char *record() const {
-        return pool + index(moves[2 * blockIdx.x + 1]) * L::NBYTES;
-    }
+    __device__ __forceinline__ const unsigned char *full() const { return side->full + index(job[1]) * Full::NBYTES; }
+    __device__ __forceinline__ unsigned char *record() const { return side->quantized + index(job[2]) * L::NBYTES; }
 };
+
+__device__ __forceinline__ const float *at_head(const float *all, int size) {
+    return all ? all + blockIdx.y * size : all;
+}
 
 template <int W>
 __device__ __forceinline__ void load_cell(float (&v)[W], const float *p) {

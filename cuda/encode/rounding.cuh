@@ -27,7 +27,7 @@ struct Rounder {
 
     template <class Full>
     __device__ __forceinline__ void encode(const Move<L, Full> &move) {
-        const float *table = reinterpret_cast<const float *>(move.tables + Codec::POINTS_F32);
+        const float *table = reinterpret_cast<const float *>(move.side->tables + Codec::POINTS_F32);
 #pragma unroll 1
         for (int i = threadIdx.x; i < Codec::POINTS * W; i += THREADS) points[i] = table[i];
         if constexpr (L::MEAN_BITS != 0) {
@@ -53,7 +53,7 @@ struct Rounder {
                 codes[first * PAIRS + i] = new_codes[i % PAIRS * R::CODE_STRIDE + i / PAIRS];
             __syncthreads();
         }
-        Codec::pack(move.record(), codes, norms, move.tables, threadIdx.x, THREADS);
+        Codec::pack(move.record(), codes, norms, move.side->tables, threadIdx.x, THREADS);
     }
 
     // Subtracts the mean from x and writes the rms of its tokens. Eight lanes share a token and add in NumPy's order.

@@ -1,6 +1,6 @@
 // The inputs of `Rounder`, and its arrays in shared memory. Part of encode_blocks.cu.
 
-// The metric of one KV head. With a tilt, `matrix` is tilt_second and `mean` is tilt_mean; else `mean` is null.
+// The metric of one KV head. mean: mean_query; null where norms are not tilted.
 struct Cost {
     const float *feedback, *matrix, *mean, *token_feedback;
 };

@@ -305,7 +305,7 @@ class Ops(Protocol):
         """Encode the N tokens at each of `sources` into the block of `blocks` at the same index, in each of `caches`.
 
         The sources are either full-precision slots, or consecutive blocks in the buffer of one cache. Keys are centred
-        first. CUDA: encode_keys and encode_values for each cache.
+        first. CUDA: encode_blocks, once for each pair of codecs among the caches.
         """
 
     def copy_full(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from engine.backends.cuda.device import Addresses
 from engine.backends.cuda.kernel_source import OPTIONS
 
 _WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every launch may have
@@ -30,11 +31,17 @@ class Program:
         if shared > _WITHOUT_ASKING:
             kernel.max_dynamic_shared_size_bytes = shared
         copies: dict[int, tuple[np.ndarray, Any]] = {}
-        values = tuple(_pointer(arg, copies) if arg is None or isinstance(arg, np.ndarray) else arg for arg in args)
+        values = tuple(_value(arg, copies) for arg in args)
         kernel(tuple(grid), tuple(block), values, shared_mem=shared)
         for base, copy in copies.values():
             if base.flags.writeable:
                 base[...] = cupy.asnumpy(copy)
+
+
+def _value(arg: Any, copies: dict[int, tuple[np.ndarray, Any]]) -> Any:
+    if isinstance(arg, Addresses):
+        return cupy.asarray(np.array([[_pointer(x, copies) for x in row] for row in arg.rows], np.uint64))
+    return _pointer(arg, copies) if arg is None or isinstance(arg, np.ndarray) else arg
 
 
 def _pointer(array: np.ndarray | None, copies: dict[int, tuple[np.ndarray, Any]]) -> np.uintp:

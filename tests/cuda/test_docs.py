@@ -279,7 +279,7 @@ def parts_of(rows: Sequence[Row], layers: int) -> list[str]:
     """Rows of a part and a kernel → all launches: those of a part once, or as often as there are layers."""
     order: list[str] = []
     for part, group in itertools.groupby(rows, key=lambda row: row[0]):
-        order += [kernel.strip("`") for _, kernel in group] * (layers if part in ("layer", "sealing") else 1)
+        order += [kernel.strip("`") for _, kernel in group] * (layers if part == "layer" else 1)
     return order
 
 

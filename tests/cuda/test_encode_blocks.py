@@ -11,7 +11,9 @@ import pytest
 
 from engine import codecs, records
 from engine.backends.cuda import launch_configs
+from engine.backends.cuda.cache import SideArrays
 from engine.backends.cuda.candidates import ALL, candidates
+from engine.backends.cuda.device import Addresses
 from engine.backends.cuda.kernel_source import source
 from engine.codecs._nearest import NearestPoint
 from engine.codecs.ring import RINGS, points_of
@@ -89,15 +91,16 @@ def near(name: str) -> np.ndarray | None:
     return candidates(record.points) if pairs else None
 
 
-def pointers(side: Side, metric: Metric | None) -> list[np.ndarray | None]:
-    """The arrays of a metric that the kernel reads."""
+def arrays(side: Side, metric: Metric | None, quantized: np.ndarray, full: np.ndarray) -> SideArrays:
+    """The row of a side in the kernel's table."""
+    beside = quantized, full, side.layout.tables if side.layout.tables.size else None, near(side.name)
     if metric is None:
-        return [None] * (3 if side.values else 4)
-    feedback = np.ascontiguousarray(metric.feedback.swapaxes(1, 2))
-    if side.values:
-        fed = metric.token_feedback
-        return [feedback, metric.matrix, None if fed is None else np.ascontiguousarray(fed[0, :, 0].T)]
-    return [feedback, metric.tilt_second, metric.tilt_mean, metric.matrix]
+        return SideArrays(*beside, None, None, None, None)
+    feedback, fed = np.ascontiguousarray(metric.feedback.swapaxes(1, 2)), metric.token_feedback
+    matrix = metric.matrix if metric.tilt_second is None else metric.tilt_second
+    return SideArrays(
+        *(*beside, feedback, matrix, metric.tilt_mean, None if fed is None else np.ascontiguousarray(fed[0, :, 0].T))
+    )
 
 
 def encoded(side: Side, x: np.ndarray, metric: Metric | None, seed: int = 0) -> np.ndarray:
@@ -109,10 +112,10 @@ def encoded(side: Side, x: np.ndarray, metric: Metric | None, seed: int = 0) -> 
     exact = np.full((blocks + 1, heads, layout.full.nbytes), 255, np.uint8)  # 0xffff is NaN
     exact[slots] = layout.full.pack(codecs.get("f16").encode(x)).swapaxes(0, 1)
     out = np.full((blocks + 2, heads, layout.nbytes), 0xA5, np.uint8)
-    moves = np.stack([slots, ids], axis=1).astype(np.int32)
-    kernel = "encode_values_kernel" if side.values else "encode_keys_kernel"
-    args: list[Any] = [out, exact, moves, layout.tables, near(side.name), *pointers(side, metric), np.int32(heads)]
-    shape = side.shape
+    jobs = np.stack([np.zeros(blocks), slots, ids], axis=1).astype(np.int32)
+    table = Addresses([arrays(side, metric, out, exact)], written=1)
+    args: list[Any] = [table, jobs, np.int32(side.values), np.int32(heads)]
+    shape, kernel = side.shape, "encode_blocks_kernel"
     shared = shared_bytes(layout, shape.warps, shape.tokens)
     program(side.name, shape).launch(kernel, (blocks, heads), (32 * shape.warps,), *args, shared=shared, seed=seed)
     untouched = np.setdiff1d(np.arange(blocks + 2), ids)

@@ -11,7 +11,7 @@ import pytest
 
 from engine import codecs, weight_formats
 from engine.backends.cuda import kernel_source
-from engine.backends.cuda.cache import SpanHeader
+from engine.backends.cuda.cache import SideArrays, SpanHeader
 from engine.records import layout
 
 SOURCES = sorted(kernel_source.folder().rglob("*.cu*"))
@@ -145,3 +145,11 @@ def test_a_span_is_the_same_on_both_sides() -> None:
     assert struct is not None
     members = [name for line in re.findall(r"^ +int ([\w, ]+);", struct[1], re.MULTILINE) for name in line.split(", ")]
     assert tuple(members) == SpanHeader._fields
+
+
+def test_the_arrays_of_a_side_are_the_same_on_both_sides() -> None:
+    struct = re.search(
+        r"^struct SideArrays \{\n(.*?)\};", kernel_source._text("full_block.cuh"), re.DOTALL | re.MULTILINE
+    )
+    assert struct is not None
+    assert tuple(re.findall(r"\*(\w+)", struct[1])) == SideArrays._fields

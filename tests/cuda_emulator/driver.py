@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.backends.cuda.device import Addresses
 from tests.cuda_emulator.build import library
 
 # NumPy knows no bfloat16: its bits travel as uint16.
@@ -42,7 +43,8 @@ class Program:
         """Run kernel `name` over grid and block (1 to 3 sizes each); arrays that it may write are changed in place.
 
         args: arrays for pointers (views keep their strides and share memory with others of the same base), None for a
-        null pointer, NumPy scalars for numbers; bfloat16 as uint16. shared: bytes of dynamic shared memory.
+        null pointer, `Addresses` of arrays, NumPy scalars for numbers; bfloat16 as uint16. shared: bytes of dynamic
+        shared memory.
         seed: the order of threads and blocks: 0 forward, 1 backward, others random.
         EmulatorError when an argument does not fit the kernel's signature, or the kernel does something wrong.
         """
@@ -109,6 +111,19 @@ class _Memory:
             raise EmulatorError(f"{where}: the same array was given for a const pointer; pass the written one first")
         return address + array.ctypes.data - start
 
+    def table(self, where: str, addresses: Addresses) -> np.ndarray:
+        """The addresses of copies of the arrays: uint64 (rows, columns)."""
+        return np.array(
+            [
+                [
+                    0 if x is None else self.pointer(where, x, column >= addresses.written)
+                    for column, x in enumerate(row)
+                ]
+                for row in addresses.rows
+            ],
+            np.uint64,
+        )
+
     def copy_back(self) -> None:
         for base, address, constant in self._copies.values():
             if not constant:
@@ -119,6 +134,8 @@ def _value(where: str, code: str, arg: Any, memory: _Memory) -> Any:
     """The ctypes value of one argument for a parameter of type `code` ("f4", "const u1*", see signature.h)."""
     kind = code.removeprefix("const ").removesuffix("*")
     dtype = np.dtype(_DTYPES.get(kind, kind))
+    if isinstance(arg, Addresses):
+        arg = memory.table(where, arg)
     if code.endswith("*"):
         if arg is None:
             return ctypes.c_void_p(None)

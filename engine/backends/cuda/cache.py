@@ -48,12 +48,28 @@ class Buffer(NamedTuple):
     v: Array
 
 
+class SideArrays(NamedTuple):
+    """The arrays by which keys or values of one layer are encoded: the members of SideArrays in
+    `cuda/encode/full_block.cuh`, in order. None where the codec or the metric has no such array.
+    """
+
+    quantized: Array
+    full: Array
+    tables: Array | None
+    candidates: Array | None
+    feedback: Array | None
+    matrix: Array | None
+    mean_query: Array | None
+    token_feedback: Array | None
+
+
 @dataclass(frozen=True)
 class Side:
     """Keys or values of one layer. None where the codec or the metric has no such array.
 
     quantized: the pool of quantized blocks. tables: those of the layout. candidates: of the codec's points. The other
-    arrays are those of a `Metric`, feedback transposed.
+    arrays are those of a `Metric`, both kinds of feedback transposed. matrix, mean_query: tilt_second and tilt_mean
+    where it has them.
     """
 
     layout: Layout
@@ -62,9 +78,13 @@ class Side:
     candidates: Array | None
     feedback: Array | None = None
     matrix: Array | None = None
-    tilt_second: Array | None = None
-    tilt_mean: Array | None = None
+    mean_query: Array | None = None
     token_feedback: Array | None = None
+
+    def arrays(self, full: Array) -> SideArrays:
+        """full: the pool of full-precision records to encode."""
+        costs = self.feedback, self.matrix, self.mean_query, self.token_feedback
+        return SideArrays(self.quantized, full, self.tables, self.candidates, *costs)
 
 
 @dataclass(frozen=True)

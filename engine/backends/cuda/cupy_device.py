@@ -15,7 +15,7 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 from engine.backends.cuda.cupy_recording import Recordings, memory_errors, pinned
-from engine.backends.cuda.device import Result
+from engine.backends.cuda.device import Addresses, Result
 from engine.backends.cuda.kernel_source import OPTIONS, source
 from engine.backends.cuda.launch import row_stride
 from engine.errors import EngineError
@@ -150,7 +150,11 @@ class CupyDevice:
                 self._modules[text] = cupy.RawModule(code=text, options=OPTIONS)
             compiled = self._kernels[kernel, text] = _Kernel(self._modules[text].get_function(kernel))
         compiled.allow(shared)
-        compiled.function(tuple(grid), tuple(block), tuple(map(_argument, args)), shared_mem=shared)
+        given = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
+        compiled.function(tuple(grid), tuple(block), tuple(given), shared_mem=shared)
+
+    def _upload_addresses(self, table: Addresses) -> cupy.ndarray:
+        return self.from_host(np.array([[x.data.ptr if x is not None else 0 for x in row] for row in table.rows], "u8"))
 
     def gemm(self, y: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray, *, add: bool) -> None:
         (rows, width), out = x.shape, len(weight)

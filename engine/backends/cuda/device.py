@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,17 @@ Result = TypeVar("Result")
 
 MOST_RECORDINGS = 24
 """Recordings that a device keeps, the most recently used: each is a graph of some hundred launches and its inputs."""
+
+
+class Addresses(NamedTuple):
+    """An argument of `Device.launch`: a table of addresses, for a kernel that works on many arrays.
+
+    rows: arrays on the device, or None for null pointers; equally many in each row. The kernel gets uint64 (rows,
+    columns). written: number of arrays at the beginning of each row that the kernel writes; it only reads the others.
+    """
+
+    rows: Sequence[Sequence[Array | None]]
+    written: int
 
 
 class Device(Protocol):
@@ -50,8 +61,9 @@ class Device(Protocol):
     ) -> None:
         """Launch `kernel` of the CUDA source `text` with grid and block sizes (1 to 3 each).
 
-        args: device arrays, or None for null pointers; np.int32, np.int64 and np.float32 for numbers. bfloat16 arrays
-        have dtype uint16. shared: bytes of dynamic shared memory. Raises TypeError for any other argument.
+        args: device arrays, or None for null pointers; np.int32, np.int64 and np.float32 for numbers; `Addresses`, not
+        inside `run_graph`. bfloat16 arrays have dtype uint16. shared: bytes of dynamic shared memory. Raises TypeError
+        for any other argument.
         """
 
     def gemm(self, y: Array, x: Array, weight: Array, *, add: bool) -> None:

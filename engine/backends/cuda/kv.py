@@ -12,7 +12,7 @@ from engine.backends import transfer
 from engine.backends.cuda import launch_configs
 from engine.backends.cuda.cache import Buffer, LayerCache, Layouts, Side, SpanTable, pack_spans
 from engine.backends.cuda.candidates import candidates
-from engine.backends.cuda.device import Array, Device
+from engine.backends.cuda.device import Addresses, Array, Device
 from engine.backends.cuda.heads import HeadOps, Norms, Rope
 from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
 from engine.backends.cuda.rotation import DeviceTransform
@@ -89,9 +89,8 @@ class CacheOps:
         return replace(
             side,
             feedback=self._upload(metric.feedback.swapaxes(1, 2)),
-            matrix=self._upload(metric.matrix),
-            tilt_second=self._upload(metric.tilt_second),
-            tilt_mean=self._upload(metric.tilt_mean),
+            matrix=self._upload(metric.matrix if metric.tilt_second is None else metric.tilt_second),
+            mean_query=self._upload(metric.tilt_mean),
             token_feedback=self._upload(None if tokens is None else tokens[0, :, 0].T),
         )
 
@@ -160,20 +159,19 @@ class CacheOps:
         self.copy_full(cache, place, Place(Buffer(*quantized), 0), tokens)
 
     def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        moves = np.array([(source.block, block) for source, block in zip(sources, blocks, strict=True)], np.int32)
-        moves = self._device.from_host(moves)
+        moves = np.array([[source.block for source in sources], blocks], np.int32).T
+        alike: dict[tuple[Layouts, int], list[LayerCache]] = {}
         for cache in caches:
-            self._encode(cache, moves, cache.pools(sources[0].buffer))
-
-    def _encode(self, cache: LayerCache, moves: Array, full: Buffer) -> None:
-        keys, values, heads = cache.keys, cache.values, cache.format.kv_heads
-        config, grid = launch_configs.encode_blocks(*cache.layouts), (len(moves), heads)
-        costs_k = (keys.feedback, keys.tilt_second, keys.tilt_mean, keys.matrix)
-        costs_v = (values.feedback, values.matrix, values.token_feedback)
-        sides = (("encode_keys", keys, full.k, costs_k), ("encode_values", values, full.v, costs_v))
-        for kernel, side, pool, costs in sides:
-            args = (side.quantized, pool, moves, side.tables, side.candidates, *costs, heads)
-            self._launch(kernel, grid, config, *args, file="encode_blocks", layouts=cache.layouts)
+            alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(cache)
+        for (layouts, heads), layers in alike.items():
+            pools = [layer.pools(sources[0].buffer) for layer in layers]
+            rows = [layer.values.arrays(pool.v) for layer, pool in zip(layers, pools, strict=True)]
+            rows += [layer.keys.arrays(pool.k) for layer, pool in zip(layers, pools, strict=True)]
+            jobs = np.empty((len(rows), len(moves), 3), np.int32)
+            jobs[..., 0], jobs[..., 1:] = np.arange(len(rows))[:, None], moves
+            args = Addresses(rows, written=1), self._device.from_host(jobs), len(layers), heads
+            grid = (len(rows) * len(moves), heads)
+            self._launch("encode_blocks", grid, launch_configs.encode_blocks(*layouts), *args, layouts=layouts)
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         arrays = {}

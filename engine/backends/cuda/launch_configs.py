@@ -108,7 +108,7 @@ def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchC
 
 
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
-    """The launch of encode_keys and encode_values. Raises ValueError where a block does not fit into shared memory."""
+    """The launch of encode_blocks. Raises ValueError where a block does not fit into shared memory."""
     size = keys.record.geometry.block_size
     tokens = 64 if size % 64 == 0 else size
     while max(shared := [_encode_bytes(side, tokens) for side in (keys, values)]) > SHARED_BYTES:

@@ -1,0 +1,138 @@
+"""Blocks that a step fills are encoded in one launch for each format of layers, with the codes of single blocks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import codecs
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps
+from engine.backends.ops import Ops, Place
+from engine.backends.transfer import as_fields
+from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
+from engine.kv.store import KVStore
+from engine.quantization.conditioning import Conditioning
+from engine.quantization.metric import Metric, key_metric, value_metric
+from tests.cuda.emulated import EmulatedDevice, open_device
+
+N, KV_HEADS, D = 16, 2, 16
+TYPES = ("ring4", "ring3.5"), ("polarquant", "f16"), ("ring4", "ring3.5"), ("ring4", "ring3.5")  # of layers
+
+
+def store_of(ops: Ops, sequences: int, metrics: Sequence[Any] | None = None) -> KVStore:
+    """Layers of two formats that take turns."""
+    layers = tuple(LayerShape(codecs.get(k), codecs.get(v), 8, None) for k, v in TYPES)
+    plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), 3 * N * sequences, sequences, N)
+    return KVStore(ops, plan, [Conditioning()] * len(TYPES), metrics)
+
+
+class CountingDevice(EmulatedDevice):
+    """Counts launches and uploads; runs nothing."""
+
+    uploads = 0
+
+    def launch(self, kernel: str, *rest: Any, **options: Any) -> None:
+        self.launches.append(kernel)
+
+    def from_host(self, x: np.ndarray) -> np.ndarray:
+        self.uploads += 1
+        return super().from_host(x)
+
+
+def work_of_a_step(sequences: int) -> tuple[list[str], int, int]:
+    """A step in which every sequence fills a block → launches, uploads and calls of functions of its encoding."""
+    device, calls = CountingDevice(), 0
+    ops = CudaOps(device)
+    store = store_of(ops, sequences)
+    kept = [store.new_sequence() for _ in range(sequences)]
+    for kv in kept:
+        span = store.open(kv, 2 * N - 1)
+        for layer in range(len(TYPES)):
+            store.seal(layer, span)
+        store.commit(span)
+    spans = [store.open_step(kv) for kv in kept]
+    encode = ops.encode_blocks
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in {"call", "c_call"}
+
+    def watched(*args: Any) -> None:
+        sys.setprofile(count)
+        try:
+            encode(*args)
+        finally:
+            sys.setprofile(None)
+
+    ops.encode_blocks = watched  # type: ignore[method-assign]
+    device.launches.clear()
+    device.uploads = 0
+    store.commit_steps(spans)
+    assert all(len(kv.tables[0].quantized) == 1 for kv in kept)
+    return device.launches, device.uploads, calls
+
+
+def test_a_step_encodes_with_the_same_work_for_any_number_of_sequences() -> None:
+    """One launch and one upload for each format, however many layers and sequences there are."""
+    work_of_a_step(1)  # sources are read and put together once
+    alone = work_of_a_step(1)
+    assert alone[:2] == (["encode_blocks_kernel"] * len(set(TYPES)), len(set(TYPES)))
+    assert alone[2] > 0
+    for sequences in (4, 16):
+        assert work_of_a_step(sequences) == alone
+
+
+def metrics_of(rng: np.random.Generator, k: str, v: str) -> tuple[Metric | None, Metric | None]:
+    """Metrics of one layer's keys and values; None for codecs that have no use for one."""
+    rounding_k, rounding_v = codecs.get(k).rounding, codecs.get(v).rounding
+    directions = rng.standard_normal((KV_HEADS, 5 * D, D)) * np.geomspace(1, 0.1, D) + 0.2
+    second, output = directions.swapaxes(1, 2) @ directions / (5 * D), rng.standard_normal((48, 2 * KV_HEADS * D))
+    means, ones = directions.mean(1), np.ones((KV_HEADS, D))
+    return (
+        None if rounding_k is None else key_metric(second, means, ones, None, rounding_k),
+        None if rounding_v is None else value_metric(output, KV_HEADS, D, None, rounding_v, 0.6 ** np.arange(N)),
+    )
+
+
+def blocks_of(store: KVStore, together: bool) -> list[dict[str, np.ndarray]]:
+    """Three blocks that each layer has encoded: all at once, or one by one."""
+    rng, caches = np.random.default_rng(1), [store.cache(layer) for layer in range(len(TYPES))]
+    blocks, slots = [3, 0, 2], [1, 4, 0]
+    for cache in caches:
+        for slot in slots:
+            k, v = (rng.standard_normal((2, KV_HEADS, N, D)) + 0.5).astype(np.float16)
+            store.ops.write_full(cache, slot, k, v)
+    if together:
+        store.ops.encode_blocks(caches, blocks, [Place(None, slot) for slot in slots])
+    else:
+        for cache in caches:
+            for block, slot in zip(blocks, slots, strict=True):
+                store.ops.encode_blocks([cache], [block], [Place(None, slot)])
+    return [store.ops.read_blocks(cache, blocks) for cache in caches]
+
+
+@pytest.mark.parametrize("is_fed_back", [False, True], ids=["nearest", "fed back"])
+def test_layers_and_sequences_together_have_the_codes_of_each_alone(is_fed_back: bool) -> None:
+    rng = np.random.default_rng(2)
+    metrics = [metrics_of(rng, *types) if is_fed_back else (None, None) for types in TYPES]
+    device = CudaOps(open_device())
+    together, alone = (blocks_of(store_of(device, 3, metrics), at_once) for at_once in (True, False))
+    for given, wanted in zip(together, alone, strict=True):
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(given[name], array)
+    assert not np.array_equal(together[0]["keys"], together[2]["keys"])
+
+
+def test_layers_and_sequences_together_have_the_codes_of_numpy() -> None:
+    on_device, on_host = (store_of(ops, 3) for ops in (CudaOps(open_device()), NumpyOps()))
+    given, wanted = blocks_of(on_device, together=True), blocks_of(on_host, together=False)
+    for layer in range(len(TYPES)):
+        fields = as_fields(on_device.cache(layer).format, 3, given[layer])
+        assert fields.keys() == wanted[layer].keys()
+        for name, array in wanted[layer].items():
+            np.testing.assert_array_equal(fields[name], array, err_msg=name)
