@@ -21,7 +21,7 @@ class RehearsalLauncher(Launcher):
         super().__init__(launch.threads, launch.level)
         self.library, self.in_numpy = launch.library, launch.in_numpy
         self._needed: dict[Kernel, None] = {}
-        self._optional: set[Kernel] = set()  # NumPy does without them
+        self._optional: dict[Kernel, None] = {}  # NumPy does without them
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         return np.zeros(shape, dtype)
@@ -37,10 +37,10 @@ class RehearsalLauncher(Launcher):
     ) -> None:
         if kernel not in self._optional:
             self._needed[kernel] = None
-        self.library.expect([kernel])
+            self.library.expect([kernel])
 
     def has(self, kernel: Kernel) -> bool:
-        self._optional.add(kernel)
+        self._optional[kernel] = None
         return True
 
     def unrecorded(self, op: Op, name: str) -> Op:
@@ -61,5 +61,9 @@ class RehearsalLauncher(Launcher):
         """Nothing: its launches were seen when it was recorded."""
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
-        """Wait until the kernels are compiled that no op can do without. See `Library.wait`."""
+        """Wait until the kernels are compiled that no op can do without, and compile the others from then on.
+
+        Before, they would take time from what loads the model. See `Library.wait`.
+        """
         self.library.wait(self._needed, progress)
+        self.library.expect(self._optional)
