@@ -3,17 +3,19 @@
 //
 //   Product                     the type in which tensor cores multiply weights: __half or __nv_bfloat16
 //   PLAIN                       whether a matrix is an array of Product, so that no conversion is needed
+//   PACKED                      whether it is in tiles: then the members of packed_weights.cuh are there as well
 //   Eight                       8 neighbouring weights as they were loaded
 //   load8(matrix, row, in, k)   loads an Eight: weights k … k + 7 of a row of `in`, k % 8 == 0, evicted first
 //   floats(out, eight)          converts an Eight to 8 floats
 //
-// A matrix (out, in) is `const unsigned char *`, aligned to 16 bytes.
+// A matrix (out, in) is `const unsigned char *`, aligned to 16 bytes; rows follow each other unless it is packed.
 
 // A format that is an array of T; P is its Product.
 template <class T, class P>
 struct PlainWeights {
     using Product = P;
     static constexpr bool PLAIN = sizeof(T) == sizeof(P);
+    static constexpr bool PACKED = false;
     static constexpr int LOADS = 8 * sizeof(T) / 16;
     struct Eight {
         uint4 words[LOADS];

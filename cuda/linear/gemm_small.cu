@@ -2,8 +2,8 @@
 // y = x @ weightᵀ + bias.
 //
 // y: rows of `out` floats, `pitch` floats apart; x (rows, in), weight (out, in), bias (out) float or null. x, and
-// weights of a format that is not plain, are rounded to the format's Product (halves are clipped to ±65504); sums are
-// float.
+// weights of a format that is not plain, are rounded to the format's Product (halves are clipped to ±65504, except
+// those of packed weights); sums are float.
 // With NORMED, x is replaced by x / rms(x) · norm, norm (in) float: x · norm is rounded, and 1 / rms(x), one number per
 // row, multiplies the sums. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up],
 // 2 · out rows, and y is ACTIVATION(gate) · up.
@@ -12,6 +12,7 @@
 // the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching rows of up. The
 // sum over `in` may run in any order, so a lane takes 8 neighbouring inputs as its share of two products: 16 bytes of
 // a row of weights, copied to shared memory and read back by the same lane, and 16 bytes of x for each group of 8 rows.
+// Of packed formats the warp copies codes and scales, and a lane makes these 16 bytes when it reads them.
 // Of the 8 warps, WARPS_OUT take different rows of weights and the others different inputs of a stage; their sums are
 // added in shared memory.
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal
@@ -19,72 +20,14 @@
 // the parts.
 // DEFINES: ACT (of x: float or the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4,
 // 8), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined).
-// JOINS: activation.cuh.
+// JOINS: activation.cuh, weight_stages.cuh.
 // Dynamic shared memory: max(STAGES · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
 // WARPS_K = 8 / WARPS_OUT, STAGES = 5: at most 96 KB.
-// Cost: bytes of the weights, of which 64 KB per block are in flight at any time; each block reads its inputs of all
-// rows from L2, which over all blocks is rows · sizeof(ACT) / (2 · TILE) times the bytes of the weights.
+// Cost: bytes of the weights, of which four stages per block, 64 KB unless they are packed, are in flight at any time;
+// each block reads its inputs of all rows from L2, which over all blocks is rows · sizeof(ACT) / (2 · TILE) times the
+// bytes of weights of 16 bits.
 // PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight, norm aligned to 16 bytes;
-// one part if NORMED.
-constexpr int WARPS = 8, WARPS_K = WARPS / WARPS_OUT, TILE = 32 * WARPS_OUT, INPUTS = 32 * WARPS_K, STAGES = 5;
-constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // COLUMNS: of y, of a block
-constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
-constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = TILE + 4;
-static_assert(ROWS % 8 == 0 && ROWS * WARPS_K <= 128 && WARPS % WARPS_OUT == 0, "shared memory is laid out for these");
-
-using Product = WEIGHT::Product;
-
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
-    mma_m16n8k16_f16(d, a, b);
-}
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
-    mma_m16n8k16_bf16(d, a, b);
-}
-
-// The TILE rows of weights that a block multiplies; c is a row's number among these.
-struct Tile {
-    int first, out;  // first column of y; columns of y in all
-
-    __device__ __forceinline__ int column_of(int c) const { return first + (GATED ? c / 32 * 16 + c % 16 : c); }
-    __device__ __forceinline__ int row_of(int c) const {
-        return min(column_of(c), out - 1) + (GATED && c % 32 >= 16 ? out : 0);
-    }
-};
-
-// A lane's weights: 16 bytes of each of four rows, 8 rows apart, copied to shared memory stage by stage.
-struct Weights {
-    const Product *plain[4];  // the four rows; read only where the format is plain
-    const unsigned char *matrix;
-    int rows[4];
-    uint4 *stages;  // this warp's and lane's in [STAGES][WARPS][4][32]
-    int input, in;  // the lane's first input of stage 0
-
-    __device__ __forceinline__ uint4 *piece(int stage, int i) const {
-        return stages + (stage % STAGES * WARPS * 4 + i) * 32;
-    }
-    // Commits one group of copies; from stage `last` on it is empty.
-    __device__ __forceinline__ void copy(int stage, int last) const {
-        const int k = stage * INPUTS + input;
-#pragma unroll
-        for (int i = 0; stage < last && i < 4; ++i) {
-            if (k < in) fetch(piece(stage, i), i, k);
-            else *piece(stage, i) = make_uint4(0, 0, 0, 0);
-        }
-        cp_async_commit();
-    }
-    // Copies inputs k … k + 7 of the lane's row i, as Product.
-    __device__ __forceinline__ void fetch(uint4 *to, int i, int k) const {
-        if constexpr (WEIGHT::PLAIN) {
-            cp_async<16>(to, plain[i] + k);
-        } else {
-            float values[8];
-            WEIGHT::floats(values, WEIGHT::load8(matrix, rows[i], in, k));
-#pragma unroll
-            for (int j = 0; j < 8; ++j) values[j] = within<Product>(values[j]);
-            store_floats(reinterpret_cast<Product *>(to), values);
-        }
-    }
-};
+// one part if NORMED; out % 16 == 0 if GATED and the format is packed.
 
 // A thread's share of x, one stage ahead: loaded while the previous stage is multiplied, then rounded and stored as
 // fragments.
@@ -126,11 +69,10 @@ struct Inputs {
 };
 
 // Adds the products of one stage: 32 rows of weights × all rows of x × the warp's 32 inputs.
-__device__ __forceinline__ void add_stage(float (&sums)[2][TILES_N][4], const Weights &weights, int stage,
+__device__ __forceinline__ void add_stage(float (&sums)[2][TILES_N][4], const Weights<WEIGHT> &weights, int stage,
                                           const uint4 *fragments) {
     uint4 w[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = *weights.piece(stage, i);
+    weights.read(w, stage);
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
         const uint4 v = fragments[n * 32];
@@ -214,12 +156,7 @@ gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const flo
     const Tile tile = {int(blockIdx.x) * COLUMNS, out};
     uint4 *const fragments = shared + STAGES * WARPS * 4 * 32;
 
-    Weights weights = {{}, weight, {}, shared + warp * 4 * 32 + lane, warp_k * 32 + lane % 4 * 8, in};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        weights.rows[i] = tile.row_of(column + 8 * i + lane / 4);
-        weights.plain[i] = reinterpret_cast<const Product *>(weight) + weights.rows[i] * (long long)in;
-    }
+    const Weights<WEIGHT> weights(weight, tile, column, warp_k * 32, in, shared);
     Inputs inputs = {};
     const int all = (in + INPUTS - 1) / INPUTS;
     const int first = int(all * (long long)blockIdx.y / gridDim.y), last = int(all * (blockIdx.y + 1ll) / gridDim.y);

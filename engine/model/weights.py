@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 
@@ -48,7 +49,7 @@ class _Reader:
     def matrices(self, names: Sequence[str]) -> tuple[Matrix, ...]:
         """Tensors (rows_i, columns), as the parts of one matrix."""
         matrices = self._ops.load([self._matrix(name) for name in names])
-        self.bytes += sum(matrix.nbytes for matrix in matrices)
+        self.bytes += sum(self._ops.matrix_bytes(matrix.format, math.prod(matrix.shape)) for matrix in matrices)
         return matrices
 
     def _matrix(self, name: str) -> FileMatrix:

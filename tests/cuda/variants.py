@@ -135,6 +135,7 @@ def _encode_blocks() -> list[Variant]:
 
 
 _READ = tuple(name for name in weight_formats.available() if can_read(name))  # by the kernels
+_PACKED = tuple(name for name in _READ if weight_formats.get(name).unpack)
 
 # What `linear` asks for: NORMED, ADD, and whether with an ACTIVATION.
 _SILU: dict[str, Define] = {"ACTIVATION": "silu"}
@@ -167,7 +168,7 @@ def _gemm_small() -> list[Variant]:
 
 
 def _gemv() -> list[Variant]:
-    formats = _READ
+    formats = tuple(name for name in _READ if name not in _PACKED)
     return _linear("gemv", ACT=("float",), WEIGHT=formats, OUTPUTS=(4,), ROWS=(1, 2, 4), SPLIT=(1, 2, 4, 8))
 
 
@@ -183,6 +184,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "copy_full": _exact("copy_full"),
     "copy_records": _all("copy_records"),
     "decode_attention": _decode_attention(),
+    "dequantize": _all("dequantize", WEIGHT=_PACKED),
     "embed": _all("embed", ACT=_TYPES, WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),
     "gemm_small": _gemm_small(),
@@ -192,6 +194,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "narrow": _all("narrow", ACT=("float",), TO=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
+    "repack": _all("repack", WEIGHT=_PACKED),
     "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
     "rotate": _rotate(),
     "sample": _all("sample"),

@@ -10,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.backends.cuda.kernel_source import can_read
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
 from engine.model.file_matrix import FileMatrix
@@ -89,9 +88,9 @@ def test_weight_bytes_are_those_of_the_loaded_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["IQ2_XS", "TQ1_0", *(name.upper() for name in BLOCKS)])
-def test_blocks_are_widened_where_no_kernel_reads_them(dtype: str, tmp_path: Path) -> None:
-    """To float32 on the CPU. On a GPU as float32 matrices are: to half precision. Rows of q and k lie elsewhere in
-    the file."""
+def test_blocks_are_widened_by_numpy_and_kept_by_a_gpu(dtype: str, tmp_path: Path) -> None:
+    """To float32 by NumPy. A GPU keeps the file's format, and has q8_0 of types without one. Rows of q and k lie
+    elsewhere in the file."""
     tensors = quantized_model(tmp_path / "model.gguf", dtype)
     config, source, _ = open_weights(tmp_path / "model.gguf")
     qkv = np.concatenate([tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"])
@@ -101,9 +100,12 @@ def test_blocks_are_widened_where_no_kernel_reads_them(dtype: str, tmp_path: Pat
     np.testing.assert_array_equal(host.rows(weights.embedding), tensors["model.embed_tokens.weight"])
     weights = load_weights(device, config, source)
     assert weights.bytes == weight_bytes(device, source)
-    if not can_read(dtype.lower()):
-        assert [part.format.name for part in weights.layers[0].qkv.parts] == ["f16"]
-        np.testing.assert_array_equal(device.rows(weights.layers[0].qkv), qkv.astype(np.float16))
+    kept = find(dtype) or get("q8_0")
+    assert [part.format for part in weights.layers[0].qkv.parts] == [kept]
+    if find(dtype) is None:
+        assert kept.quantize
+        kept.dequantize(kept.quantize(qkv), qkv)
+    np.testing.assert_array_equal(device.rows(weights.layers[0].qkv), qkv)
     source.close()
 
 

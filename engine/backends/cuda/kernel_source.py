@@ -68,7 +68,9 @@ def can_read(weight_format: str) -> bool:
 
 def _weights(name: object) -> str:
     """The struct of the weight format `name`; empty for any other type."""
-    return _text("plain_weights.cuh") + _text(f"weights/{name}.cuh") if can_read(str(name)) else ""
+    if not can_read(str(name)):
+        return ""
+    return _text("plain_weights.cuh") + _text("packed_weights.cuh") + _text(f"weights/{name}.cuh")
 
 
 def _readers(sides: Mapping[str, Layout | None]) -> str:

@@ -21,6 +21,9 @@ SMALL_ROWS = 64
 # convert them again, and 16 rows of float32 are as many bytes as the block's weights.
 UNROUNDED_ROWS = 8
 
+# Of a packed matrix, dequantized at a time for a product of many rows.
+DEQUANTIZED_BYTES = 32 << 20
+
 _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
 _GEMM_STATIC_BYTES = 768  # static shared memory of gemm_small: at most 4 (ROWS · WARPS_K + ROWS)

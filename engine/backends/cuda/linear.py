@@ -1,8 +1,9 @@
 """Matrices on a GPU, and products with them: launches of the kernels in `cuda/linear/`.
 
 Activations, norm weights and biases are float32. Matrices keep the format of the file if `cuda/weights/` has a struct
-of it; float32 and all others become half precision. Products convert x to the matrix's type and accumulate in float32.
-Products of few rows are memory-bound on the weights and take our own kernels; those of many rows take cuBLAS.
+of it; float32 and all others become half precision. Products convert x to the matrix's type, half precision for packed
+formats, and accumulate in float32. Products of few rows are memory-bound on the weights and take our own kernels; those
+of many rows take cuBLAS, for which packed matrices are dequantized a slab of rows at a time.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.cuda import kernel_source, launch_configs
+from engine.backends.cuda import kernel_source, launch_configs, packed
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
-from engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
+from engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.errors import EngineError
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get
 
@@ -50,7 +51,8 @@ class LinearOps:
         self._device, self._launch = device, launch
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
-        return _on_device(format).size(count)
+        format = _on_device(format)
+        return count // format.values * packed.block_bytes(format) if packed.is_packed(format) else format.size(count)
 
     def weight_type(self, stored: str) -> str:
         format = _on_device(find(stored) or get("f32"))
@@ -64,9 +66,18 @@ class LinearOps:
         """`matrices` stacked. Only the rows of one upload exist twice."""
         rows, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         _check_width(width)
-        data, end = self._device.empty((rows, format.size(width)), np.uint8), 0
+        is_packed, end = packed.is_packed(format), 0
+        if is_packed:  # of the last tile, no file has all rows
+            data = self._device.zeros(packed.tiles(format, rows, width), np.uint8)
+        else:
+            data = self._device.empty((rows, format.size(width)), np.uint8)
         for matrix in matrices:
             for part, raw in matrix.slabs(_slab_bytes(matrix.format, format)):
+                if is_packed:
+                    self._repack(
+                        format, data, self._device.from_host(np.ascontiguousarray(raw)), end + part.start, width
+                    )
+                    continue
                 to = data[end + part.start : end + part.stop]
                 if matrix.format is format:
                     to[...] = self._device.from_host(np.ascontiguousarray(raw))
@@ -76,6 +87,11 @@ class LinearOps:
             end += matrix.shape[0]
         return Matrix(format, data, (rows, width))
 
+    def _repack(self, format: WeightFormat, data: Array, raw: Array, first: int, width: int) -> None:
+        """Rows of a file, raw (rows, bytes of a row), as rows `first` … of a packed matrix."""
+        config = LaunchConfig({"WEIGHT": format.name}, threads_for(width // 8))
+        self._launch("repack", (len(raw), -(-width // (8 * config.threads))), config, data, raw, first, width)
+
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
         first, stop, _ = rows.indices(matrix.shape[0])
@@ -84,9 +100,19 @@ class LinearOps:
             start, end = end, end + part.shape[0]
             begin, last = max(first, start), min(stop, end)
             if begin < last:
-                raw = self._device.to_host(part.data[begin - start : last - start])
-                part.format.dequantize(raw, values[begin - first : last - first])
+                self._read(part, slice(begin - start, last - start), values[begin - first : last - first])
         return values
+
+    def _read(self, matrix: Matrix, rows: slice, out: np.ndarray) -> None:
+        """Write rows of a matrix to `out` (rows, in) float32."""
+        if not packed.is_packed(matrix.format):
+            matrix.format.dequantize(self._device.to_host(matrix.data[rows]), out)
+            return
+        step = max(1, _UPLOAD_BYTES // (4 * matrix.shape[1]))
+        for first in range(rows.start, rows.stop, step):
+            ids = np.arange(first, min(first + step, rows.stop), dtype=np.int32)
+            values = self._device.to_host(self.embed(matrix, self._device.from_host(ids)))
+            out[first - rows.start : first - rows.start + len(ids)] = values
 
     def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
         width = table.shape[1]
@@ -114,10 +140,10 @@ class LinearOps:
     ) -> Array:
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
         y = self._device.empty((rows, out), np.float32) if residual is None else residual
-        if len(w.parts) == 1:
+        if len(w.parts) == 1 and (activation is None or _gates(w.parts[0])):
             self._multiply(y, x, _Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
             return y
-        # Parts of several formats: a product for each; the activation follows, since it needs gate and up together.
+        # A product for each part; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
         end = 0
         for matrix in w.parts:
@@ -132,7 +158,8 @@ class LinearOps:
     def _multiply(self, y: Array, x: Array, product: _Product, recorded: bool) -> None:
         """`linear` with one matrix into y, which may be columns of a wider array."""
         rows = len(x)
-        if rows > SMALL_ROWS and not recorded and product.weight.format.name in _PLAIN:
+        format = product.weight.format
+        if rows > SMALL_ROWS and not recorded and (format.name in _PLAIN or packed.is_packed(format)):
             self._large(y, x, product)
             return
         for first in range(0, rows, SMALL_ROWS):
@@ -142,7 +169,7 @@ class LinearOps:
     def _small(self, y: Array, x: Array, product: _Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y."""
         (rows, width), processors, weight = x.shape, self._device.processors, product.weight
-        if rows > GEMV_ROWS:
+        if rows > GEMV_ROWS or packed.is_packed(weight.format):
             if rows > UNROUNDED_ROWS:
                 x, product = self._narrowed(x, product), product._replace(norm=None)
             self._tensor_cores(y, x, product)
@@ -175,13 +202,27 @@ class LinearOps:
         rows, out = len(x), product.weight.shape[0]
         whole = y if product.activation is None else self._device.empty((rows, out), np.float32)
         x = self._narrowed(x, product)
-        self._device.gemm(whole, x, product.weight.data.view(x.dtype), add=product.add)
+        if packed.is_packed(product.weight.format):
+            self._dequantized_product(whole, x, product.weight, product.add)
+        else:
+            self._device.gemm(whole, x, product.weight.data.view(x.dtype), add=product.add)
         if product.bias is not None:
             config = LaunchConfig({"ACT": "float"}, threads_for(out))
             grid = -(-out // config.threads), rows
             self._launch("add_bias", grid, config, whole, product.bias, out, row_stride(whole))
         if product.activation is not None:
             self._activate(y, whole, product.activation)
+
+    def _dequantized_product(self, y: Array, x: Array, weight: Matrix, add: bool) -> None:
+        """y = x @ weightᵀ, or += with `add`, of a packed matrix: DEQUANTIZED_BYTES of it at a time."""
+        out, width = weight.shape
+        step = min(out, max(1, DEQUANTIZED_BYTES // (2 * width)))
+        values = self._device.empty((step, width), np.float16)
+        config = LaunchConfig({"WEIGHT": weight.format.name}, threads_for(width // 8))
+        for first in range(0, out, step):
+            part = values[: min(step, out - first)]
+            self._launch("dequantize", (len(part),), config, part, weight.data, first, width)
+            self._device.gemm(y[:, first : first + len(part)], x, part, add=add)
 
     def _activate(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""
@@ -204,6 +245,11 @@ class LinearOps:
         defines: dict[str, int | float | str] = {"ACT": "float", "TO": type_of(y), "NORMED": int(norm is not None)}
         config = LaunchConfig(defines, threads_for(-(-n // 8), most))
         self._launch("narrow", (rows,), config, y, x, norm_weight, n, float(eps))
+
+
+def _gates(gate_up: Matrix) -> bool:
+    """Whether products with a matrix [gate | up] apply the activation: in packed formats both must be whole tiles."""
+    return not packed.is_packed(gate_up.format) or gate_up.shape[0] % (2 * packed.ROWS) == 0
 
 
 def _on_device(format: WeightFormat) -> WeightFormat:

@@ -23,8 +23,8 @@ from engine.backends.cuda.memory import prompt_bytes, step_bytes
 from engine.backends.ops import Load, Result
 from engine.errors import EngineError
 
-# Left free for memory that `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation. Not yet
-# checked on a GPU.
+# Left free for memory that `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, and the
+# DEQUANTIZED_BYTES of products with packed matrices. Not yet checked on a GPU.
 _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # the share is of the free memory; the smaller one counts
 
 

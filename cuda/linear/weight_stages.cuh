@@ -1,0 +1,125 @@
+// The weights of a block of gemm_small: which rows it multiplies, and their way through shared memory. The head of
+// gemm_small.cu says what the constants mean.
+
+constexpr int WARPS = 8, WARPS_K = WARPS / WARPS_OUT, TILE = 32 * WARPS_OUT, INPUTS = 32 * WARPS_K, STAGES = 5;
+constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // COLUMNS: of y, of a block
+constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
+constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = TILE + 4;
+static_assert(ROWS % 8 == 0 && ROWS * WARPS_K <= 128 && WARPS % WARPS_OUT == 0, "shared memory is laid out for these");
+
+using Product = WEIGHT::Product;
+
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) {
+    mma_m16n8k16_f16(d, a, b);
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
+    mma_m16n8k16_bf16(d, a, b);
+}
+
+// The TILE rows of weights that a block multiplies; c is a row's number among these.
+struct Tile {
+    int first, out;  // first column of y; columns of y in all
+
+    __device__ __forceinline__ int column_of(int c) const { return first + (GATED ? c / 32 * 16 + c % 16 : c); }
+    __device__ __forceinline__ int row_of(int c) const {
+        return min(column_of(c), out - 1) + (GATED && c % 32 >= 16 ? out : 0);
+    }
+};
+
+// A warp's weights, 32 rows × 32 inputs of a stage, on their way through shared memory to the A operands of two
+// products. A lane reads inputs 8 · (lane % 4) … + 7 of the rows 8 · i + lane / 4.
+template <class W, bool PACKED = W::PACKED>
+struct Weights;
+
+// Of formats whose rows are arrays, a lane copies and reads 16 bytes of each of its four rows, stage by stage.
+template <class W>
+struct Weights<W, false> {
+    const Product *plain[4];  // the four rows; read only where the format is plain
+    const unsigned char *matrix;
+    int rows[4];
+    uint4 *stages;  // this warp's and lane's in [STAGES][WARPS][4][32]
+    int input, in;  // the lane's first input of stage 0
+
+    __device__ __forceinline__ Weights(const unsigned char *weight, const Tile &tile, int column, int first_input,
+                                       int in_, uint4 *shared)
+        : matrix(weight), stages(shared + threadIdx.x / 32 * 4 * 32 + threadIdx.x % 32),
+          input(first_input + threadIdx.x % 4 * 8), in(in_) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            rows[i] = tile.row_of(column + 8 * i + threadIdx.x % 32 / 4);
+            plain[i] = reinterpret_cast<const Product *>(weight) + rows[i] * (long long)in;
+        }
+    }
+    __device__ __forceinline__ uint4 *piece(int stage, int i) const {
+        return stages + (stage % STAGES * WARPS * 4 + i) * 32;
+    }
+    // Commits one group of copies; from stage `last` on it is empty.
+    __device__ __forceinline__ void copy(int stage, int last) const {
+        const int k = stage * INPUTS + input;
+#pragma unroll
+        for (int i = 0; stage < last && i < 4; ++i) {
+            if (k < in) fetch(piece(stage, i), i, k);
+            else *piece(stage, i) = make_uint4(0, 0, 0, 0);
+        }
+        cp_async_commit();
+    }
+    // Copies inputs k … k + 7 of the lane's row i, as Product.
+    __device__ __forceinline__ void fetch(uint4 *to, int i, int k) const {
+        if constexpr (W::PLAIN) {
+            cp_async<16>(to, plain[i] + k);
+        } else {
+            float values[8];
+            W::floats(values, W::load8(matrix, rows[i], in, k));
+#pragma unroll
+            for (int j = 0; j < 8; ++j) values[j] = within<Product>(values[j]);
+            store_floats(reinterpret_cast<Product *>(to), values);
+        }
+    }
+    __device__ __forceinline__ void read(uint4 (&w)[4], int stage) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = *piece(stage, i);
+    }
+};
+
+// Of packed formats, the lanes of a warp copy codes and factors of two tiles of 16 rows as they are, 16 bytes at a
+// time, and unpack them when they are multiplied. PRECOND: with GATED, out % 16 == 0.
+template <class W>
+struct Weights<W, true> {
+    static constexpr int PIECES = W::PIECES;
+    static_assert(2 * PIECES <= 128, "a stage has 2048 bytes for a warp");
+    const unsigned char *tiles[2];
+    uint4 *stages;  // this warp's in [STAGES][WARPS][2][PIECES]
+    int input, in;  // the warp's first input of stage 0
+
+    __device__ __forceinline__ Weights(const unsigned char *weight, const Tile &tile, int column, int first_input,
+                                       int in_, uint4 *shared)
+        : stages(shared + threadIdx.x / 32 * 2 * PIECES), input(first_input), in(in_) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) tiles[m] = W::block_at(weight, tile.row_of(column + 16 * m) / 16, in, 0);
+    }
+    __device__ __forceinline__ uint4 *pieces(int stage) const { return stages + stage % STAGES * WARPS * 2 * PIECES; }
+    // Commits one group of copies; from stage `last` on it is empty.
+    __device__ __forceinline__ void copy(int stage, int last) const {
+        const int k = stage * INPUTS + input;
+        if (stage < last && k < in) {
+#pragma unroll
+            for (int i = threadIdx.x % 32; i < 2 * PIECES; i += 32) {
+                const unsigned char *const tile = i < PIECES ? tiles[0] : tiles[1];
+                const int at = W::piece(k, i < PIECES ? i : i - PIECES);
+                cp_async<16>(pieces(stage) + i, tile + (long long)(k / W::VALUES) * W::BLOCK + at);
+            }
+        }
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void read(uint4 (&w)[4], int stage) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            w[i] = make_uint4(0, 0, 0, 0);
+            if (stage * INPUTS + input >= in) continue;
+            const auto *const part = reinterpret_cast<const unsigned char *>(pieces(stage) + i / 2 * PIECES);
+            const auto factors = W::factors(part, W::PART_GROUPS, i % 2 * 8 + lane / 4, lane % 4 * 8 / W::GROUP);
+            w[i] = W::halves(W::unpack(part + W::codes(W::PART_GROUPS), lane, i % 2), factors);
+        }
+    }
+};

@@ -1,0 +1,220 @@
+// Weight formats of codes and scales, in tiles: what kernels read of a matrix, and how the bytes of a file become it.
+//
+//   w = scale · sub_scale · (code − ZERO) + offset · sub_offset
+//
+// A tile is 16 rows, a run of blocks of VALUES inputs. A block has, of each row in turn:
+//   scale        half, or bfloat16 for scales that are powers of two (POWERS)
+//   offset       half                                        with OFFSETS
+//   sub_scale    signed byte, for each group of GROUP inputs  with SUBS
+//   sub_offset   byte, likewise                               with SUBS and OFFSETS
+// and then the codes of 32 inputs at a time, in planes of 8, 4, 2 or 1 bits, low bits first. In a plane, lane 4 · r + t
+// of a warp has the inputs 8t … 8t + 7 of row r and then of row r + 8, as the A operands of gemm_small take them. The
+// even ones of 8 codes lie in the low half of the bits and the odd ones in the high half, so that a shift and a mask
+// give a pair of neighbours, each in its 16 bits; in codes of 8 bits, two pairs have a word.
+//
+// F describes a format: VALUES, NBYTES of a block in the file, BITS, GROUP, ZERO, SUBS, OFFSETS, POWERS, TABLED, and
+//   code(block, i)            of input i
+//   scale(block), offset(block)                   the 16 bits of the tile
+//   sub_scale(block, group), sub_offset(block, group)
+//   table(i)                  with TABLED: four of the 16 numbers of codes, as bytes with 128 added; ZERO is 128
+//
+// A tile is aligned to 16 bytes, and in % VALUES == 0.
+template <class F>
+struct PackedWeights {
+    using Product = __half;
+    static constexpr bool PLAIN = false, PACKED = true;
+    static constexpr int VALUES = F::VALUES, NBYTES = F::NBYTES, BITS = F::BITS, GROUP = F::GROUP;
+    static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // bits of the planes
+    static constexpr int PART_GROUPS = 32 / GROUP;
+
+    // Bytes before these fields, in a block of `groups` groups.
+    static constexpr int sub_scales(int) { return F::OFFSETS ? 64 : 32; }
+    static constexpr int sub_offsets(int groups) { return sub_scales(groups) + (F::SUBS ? 16 * groups : 0); }
+    static constexpr int codes(int groups) {
+        return sub_offsets(groups) + (F::SUBS && F::OFFSETS ? 16 * groups : 0);
+    }
+    static constexpr int BLOCK = codes(VALUES / GROUP) + 2 * BITS * VALUES;
+
+    // Copies for one part, 32 inputs of a tile: a block of PART_GROUPS groups, PIECES times 16 bytes.
+    static constexpr int PIECES = codes(PART_GROUPS) / 16 + 4 * BITS;
+
+    static __device__ __forceinline__ const unsigned char *block_at(const unsigned char *matrix, int tile, int in,
+                                                                    int k) {
+        return matrix + (tile * (long long)(in / VALUES) + k / VALUES) * BLOCK;
+    }
+    // Where piece i of the part that begins with input k is in its block.
+    static __device__ __forceinline__ int piece(int k, int i) {
+        constexpr int groups = VALUES / GROUP;
+        const int part = k % VALUES / 32, group = part * PART_GROUPS * 16, at = 16 * i;
+        if (at < sub_scales(0)) return at;
+        if (at < sub_offsets(PART_GROUPS)) return at + group;
+        if (at < codes(PART_GROUPS)) return sub_offsets(groups) + group + at - sub_offsets(PART_GROUPS);
+        return codes(groups) + part * 64 * BITS + at - codes(PART_GROUPS);
+    }
+
+    // What 8 neighbouring weights of a row share with their group.
+    struct Factors {
+        float scale, offset;
+    };
+    static __device__ __forceinline__ Factors factors(const unsigned char *block, int groups, int row, int group) {
+        const unsigned short *const numbers = reinterpret_cast<const unsigned short *>(block);
+        Factors f = {};
+        f.scale = F::POWERS ? __uint_as_float(numbers[row] * 65536u) : __half2float(__ushort_as_half(numbers[row]));
+        if (F::OFFSETS) f.offset = __half2float(__ushort_as_half(numbers[16 + row]));
+        const int at = 16 * group + row;
+        if (F::SUBS) f.scale *= reinterpret_cast<const signed char *>(block)[sub_scales(groups) + at];
+        if (F::SUBS && F::OFFSETS) f.offset *= block[sub_offsets(groups) + at];
+        return f;
+    }
+
+    // 8 neighbouring codes, numbers of the table in their place, as pairs in 16 bits each.
+    struct Codes {
+        unsigned pairs[4];
+    };
+    // plane: the codes of 32 inputs. lane: 4 · (row % 8) + (k % 32) / 8; half: row / 8.
+    static __device__ __forceinline__ Codes unpack(const unsigned char *plane, int lane, int half) {
+        Codes c = {};
+        add_plane<LOW, 0>(c, plane + (2 * lane + half) * LOW);
+        if (HIGH) add_plane<HIGH, LOW>(c, plane + 64 * LOW + (2 * lane + half) * HIGH);
+        return c;
+    }
+    template <int B, int SHIFT>
+    static __device__ __forceinline__ void add_plane(Codes &c, const unsigned char *at) {
+        if (F::TABLED) {
+            const unsigned w = *reinterpret_cast<const unsigned *>(at), even = looked_up(w), odd = looked_up(w >> 16);
+#pragma unroll
+            for (int p = 0; p < 4; ++p) c.pairs[p] = __byte_perm(even, odd, p | (4 + p) << 8) & 0x00ff00ffu;
+            return;
+        }
+        if (B == 8) {
+            const uint2 w = *reinterpret_cast<const uint2 *>(at);
+#pragma unroll
+            for (int p = 0; p < 4; ++p) c.pairs[p] = (p < 2 ? w.x : w.y) >> 8 * (p % 2) & 0x00ff00ffu;
+            return;
+        }
+        unsigned w;
+        if (B == 4) w = *reinterpret_cast<const unsigned *>(at);
+        if (B == 2) w = __byte_perm(*reinterpret_cast<const unsigned short *>(at), 0, 0x4140);
+        if (B == 1) w = (*at & 15u) | (*at & 240u) << 12;
+#pragma unroll
+        for (int p = 0; p < 4; ++p) c.pairs[p] |= (w >> B * p & ((1u << B) - 1) * 0x00010001u) << SHIFT;
+    }
+    // The numbers of the four codes in the low 16 bits, as bytes.
+    static __device__ __forceinline__ unsigned looked_up(unsigned w) {
+        const unsigned low = __byte_perm(F::table(0), F::table(1), w & 0x7777u);
+        const unsigned high = __byte_perm(F::table(2), F::table(3), w & 0x7777u);
+        return __byte_perm(low, high, 0x3210u | (w & 0x8888u) >> 1);
+    }
+
+    // 8 weights in half precision: the factors are rounded to it, and then each weight once. Weights beyond ±65504 are
+    // infinite.
+    static __device__ __forceinline__ uint4 halves(const Codes &c, const Factors &f) {
+        const __half2 zero = __float2half2_rn(1024.0f + F::ZERO);
+        const __half2 scale = __float2half2_rn(within<__half>(f.scale));
+        const __half2 offset = __float2half2_rn(within<__half>(f.offset));
+        uint4 weights;
+        unsigned *const to[4] = {&weights.x, &weights.y, &weights.z, &weights.w};
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+            const unsigned raised = c.pairs[p] | 0x64006400u;  // as halves, 1024 + code
+            const __half2 code = __hsub2(*reinterpret_cast<const __half2 *>(&raised), zero);
+            const __half2 w = F::OFFSETS ? __hfma2(code, scale, offset) : __hmul2(code, scale);
+            *to[p] = *reinterpret_cast<const unsigned *>(&w);
+        }
+        return weights;
+    }
+
+    struct Eight {
+        Codes codes;
+        Factors factors;
+    };
+    static __device__ __forceinline__ Eight load8(const unsigned char *matrix, int row, int in, int k) {
+        constexpr int groups = VALUES / GROUP;
+        const unsigned char *const block = block_at(matrix, row / 16, in, k);
+        const unsigned char *const plane = block + codes(groups) + k % VALUES / 32 * 64 * BITS;
+        return {unpack(plane, row % 8 * 4 + k % 32 / 8, row % 16 / 8),
+                factors(block, groups, row % 16, k % VALUES / GROUP)};
+    }
+    // Exactly the numbers of the file: factors are multiplied in the order of the formula, and nothing is fused.
+    static __device__ __forceinline__ void floats(float (&out)[8], const Eight &eight) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int code = eight.codes.pairs[j / 2] >> 16 * (j % 2) & 0xffff;
+            out[j] = __fmul_rn(float(code - F::ZERO), eight.factors.scale);
+            if (F::OFFSETS) out[j] = __fadd_rn(out[j], eight.factors.offset);
+        }
+    }
+
+    // Writes weights k … k + 7 of a row, from the row's bytes in the file, and what they are the first to need.
+    static __device__ __forceinline__ void repack8(unsigned char *matrix, const unsigned char *raw, int row, int in,
+                                                   int k) {
+        constexpr int groups = VALUES / GROUP;
+        unsigned char *const block = const_cast<unsigned char *>(block_at(matrix, row / 16, in, k));
+        const int i = k % VALUES, group = i / GROUP, at = row % 16, place = 2 * (at % 8 * 4 + i % 32 / 8) + at / 8;
+        raw += k / VALUES * NBYTES;
+        if (i == 0) {
+            reinterpret_cast<unsigned short *>(block)[at] = F::scale(raw);
+            if (F::OFFSETS) reinterpret_cast<unsigned short *>(block)[16 + at] = F::offset(raw);
+        }
+        if (F::SUBS && i % GROUP == 0) {
+            block[sub_scales(groups) + 16 * group + at] = F::sub_scale(raw, group);
+            if (F::OFFSETS) block[sub_offsets(groups) + 16 * group + at] = F::sub_offset(raw, group);
+        }
+        unsigned long long low = 0, high = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const unsigned long long code = F::code(raw, i + j);
+            low |= (code & ((1ull << LOW) - 1)) << place_of<LOW>(j);
+            high |= (code >> LOW) << place_of<HIGH>(j);
+        }
+        unsigned char *const plane = block + codes(groups) + i / 32 * 64 * BITS;
+#pragma unroll
+        for (int b = 0; b < LOW; ++b) plane[place * LOW + b] = low >> 8 * b;
+#pragma unroll
+        for (int b = 0; b < HIGH; ++b) plane[64 * LOW + place * HIGH + b] = high >> 8 * b;
+    }
+    // The lowest bit of code j in a plane of B bits.
+    template <int B>
+    static constexpr int place_of(int j) {
+        return B == 8 ? j / 4 * 32 + j / 2 % 2 * 8 + j % 2 * 16 : B * (j / 2 + j % 2 * 4);
+    }
+};
+
+// The 16 bits of a number in a file, which may begin at any byte.
+__device__ __forceinline__ unsigned short two_bytes(const unsigned char *p) { return p[0] | p[1] << 8; }
+
+// Code i of codes of BITS bits: each run of WIDTH bytes holds 8 / BITS runs of WIDTH codes, the first in the lowest
+// bits.
+template <int WIDTH, int BITS>
+__device__ __forceinline__ int packed_code(const unsigned char *p, int i) {
+    constexpr int run = WIDTH * 8 / BITS;
+    return p[i / run * WIDTH + i % WIDTH] >> BITS * (i % run / WIDTH) & ((1 << BITS) - 1);
+}
+
+// Format descriptions: what all have, unless they say otherwise.
+struct BlocksOf32 {
+    static constexpr int VALUES = 32, GROUP = 32, ZERO = 0;
+    static constexpr bool SUBS = false, OFFSETS = false, POWERS = false, TABLED = false;
+    static __device__ __forceinline__ unsigned short scale(const unsigned char *block) { return two_bytes(block); }
+    static __device__ __forceinline__ unsigned short offset(const unsigned char *block) { return two_bytes(block + 2); }
+    static __device__ __forceinline__ int sub_scale(const unsigned char *, int) { return 1; }
+    static __device__ __forceinline__ int sub_offset(const unsigned char *, int) { return 1; }
+    static __device__ __forceinline__ unsigned table(int) { return 0; }
+};
+
+// Blocks of 256 in groups of 32, w = d * scale * q - dmin * min, with 8 scales and 8 minima of 6 bits in 12 bytes.
+struct BlocksOf256 : BlocksOf32 {
+    static constexpr int VALUES = 256;
+    static constexpr bool SUBS = true, OFFSETS = true;
+    static __device__ __forceinline__ unsigned short offset(const unsigned char *block) {
+        return two_bytes(block + 2) ^ 0x8000;
+    }
+    static __device__ __forceinline__ int sub_scale(const unsigned char *block, int group) {
+        const unsigned char *const p = block + 4 + group;
+        return group < 4 ? *p & 63 : (p[4] & 15) | (p[-4] >> 2 & 48);
+    }
+    static __device__ __forceinline__ int sub_offset(const unsigned char *block, int group) {
+        const unsigned char *const p = block + 4 + group;
+        return group < 4 ? p[4] & 63 : p[4] >> 4 | (*p >> 2 & 48);
+    }
+};

@@ -1,0 +1,132 @@
+"""Packed weight formats on the emulator: tiles, products and rows against gguf's dequantizers in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import weight_formats
+from engine.backends.cuda import packed
+from engine.backends.cuda.ops import CudaOps
+from engine.weight_formats import Linear, get
+from tests.cuda.emulated import open_device
+from tests.cuda.formats import EPS32
+from tests.weights import BLOCKS, StoredBytes, random_blocks
+
+HALF = float(np.finfo(np.float16).eps)
+EPS = 1e-5
+FORMATS = tuple(name for name in BLOCKS if packed.is_packed(get(name)))
+
+
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps(open_device())
+
+
+def test_every_format_of_codes_and_scales_is_packed() -> None:
+    assert set(FORMATS) == {name for name in weight_formats.available() if get(name).unpack}
+
+
+def width_of(name: str, blocks: int) -> int:
+    """Inputs of a row of at least 32 · `blocks`."""
+    values = get(name).values
+    return -(-32 * blocks // values) * values
+
+
+def allowed_of(raw: np.ndarray, name: str) -> np.ndarray:
+    """How far weights in half precision may be from the file's (rows, in): scale, offset and result are rounded, each
+    by at most half a unit, or by half the smallest number of half precision."""
+    format = get(name)
+    assert format.unpack
+    grouped = format.unpack(raw)
+    values = grouped.dequantize().astype(np.float64)
+    zero = np.zeros_like(values)
+    groups = (grouped.offset * 1.0 if grouped.sub_offset is None else None) if grouped.offset is not None else None
+    if grouped.offset is not None and grouped.sub_offset is not None:
+        wide = np.repeat(grouped.offset.astype(np.float64), format.values // format.group, axis=1)
+        groups = wide * grouped.sub_offset
+    offsets = (
+        zero if groups is None else np.repeat(groups.astype(np.float64), values.shape[1] // groups.shape[1], axis=1)
+    )
+    codes = np.abs(grouped.codes.astype(np.float64) - format.zero) if grouped.table is None else 127.0
+    return HALF / 2 * (np.abs(values - offsets) + np.abs(offsets) + np.abs(values)) + 2.0**-25 * (codes + 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tiles_hold_the_file_s_values_exactly(ops: CudaOps, rng: np.random.Generator, name: str) -> None:
+    """Of several matrices joined, none of which ends with a tile; uploaded a few rows at a time; embedded in place."""
+    width = width_of(name, 3)
+    files = [StoredBytes(random_blocks(rng, name, rows, width), name) for rows in (5, 23, 9)]
+    values = np.concatenate([file.values for file in files])
+    (held,) = ops.load(files)
+    assert held.format is get(name)
+    assert held.data.nbytes == ops.matrix_bytes(held.format, 48 * width)
+    np.testing.assert_array_equal(ops.rows(held), values)
+    np.testing.assert_array_equal(ops.rows(held, slice(4, 30)), values[4:30])
+    x = ops.embed(held, ops.to_device([36, 0, 17]), 0.5)
+    np.testing.assert_array_equal(ops.to_host(x), values[[36, 0, 17]] * np.float32(0.5))
+
+
+def test_a_matrix_uploaded_in_parts_is_the_same(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = StoredBytes(random_blocks(rng, "q5_k", 21, 256), "q5_k")
+    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
+    (held,) = ops.load([file])
+    np.testing.assert_array_equal(ops.rows(held), file.values)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 17, 40, 64])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_of_few_rows(ops: CudaOps, rng: np.random.Generator, name: str, rows: int) -> None:
+    check_product(ops, rng, name, rows, 37, width_of(name, 11))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_of_many_rows(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By dequantizing a few rows of weights at a time."""
+    width = width_of(name, 3)
+    monkeypatch.setattr("engine.backends.cuda.linear.DEQUANTIZED_BYTES", 2 * width * 20)
+    check_product(ops, rng, name, 65, 37, width)
+
+
+def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator) -> None:
+    """With few rows of weights, blocks share the inputs."""
+    check_product(ops, rng, "q4_k", 4, 20, 8192)
+    assert "gemm_small_sum_kernel" in ops._device.launches
+
+
+def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, out: int, width: int) -> None:
+    """x @ weightᵀ + bias, added to what is there, against float64; x is rounded to half precision."""
+    file = StoredBytes(random_blocks(rng, name, out, width), name)
+    x = (rng.standard_normal((rows, width)) * rng.uniform(0.1, 4, (rows, 1))).astype(np.float32)
+    bias, before = (rng.standard_normal(size).astype(np.float32) for size in ((out,), (rows, out)))
+    y = ops.linear(ops.to_device(x), Linear(ops.load([file]), ops.to_device(bias)), residual=ops.to_device(before))
+    rounded, weights = x.astype(np.float16).astype(np.float64), file.values.astype(np.float64)
+    exact = rounded @ weights.T + bias + before
+    allowed = np.abs(rounded) @ allowed_of(file.raw, name).T
+    allowed += 4 * EPS32 * (np.sqrt(width) * np.sqrt(rounded**2 @ weights.T**2) + np.abs(exact))
+    worst = np.abs(ops.to_host(y) - exact) - allowed
+    assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} are off, by up to {np.nanmax(worst)}"
+
+
+@pytest.mark.parametrize("half", [16, 24, 80])
+@pytest.mark.parametrize("rows", [2, 12])
+@pytest.mark.parametrize("name", ["q8_0", "q4_k"])
+def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, half: int) -> None:
+    """In the product where gate and up are whole tiles, and after it where they share one; with a norm before."""
+    width = width_of(name, 4)
+    file = StoredBytes(random_blocks(rng, name, 2 * half, width), name)
+    x, norm = rng.standard_normal((rows, width)).astype(np.float32), rng.uniform(0.5, 2, width).astype(np.float32)
+    w = Linear(ops.load([file]))
+    y = ops.to_host(ops.linear(ops.to_device(x), w, norm=(ops.to_device(norm), EPS), activation="silu"))
+    assert ("activate_mul_kernel" in ops._device.launches) == (half % 16 != 0)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS) * norm
+    gate, up = np.split(normed @ file.values.astype(np.float64).T, 2, axis=1)
+    wanted = gate / (1 + np.exp(-gate)) * up
+    off = np.abs(normed) @ (allowed_of(file.raw, name) + HALF * np.abs(file.values)).T
+    off_gate, off_up = np.split(off + 1e-5, 2, axis=1)
+    allowed = 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(gate) * off_up
+    assert (np.abs(y - wanted) <= allowed).all()
