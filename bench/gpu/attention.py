@@ -17,7 +17,7 @@ from bench.gpu.setup import Gpu, Sizes
 from engine import codecs
 from engine.backends.cuda.device import Array
 from engine.backends.cuda.ops import CudaOps
-from engine.backends.ops import CacheFormat, Place
+from engine.backends.ops import CacheFormat, FilledBlocks, Place
 from engine.errors import EngineError
 from engine.kv.plan import format_bytes
 from engine.quantization.metric import Metric
@@ -136,4 +136,4 @@ def measure_encoding(
 
 
 def _encode(ops: CudaOps, cache: Any, count: int) -> None:
-    ops.encode_blocks([cache], list(range(count)), [Place(None, i) for i in range(count)])
+    ops.encode_blocks([FilledBlocks([cache], list(range(count)), [Place(None, i) for i in range(count)])])

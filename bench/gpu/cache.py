@@ -15,7 +15,7 @@ import numpy as np
 from bench.gpu.setup import Clock
 from engine import codecs
 from engine.backends.cuda.device import Array, Device
-from engine.backends.ops import Ops, Place, SpanView
+from engine.backends.ops import FilledBlocks, Ops, Place, SpanView
 from engine.quantization.conditioning import read_mean
 
 # Attention rounds q, k, v and attention weights to half precision, each by at most 2⁻¹¹ of the value: together they are
@@ -45,7 +45,7 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
     ops.append_kv(cache, ops.spans([span], n), ops.to_device(content.k), ops.to_device(content.v))
     if quantized:
         numbers = range(min(blocks, quantized))
-        ops.encode_blocks([cache], numbers, [Place(buffer, i) for i in numbers])
+        ops.encode_blocks([FilledBlocks([cache], numbers, [Place(buffer, i) for i in numbers])])
     for pool in (cache.keys.quantized, cache.values.quantized):
         _repeat(clock, pool, min(blocks, quantized))
     for pool, source in zip(cache.full, buffer, strict=True):

@@ -57,6 +57,14 @@ class Place(NamedTuple):
     block: int  # number of the block in the buffer, or of the slot
 
 
+class FilledBlocks(NamedTuple):
+    """N tokens at each of `sources`, which go to the block of `blocks` at the same index, in each of `caches`."""
+
+    caches: Sequence[Cache]
+    blocks: Sequence[int]
+    sources: Sequence[Place]  # either full-precision slots, or consecutive blocks in the buffer of one cache
+
+
 @dataclass(frozen=True)
 class HeadTransform:
     """The transform of heads between their projection and the cache of one layer, and its inverse for attention's
@@ -301,21 +309,14 @@ class Ops(Protocol):
         rotation is dense.
         """
 
-    def encode_blocks(self, caches: Sequence[Cache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        """Encode the N tokens at each of `sources` into the block of `blocks` at the same index, in each of `caches`.
-
-        The sources are either full-precision slots, or consecutive blocks in the buffer of one cache. Keys are centred
-        first. CUDA: encode_blocks, once for each pair of codecs among the caches.
-        """
+    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+        """Encode blocks; keys are centred first. CUDA: encode_blocks, once for each pair of codecs among all caches."""
 
     def copy_full(self, cache: Cache, target: Place, source: Place, tokens: int) -> None:
         """Copy the first `tokens` ≤ N tokens of `source` to `target`."""
 
     def round_trip(self, cache: Cache, place: Place, tokens: int) -> None:
-        """Encode the first `tokens` ≤ N tokens of a place as one block, decode it, and store the result in their place.
-
-        An incomplete block is padded with its mean before it is encoded.
-        """
+        """Replace the first `tokens` ≤ N of a place by what a block of them, filled up with their mean, decodes to."""
 
     # -- from the KV store to the host, and back -----------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.backends.ops import STEP_ROWS, Buffer, Cache, Ops, Place, SpanView
+from engine.backends.ops import STEP_ROWS, Buffer, Cache, FilledBlocks, Ops, Place, SpanView
 from engine.codecs import NotFinite
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
@@ -196,7 +196,7 @@ class KVStore:
         if grown.quantized:
             sources = [Place(span.buffer, number - base) for number in grown.quantized]
             with _damage_as_error():
-                self.ops.encode_blocks([cache], list(grown.quantized.values()), sources)
+                self.ops.encode_blocks([FilledBlocks([cache], list(grown.quantized.values()), sources)])
         for number, slot in grown.slots.items():
             tokens = min(n, span.start + span.count - number * n)
             self.ops.copy_full(cache, Place(None, slot), Place(span.buffer, number - base), tokens)
@@ -241,14 +241,18 @@ class KVStore:
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
-        """Encode the blocks that steps have filled, those of a group at once → errors as for `commit_steps`."""
+        """Encode the blocks that steps have filled, all at once → errors as for `commit_steps`."""
+        filled = []
+        for index, (group, (_, layers)) in enumerate(zip(self.groups, self.shape.groups, strict=True)):
+            pairs = [pair for step in steps for pair in group.filled(step.span.growth[index], step.length)]
+            if pairs:
+                blocks, sources = [block for block, _ in pairs], [Place(None, slot) for _, slot in pairs]
+                filled.append(FilledBlocks([self.cache(layer) for layer in layers], blocks, sources))
+        if not filled:
+            return {}
         try:
-            for index, (group, (_, layers)) in enumerate(zip(self.groups, self.shape.groups, strict=True)):
-                filled = [pair for step in steps for pair in group.filled(step.span.growth[index], step.length)]
-                if filled:
-                    blocks, sources = [block for block, _ in filled], [Place(None, slot) for _, slot in filled]
-                    with _damage_as_error():
-                        self.ops.encode_blocks([self.cache(layer) for layer in layers], blocks, sources)
+            with _damage_as_error():
+                self.ops.encode_blocks(filled)
         except EngineError as error:
             if len(steps) == 1:
                 return {steps[0].number: error}

@@ -11,6 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from engine.backends.cuda.device import Addresses
 from engine.backends.cuda.kernel_source import source
 from engine.backends.cuda.ops import CudaOps
 from engine.config import SamplingParams
@@ -98,6 +99,18 @@ def test_a_launch_writes_its_output(device, rng: np.random.Generator) -> None:
     y = device.empty((3, 8), np.float32)
     silu(device, y, device.from_host(x))
     np.testing.assert_allclose(device.to_host(y), silu_of(x), rtol=1e-5)
+
+
+def test_a_launch_gets_a_table_of_addresses(device) -> None:
+    from engine.backends.cuda.kernel_source import prelude
+
+    body = "double *const *rows = reinterpret_cast<double *const *>(table); rows[0][0] = rows[1] ? -1.0 : rows[3][1];"
+    text = (
+        prelude() + 'extern "C" __global__ void __launch_bounds__(32) f(const unsigned long long *table) {' + body + "}"
+    )
+    y, x = device.from_host(np.zeros(1)), device.from_host(np.array([3.0, 4.0]))
+    device.launch("f", text, (1,), (1,), (Addresses([[y, None], [y, x]], written=1),))
+    assert device.to_host(y) == 4.0
 
 
 @pytest.mark.parametrize("wrong", [3, 3.0, np.float64(3), np.int8(3), np.zeros(3), "3"])

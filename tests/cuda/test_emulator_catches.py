@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.backends.cuda.device import Addresses
 from engine.backends.cuda.kernel_source import prelude
 from tests.cuda_emulator import EmulatorError, Program
 
@@ -340,6 +341,25 @@ def test_a_shuffle_in_divergent_code_is_caught() -> None:
 def test_a_store_to_a_const_argument_is_caught() -> None:
     y, x = arrays()
     assert_caught("\nconst_cast<float *>(x)[0] = 1.0f;  // here\n", "declared const", y, x)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tables[3][0] = 1.0f;", "declared const"),
+        ("tables[0][threadIdx.x] = tables[1][threadIdx.x + 65];", "out of bounds"),
+        ("tables[2][64 + threadIdx.x] = 1.0f;", "out of bounds"),
+    ],
+)
+def test_arrays_of_a_table_of_addresses_are_checked(line: str, words: str) -> None:
+    """As those that are arguments themselves: one array is written, the other only read."""
+    y, x = arrays()
+    body = "\nfloat *const *tables = reinterpret_cast<float *const *>(rows);\n{line}  // here\n"
+    table, arguments = Addresses([[y, x], [y, x]], written=1), "const unsigned long long *rows"
+    assert_caught(body.format(line=line), words, table, arguments=arguments)
+    line = "tables[2][threadIdx.x] = tables[1][threadIdx.x + 64];"
+    assert_passes(body.format(line=line), table, arguments=arguments)
+    np.testing.assert_array_equal(y, x[64:])
 
 
 def test_an_undefined_shift_is_caught() -> None:

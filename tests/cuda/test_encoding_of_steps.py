@@ -12,7 +12,7 @@ import pytest
 from engine import codecs
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Ops, Place
+from engine.backends.ops import FilledBlocks, Ops, Place
 from engine.backends.transfer import as_fields
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
@@ -22,11 +22,13 @@ from tests.cuda.emulated import EmulatedDevice, open_device
 
 N, KV_HEADS, D = 16, 2, 16
 TYPES = ("ring4", "ring3.5"), ("polarquant", "f16"), ("ring4", "ring3.5"), ("ring4", "ring3.5")  # of layers
+WINDOWS = None, None, 1000, None
 
 
 def store_of(ops: Ops, sequences: int, metrics: Sequence[Any] | None = None) -> KVStore:
-    """Layers of two formats that take turns."""
-    layers = tuple(LayerShape(codecs.get(k), codecs.get(v), 8, None) for k, v in TYPES)
+    """Layers of two formats that take turns, some with a window."""
+    shapes = zip(TYPES, WINDOWS, strict=True)
+    layers = tuple(LayerShape(codecs.get(k), codecs.get(v), 8, window) for (k, v), window in shapes)
     plan = plan_for_tokens(CacheShape(N, KV_HEADS, D, layers), 3 * N * sequences, sequences, N)
     return KVStore(ops, plan, [Conditioning()] * len(TYPES), metrics)
 
@@ -73,12 +75,12 @@ def work_of_a_step(sequences: int) -> tuple[list[str], int, int]:
     device.launches.clear()
     device.uploads = 0
     store.commit_steps(spans)
-    assert all(len(kv.tables[0].quantized) == 1 for kv in kept)
+    assert all(len(table.quantized) == 1 for kv in kept for table in kv.tables)
     return device.launches, device.uploads, calls
 
 
 def test_a_step_encodes_with_the_same_work_for_any_number_of_sequences() -> None:
-    """One launch and one upload for each format, however many layers and sequences there are."""
+    """One launch and one list of blocks for each format, however many layers, windows and sequences there are."""
     work_of_a_step(1)  # sources are read and put together once
     alone = work_of_a_step(1)
     assert alone[:2] == (["encode_blocks_kernel"] * len(set(TYPES)), len(set(TYPES)))
@@ -100,7 +102,7 @@ def metrics_of(rng: np.random.Generator, k: str, v: str) -> tuple[Metric | None,
 
 
 def blocks_of(store: KVStore, together: bool) -> list[dict[str, np.ndarray]]:
-    """Three blocks that each layer has encoded: all at once, or one by one."""
+    """Three blocks that each layer has encoded: all at once, or one by one. The last layer has blocks of its own."""
     rng, caches = np.random.default_rng(1), [store.cache(layer) for layer in range(len(TYPES))]
     blocks, slots = [3, 0, 2], [1, 4, 0]
     for cache in caches:
@@ -108,11 +110,14 @@ def blocks_of(store: KVStore, together: bool) -> list[dict[str, np.ndarray]]:
             k, v = (rng.standard_normal((2, KV_HEADS, N, D)) + 0.5).astype(np.float16)
             store.ops.write_full(cache, slot, k, v)
     if together:
-        store.ops.encode_blocks(caches, blocks, [Place(None, slot) for slot in slots])
+        sources = [Place(None, slot) for slot in slots]
+        most = FilledBlocks(caches[:3], blocks, sources)
+        store.ops.encode_blocks([most, FilledBlocks(caches[3:], blocks[:2], sources[:2])])
+        store.ops.encode_blocks([FilledBlocks(caches[3:], blocks[2:], sources[2:])])
     else:
         for cache in caches:
             for block, slot in zip(blocks, slots, strict=True):
-                store.ops.encode_blocks([cache], [block], [Place(None, slot)])
+                store.ops.encode_blocks([FilledBlocks([cache], [block], [Place(None, slot)])])
     return [store.ops.read_blocks(cache, blocks) for cache in caches]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.backends.numpy.attention import LayerCache, read_blocks
+from engine.backends.numpy.attention import read_blocks
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Place
+from engine.backends.ops import FilledBlocks
 from engine.kv.store import Span
 from engine.model.forward import Transformer
 from engine.model.score import score
@@ -97,11 +97,12 @@ def recorded(model: Transformer) -> dict[int, Blocks]:
     blocks: dict[int, Blocks] = {layer: [] for layer in layers.values()}
     encode = model.store.ops.encode_blocks
 
-    def encode_and_record(caches: Sequence[LayerCache], ids: Sequence[int], sources: Sequence[Place]) -> None:
-        encode(caches, ids, sources)
-        for cache in caches:
-            arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
-            blocks[layers[id(cache)]] += [[array[:, block].copy() for array in arrays] for block in ids]
+    def encode_and_record(filled: Sequence[FilledBlocks]) -> None:
+        encode(filled)
+        for caches, ids, _ in filled:
+            for cache in caches:
+                arrays = [*cache.k.values(), *cache.v.values(), *cache.mean.values()]
+                blocks[layers[id(cache)]] += [[array[:, block].copy() for array in arrays] for block in ids]
 
     model.store.ops.encode_blocks = encode_and_record
     return blocks

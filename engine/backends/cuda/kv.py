@@ -16,7 +16,7 @@ from engine.backends.cuda.device import Addresses, Array, Device
 from engine.backends.cuda.heads import HeadOps, Norms, Rope
 from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
 from engine.backends.cuda.rotation import DeviceTransform
-from engine.backends.ops import CacheFormat, Place, SpanView
+from engine.backends.ops import CacheFormat, FilledBlocks, Place, SpanView
 from engine.codecs import Codec
 from engine.errors import EngineError
 from engine.quantization.encode import read_back
@@ -158,20 +158,22 @@ class CacheOps:
         quantized = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
         self.copy_full(cache, place, Place(Buffer(*quantized), 0), tokens)
 
-    def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        moves = np.array([[source.block for source in sources], blocks], np.int32).T
-        alike: dict[tuple[Layouts, int], list[LayerCache]] = {}
-        for cache in caches:
-            alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(cache)
+    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+        alike: dict[tuple[Layouts, int], list[tuple[LayerCache, Buffer, np.ndarray]]] = {}
+        for caches, blocks, sources in filled:
+            moves = np.array([[source.block for source in sources], blocks], np.int32).T
+            for cache in caches:
+                layer = cache, cache.pools(sources[0].buffer), moves
+                alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
-            pools = [layer.pools(sources[0].buffer) for layer in layers]
-            rows = [layer.values.arrays(pool.v) for layer, pool in zip(layers, pools, strict=True)]
-            rows += [layer.keys.arrays(pool.k) for layer, pool in zip(layers, pools, strict=True)]
-            jobs = np.empty((len(rows), len(moves), 3), np.int32)
-            jobs[..., 0], jobs[..., 1:] = np.arange(len(rows))[:, None], moves
-            args = Addresses(rows, written=1), self._device.from_host(jobs), len(layers), heads
-            grid = (len(rows) * len(moves), heads)
-            self._launch("encode_blocks", grid, launch_configs.encode_blocks(*layouts), *args, layouts=layouts)
+            rows = [cache.values.arrays(full.v) for cache, full, _ in layers]
+            rows += [cache.keys.arrays(full.k) for cache, full, _ in layers]
+            pairs = 2 * [moves for _, _, moves in layers]  # of slots and blocks, for each row
+            numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
+            jobs = np.column_stack([numbers, np.concatenate(pairs)])
+            args = Addresses(rows, written=1), self._upload(jobs), len(layers), heads
+            config = launch_configs.encode_blocks(*layouts)
+            self._launch("encode_blocks", (len(jobs), heads), config, *args, layouts=layouts)
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         arrays = {}

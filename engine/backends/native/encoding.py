@@ -21,7 +21,7 @@ from engine.backends.native.launch import Launcher
 from engine.backends.native.workers import SCRATCH
 from engine.backends.numpy.attention import Fields, LayerCache
 from engine.backends.numpy.encoding import alike, encode_side, store_fields
-from engine.backends.ops import CacheFormat, Place
+from engine.backends.ops import CacheFormat, FilledBlocks, Place
 from engine.codecs import NotFinite
 from engine.codecs.ggml import Q4
 from engine.codecs.ring import RingTable
@@ -39,8 +39,8 @@ class EncodingOps:
         self._encode_in_numpy = launch.unrecorded(self._encode_by_fields, "encoding")
         self._prepared: dict[int, tuple[Metric, dict[str, np.ndarray], np.ndarray]] = {}  # by the id of the metric
 
-    def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        for layers in alike(caches, len(blocks)):
+    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+        for layers, blocks, sources in alike(filled):
             kernels = [_kernel_into_tiles(layers[0], side) for side in (0, 1)]
             if any(kernel is None or not self._launch.has(kernel) for kernel in kernels):
                 self._encode_in_numpy(layers, blocks, sources)

@@ -12,26 +12,28 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from engine.backends.numpy.attention import Fields, LayerCache, Sides
-from engine.backends.ops import Place
+from engine.backends.ops import FilledBlocks, Place
 from engine.quantization.encode import encode_centred
 from engine.quantization.metric import join_layers
 
 _VALUES = 1 << 19  # most values that are encoded together
 
 
-def alike(caches: Sequence[LayerCache], blocks: int) -> Iterator[list[LayerCache]]:
-    """Runs of consecutive layers whose blocks, `blocks` of each, can be encoded together."""
+def alike(filled: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
+    """Parts of `filled`: runs of consecutive layers whose blocks can be encoded together."""
 
     def kind(cache: LayerCache) -> tuple[object, ...]:
         format = cache.format
         own = id(cache) if format.codec_k.per_layer or format.codec_v.per_layer else None
         return own, format.codec_k, format.codec_v, format.mean_bits, format.metric_k is None, format.metric_v is None
 
-    for _, group in itertools.groupby(caches, kind):
-        layers = list(group)
-        format = layers[0].format
-        size = max(1, _VALUES // (blocks * format.kv_heads * format.block_size * format.head_dim))
-        yield from (layers[first : first + size] for first in range(0, len(layers), size))
+    for caches, blocks, sources in filled:
+        for _, group in itertools.groupby(caches, kind):
+            layers = list(group)
+            format = layers[0].format
+            size = max(1, _VALUES // (len(blocks) * format.kv_heads * format.block_size * format.head_dim))
+            for first in range(0, len(layers), size):
+                yield FilledBlocks(layers[first : first + size], blocks, sources)
 
 
 @np.errstate(invalid="ignore", over="ignore")  # codecs look for what is not finite

@@ -22,7 +22,7 @@ from engine.backends.numpy.encoding import alike, encode_side, store_fields
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.numpy.thread_choice import StepThreads
 from engine.backends.numpy.zeros import zeros
-from engine.backends.ops import CacheFormat, HeadTransform, Load, Place, Result, SpanView
+from engine.backends.ops import CacheFormat, FilledBlocks, HeadTransform, Load, Place, Result, SpanView
 from engine.outputs import Threads
 from engine.quantization.encode import read_back
 from engine.sampling.sample import Draw, Sampled, sample_all
@@ -255,8 +255,8 @@ class NumpyOps:
         back = None if transform.value_rotation is None else transform.value_rotation.T
         return rotate(out, back, None if transform.scale_back is None else transform.scale_back[:, None])
 
-    def encode_blocks(self, caches: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[Place]) -> None:
-        for layers in alike(caches, len(blocks)):
+    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+        for layers, blocks, sources in alike(filled):
             # Keys and values on one core each: the encoder's products are too thin for more BLAS threads.
             (k, mean), (v, _) = self.parallel_map(functools.partial(encode_side, layers, sources), 2)
             store_fields(layers, blocks, k, mean, v)

@@ -12,7 +12,7 @@ from engine.backends.native import codecs as tiles
 from engine.backends.native.cache import TileCache
 from engine.backends.native.ops import NativeOps
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import CacheFormat, Place
+from engine.backends.ops import CacheFormat, FilledBlocks, Place
 
 K, N, D = 2, 64, 64
 TYPES = [("ring4", "ring3.5"), ("ring5", "f16"), ("turbo3", "q4_0"), ("f16", "f16"), ("polarquant", "polarquant")]
@@ -36,7 +36,7 @@ def test_blocks_are_encoded_read_and_written_as_in_numpy(types: tuple[str, str],
             ops.write_full(cache, slot, k + 1, v)
     sources = [Place(None, 2), Place(None, 0)]
     for ops, cache in zip((native, plain), caches, strict=True):
-        ops.encode_blocks([cache], [4, 1], sources)
+        ops.encode_blocks([FilledBlocks([cache], [4, 1], sources)])
     wanted = plain.read_blocks(caches[1], [1, 4])
     assert any(x.any() for x in wanted.values())
     other = native.cache(format, 3, 0)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import codecs
-from engine.backends.ops import CacheFormat, Place
+from engine.backends.ops import CacheFormat, FilledBlocks, Place
 from engine.codecs import NotFinite
 from engine.quantization.conditioning import read_mean
 from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
@@ -120,8 +120,8 @@ def cost(cache: LayerCache, side: int) -> float:
 def both(format: CacheFormat, level: Level, blocks: int = 3, threads: int = 1) -> tuple[LayerCache, LayerCache]:
     """The same blocks encoded by kernels and in NumPy."""
     caches, places = [cache(format, blocks, seed=1) for _ in range(2)], slots(*range(blocks))
-    EncodingOps(launcher(level, threads)).encode_blocks(caches[:1], list(range(blocks)), places)
-    NumpyOps(1).encode_blocks(caches[1:], list(range(blocks)), places)
+    EncodingOps(launcher(level, threads)).encode_blocks([FilledBlocks(caches[:1], list(range(blocks)), places)])
+    NumpyOps(1).encode_blocks([FilledBlocks(caches[1:], list(range(blocks)), places)])
     return caches[0], caches[1]
 
 
@@ -197,8 +197,8 @@ def test_tiles_are_those_of_the_fields(k: str, v: str, dim: int, size: int, alon
     for full, same in (tiled.full_k, plain.full_k), (tiled.full_v, plain.full_v):
         same *= np.float32(1e4)  # half norms saturate
         full[...] = same
-    ops.encode_blocks([plain], [3, 1, 0], places)
-    ops.encode_blocks([tiled], [3, 1, 0], places)
+    ops.encode_blocks([FilledBlocks([plain], [3, 1, 0], places)])
+    ops.encode_blocks([FilledBlocks([tiled], [3, 1, 0], places)])
     assert isinstance(tiled, TileCache)
     written = tiled.read(np.array([0, 1, 3]))
     for side, expected in zip(written, (plain.k, plain.v, plain.mean), strict=True):
@@ -231,8 +231,8 @@ def test_tiles_without_a_metric_are_those_of_numpy(
         full[0, 0, 0], full[0, 0, 1], full[0, 1, 2], full[1, 1, 1, 3] = 0, full[0, 0, 1] * 1e-30, 1e-42, 3e38
         full[2, 0, :, : dim // 2] = 0.5 * rng.integers(-254, 255, (size, dim // 2))  # ties
         same[...] = full
-    EncodingOps(launcher(level)).encode_blocks([compiled], [2, 0], slots(0, 2))
-    NumpyOps(1).encode_blocks([plain], [2, 0], slots(0, 2))
+    EncodingOps(launcher(level)).encode_blocks([FilledBlocks([compiled], [2, 0], slots(0, 2))])
+    NumpyOps(1).encode_blocks([FilledBlocks([plain], [2, 0], slots(0, 2))])
     for name, array in arrays(plain).items():
         np.testing.assert_array_equal(arrays(compiled)[name].view(np.uint8), array.view(np.uint8), err_msg=name)
 
@@ -253,8 +253,8 @@ def test_polar_codes_of_any_shape_are_those_of_numpy(eighths: int, size: int, me
         same[...] = full
     for memory in compiled.k["tiles"], compiled.v["tiles"]:
         memory[...] = 0xFF  # of a block that was there before
-    EncodingOps(launcher(levels()[-1])).encode_blocks([compiled], [0, 1], slots(1, 0))
-    NumpyOps(1).encode_blocks([plain], [0, 1], slots(1, 0))
+    EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [0, 1], slots(1, 0))])
+    NumpyOps(1).encode_blocks([FilledBlocks([plain], [0, 1], slots(1, 0))])
     for side, expected in zip(compiled.read(np.arange(2)), plain.read(np.arange(2)), strict=True):
         for name, array in expected.items():
             np.testing.assert_array_equal(side[name].view(np.uint8), array.view(np.uint8), err_msg=name)
@@ -278,12 +278,12 @@ def test_without_a_metric_points_are_nearest(name: str, largest: float) -> None:
             full[1, 1, 4] = np.linspace(-1, 1, 24) * largest
     tiled.full_k[...], tiled.full_v[...] = plain.full_k, plain.full_v
     for made in compiled, tiled:
-        EncodingOps(launcher(levels()[-1])).encode_blocks([made], [0, 1], slots(0, 1))
+        EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([made], [0, 1], slots(0, 1))])
     written = tiled.read(np.arange(2))
     for fields, expected in (written.k, compiled.k), (written.v, compiled.v):
         for field, array in fields.items():
             np.testing.assert_array_equal(array, expected[field])
-    NumpyOps(1).encode_blocks([plain], [0, 1], slots(0, 1))
+    NumpyOps(1).encode_blocks([FilledBlocks([plain], [0, 1], slots(0, 1))])
     for side, (fields, expected) in enumerate([(compiled.k, plain.k), (compiled.v, plain.v)]):
         same = np.isclose(points(compiled, side), points(plain, side), atol=1e-3)
         assert same.mean() > 0.999
@@ -298,9 +298,9 @@ def test_what_is_not_finite_is_refused_without_a_metric(name: str, side: int) ->
     made = CacheOps(NumpyOps(1)).cache(format, 2, 2)
     (made.full_k, made.full_v)[side][1, 1, 3, 17] = np.nan
     ops = EncodingOps(launcher(levels()[-1]))
-    ops.encode_blocks([made], [0], slots(0))
+    ops.encode_blocks([FilledBlocks([made], [0], slots(0))])
     with pytest.raises(NotFinite, match=name):
-        ops.encode_blocks([made], [0], slots(1))
+        ops.encode_blocks([FilledBlocks([made], [0], slots(1))])
 
 
 @pytest.mark.parametrize("name", ["ring4", "turbo3", "q4_0", "kivi4"])
@@ -342,9 +342,9 @@ def test_blocks_of_layers_from_slots() -> None:
     layers = [cache(format, 5, seed) for seed, format in enumerate(formats(4, "ring4", "turbo3", 16, 16, 8, layers=3))]
     alone = [cache(layer.format, 5, seed) for seed, layer in enumerate(layers)]
     ops = EncodingOps(launcher(levels()[-1], 2))
-    ops.encode_blocks(layers, [4, 1], slots(2, 0))
+    ops.encode_blocks([FilledBlocks(layers, [4, 1], slots(2, 0))])
     for layer, single in zip(layers, alone, strict=True):
-        NumpyOps(1).encode_blocks([single], [4, 1], slots(2, 0))
+        NumpyOps(1).encode_blocks([FilledBlocks([single], [4, 1], slots(2, 0))])
         for side in (0, 1):
             assert share_of_equal_blocks(layer, single, side) >= 0.5
         assert not np.array_equal(layer.k["low"][:, 4], layer.k["low"][:, 1])
@@ -357,8 +357,8 @@ def test_blocks_of_a_prompt_from_its_buffer() -> None:
         side[...] = np.random.default_rng(6).standard_normal(side.shape)
     compiled, plain = (cache(format, 4, seed=1) for _ in range(2))
     places = [Place(buffer, number) for number in (2, 3)]
-    EncodingOps(launcher(levels()[-1])).encode_blocks([compiled], [3, 0], places)
-    NumpyOps(1).encode_blocks([plain], [3, 0], places)
+    EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [3, 0], places)])
+    NumpyOps(1).encode_blocks([FilledBlocks([plain], [3, 0], places)])
     for side in (0, 1):
         assert share_of_equal_blocks(compiled, plain, side) >= 0.5
 
@@ -370,7 +370,7 @@ def test_what_is_not_finite_is_refused(side: int, bad: float) -> None:
     made = cache(format, 3, seed=1)
     (made.full_k, made.full_v)[side][1, 0, 5, 7] = bad
     with pytest.raises(NotFinite, match=(format.codec_k, format.codec_v)[side].name):
-        EncodingOps(launcher(levels()[-1])).encode_blocks([made], [0, 1, 2], slots(0, 1, 2))
+        EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([made], [0, 1, 2], slots(0, 1, 2))])
 
 
 def test_extreme_values() -> None:
@@ -380,8 +380,8 @@ def test_extreme_values() -> None:
     for made in compiled, plain:
         for full in made.full_k, made.full_v:
             full[0, :, 0], full[0, 0, 1], full[0, 1, 3] = 0, 3e38, full[0, 1, 3] * 1e-30
-    EncodingOps(launcher(levels()[-1])).encode_blocks([compiled], [0], slots(0))
-    NumpyOps(1).encode_blocks([plain], [0], slots(0))
+    EncodingOps(launcher(levels()[-1])).encode_blocks([FilledBlocks([compiled], [0], slots(0))])
+    NumpyOps(1).encode_blocks([FilledBlocks([plain], [0], slots(0))])
     np.testing.assert_array_equal(compiled.k["norm"], plain.k["norm"])
     np.testing.assert_array_equal(compiled.v["norm"], plain.v["norm"])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.backends.numpy.attention import LayerCache, attend
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import CacheFormat, HeadTransform, Place, SpanView
+from engine.backends.ops import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
 from engine.codecs import get
 from engine.codecs._rotation import dense, signed_hadamard
 from tests.backends.native.hot_loops import Loop, special_levels
@@ -43,7 +43,9 @@ def sequence(
     for array in (*buffer, cache.full_k, cache.full_v):
         array[...] = rng.standard_normal(array.shape)
     if blocks:
-        PLAIN.encode_blocks([cache], list(range(blocks, 0, -1)), [Place(buffer, i) for i in range(blocks)])
+        PLAIN.encode_blocks(
+            [FilledBlocks([cache], list(range(blocks, 0, -1)), [Place(buffer, i) for i in range(blocks)])]
+        )
     for side in buffer:  # memory that no token has been written to
         side[:, N + done + rows :] = np.nan
     start = (blocks + 1) * N if blocks else 0

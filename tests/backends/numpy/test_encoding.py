@@ -8,7 +8,7 @@ import pytest
 from engine import codecs
 from engine.backends.numpy import encoding
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import CacheFormat, Place
+from engine.backends.ops import CacheFormat, FilledBlocks, Place
 from engine.quantization.metric import Metric, key_metric, value_metric
 
 K, N, D = 2, 8, 16
@@ -51,8 +51,8 @@ def test_layers_encoded_together_have_the_codes_of_each_alone(
                 ops.write_full(cache, slot, k + 1, v)
     sources = [Place(None, slot) for slot in SLOTS]
     for cache in alone:
-        ops.encode_blocks([cache], BLOCKS, sources)
-    ops.encode_blocks(together, BLOCKS, sources)
+        ops.encode_blocks([FilledBlocks([cache], BLOCKS, sources)])
+    ops.encode_blocks([FilledBlocks(together, BLOCKS, sources)])
     for one, other in zip(alone, together, strict=True):
         stored, wanted = ops.read_blocks(other, BLOCKS), ops.read_blocks(one, BLOCKS)
         assert all((stored[name] == wanted[name]).all() for name in wanted)
@@ -65,7 +65,7 @@ def test_layers_of_a_per_layer_codec_are_encoded_alone(rng: np.random.Generator)
     caches = [ops.cache(format, 1, 1) for format in formats]
     for cache in caches:
         ops.write_full(cache, 0, *rng.standard_normal((2, K, N, D)).astype(np.float32))
-    ops.encode_blocks(caches, [0], [Place(None, 0)])
+    ops.encode_blocks([FilledBlocks(caches, [0], [Place(None, 0)])])
     learned = [cache.format.codec_k.codebook for cache in caches]
     assert all(learned)
     assert not np.array_equal(learned[0][1], learned[1][1])
