@@ -81,7 +81,8 @@ def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
 
 
 def test_messages_name_the_format_of_packed_weights(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.weight_type("Q9_9") == "float16"  # there is no format of that name
+    assert ops.weight_type("IQ2_XS") == "q8_0"  # there is no format of that name
+    assert ops.weight_type("Q4_K") == "Q4_K"
     packed = WeightFormat("q9_9", 32, 34, lambda raw, out: None)
     monkeypatch.setattr("engine.backends.cuda.linear.find", lambda stored: packed)
     assert ops.weight_type("Q9_9") == "float16"  # no kernel reads it

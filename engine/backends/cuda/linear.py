@@ -19,7 +19,7 @@ from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
 from engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.errors import EngineError
-from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get
+from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get, stored_as
 
 _UPLOAD_BYTES = 64 << 20  # of a file at a time
 # Formats that `Device.gemm` multiplies, and their dtype. Products with other formats take x in half precision.
@@ -55,8 +55,9 @@ class LinearOps:
         return count // format.values * packed.block_bytes(format) if packed.is_packed(format) else format.size(count)
 
     def weight_type(self, stored: str) -> str:
-        format = _on_device(find(stored) or get("f32"))
-        return {"f16": "float16", "bf16": "bfloat16"}.get(format.name, stored)
+        own = find(stored)
+        format = _on_device(own or stored_as(stored))
+        return {"f16": "float16", "bf16": "bfloat16"}.get(format.name, stored if format is own else format.name)
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
         together = itertools.groupby(matrices, key=lambda matrix: _on_device(matrix.format))

@@ -1,0 +1,121 @@
+"""Models with packed weights on the CUDA backend: a small one on the emulated device, and whether a large one fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from bench.gpu.setup import LLAMA_8B
+from engine import EngineConfig, assembly
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy.ops import NumpyOps
+from engine.encoding import WHOLE
+from engine.model.weights import weight_bytes
+from engine.weight_formats import Matrix, StoredMatrix
+from model_loaders import families, load_weights
+from tests.conftest import FIXTURES
+from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.cuda.test_model_emulated import Rounded, close, talk
+from tests.model_loaders.checkpoints import finish, gguf_header, gguf_name, interleaved, shapes
+from tests.weights import random_blocks
+
+GB = 10**9
+
+
+class Halves(Rounded):
+    """NumPy with the file's weights, and with what the kernels round: every other factor of a product, too."""
+
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        return NumpyOps.load(self, matrices)
+
+    def linear(self, x, w, **more) -> np.ndarray:
+        return super().linear(x, w, **more) if "norm" in more else super().linear(_half(x), w, **more)
+
+
+def _half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).astype(np.float32)
+
+
+def stored_type(name: str, layer_has_more: bool) -> str:
+    """The type that llama.cpp's Q4_K_M gives a matrix."""
+    more = name == "lm_head.weight" or (layer_has_more and ("v_proj" in name or "down_proj" in name))
+    return "q6_k" if more else "q4_k"
+
+
+def mixed_model(path: Path) -> Path:
+    """Writes a model of random blocks in the types of Q4_K_M: q, k and v are parts in two formats."""
+    config = replace(
+        load_weights(FIXTURES / "llama_mha")[0],
+        **{"layers": 2, "hidden_size": 256, "ffn_size": 512, "heads": 4, "kv_heads": 2, "head_dim": 64},
+        vocab_size=96,
+    )
+    writer, rng = gguf_header(path, "llama", config), np.random.default_rng(5)
+    for name, (rows, *columns) in shapes(config).items():
+        if not columns:
+            writer.add_tensor(gguf_name(name), np.ones(rows, np.float32))
+            continue
+        kind = stored_type(name, "layers.0" in name)
+        raw = random_blocks(rng, kind, rows, columns[0], (2**-13, -(2**-13), 2**-14))
+        heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
+        raw = interleaved(raw, heads) if heads else raw
+        writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=gguf.GGMLQuantizationType[kind.upper()])
+    finish(writer)
+    return path
+
+
+def test_a_model_of_mixed_types_is_that_of_numpy(tmp_path: Path) -> None:
+    """Prompts, steps of one row and of several, against float32 with the dequantized file."""
+    path, device, types = str(mixed_model(tmp_path / "model.gguf")), open_device(checked=False), ("f16", "f16")
+    ops = CudaOps(device)
+    given = talk(ops, path, types)
+    close(given, talk(NumpyOps(), path, types), talk(Halves(ops), path, types))
+    if isinstance(device, EmulatedDevice):
+        assert "gemv_kernel" not in device.launches
+        assert "gemm_small_kernel" in device.launches
+
+
+class Shapes:
+    """The matrices and vectors of a model, in the types of Q4_K_M; see `model_loaders.weights.WeightSource`."""
+
+    def __init__(self) -> None:
+        self._shapes = {spec.name: spec.shape for spec in families.tensors(LLAMA_8B).specs()}
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def stored_dtype(self, name: str) -> str:
+        if len(self._shapes[name]) == 1:
+            return "F32"
+        layer, count = int(name.split(".")[2]) if "layers." in name else 0, LLAMA_8B.layers
+        eighth = count // 8
+        more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+        return stored_type(name, more).upper()
+
+
+class EightGb(EmulatedDevice):
+    """A GPU of 8 GB, which are 8188 MiB, of which driver and desktop take 600 MB."""
+
+    processors = 24
+    shared_memory = 100 << 10
+
+    def memory(self) -> tuple[int, int]:
+        return (8188 << 20) - 6 * GB // 10, 8188 << 20
+
+
+def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
+    """With the default settings."""
+    ops, said = CudaOps(EightGb()), list[str]()
+    config = EngineConfig(ctx_size=32768)
+    weights = weight_bytes(ops, Shapes())
+    assert 4.9 * GB < weights < 5.1 * GB
+    shape = assembly._cache_shape(config, WHOLE, ops, LLAMA_8B)
+    plan = assembly._plan(config, ops, LLAMA_8B, shape, weights, said.append)
+    assert plan.tokens == 32768
+    assert not said
