@@ -3,10 +3,11 @@
 //   w = scale · sub_scale · (code − ZERO) + offset · sub_offset
 //
 // A tile is 16 rows, a run of blocks of VALUES inputs. A block has, of each row in turn:
-//   scale        half, or bfloat16 for scales that are powers of two (POWERS)
-//   offset       half                                        with OFFSETS
-//   sub_scale    signed byte, for each group of GROUP inputs  with SUBS
-//   sub_offset   byte, likewise                               with SUBS and OFFSETS
+//   scale        half, or bfloat16 for scales that are powers of two (POWERS); with OFFSETS followed by
+//   offset       half
+// then, with SUBS, for each group of GROUP inputs of each row in turn:
+//   sub_scale    signed byte with 128 added; with OFFSETS followed by
+//   sub_offset   byte
 // and then the codes of 32 inputs at a time, in planes of 8, 4, 2 or 1 bits, low bits first. In a plane, lane 4 · r + t
 // of a warp has the inputs 8t … 8t + 7 of row r and then of row r + 8, as the A operands of gemm_small take them. The
 // even ones of 8 codes lie in the low half of the bits and the odd ones in the high half, so that a shift and a mask
@@ -27,12 +28,9 @@ struct PackedWeights {
     static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // bits of the planes
     static constexpr int PART_GROUPS = 32 / GROUP;
 
-    // Bytes before these fields, in a block of `groups` groups.
-    static constexpr int sub_scales(int) { return F::OFFSETS ? 64 : 32; }
-    static constexpr int sub_offsets(int groups) { return sub_scales(groups) + (F::SUBS ? 16 * groups : 0); }
-    static constexpr int codes(int groups) {
-        return sub_offsets(groups) + (F::SUBS && F::OFFSETS ? 16 * groups : 0);
-    }
+    // Bytes of scales and offsets, of a group's parts of them, and of both, in a block of `groups` groups.
+    static constexpr int NUMBERS = F::OFFSETS ? 64 : 32, SUB_NUMBERS = F::SUBS ? NUMBERS / 2 : 0;
+    static constexpr int codes(int groups) { return NUMBERS + SUB_NUMBERS * groups; }
     static constexpr int BLOCK = codes(VALUES / GROUP) + 2 * BITS * VALUES;
 
     // Copies for one part, 32 inputs of a tile: a block of PART_GROUPS groups, PIECES times 16 bytes.
@@ -44,27 +42,48 @@ struct PackedWeights {
     }
     // Where piece i of the part that begins with input k is in its block.
     static __device__ __forceinline__ int piece(int k, int i) {
-        constexpr int groups = VALUES / GROUP;
-        const int part = k % VALUES / 32, group = part * PART_GROUPS * 16, at = 16 * i;
-        if (at < sub_scales(0)) return at;
-        if (at < sub_offsets(PART_GROUPS)) return at + group;
-        if (at < codes(PART_GROUPS)) return sub_offsets(groups) + group + at - sub_offsets(PART_GROUPS);
-        return codes(groups) + part * 64 * BITS + at - codes(PART_GROUPS);
+        const int part = k % VALUES / 32, at = 16 * i;
+        if (at < NUMBERS) return at;
+        if (at < codes(PART_GROUPS)) return at + part * PART_GROUPS * SUB_NUMBERS;
+        return codes(VALUES / GROUP) + part * 64 * BITS + at - codes(PART_GROUPS);
     }
 
-    // What 8 neighbouring weights of a row share with their group.
+    // What 8 neighbouring weights of a row share with their group, as it is stored: scale and sub_scale in the low
+    // half.
     struct Factors {
-        float scale, offset;
+        unsigned numbers, sub_numbers;
     };
-    static __device__ __forceinline__ Factors factors(const unsigned char *block, int groups, int row, int group) {
-        const unsigned short *const numbers = reinterpret_cast<const unsigned short *>(block);
+    static __device__ __forceinline__ Factors factors(const unsigned char *block, int row, int group) {
+        const unsigned char *const sub = block + NUMBERS + SUB_NUMBERS * group;
         Factors f = {};
-        f.scale = F::POWERS ? __uint_as_float(numbers[row] * 65536u) : __half2float(__ushort_as_half(numbers[row]));
-        if (F::OFFSETS) f.offset = __half2float(__ushort_as_half(numbers[16 + row]));
-        const int at = 16 * group + row;
-        if (F::SUBS) f.scale *= reinterpret_cast<const signed char *>(block)[sub_scales(groups) + at];
-        if (F::SUBS && F::OFFSETS) f.offset *= block[sub_offsets(groups) + at];
+        if (F::OFFSETS) {
+            f.numbers = reinterpret_cast<const unsigned *>(block)[row];
+            if (F::SUBS) f.sub_numbers = reinterpret_cast<const unsigned short *>(sub)[row];
+        } else {
+            f.numbers = reinterpret_cast<const unsigned short *>(block)[row];
+            if (F::SUBS) f.sub_numbers = sub[row];
+        }
         return f;
+    }
+    // The exact scale · sub_scale, and offset · sub_offset.
+    static __device__ __forceinline__ float2 products(const Factors &f) {
+        float scale = F::POWERS ? __uint_as_float(f.numbers << 16)
+                                : __half2float(__ushort_as_half((unsigned short)(f.numbers & 0xffff)));
+        float offset = __half2float(__ushort_as_half((unsigned short)(f.numbers >> 16)));
+        if (F::SUBS) scale *= int(f.sub_numbers & 0xff) - 128;
+        if (F::SUBS) offset *= int(f.sub_numbers >> 8);
+        return make_float2(scale, offset);
+    }
+    // The same in half precision, rounded once.
+    static __device__ __forceinline__ __half2 rounded_products(const Factors &f) {
+        if (F::POWERS) return __floats2half2_rn(within<__half>(__uint_as_float(f.numbers << 16)), 0.0f);
+        __half2 numbers = *reinterpret_cast<const __half2 *>(&f.numbers);
+        if (F::SUBS) {
+            const unsigned raised = __byte_perm(f.sub_numbers, 0x64u, 0x4140);  // as halves, 1024 + byte
+            numbers = __hmul2(numbers, __hsub2(*reinterpret_cast<const __half2 *>(&raised),
+                                               __floats2half2_rn(1024.0f + 128.0f, 1024.0f)));
+        }
+        return numbers;
     }
 
     // 8 neighbouring codes, numbers of the table in their place, as pairs in 16 bits each.
@@ -106,12 +125,11 @@ struct PackedWeights {
         return __byte_perm(low, high, 0x3210u | (w & 0x8888u) >> 1);
     }
 
-    // 8 weights in half precision: the factors are rounded to it, and then each weight once. Weights beyond ±65504 are
-    // infinite.
+    // 8 weights in half precision: the products of factors are rounded to it, and then each weight once. Numbers beyond
+    // ±65504 are infinite.
     static __device__ __forceinline__ uint4 halves(const Codes &c, const Factors &f) {
         const __half2 zero = __float2half2_rn(1024.0f + F::ZERO);
-        const __half2 scale = __float2half2_rn(within<__half>(f.scale));
-        const __half2 offset = __float2half2_rn(within<__half>(f.offset));
+        const __half2 numbers = rounded_products(f), scale = __low2half2(numbers), offset = __high2half2(numbers);
         uint4 weights;
         unsigned *const to[4] = {&weights.x, &weights.y, &weights.z, &weights.w};
 #pragma unroll
@@ -133,15 +151,16 @@ struct PackedWeights {
         const unsigned char *const block = block_at(matrix, row / 16, in, k);
         const unsigned char *const plane = block + codes(groups) + k % VALUES / 32 * 64 * BITS;
         return {unpack(plane, row % 8 * 4 + k % 32 / 8, row % 16 / 8),
-                factors(block, groups, row % 16, k % VALUES / GROUP)};
+                factors(block, row % 16, k % VALUES / GROUP)};
     }
     // Exactly the numbers of the file: factors are multiplied in the order of the formula, and nothing is fused.
     static __device__ __forceinline__ void floats(float (&out)[8], const Eight &eight) {
+        const float2 factors = products(eight.factors);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int code = eight.codes.pairs[j / 2] >> 16 * (j % 2) & 0xffff;
-            out[j] = __fmul_rn(float(code - F::ZERO), eight.factors.scale);
-            if (F::OFFSETS) out[j] = __fadd_rn(out[j], eight.factors.offset);
+            out[j] = __fmul_rn(float(code - F::ZERO), factors.x);
+            if (F::OFFSETS) out[j] = __fadd_rn(out[j], factors.y);
         }
     }
 
@@ -152,13 +171,16 @@ struct PackedWeights {
         unsigned char *const block = const_cast<unsigned char *>(block_at(matrix, row / 16, in, k));
         const int i = k % VALUES, group = i / GROUP, at = row % 16, place = 2 * (at % 8 * 4 + i % 32 / 8) + at / 8;
         raw += k / VALUES * NBYTES;
+        constexpr int fields = F::OFFSETS ? 2 : 1;
         if (i == 0) {
-            reinterpret_cast<unsigned short *>(block)[at] = F::scale(raw);
-            if (F::OFFSETS) reinterpret_cast<unsigned short *>(block)[16 + at] = F::offset(raw);
+            unsigned short *const numbers = reinterpret_cast<unsigned short *>(block) + fields * at;
+            numbers[0] = F::scale(raw);
+            if (F::OFFSETS) numbers[1] = F::offset(raw);
         }
         if (F::SUBS && i % GROUP == 0) {
-            block[sub_scales(groups) + 16 * group + at] = F::sub_scale(raw, group);
-            if (F::OFFSETS) block[sub_offsets(groups) + 16 * group + at] = F::sub_offset(raw, group);
+            unsigned char *const sub_numbers = block + NUMBERS + SUB_NUMBERS * group + fields * at;
+            sub_numbers[0] = F::sub_scale(raw, group) + 128;
+            if (F::OFFSETS) sub_numbers[1] = F::sub_offset(raw, group);
         }
         unsigned long long low = 0, high = 0;
 #pragma unroll

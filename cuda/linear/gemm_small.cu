@@ -21,11 +21,11 @@
 // DEFINES: ACT (of x: float or the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4,
 // 8), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined).
 // JOINS: activation.cuh, weight_stages.cuh.
-// Dynamic shared memory: max(STAGES · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
-// WARPS_K = 8 / WARPS_OUT, STAGES = 5: at most 96 KB.
-// Cost: bytes of the weights, of which four stages per block, 64 KB unless they are packed, are in flight at any time;
+// Dynamic shared memory: max(5 · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
+// WARPS_K = 8 / WARPS_OUT: at most 96 KB.
+// Cost: bytes of the weights, of which STAGES − 1 stages per block are in flight at any time, 64 KB of 16-bit weights;
 // each block reads its inputs of all rows from L2, which over all blocks is rows · sizeof(ACT) / (2 · TILE) times the
-// bytes of weights of 16 bits.
+// bytes of 16-bit weights.
 // PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight, norm aligned to 16 bytes;
 // one part if NORMED; out % 16 == 0 if GATED and the format is packed.
 
@@ -154,7 +154,7 @@ gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const flo
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_k = warp / WARPS_OUT;
     const int column = warp % WARPS_OUT * 32;
     const Tile tile = {int(blockIdx.x) * COLUMNS, out};
-    uint4 *const fragments = shared + STAGES * WARPS * 4 * 32;
+    uint4 *const fragments = shared + 5 * WARPS * 4 * 32;
 
     const Weights<WEIGHT> weights(weight, tile, column, warp_k * 32, in, shared);
     Inputs inputs = {};

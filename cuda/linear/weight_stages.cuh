@@ -1,7 +1,8 @@
 // The weights of a block of gemm_small: which rows it multiplies, and their way through shared memory. The head of
 // gemm_small.cu says what the constants mean.
 
-constexpr int WARPS = 8, WARPS_K = WARPS / WARPS_OUT, TILE = 32 * WARPS_OUT, INPUTS = 32 * WARPS_K, STAGES = 5;
+constexpr int WARPS = 8, WARPS_K = WARPS / WARPS_OUT, TILE = 32 * WARPS_OUT, INPUTS = 32 * WARPS_K;
+constexpr int STAGES = WEIGHT::PACKED ? 8 : 5;  // as many of packed weights fit where five of 16-bit weights do
 constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // COLUMNS: of y, of a block
 constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
 constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = TILE + 4;
@@ -86,7 +87,7 @@ struct Weights<W, false> {
 template <class W>
 struct Weights<W, true> {
     static constexpr int PIECES = W::PIECES;
-    static_assert(2 * PIECES <= 128, "a stage has 2048 bytes for a warp");
+    static_assert(STAGES * 2 * PIECES <= 5 * 128, "shared memory is laid out for 5 stages of 16-bit weights");
     const unsigned char *tiles[2];
     uint4 *stages;  // this warp's in [STAGES][WARPS][2][PIECES]
     int input, in;  // the warp's first input of stage 0
@@ -118,7 +119,7 @@ struct Weights<W, true> {
             w[i] = make_uint4(0, 0, 0, 0);
             if (stage * INPUTS + input >= in) continue;
             const auto *const part = reinterpret_cast<const unsigned char *>(pieces(stage) + i / 2 * PIECES);
-            const auto factors = W::factors(part, W::PART_GROUPS, i % 2 * 8 + lane / 4, lane % 4 * 8 / W::GROUP);
+            const auto factors = W::factors(part, i % 2 * 8 + lane / 4, lane % 4 * 8 / W::GROUP);
             w[i] = W::halves(W::unpack(part + W::codes(W::PART_GROUPS), lane, i % 2), factors);
         }
     }
