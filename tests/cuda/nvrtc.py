@@ -41,6 +41,11 @@ _ENTRY = re.compile(
 
 def compile_text(text: str, arch: int) -> list[Usage]:
     """Every kernel of `text`, compiled for sm_<arch> with the product's options. AssertionError if it fails."""
+    return compile_binary(text, arch)[0]
+
+
+def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
+    """As `compile_text`, and the compiled binary, which nvdisasm reads."""
     nvrtc, headers = compiler()
     program = ctypes.c_void_p()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
@@ -51,10 +56,20 @@ def compile_text(text: str, arch: int) -> list[Usage]:
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     message = log.value.decode()
     assert status == 0, f"NVRTC does not compile the kernel for sm_{arch}:\n{message}"
-    return [_usage(entry) for entry in _ENTRY.finditer(message)]
+    return [_usage(entry) for entry in _ENTRY.finditer(message)], binary.raw
+
+
+def version() -> str:
+    """The compiler's version, as "13.5"."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    compiler()[0].nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 def _usage(entry: re.Match[str]) -> Usage:

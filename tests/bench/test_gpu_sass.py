@@ -1,0 +1,133 @@
+"""Instructions of the main kernels, counted without a GPU, and their budgets."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import sass
+from bench.gpu.sass import Counts, disassemble, disassembler, parse
+from engine.backends.cuda import launch_configs
+from engine.errors import EngineError
+from tests.cuda import nvrtc
+from tests.cuda.variants import Cache, Define, Variant
+
+ARCH = 90
+RECORDED_WITH = "13.5"  # NVRTC; another compiler schedules otherwise
+
+TEXT = """
+.text.small_kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R4, desc[UR8][R2.64] ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+        /*0030*/                   FMUL R4, R4, R5 ;
+        /*0040*/                   SHFL.IDX PT, R6, R4, R5, 0x1f ;
+.L_x_2:
+        /*0050*/              @!P1 BRA `(.L_x_3) ;
+        /*0060*/                   LDS.64 R4, [R140+0x400] ;
+        /*0070*/                   HMMA.16816.F32 R8, R4, R6, R8 ;
+.L_x_3:
+        /*0080*/              @!P0 BRA P1, `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+.L_x_4:
+        /*00a0*/                   BRA `(.L_x_4);
+.text.other_kernel:
+        /*0000*/                   EXIT ;
+"""
+
+
+def test_a_loop_is_counted_by_pipe_and_by_branch() -> None:
+    kernels = parse(TEXT)
+    assert set(kernels) == {"small_kernel", "other_kernel"}
+    loop = kernels["small_kernel"].hot_loop()
+    assert (loop.total, loop.seldom, loop.common) == (8, 2, 6)
+    assert (loop.hmma, loop.lds, loop.shuffles, loop.wide_loads) == (1, 1, 1, 1)
+    assert loop.port == 4 + 1 + 2  # 512 bytes, a shuffle, 256 bytes
+
+
+def test_a_kernel_without_a_loop_is_named() -> None:
+    with pytest.raises(EngineError, match="other_kernel"):
+        parse(TEXT)["other_kernel"].hot_loop()
+
+
+def test_without_nvdisasm_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(EngineError, match="nvidia-cuda-nvdisasm"):
+        disassembler.__wrapped__()
+
+
+# -- budgets -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Budget:
+    """units: values or weights that one iteration of the hot loop reads, for a warp. instructions: of all lanes, for
+    one of them."""
+
+    kernel: str
+    variant: Variant
+    registers: int
+    instructions: float
+
+    def units(self, loop: Counts) -> float:
+        if self.kernel == "gemv":
+            rows, normed = int(self.variant.defines["ROWS"]), int(self.variant.defines["NORMED"])
+            return 32 * 8 * 4 * loop.wide_loads / (4 + 2 * rows + 2 * normed)  # 4 outputs share the loads of x
+        return 16 * 16 * loop.hmma  # of the operand that is read: keys, values, weights
+
+
+def attention(kernel: str, keys: str, values: str, mean_bits: int = 8) -> Variant:
+    cache = Cache(keys, values, 128, mean_bits=mean_bits)
+    config, _ = getattr(launch_configs, kernel)(*cache.layouts(), 4)
+    return Variant(kernel, config.defines, cache, config.shared)
+
+
+def product(kernel: str, rows: int, constants: Mapping[str, Define]) -> Variant:
+    types: dict[str, Define] = {"ACT": "float", "WEIGHT": "bf16", "NORMED": 1, "ADD": 0, "ROWS": rows}
+    return Variant(kernel, {**types, **constants})
+
+
+BUDGETS = [
+    Budget("decode_attention", attention("decode_attention", "ring4", "ring3.5"), 168, 2.250),
+    Budget("decode_attention", attention("decode_attention", "polarquant", "polarquant"), 168, 4.740),
+    Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 122, 2.508),
+    Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.578),
+    Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
+    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 64, 5.688),
+    Budget("prefill_attention", attention("prefill_attention", "f16", "f16", 0), 252, 0.951),
+]
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: str(budget.variant).replace(" ", "-"))
+def test_instructions_and_registers_stay_within_3_percent_of_their_budgets(budget: Budget) -> None:
+    """A change that saves instructions or registers is welcome, and is recorded here."""
+    try:
+        nvrtc.compiler()
+        disassembler()
+    except (FileNotFoundError, EngineError) as error:
+        pytest.skip(str(error))
+    if nvrtc.version() != RECORDED_WITH:
+        pytest.skip(f"the budgets were recorded with NVRTC {RECORDED_WITH}, and this is {nvrtc.version()}")
+    used, binary = nvrtc.compile_binary(budget.variant.text(), ARCH)
+    name = f"{budget.kernel}_kernel"
+    (registers,) = [usage.registers for usage in used if usage.kernel == name]
+    loop = disassemble(binary)[name].hot_loop()
+    instructions = 32 * loop.total / budget.units(loop)
+    print(f"{budget.variant}: {registers} registers, {instructions:.3f} instructions, {loop}")
+    assert registers == pytest.approx(budget.registers, rel=0.03)
+    assert instructions == pytest.approx(budget.instructions, rel=0.03)
+
+
+def test_a_failed_disassembly_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "disassembler", lambda: Path("/bin/nvdisasm"))
+    failed = subprocess.CompletedProcess([], 1, "", "no such format\n")
+    monkeypatch.setattr(sass.subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(EngineError, match="no such format"):
+        disassemble(b"nothing")
