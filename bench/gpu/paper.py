@@ -1,0 +1,156 @@
+"""The launches of a step of generation, without a GPU: the ops decide as on a real one, and a device notes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.command import CacheType
+from engine import codecs
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.ops import CacheFormat, HeadTransform, Place, SpanView
+from engine.config import SamplingParams
+from engine.sampling.sample import Draw, resolve
+from engine.weight_formats import Linear, Matrix, get
+from model_loaders.config import GenerationDefaults, ModelConfig
+
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Launch:
+    """kernel: its name without `_kernel`. activations: bytes of the float32 arrays among its arguments."""
+
+    kernel: str
+    text: str
+    grid: tuple[int, ...]
+    threads: int
+    activations: int
+
+
+class PaperDevice:
+    """See `engine.backends.cuda.device.Device`. Nothing is computed; every launch is noted."""
+
+    name = "a GPU on paper"
+
+    def __init__(self, processors: int, shared_memory: int):
+        self.processors, self.shared_memory = processors, shared_memory
+        self.launches: list[Launch] = []
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.empty(shape, dtype)  # the system gives no memory to what is never written
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def from_host(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
+
+    def wait(self) -> None:
+        """Nothing runs."""
+
+    def launch(
+        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
+    ) -> None:
+        arrays = [arg for arg in args if isinstance(arg, np.ndarray) and arg.dtype == np.float32]
+        activations = sum(array.nbytes for array in arrays)
+        self.launches.append(Launch(kernel.removesuffix("_kernel"), text, tuple(grid), block[0], activations))
+
+    def gemm(self, y: np.ndarray, x: np.ndarray, weight: np.ndarray, *, add: bool) -> None:
+        raise NotImplementedError("a step has no product of a library")
+
+    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[np.ndarray]) -> Any:
+        return work(*inputs)
+
+    def set_aside(self, size: int) -> None:
+        """There is no memory to keep."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step. repeats: how often a step has it. bytes: what one of them must read from memory: weights, or
+    codes and full-precision blocks. weights: the number of weights; blocks: quantized blocks of a sequence and KV head.
+    """
+
+    name: str
+    repeats: int
+    launches: Sequence[Launch]
+    bytes: int
+    weights: int = 0
+    blocks: int = 0
+
+
+def step_parts(
+    config: ModelConfig, weight: str, cache_type: CacheType, context: int, batch: int, device: PaperDevice
+) -> list[Part]:
+    """The parts of a step of `batch` sequences of `context` tokens each, with weights in a format that kernels read.
+
+    Raises EngineError for a cache type without kernels.
+    """
+    ops, e, dim = CudaOps(device), config.hidden_size, config.head_dim
+    format = get(weight)
+    parts: list[Part] = []
+
+    def note(
+        name: str, repeats: int, work: Callable[[], Any], nbytes: int = 0, weights: int = 0, blocks: int = 0
+    ) -> Any:
+        first = len(device.launches)
+        result = work()
+        parts.append(Part(name, repeats, device.launches[first:], nbytes, weights, blocks))
+        return result
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        return Matrix(format, np.empty((rows, format.size(columns)), np.uint8), (rows, columns))
+
+    def product(name: str, repeats: int, x: np.ndarray, shape: tuple[int, int], **given: Any) -> Any:
+        count = shape[0] * shape[1]
+        w = Linear((matrix(*shape),))
+        return note(name, repeats, lambda: ops.linear(x, w, recorded=True, **given), format.size(count), count)
+
+    table = matrix(config.vocab_size, e)
+    ids = np.zeros(batch, np.int32)
+    x = note("embedding", 1, lambda: ops.embed(table, ids), format.size(e) * batch)
+    norm = np.ones(e, np.float32), config.norm_eps
+    heads = config.heads + 2 * config.kv_heads
+    qkv = product("qkv", config.layers, x, (heads * dim, e), norm=norm).reshape(batch, heads, dim)
+
+    key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
+    mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
+    shape = CacheFormat(key, value, None, None, mean_bits, BLOCK_SIZE, config.kv_heads, dim)
+    cache = ops.cache(shape, 1, 2)
+    quantized_bytes, full_bytes = ops.cache_bytes(shape)
+    (transform,) = ops.prepare([HeadTransform(config.kv_heads, None, key.rotation(dim), value.rotation(dim))])
+    newest = context - 1
+    start = newest // BLOCK_SIZE * BLOCK_SIZE
+    ids_of_blocks = [0] * (start // BLOCK_SIZE - 1)
+    views = [
+        SpanView(slice(row, row + 1), newest, Place(None, 1), start, 0, ids_of_blocks, BLOCK_SIZE)
+        for row in range(batch)
+    ]  # fmt: skip
+    spans = ops.spans(views, BLOCK_SIZE)
+    rope = np.zeros((batch, dim // 2), np.float32), np.zeros((batch, dim // 2), np.float32)
+    q = note("place_kv", config.layers, lambda: ops.place_kv(qkv, rope, transform, cache, spans))
+    held = batch * (len(ids_of_blocks) * quantized_bytes + 2 * full_bytes)
+    mixed = note(
+        "attention",
+        config.layers,
+        lambda: ops.attention(q, cache, spans, dim**-0.5, None, transform),
+        held,
+        blocks=len(ids_of_blocks),
+    )
+    product("out", config.layers, mixed.reshape(batch, -1), (e, config.heads * dim), residual=x)
+    activated = product("gate_up", config.layers, x, (2 * config.ffn_size, e), norm=norm, activation=config.activation)
+    product("down", config.layers, activated, (e, config.ffn_size), residual=x)
+    logits = product("head", 1, x, (config.vocab_size, e), norm=norm)
+    draw = Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, config.vocab_size)
+    note("sampling", 1, lambda: ops.sample(logits, ops.pack_draws([draw] * batch)), logits.nbytes)
+    return parts

@@ -1,0 +1,164 @@
+"""`python -m bench.gpu.predict`: predicted times of a step on a GPU that is not there.
+
+The kernels that the engine would launch are compiled, and their instructions and bytes are counted. What is printed is
+a prediction, beside the least time that the bytes take; `python -m bench.gpu` measures.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bench import report
+from bench.command import CacheType, note, run
+from bench.gpu.cost import MACHINES, MIXED, Machine, Prediction, from_bytes, predict
+from bench.gpu.paper import BLOCK_SIZE, PaperDevice, step_parts
+from bench.gpu.setup import LLAMA_8B
+from bench.report import Output
+from engine import weight_formats
+from engine.backends.cuda import launch_configs
+from engine.config import setting
+from engine.flags import FlagError, parse
+from model_loaders.config import ModelConfig
+
+MODELS = {
+    "8b": LLAMA_8B,
+    "70b": replace(LLAMA_8B, layers=80, hidden_size=8192, ffn_size=28672, heads=64),
+}
+_COMPILED = ("bf16", "f16")  # formats whose products are predicted from instructions
+_LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
+# The largest batch whose products are the engine's own kernels in one launch.
+_MOST_BATCH = launch_configs.SMALL_ROWS
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to predict."""
+
+    gpu: str = setting("h200", "--gpu", choices=tuple(MACHINES), help="the GPU")
+    model: str = setting("8b", "--model", choices=tuple(MODELS), help="the shape of the model: Llama 3's")
+    weights: str = setting(
+        "bf16", "--weights", metavar="TYPE", help="bf16, f16, q4_k_m, or a GGUF type for all matrices, such as q8_0"
+    )
+    cache: str = setting("balanced", "--cache", metavar="TYPE", help="the cache type, such as balanced or f16")
+    batch: str = setting("1", "--batch", metavar="N,N", help=f"sequences of a step, at most {_MOST_BATCH}")
+    context: str = setting("2048", "--context", metavar="N,N", help="tokens that each sequence has")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The predicted parts of a step."""
+
+    context: int
+    batch: int
+    parts: Sequence[Prediction]
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def floor(self) -> float:
+        return sum(part.floor for part in self.parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predicts, writes the JSON, prints the tables; returns the exit code."""
+    return run(_predict_and_report, argv)
+
+
+def _predict_and_report(argv: Sequence[str]) -> None:
+    options, destination = parse(
+        argv,
+        {"Prediction": Options, "Output": Output},
+        prog="python -m bench.gpu.predict",
+        description="Predicted times of a step on a GPU that is not there, from its compiled kernels.",
+        checks={},
+    )
+    machine, config = MACHINES[options.gpu], MODELS[options.model]
+    known = (*_COMPILED, MIXED, *weight_formats.available())
+    if options.weights not in known:
+        raise FlagError(f"--weights {options.weights}: there is no such type; choose from {', '.join(sorted(known))}")
+    cache_type = CacheType.read(options.cache)
+    cache_type.check(config.head_dim)
+    contexts = _numbers("--context", options.context, _LEAST_CONTEXT, config.max_context)
+    batches = _numbers("--batch", options.batch, 1, _MOST_BATCH)
+    output = destination.path("gpu-predict", f"{options.gpu}-{options.model}-{options.weights}")
+    steps = [
+        _step(machine, config, options.weights, cache_type, context, batch) for context in contexts for batch in batches
+    ]
+    result: dict[str, Any] = {
+        "kind": "prediction: no GPU was measured",
+        "gpu": asdict(machine),
+        "model": options.model,
+        "weights": options.weights,
+        "cache": options.cache,
+        "steps": [{**asdict(step), "seconds": step.seconds, "floor": step.floor} for step in steps],
+    }
+    report.write(output, "gpu.predict", argv, result)
+    note(f"Written to {output}")
+    print(format_steps(machine, options, steps))
+
+
+def _numbers(flag: str, text: str, least: int, most: int) -> list[int]:
+    """Raises FlagError."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < least or max(numbers) > most:
+        raise FlagError(f"{flag} takes numbers from {least} to {most}, separated by commas, not {text!r}")
+    return list(dict.fromkeys(numbers))
+
+
+def _step(machine: Machine, config: ModelConfig, weights: str, cache_type: CacheType, context: int, batch: int) -> Step:
+    """Raises EngineError for a cache type without kernels, and where the compiler or nvdisasm is missing."""
+    device = PaperDevice(machine.processors, machine.shared_memory)
+    compiled = weights in _COMPILED
+    parts = step_parts(config, weights if compiled else "f16", cache_type, context, batch, device)
+    if compiled:
+        return Step(context, batch, predict(parts, machine, config, batch))
+    rows = [
+        from_bytes(part, machine, config, weights) if part.weights else predict([part], machine, config, batch)[0]
+        for part in parts
+    ]
+    return Step(context, batch, rows)
+
+
+def format_steps(machine: Machine, options: Options, steps: Sequence[Step]) -> str:
+    """The parts of every step, and then a table of the steps."""
+    about = f"PREDICTION, not measured: {machine.name} ({machine.source}), {options.model}, weights {options.weights}"
+    tables = [f"{about}, cache {options.cache}", *map(_parts, steps)]
+    rows = [
+        (
+            f"{step.context:,} × {step.batch}",
+            f"{1e3 * step.seconds:.2f}",
+            f"{1e3 * step.floor:.2f}",
+            f"{step.floor / step.seconds:.2f}",
+            f"{step.batch / step.seconds:,.0f}",
+        )
+        for step in steps
+    ]
+    header = ("context × batch", "predicted ms", "byte floor ms", "floor / predicted", "tokens/s")
+    tables.append(f"Steps, predicted\n\n{report.table(header, rows)}")
+    return "\n\n".join(tables)
+
+
+def _parts(step: Step) -> str:
+    rows = [
+        (
+            part.part,
+            f"{part.repeats}",
+            f"{1e6 * part.seconds / part.repeats:.1f}",
+            f"{1e6 * part.floor / part.repeats:.1f}",
+            part.limit,
+            f"{part.instructions:.2f}" if part.instructions else "—",
+            f"{part.registers}" if part.registers else "—",
+        )
+        for part in step.parts
+    ]
+    header = ("part", "times", "predicted µs", "floor µs", "limited by", "instructions a value", "registers")
+    return f"A step of {step.batch} × {step.context:,} tokens, predicted\n\n{report.table(header, rows)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Predictions of a step on a GPU that is not there. Kernels are not compiled here: see test_gpu_sass.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.command import CacheType
+from bench.gpu import cost, predict
+from bench.gpu.cost import MACHINES, packed_bytes
+from bench.gpu.paper import PaperDevice, Part, step_parts
+from bench.gpu.sass import Counts
+from bench.gpu.setup import LLAMA_8B
+from engine.errors import EngineError
+
+H200 = MACHINES["h200"]
+# Of a loop that computes next to nothing, whatever the kernel.
+IDLE = Counts(
+    total=64, seldom=0, alu=8, port=8, hmma=64, lds=0, shuffles=0, permutes=0, special=0, moves=0, wide_loads=32
+)
+
+
+def parts_of(context: int, batch: int, cache: str = "balanced") -> dict[str, Part]:
+    device = PaperDevice(H200.processors, H200.shared_memory)
+    return {part.name: part for part in step_parts(LLAMA_8B, "bf16", CacheType.read(cache), context, batch, device)}
+
+
+@pytest.mark.parametrize(("batch", "product"), [(1, ["gemv"]), (8, ["gemm_small"]), (16, ["narrow", "gemm_small"])])
+def test_a_part_has_the_kernels_that_the_engine_launches(batch: int, product: list[str]) -> None:
+    parts = parts_of(2048, batch)
+    assert [launch.kernel for launch in parts["gate_up"].launches] == product
+    assert [launch.kernel for launch in parts["attention"].launches] == ["decode_attention", "combine"]
+    assert parts["attention"].blocks == 30  # of 32, without sink and current block
+    assert all(part.launches for part in parts.values())
+
+
+def test_the_floor_is_the_bytes_of_weights_and_cache() -> None:
+    parts = parts_of(131072, 1)
+    weights = sum(part.repeats * part.bytes for part in parts.values() if part.weights)
+    assert weights == 2 * (LLAMA_8B.layers * 218_103_808 + 128256 * 4096)
+    assert parts["attention"].bytes == pytest.approx(8 * 2046 * 8064, rel=0.01)  # records of balanced, 8 KV heads
+    exact = parts_of(131072, 1, "f16")["attention"].bytes
+    assert exact == 8 * 2048 * 2 * 64 * 128 * 2
+
+
+def test_a_mixture_of_packed_formats_has_the_size_of_its_file() -> None:
+    matrices = [part for part in parts_of(2048, 1).values() if part.weights]
+    total = sum(part.repeats * packed_bytes(part, LLAMA_8B, "q4_k_m") for part in matrices)
+    embedding = 128256 * 4096 * 144 / 256
+    assert total + embedding == pytest.approx(4.92e9, rel=0.01)  # of the published Llama 3 8B
+
+
+def test_the_busiest_unit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = parts_of(131072, 16)["attention"]
+
+    def predicted(loop: Counts) -> cost.Prediction:
+        monkeypatch.setattr(cost, "_compiled", lambda *given: (168, loop))
+        return cost.predict([attention], H200, LLAMA_8B, 16)[0]
+
+    idle = predicted(IDLE)
+    assert idle.limit == "memory"
+    assert idle.floor < idle.seconds < 1.1 * idle.floor
+    assert predicted(replace(IDLE, port=700)).limit == "shared memory and L1"
+    slow, slower = (predicted(replace(IDLE, total=total)) for total in (4000, 8000))
+    assert slow.limit == slower.limit == "issue"
+    assert slow.instructions == pytest.approx(32 * 4000 / (2 * 64 * 128))
+    fixed = 32 * (1.3e-6 + 3.0e-6 + 2.8e-6)
+    assert slower.seconds - fixed == pytest.approx(2 * (slow.seconds - fixed), rel=0.01)
+
+
+def test_a_machine_that_is_not_full_waits_for_its_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 splits of 510 blocks: 2.7 blocks for each of 12 warps take as long as 3."""
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
+    (prediction,) = cost.predict([parts_of(32768, 1)["attention"]], H200, LLAMA_8B, 1)
+    assert 14.5e-6 < prediction.seconds / prediction.repeats < 17e-6
+
+
+def test_the_report_says_that_it_is_a_prediction(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
+    output = tmp_path / "predicted.json"
+    assert predict.main(["--weights", "q4_k_m", "--batch", "1,16", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("PREDICTION, not measured: NVIDIA H200")
+    assert "| 2,048 × 16" in printed.splitlines()[-1]
+    rows = json.loads(output.read_text(encoding="utf-8"))
+    assert rows["kind"] == "prediction: no GPU was measured"
+    step = rows["steps"][0]
+    assert (step["context"], step["batch"]) == (2048, 1)
+    limits = {part["part"]: part["limit"] for part in step["parts"]}
+    assert limits["down"] == limits["head"] == "bytes only: no kernel was counted"
+    assert limits["attention"] == "memory"
+    assert step["seconds"] == pytest.approx(sum(part["seconds"] for part in step["parts"]))
+    assert step["seconds"] > step["floor"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--weights", "q9"], "--weights q9: there is no such type"),
+        (["--batch", "65"], "--batch takes numbers from 1 to 64"),
+        (["--context", "64"], "--context takes numbers from 192"),
+        (["--cache", "ring99"], "ring99"),
+    ],
+)
+def test_bad_flags_are_refused_with_a_sentence(
+    given: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict.main(given) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_nvdisasm_a_sentence_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*given: object) -> None:
+        raise EngineError("Counting instructions needs nvdisasm: install the package nvidia-cuda-nvdisasm with pip")
+
+    monkeypatch.setattr(cost, "_compiled", missing)
+    assert predict.main(["--output", str(tmp_path / "predicted.json")]) == 2
+    assert "install the package nvidia-cuda-nvdisasm" in capsys.readouterr().err
