@@ -100,7 +100,7 @@ BUDGETS = [
     Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 122, 2.508),
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.578),
     Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
-    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 64, 5.688),
+    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 61, 5.781),
     Budget("prefill_attention", attention("prefill_attention", "f16", "f16", 0), 252, 0.951),
 ]
 
