@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.command import CacheType
 from engine import codecs
+from engine.backends.cuda import packed
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import CacheFormat, HeadTransform, Place, SpanView
 from engine.config import SamplingParams
@@ -109,12 +110,14 @@ def step_parts(
         return result
 
     def matrix(rows: int, columns: int) -> Matrix:
-        return Matrix(format, np.empty((rows, format.size(columns)), np.uint8), (rows, columns))
+        is_packed = packed.is_packed(format)
+        shape = packed.tiles(format, rows, columns) if is_packed else (rows, format.size(columns))
+        return Matrix(format, np.empty(shape, np.uint8), (rows, columns))
 
     def product(name: str, repeats: int, x: np.ndarray, shape: tuple[int, int], **given: Any) -> Any:
         count = shape[0] * shape[1]
         w = Linear((matrix(*shape),))
-        return note(name, repeats, lambda: ops.linear(x, w, recorded=True, **given), format.size(count), count)
+        return note(name, repeats, lambda: ops.linear(x, w, recorded=True, **given), w.parts[0].data.nbytes, count)
 
     table = matrix(config.vocab_size, e)
     ids = np.zeros(batch, np.int32)

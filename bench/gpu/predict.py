@@ -19,6 +19,7 @@ from bench.gpu.setup import LLAMA_8B
 from bench.report import Output
 from engine import weight_formats
 from engine.backends.cuda import launch_configs
+from engine.backends.cuda.kernel_source import can_read
 from engine.config import setting
 from engine.flags import FlagError, parse
 from model_loaders.config import ModelConfig
@@ -27,7 +28,6 @@ MODELS = {
     "8b": LLAMA_8B,
     "70b": replace(LLAMA_8B, layers=80, hidden_size=8192, ffn_size=28672, heads=64),
 }
-_COMPILED = ("bf16", "f16")  # formats whose products are predicted from instructions
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
 _MOST_BATCH = launch_configs.SMALL_ROWS
@@ -78,7 +78,7 @@ def _predict_and_report(argv: Sequence[str]) -> None:
         checks={},
     )
     machine, config = MACHINES[options.gpu], MODELS[options.model]
-    known = (*_COMPILED, MIXED, *weight_formats.available())
+    known = MIXED, *weight_formats.available()
     if options.weights not in known:
         raise FlagError(f"--weights {options.weights}: there is no such type; choose from {', '.join(sorted(known))}")
     cache_type = CacheType.read(options.cache)
@@ -113,7 +113,7 @@ def _numbers(flag: str, text: str, least: int, most: int) -> list[int]:
 def _step(machine: Machine, config: ModelConfig, weights: str, cache_type: CacheType, context: int, batch: int) -> Step:
     """Raises EngineError for a cache type without kernels, and where the compiler or nvdisasm is missing."""
     device = PaperDevice(machine.processors, machine.shared_memory)
-    compiled = weights in _COMPILED
+    compiled = weights != MIXED and can_read(weights)
     parts = step_parts(config, weights if compiled else "f16", cache_type, context, batch, device)
     if compiled:
         return Step(context, batch, predict(parts, machine, config, batch))

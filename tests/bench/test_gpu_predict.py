@@ -23,9 +23,9 @@ IDLE = Counts(
 )
 
 
-def parts_of(context: int, batch: int, cache: str = "balanced") -> dict[str, Part]:
+def parts_of(context: int, batch: int, cache: str = "balanced", weights: str = "bf16") -> dict[str, Part]:
     device = PaperDevice(H200.processors, H200.shared_memory)
-    return {part.name: part for part in step_parts(LLAMA_8B, "bf16", CacheType.read(cache), context, batch, device)}
+    return {part.name: part for part in step_parts(LLAMA_8B, weights, CacheType.read(cache), context, batch, device)}
 
 
 @pytest.mark.parametrize(("batch", "product"), [(1, ["gemv"]), (8, ["gemm_small"]), (16, ["narrow", "gemm_small"])])
@@ -51,6 +51,12 @@ def test_a_mixture_of_packed_formats_has_the_size_of_its_file() -> None:
     total = sum(part.repeats * packed_bytes(part, LLAMA_8B, "q4_k_m") for part in matrices)
     embedding = 128256 * 4096 * 144 / 256
     assert total + embedding == pytest.approx(4.92e9, rel=0.01)  # of the published Llama 3 8B
+
+
+def test_packed_weights_have_their_own_kernel_and_the_bytes_of_their_tiles() -> None:
+    down = parts_of(2048, 1, weights="q4_k")["down"]
+    assert down.launches[0].kernel == "gemm_small"
+    assert down.bytes == 4096 * 14336 * (128 + 4 + 2 * 8) // 256  # codes, scale and offset, numbers of 8 groups
 
 
 def test_the_busiest_unit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
