@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from bench.gpu.setup import LLAMA_8B
 from engine.errors import EngineError
 
 H200 = MACHINES["h200"]
+ATTENTION = "decode_attention"
 # Of a loop that computes next to nothing, whatever the kernel.
 IDLE = Counts(
     total=64, seldom=0, alu=8, port=8, hmma=64, lds=0, shuffles=0, permutes=0, special=0, moves=0, wide_loads=32
@@ -75,6 +77,18 @@ def test_the_busiest_unit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.instructions == pytest.approx(32 * 4000 / (2 * 64 * 128))
     fixed = 32 * (1.3e-6 + 3.0e-6 + 2.8e-6)
     assert slower.seconds - fixed == pytest.approx(2 * (slow.seconds - fixed), rel=0.01)
+
+
+def test_all_instructions_of_a_product_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its branches skip the unpacking of weights, not a mask."""
+    kernels = {
+        f"{name}_kernel": SimpleNamespace(hot_loop=lambda: replace(IDLE, seldom=60)) for name in ("a", ATTENTION)
+    }
+    monkeypatch.setattr(cost, "disassemble", lambda binary: kernels)
+    used = [SimpleNamespace(kernel=name, registers=64) for name in kernels]
+    monkeypatch.setattr(cost, "compile_binary", lambda text, arch: (used, b""))
+    assert cost._compiled("a", "any text", 90) == (64, IDLE)
+    assert cost._compiled(ATTENTION, "any text", 90)[1].common == 4
 
 
 def test_a_machine_that_is_not_full_waits_for_its_last_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ def attention(kernel: str, keys: str, values: str, mean_bits: int = 8) -> Varian
     return Variant(kernel, config.defines, cache, config.shared)
 
 
-def product(kernel: str, rows: int, constants: Mapping[str, Define]) -> Variant:
-    types: dict[str, Define] = {"ACT": "float", "WEIGHT": "bf16", "NORMED": 1, "ADD": 0, "ROWS": rows}
+def product(kernel: str, rows: int, constants: Mapping[str, Define], weight: str = "bf16") -> Variant:
+    types: dict[str, Define] = {"ACT": "float", "WEIGHT": weight, "NORMED": 1, "ADD": 0, "ROWS": rows}
     return Variant(kernel, {**types, **constants})
 
 
@@ -101,6 +101,8 @@ BUDGETS = [
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.578),
     Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
     Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 61, 5.781),
+    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}, "q4_k"), 64, 9.844),
+    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}, "q6_k"), 64, 13.25),
     Budget("prefill_attention", attention("prefill_attention", "f16", "f16", 0), 252, 0.951),
 ]
 
