@@ -17,6 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from engine import EngineError
+from engine.backends.native.target import VARIABLE as LEVEL_VARIABLE
 from engine.config import setting
 from engine.flags import FlagError
 
@@ -59,7 +60,9 @@ class Output:
 
 
 def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The machine: CPU, cores that this process may use, versions of numerical libraries, and the GPU."""
+    """The machine: CPU, the level of instructions that kernels are restricted to, cores that this process may use,
+    versions of numerical libraries, and the GPU."""
+    level = os.environ.get(LEVEL_VARIABLE)
     blas = [
         f"{library['internal_api']} {library['version']} ({library.get('architecture', 'unknown kernels')})"
         for library in threadpool_info()
@@ -67,6 +70,7 @@ def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
     ]
     return {
         "cpu": _cpu(),
+        **({"restricted_to": level} if level else {}),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -131,7 +135,7 @@ def write(
     about = {
         "benchmark": kind,
         "date": today(),
-        "command": shlex.join(["python", "-m", f"bench.{kind}", *argv]),
+        "command": _command(kind, argv),
         "machine": machine(gpu),
         "complete": complete,
     }
@@ -139,6 +143,13 @@ def write(
         path.write_text(json.dumps({**about, **result}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise EngineError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _command(kind: str, argv: Sequence[str]) -> str:
+    """The command line, with the variable that restricts the instructions of kernels if it is set."""
+    command = shlex.join(["python", "-m", f"bench.{kind}", *argv])
+    level = os.environ.get(LEVEL_VARIABLE)
+    return f"{LEVEL_VARIABLE}={shlex.quote(level)} {command}" if level else command
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -16,19 +16,22 @@ MISSING = "This version has not been measured yet; `make bench` measures it."
 
 
 def published() -> dict[Path, Measured]:
-    """The newest complete measurement of each model on a CPU: that of the demonstration model first, then by name."""
+    """The newest complete measurement of each model on a CPU, and on one whose kernels are restricted to a level.
+
+    Those of the demonstration model come first, then by name.
+    """
     found: dict[str, tuple[Path, Measured]] = {}
     measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob("speed-*.json")]
     for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
         if measured["complete"] and measured["device"] == "cpu":
-            found[f"{measured['model']} {measured['weights']}"] = path, measured
+            found[_title(measured)] = path, measured
     return dict(sorted(found.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
 
 
 def headline() -> str:
     """Rates of the demonstration model and their picture, for the README."""
     for path, measured in published().items():
-        if measured["model"] == DEMO:
+        if measured["model"] == DEMO and _restricted_to(measured) is None:
             parts = [rates_table(measured, [GENERATION, PROMPT]), source(measured), *_picture(path, README)]
             return "\n\n".join(parts)
     return MISSING
@@ -38,13 +41,24 @@ def all_tables() -> str:
     """All tables of all models, for docs/speed.md."""
     parts = []
     for path, measured in published().items():
-        parts.append(f"### {measured['model']}, {measured['weights']}")
+        parts.append(f"### {_title(measured)}")
         parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path, DOCUMENT)]
         parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
         parts += ["Memory of the process:", memory_table(measured)]
         parts += ["Steps of several sequences together:", batches_table(measured)]
         parts += [*(f"{sentence}." for sentence in measured["left_out"]), source(measured)]
     return "\n\n".join(parts) or MISSING
+
+
+def _title(measured: Measured) -> str:
+    level = _restricted_to(measured)
+    return f"{measured['model']}, {measured['weights']}" + (f", with {level} alone" if level else "")
+
+
+def _restricted_to(measured: Measured) -> str | None:
+    """The level of instructions that kernels were restricted to; None for all that the CPU has."""
+    level: str | None = measured["machine"].get("restricted_to")
+    return level
 
 
 def _picture(path: Path, document: Path) -> list[str]:

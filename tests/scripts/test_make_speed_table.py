@@ -91,6 +91,17 @@ def test_the_headline_is_the_newest_measurement_of_the_demonstration_model(resul
     assert "![" not in text
 
 
+def test_a_cpu_restricted_to_older_instructions_is_not_in_the_headline(results: Path) -> None:
+    publish(results, "all", measurement("2026-11-20", 75))
+    machine = {**measurement("", 0)["machine"], "restricted_to": "avx2"}
+    publish(results, "avx2", measurement("2026-11-21", 100, machine=machine))
+    assert "100 (2.00×)" not in make_speed_table.headline()
+    assert [line for line in make_speed_table.all_tables().splitlines() if line.startswith("###")] == [
+        "### SmolLM2-135M-Instruct, Q4_1",
+        "### SmolLM2-135M-Instruct, Q4_1, with avx2 alone",
+    ]
+
+
 def test_the_page_has_all_models_with_their_pictures(results: Path) -> None:
     publish(results, "a", measurement("2026-11-22", 1000, model="tinyllama", weights="Q4_K"))
     publish(results, "b", measurement("2026-11-20", 75))
