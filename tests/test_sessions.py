@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, SamplingParams, assembly, checked_file, sessions
+from engine import Engine, EngineError, SamplingParams, checked_file, encoding, sessions
 from engine.backends import transfer
 from engine.encoding import Encoding
 from engine.quantization.conditioning import Scale
@@ -391,18 +391,18 @@ def test_a_session_without_scales_or_with_others_is_refused(
     tiny_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As versions before scales wrote it, or with values divided by twice as much."""
-    made = assembly.scale
+    made = encoding.scale
 
     def doubled(*of):
         keys, values = made(*of)
         return Scale(keys, 2 * values)
 
     for other in (lambda *given: None, doubled):
-        monkeypatch.setattr(assembly, "scale", other)
+        monkeypatch.setattr(encoding, "scale", other)
         with load(tiny_path) as engine:
             talk(engine)
             engine.save_session(file)
-        monkeypatch.setattr(assembly, "scale", made)
+        monkeypatch.setattr(encoding, "scale", made)
         with load(tiny_path) as engine:
             assert_refused(engine, file, "conditioned in another way", "another version")
 
