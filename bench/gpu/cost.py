@@ -14,7 +14,6 @@ from functools import lru_cache
 from bench.gpu.paper import BLOCK_SIZE, Launch, Part
 from bench.gpu.sass import Counts, disassemble
 from engine.errors import EngineError
-from engine.weight_formats import get
 from model_loaders.config import ModelConfig
 from tests.cuda.nvrtc import compile_binary
 
@@ -60,7 +59,7 @@ class Prediction:
     """One part of a step. seconds, floor: of all its repetitions; floor: its bytes at the speed of a copy.
 
     limit: what its main kernel waits for. registers: of that kernel; instructions: of all lanes, for one coded value or
-    weight. Both 0 where they were not counted.
+    weight. Both 0 for parts that only wait.
     """
 
     part: str
@@ -88,29 +87,61 @@ def _compiled(kernel: str, text: str, arch: int) -> tuple[int, Counts]:
 
 
 def predict(parts: Sequence[Part], machine: Machine, config: ModelConfig, batch: int) -> list[Prediction]:
-    """The predicted times of parts whose kernels exist. Raises EngineError where nothing can be compiled."""
+    """The predicted times of parts. Raises EngineError where nothing can be compiled."""
     return [_predict(part, machine, config, batch) for part in parts]
 
 
 def _predict(part: Part, machine: Machine, config: ModelConfig, batch: int) -> Prediction:
-    kernels = tuple(launch.kernel for launch in part.launches)
-    main = next((launch for launch in part.launches if launch.kernel in _UNITS), None)
-    beside = sum(_small(launch, machine) for launch in part.launches if launch is not main)
-    floor = part.bytes / machine.bandwidth
-    if main is None:
-        return Prediction(part.name, part.repeats, kernels, part.repeats * beside, part.repeats * floor, "latency")
-    registers, loop = _compiled(main.kernel, main.text, machine.arch)
-    units = _units(main, loop)
-    if main.kernel == "decode_attention":
-        clocks, limit = _attention_clocks(main, loop, units, part, machine, config, batch)
-        seconds = clocks / machine.clock + _BEGIN + _ATTENTION_RAMP
+    counted = [launch for launch in part.launches if launch.kernel in _UNITS]
+    beside = sum(_small(launch, machine) for launch in part.launches if launch.kernel not in _UNITS)
+    times: list[tuple[float, str, int, float]] = []
+    if part.products:
+        for launch, (weights, nbytes) in zip(counted, part.products, strict=True):
+            times.append(_product_time(launch, weights, nbytes, machine))
     else:
-        iterations = part.weights / units / machine.processors
-        clocks, limit = _busiest(loop, iterations, part.bytes / machine.processors, machine)
-        seconds = clocks / machine.clock + _BEGIN + _RAMP
-    total = part.repeats * (seconds + beside)
-    per_value = 32 * loop.common / units
-    return Prediction(part.name, part.repeats, kernels, total, part.repeats * floor, limit, registers, per_value)
+        times += [_attention_time(launch, part, machine, config, batch) for launch in counted]
+    _, limit, registers, instructions = max(times, default=(0.0, "latency", 0, 0.0))
+    return Prediction(
+        part=part.name,
+        repeats=part.repeats,
+        kernels=tuple(launch.kernel for launch in part.launches),
+        seconds=part.repeats * (beside + sum(seconds for seconds, *_ in times)),
+        floor=part.repeats * part.bytes / machine.bandwidth,
+        limit=limit,
+        registers=registers,
+        instructions=instructions,
+    )
+
+
+def _product_time(launch: Launch, weights: int, nbytes: int, machine: Machine) -> tuple[float, str, int, float]:
+    """Seconds of a product with one matrix, its limit, registers, instructions of a weight."""
+    registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
+    units = _units(launch, loop)
+    clocks, limit = _busiest(loop, weights / units / machine.processors, nbytes / machine.processors, machine)
+    return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, 32 * loop.common / units
+
+
+def _attention_time(
+    launch: Launch, part: Part, machine: Machine, config: ModelConfig, batch: int
+) -> tuple[float, str, int, float]:
+    """Seconds of attention of a layer, its limit, registers, instructions of a coded value.
+
+    The busiest multiprocessor counts. Its warps take whole blocks, and the last round may be half empty.
+    """
+    registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
+    units = _units(launch, loop)
+    splits, heads, sequences = launch.grid
+    warps = launch.threads // 32
+    per_split = -(-part.blocks // splits)
+    rounds = -(-per_split // warps)
+    waves = -(-splits * heads * sequences // machine.processors)
+    blocks = waves * warps * rounds
+    values = 2 * config.head_dim * BLOCK_SIZE
+    per_block = part.bytes / max(1, batch * config.kv_heads * part.blocks)
+    # The other multiprocessors read less while the last round is half empty, which leaves more to this one.
+    most = min(blocks * per_block, waves * part.bytes / machine.processors + warps * per_block)
+    clocks, limit = _busiest(loop, blocks * values / units, most, machine)
+    return clocks / machine.clock + _BEGIN + _ATTENTION_RAMP, limit, registers, 32 * loop.common / units
 
 
 def _busiest(loop: Counts, iterations: float, nbytes: float, machine: Machine) -> tuple[float, str]:
@@ -124,23 +155,6 @@ def _busiest(loop: Counts, iterations: float, nbytes: float, machine: Machine) -
     }
     limit = max(clocks, key=lambda unit: clocks[unit])
     return clocks[limit], limit
-
-
-def _attention_clocks(
-    launch: Launch, loop: Counts, units: float, part: Part, machine: Machine, config: ModelConfig, batch: int
-) -> tuple[float, str]:
-    """Clocks of the busiest multiprocessor. Its warps take whole blocks, and the last round may be half empty."""
-    splits, heads, sequences = launch.grid
-    warps = launch.threads // 32
-    per_split = -(-part.blocks // splits)
-    rounds = -(-per_split // warps)
-    waves = -(-splits * heads * sequences // machine.processors)
-    blocks = waves * warps * rounds
-    values = 2 * config.head_dim * BLOCK_SIZE
-    per_block = part.bytes / max(1, batch * config.kv_heads * part.blocks)
-    # The other multiprocessors read less while the last round is half empty, which leaves more to this one.
-    most = min(blocks * per_block, waves * part.bytes / machine.processors + warps * per_block)
-    return _busiest(loop, blocks * values / units, most, machine)
 
 
 _UNITS = ("decode_attention", "gemv", "gemm_small")  # kernels whose hot loop is counted
@@ -164,33 +178,3 @@ def _define(launch: Launch, name: str) -> int:
 def _small(launch: Launch, machine: Machine) -> float:
     """Seconds of a kernel that only moves activations."""
     return launch.activations / machine.bandwidth + _BEGIN + _RAMP
-
-
-def packed_bytes(part: Part, config: ModelConfig, weights: str) -> float:
-    """Bytes of one matrix of a part, as files store it; the mean over the layers for a mixture such as q4_k_m."""
-    if weights != MIXED:
-        return part.weights * get(weights).nbytes / get(weights).values
-    small, large = (get(name).nbytes / get(name).values for name in ("q4_k", "q6_k"))
-    shares = {"head": 1.0, "down": _larger_share(config.layers)}
-    if part.name == "qkv":  # of which values are stored in more bits
-        shares["qkv"] = _larger_share(config.layers) * config.kv_heads / (config.heads + 2 * config.kv_heads)
-    share = shares.get(part.name, 0.0)
-    return part.weights * (share * large + (1 - share) * small)
-
-
-MIXED = "q4_k_m"
-
-
-def _larger_share(layers: int) -> float:
-    """The share of layers whose `down` and values llama.cpp's Q4_K_M stores as q6_k: the first and last eighth, and
-    every third between them."""
-    eighth = layers // 8
-    large = [i < eighth or i >= 7 * layers // 8 or (i - eighth) % 3 == 2 for i in range(layers)]
-    return sum(large) / layers
-
-
-def from_bytes(part: Part, machine: Machine, config: ModelConfig, weights: str) -> Prediction:
-    """A product with packed weights, of which no kernel is counted: its bytes, and the start and end of a kernel."""
-    floor = packed_bytes(part, config, weights) / machine.bandwidth
-    seconds = part.repeats * (floor + _BEGIN + _RAMP)
-    return Prediction(part.name, part.repeats, (), seconds, part.repeats * floor, "bytes only: no kernel was counted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import numpy as np
 from bench.command import CacheType
 from engine import codecs
 from engine.backends.cuda import packed
+from engine.backends.cuda.kernel_source import can_read
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import CacheFormat, HeadTransform, Place, SpanView
 from engine.config import SamplingParams
 from engine.sampling.sample import Draw, resolve
-from engine.weight_formats import Linear, Matrix, get
+from engine.weight_formats import Linear, Matrix, available, get
 from model_loaders.config import GenerationDefaults, ModelConfig
 
 BLOCK_SIZE = 64
@@ -79,52 +81,80 @@ class PaperDevice:
 @dataclass(frozen=True)
 class Part:
     """A part of a step. repeats: how often a step has it. bytes: what one of them must read from memory: weights, or
-    codes and full-precision blocks. weights: the number of weights; blocks: quantized blocks of a sequence and KV head.
+    codes and full-precision blocks. products: the number of weights and the bytes of each matrix. blocks: quantized
+    blocks of a sequence and KV head.
     """
 
     name: str
     repeats: int
     launches: Sequence[Launch]
     bytes: int
-    weights: int = 0
+    products: Sequence[tuple[int, int]] = ()
     blocks: int = 0
+
+
+MIXED = "q4_k_m"
+
+
+def known_weights() -> tuple[str, ...]:
+    """Formats of weights that a step can have: those that kernels read, and the mixture. The engine makes f32 f16."""
+    return MIXED, *(name for name in available() if name != "f32" and can_read(name))
+
+
+def matrix_formats(weights: str, name: str, layers: int) -> list[tuple[int, tuple[str, ...]]]:
+    """(how often, formats) of the matrix `name` of a model; of two formats the second is that of the values.
+
+    llama.cpp's Q4_K_M stores `down` and values as q6_k in the first and last eighth of the layers and in every third
+    between them, and the head in all cases.
+    """
+    count = 1 if name in ("embedding", "head") else layers
+    if weights != MIXED:
+        return [(count, (weights,))]
+    if name == "head":
+        return [(1, ("q6_k",))]
+    if name not in ("qkv", "down"):
+        return [(count, ("q4_k",))]
+    eighth = layers // 8
+    larger = sum(i < eighth or i >= 7 * layers // 8 or (i - eighth) % 3 == 2 for i in range(layers))
+    return [(layers - larger, ("q4_k",)), (larger, ("q4_k", "q6_k") if name == "qkv" else ("q6_k",))]
 
 
 def step_parts(
     config: ModelConfig, weight: str, cache_type: CacheType, context: int, batch: int, device: PaperDevice
 ) -> list[Part]:
-    """The parts of a step of `batch` sequences of `context` tokens each, with weights in a format that kernels read.
+    """The parts of a step of `batch` sequences of `context` tokens each. weight: one of `known_weights`.
 
     Raises EngineError for a cache type without kernels.
     """
     ops, e, dim = CudaOps(device), config.hidden_size, config.head_dim
-    format = get(weight)
     parts: list[Part] = []
 
-    def note(
-        name: str, repeats: int, work: Callable[[], Any], nbytes: int = 0, weights: int = 0, blocks: int = 0
-    ) -> Any:
+    def note(name: str, repeats: int, work: Callable[[], Any], nbytes: int = 0, **more: Any) -> Any:
         first = len(device.launches)
         result = work()
-        parts.append(Part(name, repeats, device.launches[first:], nbytes, weights, blocks))
+        parts.append(Part(name, repeats, device.launches[first:], nbytes, **more))
         return result
 
-    def matrix(rows: int, columns: int) -> Matrix:
-        is_packed = packed.is_packed(format)
-        shape = packed.tiles(format, rows, columns) if is_packed else (rows, format.size(columns))
-        return Matrix(format, np.empty(shape, np.uint8), (rows, columns))
+    def product(name: str, x: np.ndarray, rows: tuple[int, ...], **given: Any) -> Any:
+        """rows: of the matrices that may differ in their formats."""
+        choices = matrix_formats(weight, name, config.layers)
+        for repeats, formats in choices:
+            pieces = rows if len(formats) == len(rows) else (sum(rows),)
+            w = Linear(tuple(_matrix(*piece, x.shape[1]) for piece in zip(formats, pieces, strict=True)))
+            own = name if len(choices) == 1 else f"{name} ({', '.join(formats)})"
+            products = [(part.shape[0] * part.shape[1], part.data.nbytes) for part in w.parts]
+            work = partial(ops.linear, x, w, recorded=True, **given)
+            y = note(own, repeats, work, sum(nbytes for _, nbytes in products), products=products)
+        return y
 
-    def product(name: str, repeats: int, x: np.ndarray, shape: tuple[int, int], **given: Any) -> Any:
-        count = shape[0] * shape[1]
-        w = Linear((matrix(*shape),))
-        return note(name, repeats, lambda: ops.linear(x, w, recorded=True, **given), w.parts[0].data.nbytes, count)
-
-    table = matrix(config.vocab_size, e)
+    ((_, (embedded,)),) = matrix_formats(weight, "embedding", config.layers)
+    table = _matrix(embedded, config.vocab_size, e)
     ids = np.zeros(batch, np.int32)
-    x = note("embedding", 1, lambda: ops.embed(table, ids), format.size(e) * batch)
+    x = note("embedding", 1, lambda: ops.embed(table, ids), table.data.nbytes // config.vocab_size * batch)
     norm = np.ones(e, np.float32), config.norm_eps
     heads = config.heads + 2 * config.kv_heads
-    qkv = product("qkv", config.layers, x, (heads * dim, e), norm=norm).reshape(batch, heads, dim)
+    qkv = product("qkv", x, ((heads - config.kv_heads) * dim, config.kv_heads * dim), norm=norm)
+    qkv = qkv.reshape(batch, heads, dim)
 
     key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
     mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
@@ -150,10 +180,17 @@ def step_parts(
         held,
         blocks=len(ids_of_blocks),
     )
-    product("out", config.layers, mixed.reshape(batch, -1), (e, config.heads * dim), residual=x)
-    activated = product("gate_up", config.layers, x, (2 * config.ffn_size, e), norm=norm, activation=config.activation)
-    product("down", config.layers, activated, (e, config.ffn_size), residual=x)
-    logits = product("head", 1, x, (config.vocab_size, e), norm=norm)
+    product("out", mixed.reshape(batch, -1), (e,), residual=x)
+    activated = product("gate_up", x, (2 * config.ffn_size,), norm=norm, activation=config.activation)
+    product("down", activated, (e,), residual=x)
+    logits = product("head", x, (config.vocab_size,), norm=norm)
     draw = Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, config.vocab_size)
     note("sampling", 1, lambda: ops.sample(logits, ops.pack_draws([draw] * batch)), logits.nbytes)
     return parts
+
+
+def _matrix(name: str, rows: int, columns: int) -> Matrix:
+    """A matrix in the format `name`, as the device holds it; its values are not written."""
+    format = get(name)
+    shape = packed.tiles(format, rows, columns) if packed.is_packed(format) else (rows, format.size(columns))
+    return Matrix(format, np.empty(shape, np.uint8), (rows, columns))

@@ -13,13 +13,11 @@ from typing import Any
 
 from bench import report
 from bench.command import CacheType, note, run
-from bench.gpu.cost import MACHINES, MIXED, Machine, Prediction, from_bytes, predict
-from bench.gpu.paper import BLOCK_SIZE, PaperDevice, step_parts
+from bench.gpu.cost import MACHINES, Machine, Prediction, predict
+from bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
 from bench.gpu.setup import LLAMA_8B
 from bench.report import Output
-from engine import weight_formats
 from engine.backends.cuda import launch_configs
-from engine.backends.cuda.kernel_source import can_read
 from engine.config import setting
 from engine.flags import FlagError, parse
 from model_loaders.config import ModelConfig
@@ -78,7 +76,7 @@ def _predict_and_report(argv: Sequence[str]) -> None:
         checks={},
     )
     machine, config = MACHINES[options.gpu], MODELS[options.model]
-    known = MIXED, *weight_formats.available()
+    known = known_weights()
     if options.weights not in known:
         raise FlagError(f"--weights {options.weights}: there is no such type; choose from {', '.join(sorted(known))}")
     cache_type = CacheType.read(options.cache)
@@ -113,15 +111,8 @@ def _numbers(flag: str, text: str, least: int, most: int) -> list[int]:
 def _step(machine: Machine, config: ModelConfig, weights: str, cache_type: CacheType, context: int, batch: int) -> Step:
     """Raises EngineError for a cache type without kernels, and where the compiler or nvdisasm is missing."""
     device = PaperDevice(machine.processors, machine.shared_memory)
-    compiled = weights != MIXED and can_read(weights)
-    parts = step_parts(config, weights if compiled else "f16", cache_type, context, batch, device)
-    if compiled:
-        return Step(context, batch, predict(parts, machine, config, batch))
-    rows = [
-        from_bytes(part, machine, config, weights) if part.weights else predict([part], machine, config, batch)[0]
-        for part in parts
-    ]
-    return Step(context, batch, rows)
+    parts = step_parts(config, weights, cache_type, context, batch, device)
+    return Step(context, batch, predict(parts, machine, config, batch))
 
 
 def format_steps(machine: Machine, options: Options, steps: Sequence[Step]) -> str:

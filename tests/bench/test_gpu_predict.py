@@ -11,7 +11,7 @@ import pytest
 
 from bench.command import CacheType
 from bench.gpu import cost, predict
-from bench.gpu.cost import MACHINES, packed_bytes
+from bench.gpu.cost import MACHINES
 from bench.gpu.paper import PaperDevice, Part, step_parts
 from bench.gpu.sass import Counts
 from bench.gpu.setup import LLAMA_8B
@@ -41,18 +41,25 @@ def test_a_part_has_the_kernels_that_the_engine_launches(batch: int, product: li
 
 def test_the_floor_is_the_bytes_of_weights_and_cache() -> None:
     parts = parts_of(131072, 1)
-    weights = sum(part.repeats * part.bytes for part in parts.values() if part.weights)
+    weights = sum(part.repeats * part.bytes for part in parts.values() if part.products)
     assert weights == 2 * (LLAMA_8B.layers * 218_103_808 + 128256 * 4096)
     assert parts["attention"].bytes == pytest.approx(8 * 2046 * 8064, rel=0.01)  # records of balanced, 8 KV heads
     exact = parts_of(131072, 1, "f16")["attention"].bytes
     assert exact == 8 * 2048 * 2 * 64 * 128 * 2
 
 
-def test_a_mixture_of_packed_formats_has_the_size_of_its_file() -> None:
-    matrices = [part for part in parts_of(2048, 1).values() if part.weights]
-    total = sum(part.repeats * packed_bytes(part, LLAMA_8B, "q4_k_m") for part in matrices)
-    embedding = 128256 * 4096 * 144 / 256
-    assert total + embedding == pytest.approx(4.92e9, rel=0.01)  # of the published Llama 3 8B
+def test_the_mixture_has_the_size_of_its_file() -> None:
+    parts = parts_of(2048, 1, weights="q4_k_m")
+    assert [name for name in parts if name.startswith(("qkv", "down"))] == [
+        "qkv (q4_k)", "qkv (q4_k, q6_k)", "down (q4_k)", "down (q6_k)"
+    ]  # fmt: skip
+    assert [launch.kernel for launch in parts["qkv (q4_k, q6_k)"].launches].count("gemm_small") == 2
+    head = embedding = 128256 * 4096
+    larger = head + 16 * (4096 * 14336 + 1024 * 4096)  # `down` and values of half of the layers
+    smaller = 32 * 218_103_808 + head - larger
+    read = sum(part.repeats * part.bytes for part in parts.values() if part.products)
+    assert read == (148 * smaller + 210 * larger) // 256  # a block of q4_k has 4 bytes more than in the file
+    assert (144 * (smaller + embedding) + 210 * larger) / 256 == pytest.approx(4.92e9, rel=0.01)  # as published
 
 
 def test_packed_weights_have_their_own_kernel_and_the_bytes_of_their_tiles() -> None:
@@ -112,7 +119,7 @@ def test_the_report_says_that_it_is_a_prediction(
     step = rows["steps"][0]
     assert (step["context"], step["batch"]) == (2048, 1)
     limits = {part["part"]: part["limit"] for part in step["parts"]}
-    assert limits["down"] == limits["head"] == "bytes only: no kernel was counted"
+    assert {"qkv (q4_k)", "down (q6_k)", "head", "attention"} <= set(limits)
     assert limits["attention"] == "memory"
     assert step["seconds"] == pytest.approx(sum(part["seconds"] for part in step["parts"]))
     assert step["seconds"] > step["floor"] > 1e-3
@@ -122,6 +129,7 @@ def test_the_report_says_that_it_is_a_prediction(
     ("given", "words"),
     [
         (["--weights", "q9"], "--weights q9: there is no such type"),
+        (["--weights", "f32"], "--weights f32: there is no such type"),
         (["--batch", "65"], "--batch takes numbers from 1 to 64"),
         (["--context", "64"], "--context takes numbers from 192"),
         (["--cache", "ring99"], "ring99"),
