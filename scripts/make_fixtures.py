@@ -1,7 +1,7 @@
 """Makes the tiny models under tests/fixtures with transformers, the reference of the tests.
 
-    python -m venv /tmp/reference && /tmp/reference/bin/pip install torch transformers
-    /tmp/reference/bin/python scripts/make_fixtures.py [NAME ...]
+    python -m venv reference && reference/bin/pip install torch transformers
+    reference/bin/python scripts/make_fixtures.py [NAME ...]
 
 With names, it makes these models alone; without, all of them and `rope.json`.
 Every model has random weights, scaled so that logits spread over a few units and the order of the tokens matters.
