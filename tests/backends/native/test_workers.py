@@ -144,7 +144,8 @@ def field(on: Workers, offset: int) -> int:
 
 def sleeping(on: Workers) -> list[int]:
     """Numbers of the workers that sleep."""
-    return np.flatnonzero(on._state[run_tape._ASLEEP :].view(np.int64)).tolist()
+    flags = on._state[run_tape._ASLEEP :].view(np.int64).copy()  # numpy refuses an array that workers change meanwhile
+    return np.flatnonzero(flags).tolist()
 
 
 @pytest.fixture(scope="module")
