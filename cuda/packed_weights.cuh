@@ -79,44 +79,55 @@ struct PackedWeights {
         if (F::POWERS) return __floats2half2_rn(within<__half>(__uint_as_float(f.numbers << 16)), 0.0f);
         __half2 numbers = *reinterpret_cast<const __half2 *>(&f.numbers);
         if (F::SUBS) {
-            const unsigned raised = __byte_perm(f.sub_numbers, 0x64u, 0x4140);  // as halves, 1024 + byte
-            numbers = __hmul2(numbers, __hsub2(*reinterpret_cast<const __half2 *>(&raised),
+            const unsigned pair = __byte_perm(f.sub_numbers, 0x64u, 0x4140);  // as halves, 1024 + byte
+            numbers = __hmul2(numbers, __hsub2(*reinterpret_cast<const __half2 *>(&pair),
                                                __floats2half2_rn(1024.0f + 128.0f, 1024.0f)));
         }
         return numbers;
     }
 
-    // 8 neighbouring codes, numbers of the table in their place, as pairs in 16 bits each.
+    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, 1024 + code · 2^raised(pair), where
+    // a mask finds the codes with few shifts before it.
     struct Codes {
         unsigned pairs[4];
     };
+    static constexpr int raised(int p) { return F::TABLED || LOW == 8 ? 0 : LOW == 4 ? p % 2 * 4 : p * 2; }
+
     // plane: the codes of 32 inputs. lane: 4 · (row % 8) + (k % 32) / 8; half: row / 8.
     static __device__ __forceinline__ Codes unpack(const unsigned char *plane, int lane, int half) {
-        Codes c = {};
-        add_plane<LOW, 0>(c, plane + (2 * lane + half) * LOW);
+        const unsigned char *const low = plane + (2 * lane + half) * LOW;
+        Codes c;
+        if (F::TABLED) {
+            const unsigned w = *reinterpret_cast<const unsigned *>(low), even = looked_up(w), odd = looked_up(w >> 16);
+#pragma unroll
+            for (int p = 0; p < 4; ++p)
+                c.pairs[p] = (__byte_perm(even, odd, p | (4 + p) << 8) & 0x00ff00ffu) | 0x64006400u;
+            return c;
+        }
+        if (LOW == 8) {
+            const uint2 w = *reinterpret_cast<const uint2 *>(low);
+#pragma unroll
+            for (int p = 0; p < 4; ++p) c.pairs[p] = __byte_perm(p < 2 ? w.x : w.y, 0x64u, 0x4240 + p % 2 * 0x0101);
+            return c;
+        }
+#pragma unroll
+        for (int p = 0; p < 4; ++p) c.pairs[p] = 0x64006400u;
+        add_plane<LOW, 0>(c, low);
         if (HIGH) add_plane<HIGH, LOW>(c, plane + 64 * LOW + (2 * lane + half) * HIGH);
         return c;
     }
+    // Adds bits SHIFT … SHIFT + B − 1 of the codes.
     template <int B, int SHIFT>
     static __device__ __forceinline__ void add_plane(Codes &c, const unsigned char *at) {
-        if (F::TABLED) {
-            const unsigned w = *reinterpret_cast<const unsigned *>(at), even = looked_up(w), odd = looked_up(w >> 16);
-#pragma unroll
-            for (int p = 0; p < 4; ++p) c.pairs[p] = __byte_perm(even, odd, p | (4 + p) << 8) & 0x00ff00ffu;
-            return;
-        }
-        if (B == 8) {
-            const uint2 w = *reinterpret_cast<const uint2 *>(at);
-#pragma unroll
-            for (int p = 0; p < 4; ++p) c.pairs[p] = (p < 2 ? w.x : w.y) >> 8 * (p % 2) & 0x00ff00ffu;
-            return;
-        }
-        unsigned w;
+        unsigned w = 0;
         if (B == 4) w = *reinterpret_cast<const unsigned *>(at);
         if (B == 2) w = __byte_perm(*reinterpret_cast<const unsigned short *>(at), 0, 0x4140);
         if (B == 1) w = (*at & 15u) | (*at & 240u) << 12;
 #pragma unroll
-        for (int p = 0; p < 4; ++p) c.pairs[p] |= (w >> B * p & ((1u << B) - 1) * 0x00010001u) << SHIFT;
+        for (int p = 0; p < 4; ++p) {
+            const int to = SHIFT + raised(p), from = B * p;
+            c.pairs[p] |= (from < to ? w << (to - from) : w >> (from - to)) & (((1u << B) - 1) << to) * 0x00010001u;
+        }
     }
     // The numbers of the four codes in the low 16 bits, as bytes.
     static __device__ __forceinline__ unsigned looked_up(unsigned w) {
@@ -128,14 +139,15 @@ struct PackedWeights {
     // 8 weights in half precision: the products of factors are rounded to it, and then each weight once. Numbers beyond
     // ±65504 are infinite.
     static __device__ __forceinline__ uint4 halves(const Codes &c, const Factors &f) {
-        const __half2 zero = __float2half2_rn(1024.0f + F::ZERO);
         const __half2 numbers = rounded_products(f), scale = __low2half2(numbers), offset = __high2half2(numbers);
         uint4 weights;
         unsigned *const to[4] = {&weights.x, &weights.y, &weights.z, &weights.w};
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-            const unsigned raised = c.pairs[p] | 0x64006400u;  // as halves, 1024 + code
-            const __half2 code = __hsub2(*reinterpret_cast<const __half2 *>(&raised), zero);
+            const float factor = 1.0f / (1 << raised(p));
+            const __half2 pair = *reinterpret_cast<const __half2 *>(&c.pairs[p]);
+            const __half2 less = __float2half2_rn(-1024.0f * factor - F::ZERO);  // exact, as are both results
+            const __half2 code = raised(p) ? __hfma2(pair, __float2half2_rn(factor), less) : __hadd2(pair, less);
             const __half2 w = F::OFFSETS ? __hfma2(code, scale, offset) : __hmul2(code, scale);
             *to[p] = *reinterpret_cast<const unsigned *>(&w);
         }
@@ -158,7 +170,7 @@ struct PackedWeights {
         const float2 factors = products(eight.factors);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const int code = eight.codes.pairs[j / 2] >> 16 * (j % 2) & 0xffff;
+            const int code = (eight.codes.pairs[j / 2] >> 16 * (j % 2) & 0x3ff) >> raised(j / 2);
             out[j] = __fmul_rn(float(code - F::ZERO), factors.x);
             if (F::OFFSETS) out[j] = __fadd_rn(out[j], factors.y);
         }

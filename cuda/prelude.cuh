@@ -167,6 +167,26 @@ __device__ __forceinline__ void store_floats(T *p, const float (&values)[N]) {
     }
 }
 
+// store_floats with numbers beyond the type clipped to its largest finite ones; NaN stays.
+template <int N, class T>
+__device__ __forceinline__ void store_within(T *p, const float (&values)[N]) {
+    store_floats(p, values);
+}
+template <int N>
+__device__ __forceinline__ void store_within(__half *p, const float (&values)[N]) {
+    const __half2 most = __float2half2_rn(65504.0f);
+    unsigned words[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+        const __half2 rounded = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+        const __half2 clipped = __hmax2_nan(__hmin2_nan(rounded, most), __hneg2(most));
+        words[i] = *reinterpret_cast<const unsigned *>(&clipped);
+    }
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i)
+        reinterpret_cast<uint4 *>(p)[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+}
+
 // The sum over the 32 lanes, in all lanes.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

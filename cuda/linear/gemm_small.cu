@@ -3,7 +3,7 @@
 //
 // y: rows of `out` floats, `pitch` floats apart; x (rows, in), weight (out, in), bias (out) float or null. x, and
 // weights of a format that is not plain, are rounded to the format's Product (halves are clipped to ±65504, except
-// those of packed weights); sums are float.
+// those of packed weights and of x that comes as halves); sums are float.
 // With NORMED, x is replaced by x / rms(x) · norm, norm (in) float: x · norm is rounded, and 1 / rms(x), one number per
 // row, multiplies the sums. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up],
 // 2 · out rows, and y is ACTIVATION(gate) · up.
@@ -29,9 +29,16 @@
 // PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight, norm aligned to 16 bytes;
 // one part if NORMED; out % 16 == 0 if GATED and the format is packed.
 
-// A thread's share of x, one stage ahead: loaded while the previous stage is multiplied, then rounded and stored as
-// fragments.
+template <class A, class B>
+constexpr bool SAME = false;
+template <class A>
+constexpr bool SAME<A, A> = true;
+constexpr bool ROUNDED = SAME<ACT, Product> && !NORMED;  // x comes as tensor cores multiply it
+
+// A thread's share of x, one stage ahead: loaded while the previous stage is multiplied, then stored as fragments,
+// rounded unless it came so.
 struct Inputs {
+    uint4 rounded[OWN];  // read only if ROUNDED, as the others are only if not
     float values[OWN][8];
     float squares[OWN];
 
@@ -41,10 +48,16 @@ struct Inputs {
         for (int c = 0; c < OWN; ++c) {
             const int f = warp + WARPS * c, row = f % TILES_N * 8 + lane / 4;
             const int k = stage * INPUTS + f / TILES_N * 32 + lane % 4 * 8;
+            const ACT *const from = x + row * (long long)in + k;
+            rounded[c] = make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (int j = 0; j < 8; ++j) values[c][j] = 0.0f;
             if (f >= FRAGMENTS || row >= rows || k >= in) continue;
-            load_floats(values[c], x + row * (long long)in + k);
+            if (ROUNDED) {
+                rounded[c] = *reinterpret_cast<const uint4 *>(from);
+                continue;
+            }
+            load_floats(values[c], from);
 #if NORMED
             float g[8];
             load_floats(g, norm + k);
@@ -61,9 +74,9 @@ struct Inputs {
 #pragma unroll
         for (int c = 0; c < OWN; ++c) {
             if (warp + WARPS * c >= FRAGMENTS) break;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) values[c][j] = within<Product>(values[c][j]);
-            store_floats(reinterpret_cast<Product *>(fragments + (warp + WARPS * c) * 32 + lane), values[c]);
+            uint4 *const to = fragments + (warp + WARPS * c) * 32 + lane;
+            if (ROUNDED) *to = rounded[c];
+            else store_within(reinterpret_cast<Product *>(to), values[c]);
         }
     }
 };

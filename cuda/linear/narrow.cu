@@ -23,8 +23,6 @@ narrow_kernel(TO *y, const ACT *x, const float *norm, int n, float eps) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[j] = v[j] * factor * w[j];
 #endif
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = within<TO>(v[j]);
-        store_floats(y + i, v);
+        store_within(y + i, v);
     }
 }

@@ -71,9 +71,7 @@ struct Weights<W, false> {
         } else {
             float values[8];
             W::floats(values, W::load8(matrix, rows[i], in, k));
-#pragma unroll
-            for (int j = 0; j < 8; ++j) values[j] = within<Product>(values[j]);
-            store_floats(reinterpret_cast<Product *>(to), values);
+            store_within(reinterpret_cast<Product *>(to), values);
         }
     }
     __device__ __forceinline__ void read(uint4 (&w)[4], int stage) const {
@@ -103,11 +101,14 @@ struct Weights<W, true> {
     __device__ __forceinline__ void copy(int stage, int last) const {
         const int k = stage * INPUTS + input;
         if (stage < last && k < in) {
+            const int place = INPUTS % W::VALUES == 0 ? input : k;  // in a block: the same in all stages, if whole blocks
+            const long long block = (long long)(k / W::VALUES) * W::BLOCK;
 #pragma unroll
-            for (int i = threadIdx.x % 32; i < 2 * PIECES; i += 32) {
+            for (int first = 0; first < 2 * PIECES; first += 32) {
+                const int i = first + threadIdx.x % 32;
+                if (i >= 2 * PIECES) break;
                 const unsigned char *const tile = i < PIECES ? tiles[0] : tiles[1];
-                const int at = W::piece(k, i < PIECES ? i : i - PIECES);
-                cp_async<16>(pieces(stage) + i, tile + (long long)(k / W::VALUES) * W::BLOCK + at);
+                cp_async<16>(pieces(stage) + i, tile + block + W::piece(place, i < PIECES ? i : i - PIECES));
             }
         }
         cp_async_commit();

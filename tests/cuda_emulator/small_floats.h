@@ -75,7 +75,17 @@ using half2 = __half2;
     EMULATOR_INLINE S2 __hsub2(S2 a, S2 b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }                           \
     EMULATOR_INLINE S2 __hmul2(S2 a, S2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }                           \
     EMULATOR_INLINE S2 __hmax2(S2 a, S2 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }                           \
+    EMULATOR_INLINE S __hmax_nan(S a, S b) {                                                                          \
+        const float x = to_float(a), y = to_float(b);                                                                 \
+        return from_float(x != x ? x : y != y ? y : std::fmax(x, y));                                                 \
+    }                                                                                                                 \
+    EMULATOR_INLINE S2 __hmax2_nan(S2 a, S2 b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; }               \
     EMULATOR_INLINE S2 __hmin2(S2 a, S2 b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }                           \
+    EMULATOR_INLINE S __hmin_nan(S a, S b) {                                                                          \
+        const float x = to_float(a), y = to_float(b);                                                                 \
+        return from_float(x != x ? x : y != y ? y : std::fmin(x, y));                                                 \
+    }                                                                                                                 \
+    EMULATOR_INLINE S2 __hmin2_nan(S2 a, S2 b) { return {__hmin_nan(a.x, b.x), __hmin_nan(a.y, b.y)}; }               \
     EMULATOR_INLINE S2 __hfma2(S2 a, S2 b, S2 c) { return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; }
 
 EMULATOR_SMALL(__half, __half2, 10, 15, __float2half_rn, __floats2half2_rn, __half2float, __half22float2)
