@@ -86,8 +86,8 @@ struct PackedWeights {
         return numbers;
     }
 
-    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, 1024 + code · 2^raised(pair), where
-    // a mask finds the codes with few shifts before it.
+    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, 1024 + code · 2^raised(pair). A
+    // mask finds them there with few shifts before it.
     struct Codes {
         unsigned pairs[4];
     };

@@ -183,8 +183,8 @@ __device__ __forceinline__ void store_within(__half *p, const float (&values)[N]
         words[i] = *reinterpret_cast<const unsigned *>(&clipped);
     }
 #pragma unroll
-    for (int i = 0; i < N / 8; ++i)
-        reinterpret_cast<uint4 *>(p)[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    for (int i = 0; i < N / 2; i += 4)
+        *reinterpret_cast<uint4 *>(p + 2 * i) = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
 }
 
 // The sum over the 32 lanes, in all lanes.

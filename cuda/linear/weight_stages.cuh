@@ -101,7 +101,7 @@ struct Weights<W, true> {
     __device__ __forceinline__ void copy(int stage, int last) const {
         const int k = stage * INPUTS + input;
         if (stage < last && k < in) {
-            const int place = INPUTS % W::VALUES == 0 ? input : k;  // in a block: the same in all stages, if whole blocks
+            const int place = INPUTS % W::VALUES == 0 ? input : k;  // in a block; in stages of whole blocks the same
             const long long block = (long long)(k / W::VALUES) * W::BLOCK;
 #pragma unroll
             for (int first = 0; first < 2 * PIECES; first += 32) {

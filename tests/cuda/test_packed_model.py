@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 
 from bench.gpu.setup import LLAMA_8B
 from engine import EngineConfig, assembly
@@ -15,13 +16,14 @@ from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
 from engine.encoding import WHOLE
 from engine.model.weights import weight_bytes
-from engine.weight_formats import Matrix, StoredMatrix
+from engine.weight_formats import Linear, Matrix, StoredMatrix, get
 from model_loaders import families, load_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.cuda.test_memory import Counting
 from tests.cuda.test_model_emulated import Rounded, close, talk
 from tests.model_loaders.checkpoints import finish, gguf_header, gguf_name, interleaved, shapes
-from tests.weights import random_blocks
+from tests.weights import StoredBytes, random_blocks
 
 GB = 10**9
 
@@ -76,6 +78,22 @@ def test_a_model_of_mixed_types_is_that_of_numpy(tmp_path: Path) -> None:
     if isinstance(device, EmulatedDevice):
         assert "gemv_kernel" not in device.launches
         assert "gemm_small_kernel" in device.launches
+
+
+def test_loading_and_prompts_need_a_bounded_part_of_a_matrix_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One upload of the file's bytes; and of halves, one slab for a product of many rows."""
+    monkeypatch.setattr("engine.backends.cuda.linear._UPLOAD_BYTES", 1 << 16)
+    monkeypatch.setattr("engine.backends.cuda.linear.DEQUANTIZED_BYTES", 1 << 17)
+    device = Counting()
+    ops, file = CudaOps(device), StoredBytes(np.zeros((4096, 4 * 144), np.uint8), "q4_k")
+    before = device.begin()
+    (held,) = ops.load([file])
+    assert device.live - before == ops.matrix_bytes(get("q4_k"), 4096 * 1024)
+    assert device.peak <= device.live + (1 << 16)
+    x = device.empty((100, 1024), np.float32)
+    before = device.begin()
+    y = ops.linear(x, Linear((held,)))
+    assert device.peak - before <= y.nbytes + x.nbytes // 2 + (1 << 17)
 
 
 class Shapes:

@@ -47,9 +47,13 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
     return LaunchConfig(defines, 256), -(-out * split // (_OUTPUTS * 8))
 
 
-def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: int) -> tuple[LaunchConfig, int, int]:
+def gemm_small(
+    rows: int, out: int, width: int, processors: int, shared_memory: int, packed: bool = False
+) -> tuple[LaunchConfig, int, int]:
     """The launch for x (rows ≤ SMALL_ROWS, width) and weights (out, width) → configuration, blocks, and into how many
-    parts to split `width` to keep the GPU busy. shared_memory: bytes of a multiprocessor."""
+    parts to split `width` to keep the GPU busy. shared_memory: bytes of a multiprocessor. packed: weights are, so that
+    one block has enough of them in flight for a multiprocessor, and adding parts costs more than a second one brings.
+    """
     most = 8 if rows <= 8 else -(-rows // 16) * 16
     deep = 8 if most <= 16 else 4 if most == 32 else 2  # warps that share a tile's outputs
     tile = 32 * 8 // deep
@@ -57,7 +61,7 @@ def gemm_small(rows: int, out: int, width: int, processors: int, shared_memory: 
     blocks = -(-out // tile)
     by_registers = 1 if most > 32 else 2  # resident blocks of a multiprocessor
     by_memory = shared_memory // (shared + _GEMM_STATIC_BYTES + _SYSTEM_BYTES)
-    at_once = processors * max(1, min(by_registers, by_memory))
+    at_once = processors * (1 if packed else max(1, min(by_registers, by_memory)))
     parts = max(1, min(at_once // blocks, width // (_LEAST_STAGES * 32 * deep)))
     return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep}, 256, shared), blocks, parts
 

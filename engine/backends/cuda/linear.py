@@ -185,7 +185,7 @@ class LinearOps:
         """`linear` of at most SMALL_ROWS rows into y. x is float32, or of the type in which this product takes x."""
         (rows, width), out, device, weight = x.shape, y.shape[1], self._device, product.weight
         norm_weight, eps = product.norm or (None, 0.0)
-        machine = device.processors, device.shared_memory
+        machine = device.processors, device.shared_memory, packed.is_packed(weight.format)
         config, blocks, parts = launch_configs.gemm_small(rows, weight.shape[0], width, *machine)
         config, sizes = product.with_types(x, config), (rows, width, out, row_stride(y))
         if parts == 1 or product.norm is not None:
