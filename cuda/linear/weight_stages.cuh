@@ -88,11 +88,11 @@ struct Weights<W, true> {
     static_assert(STAGES * 2 * PIECES <= 5 * 128, "shared memory is laid out for 5 stages of 16-bit weights");
     const unsigned char *tiles[2];
     uint4 *stages;  // this warp's in [STAGES][WARPS][2][PIECES]
-    int input, in;  // the warp's first input of stage 0
+    int input, in, lane;  // the warp's first input of stage 0
 
     __device__ __forceinline__ Weights(const unsigned char *weight, const Tile &tile, int column, int first_input,
                                        int in_, uint4 *shared)
-        : stages(shared + threadIdx.x / 32 * 2 * PIECES), input(first_input), in(in_) {
+        : stages(shared + threadIdx.x / 32 * 2 * PIECES), input(first_input), in(in_), lane(threadIdx.x % 32) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) tiles[m] = W::block_at(weight, tile.row_of(column + 16 * m) / 16, in, 0);
     }
@@ -105,7 +105,7 @@ struct Weights<W, true> {
             const long long block = (long long)(k / W::VALUES) * W::BLOCK;
 #pragma unroll
             for (int first = 0; first < 2 * PIECES; first += 32) {
-                const int i = first + threadIdx.x % 32;
+                const int i = first + lane;
                 if (i >= 2 * PIECES) break;
                 const unsigned char *const tile = i < PIECES ? tiles[0] : tiles[1];
                 cp_async<16>(pieces(stage) + i, tile + block + W::piece(place, i < PIECES ? i : i - PIECES));
@@ -114,12 +114,15 @@ struct Weights<W, true> {
         cp_async_commit();
     }
     __device__ __forceinline__ void read(uint4 (&w)[4], int stage) const {
-        const int lane = threadIdx.x % 32;
+        if (stage * INPUTS + input >= in) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) w[i] = make_uint4(0, 0, 0, 0);
+            return;
+        }
+        const uint4 *const parts = pieces(stage);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            w[i] = make_uint4(0, 0, 0, 0);
-            if (stage * INPUTS + input >= in) continue;
-            const auto *const part = reinterpret_cast<const unsigned char *>(pieces(stage) + i / 2 * PIECES);
+            const auto *const part = reinterpret_cast<const unsigned char *>(parts + i / 2 * PIECES);
             const auto factors = W::factors(part, i % 2 * 8 + lane / 4, lane % 4 * 8 / W::GROUP);
             w[i] = W::halves(W::unpack(part + W::codes(W::PART_GROUPS), lane, i % 2), factors);
         }

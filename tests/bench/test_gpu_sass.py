@@ -101,8 +101,8 @@ BUDGETS = [
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.578),
     Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
     Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 61, 5.781),
-    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}, "q4_k"), 64, 9.844),
-    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}, "q6_k"), 64, 13.25),
+    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}, "q4_k"), 72, 8.000),
+    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}, "q6_k"), 72, 9.250),
     Budget("prefill_attention", attention("prefill_attention", "f16", "f16", 0), 252, 0.951),
 ]
 
