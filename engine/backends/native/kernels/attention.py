@@ -117,6 +117,7 @@ class _Body:
             pair = self.units_at + (unit // self.kv_heads) * (8 * UNIT)
             sequence, chunk = e.load(pair, I64), e.load(pair, I64, 8)
             self.head = unit % self.kv_heads
+            self.unit_after = e.least(unit + 1, end - 1)
             words = [e.load(self.headers + sequence * (8 * HEADER), I64, 8 * i) for i in range(HEADER)]
             self.header: Any = SpanHeader._make(words)
             with e.loop(0, self.header.rows * spec.group, spec.at_once) as first:
@@ -314,6 +315,7 @@ class _Body:
     def _full_blocks(self, queries: Sequence[_Query], full: Value) -> None:
         e, n, dim = self.e, self.spec.block_size, self.spec.head_dim
         nbytes = 4 * n * dim
+        following = self._first_keys(self.unit_after, nbytes)
         with e.loop(0, self.header.full) as number:
             at = full + number * (8 * FULL)
             slot, start = e.load(at, I64), e.load(at, I64, 8)
@@ -327,9 +329,15 @@ class _Body:
                 full_blocks.scores(e, keys, values, dim, count, first.vector, first.scores, len(queries), self._stride)
                 self._hide(queries, lows, highs, e.i64(n))
                 self._soften(queries, e.i64(n))
-                # Next come the keys of the next block, or those of the first one, of the next head.
-                after = number + 1
-                slot = e.load(full + after % self.header.full * (8 * FULL), I64)
-                row = slot * self.kv_heads + self.head + after // self.header.full
-                after_keys = self.full_k + row * nbytes
+                after = e.least(number + 1, self.header.full - 1) * (8 * FULL)
+                slot = e.load(full + after, I64)
+                own_keys = self.full_k + (slot * self.kv_heads + self.head) * nbytes
+                after_keys = e.select(number + 1 < self.header.full, own_keys, following)
                 full_blocks.mix(e, values, after_keys, dim, count, scores, [query.mix for query in queries])
+
+    def _first_keys(self, unit: Value, nbytes: int) -> Value:
+        """The address of the keys of the first block in full precision that a unit reads. nbytes: of a block."""
+        e = self.e
+        sequence = e.load(self.units_at + (unit // self.kv_heads) * (8 * UNIT), I64)
+        slot = e.load(self.full + sequence * self.most_full * (8 * FULL), I64)
+        return self.full_k + (slot * self.kv_heads + unit % self.kv_heads) * nbytes

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from engine.backends.native.emit import Emitter
 from engine.backends.native.values import F32, Value, vector
 
+_TOKENS_AHEAD = 16  # from a value that is read to the one that is prefetched
+
 
 def _lanes(e: Emitter, dim: int) -> int:
     """Channels in a vector: a divisor of D."""
@@ -18,20 +20,25 @@ def scores(
 ) -> None:
     """The scores of the first `count` tokens, and perhaps of some more, with each of the queries (D,).
 
-    after: a block that is needed soon, which is prefetched while this one is read. stride: bytes from one query to the
-    next, and from one's scores to the next one's.
+    after: what is read next, whose first tokens are prefetched while the last ones of this block are read. stride:
+    bytes from one query to the next, and from one's scores to the next one's.
     """
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
+    lines = -(-4 * lanes * dim // (64 * queries))  # to be prefetched with each query: many at once stall the core
     with e.loop(0, count, lanes) as token:
-        e.prefetch(after + token * (4 * dim), 4 * lanes * dim)
+        following = token + lanes
+        ahead = e.variable(e.select(following < count, keys + following * (4 * dim), after))
         with e.loop(0, queries * stride, stride) as own:
             dots = []
             for number in range(lanes):
+                for line in range(number * lines // lanes, (number + 1) * lines // lanes):
+                    e.prefetch(ahead.get() + 64 * line, 64)
                 row, dot = keys + (token + number) * (4 * dim), e.zero(kind)
                 for offset in range(0, 4 * dim, 4 * lanes):
                     dot = e.fma(e.load(row, kind, offset), e.load(query + own, kind, offset), dot)
                 dots.append(dot)
+            ahead.set(ahead.get() + 64 * lines)
             e.store(_sums(e, dots), out + own + token * 4)
 
 
@@ -42,14 +49,17 @@ def mix(
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
     size = 4 * lanes * max(1, e.level.registers // 2 // len(weights))
+    distance = e.least(count, _TOKENS_AHEAD)
     for first in range(0, 4 * dim, size):
         offsets = range(first, min(first + size, 4 * dim), 4 * lanes)
         totals = [[e.variable(e.load(at, kind, offset)) for offset in offsets] for at in sums]
         with e.loop(0, count) as token:
-            place = token * (4 * dim)
             if not first:
-                e.prefetch(after + place, 4 * dim)
-            row = [e.load(values + place, kind, offset) for offset in offsets]
+                ahead = token + distance
+                is_own = ahead < count
+                place = e.select(is_own, ahead, ahead - count) * (4 * dim)
+                e.prefetch(e.select(is_own, values, after) + place, 4 * dim)
+            row = [e.load(values + token * (4 * dim), kind, offset) for offset in offsets]
             for at, own in zip(weights, totals, strict=True):
                 weight = e.broadcast(at + token * 4, F32, lanes)
                 for value, total in zip(row, own, strict=True):
