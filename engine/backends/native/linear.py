@@ -114,7 +114,7 @@ class LinearOps:
             return [*panels.values(), *(product(spec(part, at_once)) for part in w.parts)]
 
         lanes = self._launch.level.lanes
-        at_once, most = rows_at_once(len(x), lanes, gates), most_rows(lanes, gates)
+        at_once, most = rows_at_once(len(x), lanes), most_rows(lanes)
         # Each number of rows has kernels of its own, and a prompt may have any. It takes those of the most rows while
         # its own are compiled. Results are the same.
         can_choose = not recorded and 1 < at_once < most and self._launch.has_loaded(kernels(most))

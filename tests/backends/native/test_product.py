@@ -115,20 +115,22 @@ def test_product(name: str, level: Level, count: int) -> None:
 
 @every_level
 @every_format
+@pytest.mark.parametrize("count", [1, 3, 7])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_product(name: str, level: Level, activation: str) -> None:
+def test_gated_product(name: str, level: Level, activation: str, count: int) -> None:
+    """With few rows the gate and the up projection are multiplied together, with more one after the other."""
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
-    x = rng.standard_normal((3, 256)).astype(np.float32)
-    at_once = rows_at_once(3, level.lanes, activation)
+    x = rng.standard_normal((count, 256)).astype(np.float32)
+    at_once = rows_at_once(count, level.lanes)
     if format.unpack is None:
         given, exact = interleaved(x, at_once, level), x
     else:
         given, *parts = quantized(x, at_once, level)
         exact = read_back(*parts)
-    bias, y = rng.standard_normal(64).astype(np.float32), np.empty((3, 32), np.float32)
+    bias, y = rng.standard_normal(64).astype(np.float32), np.empty((count, 32), np.float32)
     kernel = product(Product(format, at_once, has_bias=True, activation=activation))
-    integers = 256 // format.values, packed.shape[1], given.strides[0], y.strides[0], 3, 32, 2
+    integers = 256 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 32, 2
     run(kernel, level, 2, (packed, given, y, bias), integers)
     both = bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     want = ACTIVATIONS[activation](both)

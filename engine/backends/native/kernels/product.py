@@ -25,16 +25,15 @@ _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), v
 _AHEAD = 8192
 
 
-def rows_at_once(rows: int, lanes: int, activation: str | None = None) -> int:
+def rows_at_once(rows: int, lanes: int) -> int:
     """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
     their sums stay in registers."""
-    return -(-rows // -(-rows // most_rows(lanes, activation)))
+    return -(-rows // -(-rows // most_rows(lanes)))
 
 
-def most_rows(lanes: int, activation: str | None = None) -> int:
+def most_rows(lanes: int) -> int:
     """The most `rows_at_once`."""
-    most = {16: 8, 8: 3, 4: 2}[lanes]
-    return most if activation is None else most // 2  # which has two sums for each row
+    return {16: 8, 8: 3, 4: 2}[lanes]
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,16 @@ def product(spec: Product) -> Kernel:
         weights, x, y, bias, blocks, tile_bytes, x_stride, y_stride, rows, outputs, up = args
         with e.loop(begin, end) as tile, e.loop(0, rows, spec.at_once) as first:
             numbers = [tile, tile + up] if spec.activation else [tile]
-            sums = body(e, spec, [weights + n * tile_bytes for n in numbers], x, first, blocks, x_stride)
+            inputs = x, first, blocks, x_stride
+            tiles = [weights + n * tile_bytes for n in numbers]
+            if len(tiles) * spec.at_once <= most_rows(e.level.lanes):
+                sums = body(e, spec, tiles, *inputs)
+            else:  # The registers have room for the sums of one tile: those of the gate wait in scratch.
+                (gates,) = body(e, spec, tiles[:1], *inputs)
+                for row, total in enumerate(gates):
+                    e.store(total, scratch, 128 + 64 * row)
+                (ups,) = body(e, spec, tiles[1:], *inputs)
+                sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.at_once)], ups]
             biases, left = [bias + n * 64 for n in numbers], outputs - tile * 16
             for number, totals in enumerate(zip(*sums, strict=True)):
                 with e.when(first + number < rows) if spec.at_once > 1 else nullcontext():
