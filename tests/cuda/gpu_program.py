@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-import cupy
 import numpy as np
 
-from engine.backends.cuda.device import Addresses
-from engine.backends.cuda.kernel_source import OPTIONS
+from engine.backends.cuda.device import Addresses, Device
 
-_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory that every launch may have
+
+@cache
+def _device() -> Device:
+    from engine.backends.cuda.cupy_device import open_device  # it needs CuPy
+
+    return open_device()
 
 
 class Program:
     """The kernels of one text. `checked` and `seed` matter only on the emulator."""
 
     def __init__(self, text: str, *, checked: bool = True):
-        self._module = cupy.RawModule(code=text, options=OPTIONS)
+        self._text = text
 
     def launch(
         self, name: str, grid: Sequence[int], block: Sequence[int], *args: Any, shared: int = 0, seed: int = 0
@@ -27,31 +31,30 @@ class Program:
 
         args: as for the emulator.
         """
-        kernel = self._module.get_function(name)
-        if shared > _WITHOUT_ASKING:
-            kernel.max_dynamic_shared_size_bytes = shared
         copies: dict[int, tuple[np.ndarray, Any]] = {}
-        values = tuple(_value(arg, copies) for arg in args)
-        kernel(tuple(grid), tuple(block), values, shared_mem=shared)
+        values = [_value(arg, copies) for arg in args]
+        _device().launch(name, self._text, grid, block, values, shared)
         for base, copy in copies.values():
             if base.flags.writeable:
-                base[...] = cupy.asnumpy(copy)
+                base[...] = _device().to_host(copy).view(base.dtype).reshape(base.shape)
 
 
 def _value(arg: Any, copies: dict[int, tuple[np.ndarray, Any]]) -> Any:
     if isinstance(arg, Addresses):
-        return cupy.asarray(np.array([[_pointer(x, copies) for x in row] for row in arg.rows], np.uint64))
-    return _pointer(arg, copies) if arg is None or isinstance(arg, np.ndarray) else arg
+        return arg._replace(rows=[[_copy(x, copies) for x in row] for row in arg.rows])
+    return _copy(arg, copies) if isinstance(arg, np.ndarray) else arg
 
 
-def _pointer(array: np.ndarray | None, copies: dict[int, tuple[np.ndarray, Any]]) -> np.uintp:
-    """The address of the array in a device copy of its base; views of one base share it."""
+def _copy(array: np.ndarray | None, copies: dict[int, tuple[np.ndarray, Any]]) -> Any:
+    """What lies from the beginning of the array on, in a device copy of its base; views of one base share it."""
     if array is None:
-        return np.uintp(0)
+        return None
     base = array
     while isinstance(base.base, np.ndarray):
         base = base.base
+    assert base.flags.c_contiguous
     start = base.ctypes.data
     if start not in copies:
-        copies[start] = (base, cupy.asarray(base))
-    return np.uintp(copies[start][1].data.ptr + array.ctypes.data - start)
+        copies[start] = base, _device().from_host(base.reshape(-1).view(np.uint8))
+    rest = copies[start][1][array.ctypes.data - start :]
+    return rest[: len(rest) // array.itemsize * array.itemsize].view(array.dtype)

@@ -300,9 +300,11 @@ def test_a_model_answers_the_same_recorded_or_not(
 ) -> None:
     """Steps across a block end: everything that changes must reach a replay through its inputs."""
     monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", kept)
-    recorded = talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5"))
+    recorded = talk(model_of(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")))
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
-    for given, wanted in zip(recorded, talk(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")), strict=True):
+    for given, wanted in zip(
+        recorded, talk(model_of(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5"))), strict=True
+    ):
         np.testing.assert_array_equal(given, wanted)
 
 

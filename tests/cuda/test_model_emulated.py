@@ -20,6 +20,7 @@ from engine.model.weights import load_weights
 from engine.quantization.conditioning import Conditioning, Scale
 from engine.sampling.sample import Draw, Sampling
 from engine.weight_formats import Matrix, StoredMatrix
+from model_loaders import ModelConfig, WeightSource
 from model_loaders import load_weights as open_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
@@ -69,8 +70,13 @@ def _half(x: np.ndarray) -> np.ndarray:
 
 def model_of(ops: Ops, fixture: str, types: tuple[str, str]) -> Transformer:
     config, source, _ = open_weights(FIXTURES / fixture)
-    weights = load_weights(ops, config, source)
+    model = model_from(ops, config, source, types)
     source.close()
+    return model
+
+
+def model_from(ops: Ops, config: ModelConfig, source: WeightSource, types: tuple[str, str]) -> Transformer:
+    weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
     d, mean_bits = config.head_dim, 0 if types[0] == "f16" else 8
     layers = tuple(LayerShape(k, v, mean_bits, config.window(layer)) for layer in range(config.layers))
@@ -130,10 +136,10 @@ class Talk:
         return chosen
 
 
-def talk(ops: Ops, fixture: str, types: tuple[str, str]) -> list[np.ndarray]:
+def talk(model: Transformer) -> list[np.ndarray]:
     """A prompt, a second turn whose last row alone is looked at, steps over a block's end, and steps in company."""
     ids = np.random.default_rng(3).integers(5, 96, 150).tolist()
-    dialogue = Talk(model_of(ops, fixture, types), 2)
+    dialogue = Talk(model, 2)
     dialogue.prompt(ids[:70])
     dialogue.prompt(ids[70:94], outputs=1)
     for token in ids[94:98]:
@@ -175,8 +181,8 @@ CASES = [
 @pytest.mark.parametrize(("fixture", "types"), CASES)
 def test_logits_equal_those_of_numpy(fixture: str, types: tuple[str, str]) -> None:
     device = CudaOps(open_device(checked=False))
-    given = talk(device, fixture, types)
-    close(given, talk(SameWeights(device), fixture, types), talk(Rounded(device), fixture, types))
+    backends = device, SameWeights(device), Rounded(device)
+    close(*(talk(model_of(ops, fixture, types)) for ops in backends))
 
 
 def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
@@ -17,22 +15,29 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.encoding import WHOLE
 from engine.model.weights import weight_bytes
 from engine.weight_formats import Linear, Matrix, StoredMatrix, get
-from model_loaders import families, load_weights
+from model_loaders import ModelConfig, families, load_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_memory import Counting
-from tests.cuda.test_model_emulated import Rounded, close, talk
-from tests.model_loaders.checkpoints import finish, gguf_header, gguf_name, interleaved, shapes
-from tests.weights import StoredBytes, random_blocks
+from tests.cuda.test_model_emulated import Rounded, close, model_from, talk
+from tests.random_weights import RandomWeights
+from tests.weights import StoredBytes, read_all
 
 GB = 10**9
+
+
+class Exact(NumpyOps):
+    """NumPy with the file's weights."""
+
+    def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+        return super().load([read_all(stored) for stored in matrices])
 
 
 class Halves(Rounded):
     """NumPy with the file's weights, and with what the kernels round: every other factor of a product, too."""
 
     def load(self, matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
-        return NumpyOps.load(self, matrices)
+        return NumpyOps.load(self, [read_all(stored) for stored in matrices])
 
     def linear(self, x, w, **more) -> np.ndarray:
         return super().linear(x, w, **more) if "norm" in more else super().linear(_half(x), w, **more)
@@ -48,33 +53,21 @@ def stored_type(name: str, layer_has_more: bool) -> str:
     return "q6_k" if more else "q4_k"
 
 
-def mixed_model(path: Path) -> Path:
-    """Writes a model of random blocks in the types of Q4_K_M: q, k and v are parts in two formats."""
+def mixed_model() -> tuple[ModelConfig, RandomWeights]:
+    """A model of random blocks in the types of Q4_K_M: q, k and v are parts in two formats."""
     config = replace(
         load_weights(FIXTURES / "llama_mha")[0],
         **{"layers": 2, "hidden_size": 256, "ffn_size": 512, "heads": 4, "kv_heads": 2, "head_dim": 64},
         vocab_size=96,
     )
-    writer, rng = gguf_header(path, "llama", config), np.random.default_rng(5)
-    for name, (rows, *columns) in shapes(config).items():
-        if not columns:
-            writer.add_tensor(gguf_name(name), np.ones(rows, np.float32))
-            continue
-        kind = stored_type(name, "layers.0" in name)
-        raw = random_blocks(rng, kind, rows, columns[0], (2**-13, -(2**-13), 2**-14))
-        heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
-        raw = interleaved(raw, heads) if heads else raw
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=gguf.GGMLQuantizationType[kind.upper()])
-    finish(writer)
-    return path
+    return config, RandomWeights(config, lambda name: stored_type(name, "layers.0" in name))
 
 
-def test_a_model_of_mixed_types_is_that_of_numpy(tmp_path: Path) -> None:
+def test_a_model_of_mixed_types_is_that_of_numpy() -> None:
     """Prompts, steps of one row and of several, against float32 with the dequantized file."""
-    path, device, types = str(mixed_model(tmp_path / "model.gguf")), open_device(checked=False), ("f16", "f16")
-    ops = CudaOps(device)
-    given = talk(ops, path, types)
-    close(given, talk(NumpyOps(), path, types), talk(Halves(ops), path, types))
+    device = open_device(checked=False)
+    ops, types = CudaOps(device), ("f16", "f16")
+    close(*(talk(model_from(backend, *mixed_model(), types)) for backend in (ops, Exact(), Halves(ops))))
     if isinstance(device, EmulatedDevice):
         assert "gemv_kernel" not in device.launches
         assert "gemm_small_kernel" in device.launches
