@@ -314,8 +314,7 @@ class _Body:
 
     def _full_blocks(self, queries: Sequence[_Query], full: Value) -> None:
         e, n, dim = self.e, self.spec.block_size, self.spec.head_dim
-        nbytes = 4 * n * dim
-        following = self._first_keys(self.unit_after, nbytes)
+        following = self._first_keys(self.unit_after, nbytes := 4 * n * dim)
         with e.loop(0, self.header.full) as number:
             at = full + number * (8 * FULL)
             slot, start = e.load(at, I64), e.load(at, I64, 8)
@@ -324,20 +323,18 @@ class _Body:
             count = e.least(highs[-1], n)  # rows are in order of position
             with e.when(count > e.most(lows[0], 0)):
                 offset = (slot * self.kv_heads + self.head) * nbytes
-                scores = [query.scores for query in queries]
                 first, keys, values = queries[0], self.full_k + offset, self.full_v + offset
                 full_blocks.scores(e, keys, values, dim, count, first.vector, first.scores, len(queries), self._stride)
                 self._hide(queries, lows, highs, e.i64(n))
                 self._soften(queries, e.i64(n))
                 after = e.least(number + 1, self.header.full - 1) * (8 * FULL)
-                slot = e.load(full + after, I64)
-                own_keys = self.full_k + (slot * self.kv_heads + self.head) * nbytes
+                own_keys = self.full_k + (e.load(full + after, I64) * self.kv_heads + self.head) * nbytes
                 after_keys = e.select(number + 1 < self.header.full, own_keys, following)
-                full_blocks.mix(e, values, after_keys, dim, count, scores, [query.mix for query in queries])
+                scores, mixes = [query.scores for query in queries], [query.mix for query in queries]
+                full_blocks.mix(e, values, after_keys, dim, count, scores, mixes)
 
     def _first_keys(self, unit: Value, nbytes: int) -> Value:
         """The address of the keys of the first block in full precision that a unit reads. nbytes: of a block."""
-        e = self.e
-        sequence = e.load(self.units_at + (unit // self.kv_heads) * (8 * UNIT), I64)
-        slot = e.load(self.full + sequence * self.most_full * (8 * FULL), I64)
+        sequence = self.e.load(self.units_at + (unit // self.kv_heads) * (8 * UNIT), I64)
+        slot = self.e.load(self.full + sequence * self.most_full * (8 * FULL), I64)
         return self.full_k + (slot * self.kv_heads + unit % self.kv_heads) * nbytes
