@@ -72,7 +72,7 @@ def product(spec: Product) -> Kernel:
             numbers = [tile, tile + up] if spec.activation else [tile]
             inputs = x, first, blocks, x_stride
             tiles = [weights + n * tile_bytes for n in numbers]
-            if len(tiles) * spec.at_once <= most_rows(e.level.lanes):
+            if spec.activation is None or 2 * spec.at_once <= most_rows(e.level.lanes):
                 sums = body(e, spec, tiles, *inputs)
             else:  # The registers have room for the sums of one tile: those of the gate wait in scratch.
                 (gates,) = body(e, spec, tiles[:1], *inputs)
