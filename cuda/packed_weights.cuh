@@ -9,7 +9,7 @@
 //   sub_scale    signed byte with 128 added; with OFFSETS followed by
 //   sub_offset   byte
 // and then the codes of 32 inputs at a time, in planes of 8, 4, 2 or 1 bits, low bits first. In a plane, lane 4 · r + t
-// of a warp has the inputs 8t … 8t + 7 of row r and then of row r + 8, as the A operands of gemm_small take them. The
+// of a warp has the inputs 8t … 8t + 7 of row r and then of row r + 8, as the A operands of products take them. The
 // even ones of 8 codes lie in the low half of the bits and the odd ones in the high half, so that a shift and a mask
 // give a pair of neighbours, each in its 16 bits; in codes of 8 bits, two pairs have a word.
 //
@@ -86,15 +86,19 @@ struct PackedWeights {
         return numbers;
     }
 
-    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, 1024 + code · 2^raised(pair). A
-    // mask finds them there with few shifts before it.
+    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, base(pair) + code. Those of a
+    // small base lie `raised` bits higher; a mask finds them there with few shifts before it.
     struct Codes {
         unsigned pairs[4];
     };
     static constexpr int raised(int p) { return F::TABLED || LOW == 8 ? 0 : LOW == 4 ? p % 2 * 4 : p * 2; }
+    static constexpr float base(int p) { return 1024 >> raised(p); }
+    static constexpr unsigned bits_of_base(int p) { return 0x64006400u - raised(p) * 0x04000400u; }
 
-    // plane: the codes of 32 inputs. lane: 4 · (row % 8) + (k % 32) / 8; half: row / 8.
-    static __device__ __forceinline__ Codes unpack(const unsigned char *plane, int lane, int half) {
+    // plane: the codes of 32 inputs. lane: 4 · (row % 8) + (k % 32) / 8; half: row / 8. zero: 0. Where the compiler
+    // does not know that, it keeps the constants below in registers instead of moving them there for every use.
+    static __device__ __forceinline__ Codes unpack(const unsigned char *plane, int lane, int half,
+                                                   unsigned zero = 0) {
         const unsigned char *const low = plane + (2 * lane + half) * LOW;
         Codes c;
         if (F::TABLED) {
@@ -111,7 +115,7 @@ struct PackedWeights {
             return c;
         }
 #pragma unroll
-        for (int p = 0; p < 4; ++p) c.pairs[p] = 0x64006400u;
+        for (int p = 0; p < 4; ++p) c.pairs[p] = bits_of_base(p) + zero;
         add_plane<LOW, 0>(c, low);
         if (HIGH) add_plane<HIGH, LOW>(c, plane + 64 * LOW + (2 * lane + half) * HIGH);
         return c;
@@ -144,10 +148,8 @@ struct PackedWeights {
         unsigned *const to[4] = {&weights.x, &weights.y, &weights.z, &weights.w};
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-            const float factor = 1.0f / (1 << raised(p));
             const __half2 pair = *reinterpret_cast<const __half2 *>(&c.pairs[p]);
-            const __half2 less = __float2half2_rn(-1024.0f * factor - F::ZERO);  // exact, as are both results
-            const __half2 code = raised(p) ? __hfma2(pair, __float2half2_rn(factor), less) : __hadd2(pair, less);
+            const __half2 code = __hsub2(pair, __float2half2_rn(base(p) + F::ZERO));  // exact
             const __half2 w = F::OFFSETS ? __hfma2(code, scale, offset) : __hmul2(code, scale);
             *to[p] = *reinterpret_cast<const unsigned *>(&w);
         }

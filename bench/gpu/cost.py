@@ -157,7 +157,7 @@ def _busiest(loop: Counts, iterations: float, nbytes: float, machine: Machine) -
     return clocks[limit], limit
 
 
-_UNITS = ("decode_attention", "gemv", "gemm_small")  # kernels whose hot loop is counted
+_UNITS = ("decode_attention", "gemv", "gemv_packed", "gemm_small")  # kernels whose hot loop is counted
 
 
 def _units(launch: Launch, loop: Counts) -> float:

@@ -20,7 +20,7 @@
 // the parts.
 // DEFINES: ACT (of x: float or the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4,
 // 8), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined).
-// JOINS: activation.cuh, weight_stages.cuh.
+// JOINS: activation.cuh, output_tile.cuh, weight_stages.cuh.
 // Dynamic shared memory: max(5 · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
 // WARPS_K = 8 / WARPS_OUT: at most 96 KB.
 // Cost: bytes of the weights, of which STAGES − 1 stages per block are in flight at any time, 64 KB of 16-bit weights;
@@ -128,37 +128,6 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
                 joined[(n * 8 + lane % 4 * 2 + i % 2) * PITCH + m * 16 + i / 2 * 8 + lane / 4] = sums[m][n][i];
 }
 
-// Adds the sums of a block's warps, `joined` [WARPS_K][ROWS][PITCH], and writes them to y.
-__device__ __forceinline__ void store_tile(float *y, const float *joined, const float *factors, const Tile &tile,
-                                           const float *bias, int rows, long long pitch) {
-    const auto sum_of = [&](int row, int c) {
-        float total = 0.0f;
-#pragma unroll
-        for (int k = 0; k < WARPS_K; ++k) total += joined[(k * ROWS + row) * PITCH + c];
-        return NORMED ? total * factors[row] : total;
-    };
-    if (gridDim.y > 1) {
-        const long long width = GATED ? 2ll * tile.out : tile.out;
-        for (int i = threadIdx.x; i < rows * TILE; i += blockDim.x) {
-            const int row = i / TILE, c = i % TILE;
-            if (tile.column_of(c) < tile.out)
-                y[(blockIdx.y * (long long)rows + row) * width + tile.row_of(c)] = sum_of(row, c);
-        }
-        return;
-    }
-    const auto product = [&](int row, int c) {
-        return bias ? sum_of(row, c) + bias[tile.row_of(c)] : sum_of(row, c);
-    };
-    for (int i = threadIdx.x; i < rows * COLUMNS; i += blockDim.x) {
-        const int row = i / COLUMNS, c = GATED ? i % COLUMNS / 16 * 32 + i % 16 : i % COLUMNS;
-        if (tile.column_of(c) >= tile.out) continue;
-        float total = product(row, c);
-        if (GATED) total = ACTIVATION(total) * product(row, c + 16);
-        float *const at = y + row * pitch + tile.column_of(c);
-        *at = ADD ? *at + total : total;
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
 gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
                   int in, int out, long long pitch, float eps) {
@@ -192,7 +161,7 @@ gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const flo
     store_sums(joined + warp_k * ROWS * PITCH + column, sums);
     if (NORMED) row_factors(factors, partial, inputs, in, eps);
     __syncthreads();
-    store_tile(y, joined, factors, tile, bias, rows, pitch);
+    store_tile<WARPS_K, TILE>(y, joined, factors, tile, bias, rows, pitch);
 }
 
 // Adds parts (count, rows, rows of weights) in their order, then bias, into y, as gemm_small_kernel does with one part.

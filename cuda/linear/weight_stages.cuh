@@ -1,11 +1,11 @@
-// The weights of a block of gemm_small: which rows it multiplies, and their way through shared memory. The head of
-// gemm_small.cu says what the constants mean.
+// The weights of a block of gemm_small on their way through shared memory. The head of gemm_small.cu says what the
+// constants mean.
 
 constexpr int WARPS = 8, WARPS_K = WARPS / WARPS_OUT, TILE = 32 * WARPS_OUT, INPUTS = 32 * WARPS_K;
 constexpr int STAGES = WEIGHT::PACKED ? 8 : 5;  // as many of packed weights fit where five of 16-bit weights do
 constexpr int TILES_N = ROWS / 8, COLUMNS = GATED ? TILE / 2 : TILE;  // COLUMNS: of y, of a block
 constexpr int FRAGMENTS = TILES_N * WARPS_K;  // of x, in a stage: 8 rows × 32 inputs, 16 bytes per lane
-constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = TILE + 4;
+constexpr int OWN = (FRAGMENTS + WARPS - 1) / WARPS, PITCH = pitch_of(TILE);
 static_assert(ROWS % 8 == 0 && ROWS * WARPS_K <= 128 && WARPS % WARPS_OUT == 0, "shared memory is laid out for these");
 
 using Product = WEIGHT::Product;
@@ -16,16 +16,6 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], 
 __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
     mma_m16n8k16_bf16(d, a, b);
 }
-
-// The TILE rows of weights that a block multiplies; c is a row's number among these.
-struct Tile {
-    int first, out;  // first column of y; columns of y in all
-
-    __device__ __forceinline__ int column_of(int c) const { return first + (GATED ? c / 32 * 16 + c % 16 : c); }
-    __device__ __forceinline__ int row_of(int c) const {
-        return min(column_of(c), out - 1) + (GATED && c % 32 >= 16 ? out : 0);
-    }
-};
 
 // A warp's weights, 32 rows × 32 inputs of a stage, on their way through shared memory to the A operands of two
 // products. A lane reads inputs 8 · (lane % 4) … + 7 of the rows 8 · i + lane / 4.

@@ -53,7 +53,7 @@ def test_the_mixture_has_the_size_of_its_file() -> None:
     assert [name for name in parts if name.startswith(("qkv", "down"))] == [
         "qkv (q4_k)", "qkv (q4_k, q6_k)", "down (q4_k)", "down (q6_k)"
     ]  # fmt: skip
-    assert [launch.kernel for launch in parts["qkv (q4_k, q6_k)"].launches].count("gemm_small") == 2
+    assert [launch.kernel for launch in parts["qkv (q4_k, q6_k)"].launches].count("gemv_packed") == 2
     head = embedding = 128256 * 4096
     larger = head + 16 * (4096 * 14336 + 1024 * 4096)  # `down` and values of half of the layers
     smaller = 32 * 218_103_808 + head - larger
@@ -64,7 +64,7 @@ def test_the_mixture_has_the_size_of_its_file() -> None:
 
 def test_packed_weights_have_their_own_kernel_and_the_bytes_of_their_tiles() -> None:
     down = parts_of(2048, 1, weights="q4_k")["down"]
-    assert down.launches[0].kernel == "gemm_small"
+    assert down.launches[0].kernel == "gemv_packed"
     assert down.bytes == 4096 * 14336 * (128 + 4 + 2 * 8) // 256  # codes, scale and offset, numbers of 8 groups
 
 

@@ -80,7 +80,8 @@ class Budget:
         if self.kernel == "gemv":
             rows, normed = int(self.variant.defines["ROWS"]), int(self.variant.defines["NORMED"])
             return 32 * 8 * 4 * loop.wide_loads / (4 + 2 * rows + 2 * normed)  # 4 outputs share the loads of x
-        return 16 * 16 * loop.hmma  # of the operand that is read: keys, values, weights
+        columns = max(1, int(self.variant.defines.get("ROWS", 8)) // 8)  # tiles of 8 rows of x share weights
+        return 16 * 16 * loop.hmma / columns  # of the operand that is read: keys, values, weights
 
 
 def attention(kernel: str, keys: str, values: str, mean_bits: int = 8) -> Variant:
@@ -101,8 +102,12 @@ BUDGETS = [
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.578),
     Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
     Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 61, 5.781),
-    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}, "q4_k"), 72, 8.000),
-    Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}, "q6_k"), 72, 9.250),
+    Budget("gemm_small", product("gemm_small", 16, {"WARPS_OUT": 1, "ACT": "__half", "NORMED": 0}, "q4_k"), 72, 8.375),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 5}, "q4_k"), 56, 3.273),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 5}, "q4_k"), 63, 3.078),
+    Budget("gemv_packed", product("gemv_packed", 8, {"TILES": 2, "SLOTS": 3}, "q4_k"), 128, 3.965),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 3}, "q6_k"), 76, 4.367),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 6}, "q8_0"), 48, 3.922),
     Budget("prefill_attention", attention("prefill_attention", "f16", "f16", 0), 252, 0.951),
 ]
 

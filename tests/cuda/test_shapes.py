@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from engine import codecs, records
-from engine.backends.cuda import launch_configs
-from engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+from engine.backends.cuda import launch_configs, packed
+from engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+from engine.weight_formats import WeightFormat, available, get
 
 CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "polarquant"]
 WIDTHS = [8, 48, 576, 4096, 28672]
@@ -46,6 +49,31 @@ def test_products_cover_every_output(processors: int) -> None:
                 assert (blocks - 1) * tile < out <= blocks * tile
                 assert parts == 1 or parts * 32 <= width
                 assert config.shared <= SHARED_BYTES
+
+
+PACKED = [get(name) for name in available() if packed.is_packed(get(name))]
+
+
+@pytest.mark.parametrize("machine", [(132, 228 << 10), (108, 164 << 10), (128, 100 << 10)])
+@pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
+def test_packed_products_of_few_rows_fit_shared_memory(machine: tuple[int, int], format: WeightFormat) -> None:
+    """With two blocks a multiprocessor where their rings of two units fit it; no block without rows of weights."""
+    block = format.values, packed.block_bytes(format)
+    unit = 16 * block[1] * max(128, format.values) // format.values
+    for rows, out, gated in itertools.product(range(1, GEMV_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True)):
+        config, blocks = launch_configs.gemv_packed(rows, out, *machine, *block, gated)
+        most, tiles, slots = (config.defines[name] for name in ("ROWS", "TILES", "SLOTS"))
+        assert most in (1, 2, 4, 8)
+        assert rows <= most < 2 * rows
+        assert tiles == 2 or not gated
+        assert (blocks - 1) * 16 * tiles < out <= blocks * 16 * tiles
+        assert tiles == 1 or gated or blocks >= 2 * machine[0]
+        inputs = 2 * most * max(128, format.values)
+        assert slots >= 2
+        assert config.shared == 8 * max(slots * unit + inputs, 4 * most * (16 * tiles + 4))
+        assert config.shared + 288 + 1024 <= min(machine[1], 100 << 10)
+        if 8 * (2 * unit + inputs) + 288 + 1024 <= machine[1] // 2:
+            assert 2 * (config.shared + 288 + 1024) <= machine[1]
 
 
 @pytest.mark.parametrize("processors", [20, 132])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from engine import codecs, records, weight_formats
-from engine.backends.cuda import launch_configs
+from engine.backends.cuda import launch_configs, packed
 from engine.backends.cuda.heads import rotate_defines
 from engine.backends.cuda.kernel_source import can_read, source
 from engine.backends.ops import STEP_ROWS
@@ -155,6 +155,8 @@ def _gemm_small() -> list[Variant]:
     """Above a number of rows, x comes normalised and in the type of the weights."""
     variants = []
     for rows, weight in itertools.product((8, 16, 32, 48, 64), _READ):
+        if rows <= launch_configs.GEMV_PACKED_ROWS and weight in _PACKED:
+            continue
         config, _, _ = launch_configs.gemm_small(rows, 4096, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in config.defines.items()}
         rounded = rows > launch_configs.UNROUNDED_ROWS
@@ -163,6 +165,21 @@ def _gemm_small() -> list[Variant]:
             replace(variant, dynamic_shared=config.shared)
             for variant in _linear("gemm_small", ACT=(act,), WEIGHT=(weight,), **constants)
             if not (rounded and variant.defines["NORMED"])
+        ]
+    return variants
+
+
+def _gemv_packed() -> list[Variant]:
+    variants = []
+    for weight, rows, tiles, memory in itertools.product(_PACKED, (1, 2, 4, 8), (1, 2), (100 << 10, 228 << 10)):
+        format, out = weight_formats.get(weight), 4096 * tiles
+        block = format.values, packed.block_bytes(format)
+        config, _ = launch_configs.gemv_packed(rows, out, 128, memory, *block)
+        constants = {name: (value,) for name, value in config.defines.items()}
+        variants += [
+            replace(variant, dynamic_shared=config.shared)
+            for variant in _linear("gemv_packed", ACT=("float",), WEIGHT=(weight,), **constants)
+            if tiles == 2 or "ACTIVATION" not in variant.defines
         ]
     return variants
 
@@ -189,6 +206,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "encode_blocks": _encode_blocks(),
     "gemm_small": _gemm_small(),
     "gemv": _gemv(),
+    "gemv_packed": _gemv_packed(),
     "naive": _all("naive", D=(64, 128, 256), BLOCK_SIZE=(64, 16), GROUP=(4, 1)),
     "logprobs": _all("logprobs"),
     "narrow": _all("narrow", ACT=("float",), TO=_SHORT, NORMED=(0, 1)),

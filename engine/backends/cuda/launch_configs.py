@@ -12,9 +12,11 @@ from engine.records import Layout, table_bytes
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
 
-# Most rows of gemv and of gemm_small. Each row costs gemv as many instructions as the first: with more rows these, by
-# their count, take longer than reading the weights, while gemm_small computes eight rows for the price of one.
+# Most rows of gemv, of gemv_packed and of gemm_small. Each row costs gemv as many instructions as the first: with more
+# rows these, by their count, take longer than reading the weights, while tensor cores compute eight rows for the price
+# of one.
 GEMV_ROWS = 4
+GEMV_PACKED_ROWS = 8
 SMALL_ROWS = 64
 
 # More rows than these are converted to the weights' type by `narrow` first. Otherwise every block of gemm_small would
@@ -27,6 +29,9 @@ DEQUANTIZED_BYTES = 32 << 20
 _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
 _GEMM_STATIC_BYTES = 768  # static shared memory of gemm_small: at most 4 (ROWS · WARPS_K + ROWS)
+_GEMV_PACKED_STATIC_BYTES = 288  # of gemv_packed: at most 4 (8 · ROWS + ROWS)
+_GEMV_PACKED_WARPS = 8
+_MOST_SLOTS = 6  # of its rings: with two blocks, more than enough bytes are in flight
 _ENCODE_WARPS = 12  # two blocks fit a multiprocessor
 _COMBINE_WARPS = 8
 _OUTPUTS = 4  # rows of weights per warp of gemv
@@ -45,6 +50,26 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
         split *= 2
     defines = {"ROWS": 1 << (rows - 1).bit_length(), "OUTPUTS": _OUTPUTS, "SPLIT": split}
     return LaunchConfig(defines, 256), -(-out * split // (_OUTPUTS * 8))
+
+
+def gemv_packed(
+    rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
+) -> tuple[LaunchConfig, int]:
+    """The launch for x (rows ≤ GEMV_PACKED_ROWS, in) and packed weights (out, in) → configuration, blocks.
+
+    values, nbytes: of a block of one row of the format on the device. gated: weights are [gate | up].
+    """
+    most, warps = 1 << (rows - 1).bit_length(), _GEMV_PACKED_WARPS
+    tiles = 2 if gated or out >= 2 * 2 * 16 * processors else 1  # as long as two blocks a multiprocessor are left
+    unit = max(128, values)  # UNIT
+    copied, inputs = 16 * nbytes * unit // values, 2 * most * unit  # bytes of a unit of a tile, and of its inputs
+    slots = 0
+    for resident in (2, 1):  # blocks of a multiprocessor
+        free = min(SHARED_BYTES, shared_memory // resident) - _SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
+        slots = slots if slots >= 2 else (free // warps - inputs) // copied
+    slots = min(slots, _MOST_SLOTS)
+    shared = warps * max(slots * copied + inputs, 4 * most * (16 * tiles + 4))
+    return LaunchConfig({"ROWS": most, "TILES": tiles, "SLOTS": slots}, 32 * warps, shared), -(-out // (16 * tiles))
 
 
 def gemm_small(

@@ -17,7 +17,13 @@ import numpy as np
 from engine.backends.cuda import kernel_source, launch_configs, packed
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.launch import MOST_THREADS, LaunchConfig, Launcher, row_stride, threads_for, type_of
-from engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
+from engine.backends.cuda.launch_configs import (
+    DEQUANTIZED_BYTES,
+    GEMV_PACKED_ROWS,
+    GEMV_ROWS,
+    SMALL_ROWS,
+    UNROUNDED_ROWS,
+)
 from engine.errors import EngineError
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get, stored_as
 
@@ -170,7 +176,11 @@ class LinearOps:
     def _small(self, y: Array, x: Array, product: _Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y."""
         (rows, width), processors, weight = x.shape, self._device.processors, product.weight
-        if rows > GEMV_ROWS or packed.is_packed(weight.format):
+        is_packed = packed.is_packed(weight.format)
+        if is_packed and rows <= GEMV_PACKED_ROWS:
+            self._packed(y, x, product)
+            return
+        if rows > GEMV_ROWS or is_packed:
             if rows > UNROUNDED_ROWS:
                 x, product = self._narrowed(x, product), product._replace(norm=None)
             self._tensor_cores(y, x, product)
@@ -180,6 +190,16 @@ class LinearOps:
         sizes = rows, width, y.shape[1], row_stride(y)
         config = product.with_types(x, config)
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
+
+    def _packed(self, y: Array, x: Array, product: _Product) -> None:
+        """`linear` of at most GEMV_PACKED_ROWS rows of float32 with a packed matrix into y."""
+        (rows, width), device, weight = x.shape, self._device, product.weight
+        norm_weight, eps = product.norm or (None, 0.0)
+        block = weight.format.values, packed.block_bytes(weight.format)
+        machine, gated = (device.processors, device.shared_memory), product.activation is not None
+        config, blocks = launch_configs.gemv_packed(rows, weight.shape[0], *machine, *block, gated)
+        operands, sizes = (y, x, weight.data, product.bias, norm_weight), (rows, width, y.shape[1], row_stride(y))
+        self._launch("gemv_packed", (blocks,), product.with_types(x, config), *operands, *sizes, float(eps))
 
     def _tensor_cores(self, y: Array, x: Array, product: _Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y. x is float32, or of the type in which this product takes x."""

@@ -1,0 +1,151 @@
+// The op `linear` for up to 8 rows and packed weights on tensor cores, with RMS norm before it and the residual sum
+// after it: y = x @ weightᵀ + bias.
+//
+// y: rows of `out` floats, `pitch` floats apart; x (rows, in), weight (out, in), bias (out) float or null. x is rounded
+// to half precision, clipped to ±65504; sums are float. With NORMED, x is replaced by x / rms(x) · norm, norm (in)
+// float: x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of y =.
+// With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+//
+// A block multiplies TILES tiles of 16 rows of weights; with GATED they are in turn one of gate and the matching one of
+// up. Of the inputs, its 8 warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
+// alone: it copies a unit of a tile, whole blocks of the format, which lie together, to its ring of SLOTS in shared
+// memory, and its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). It rounds its inputs
+// itself, each lane ROWS · UNIT / 256 times 8 of them, and stores them as B operands, which all tiles share. Columns
+// of B behind the last row of x repeat rows, and their sums are not read.
+// Grid (ceil(rows of weights / (16 · TILES))), 256 threads.
+// DEFINES: ACT (of x: float), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8), TILES (even if GATED), SLOTS (at
+// least 2), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined).
+// JOINS: activation.cuh, output_tile.cuh.
+// Dynamic shared memory: 8 · max(SLOTS · BYTES + 2 · ROWS · UNIT, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit
+// of a tile.
+// Cost: bytes of the weights, of which 8 · (SLOTS − 1) units per block are in flight at any time; each block reads its
+// inputs of all rows from L2 or L1.
+// PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
+
+constexpr int WARPS = 8, TILE = 16 * TILES;
+constexpr int UNIT = WEIGHT::VALUES > 128 ? WEIGHT::VALUES : 128, BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
+constexpr int OCTETS = ROWS * UNIT / 8;  // 8 inputs of a row each
+static_assert(8 % ROWS == 0 && OCTETS >= 16 && SLOTS >= 2 && !(GATED && TILES % 2), "as the head says");
+
+// Rounds one unit of all rows of x, from input k on, to B operands: for each 32 inputs those of each row in turn.
+// Returns the sum of squares of what the lane has read, which is of row lane / 4 % ROWS.
+__device__ __forceinline__ float round_inputs(uint4 *octets, const ACT *x, const float *norm, int k, int rows, int in) {
+    const int lane = threadIdx.x % 32;
+    const ACT *const row = x + min(lane / 4 % ROWS, rows - 1) * (long long)in;
+    float squares = 0.0f;
+#pragma unroll
+    for (int first = 0; first < OCTETS; first += 32) {
+        const int octet = first + lane, at = k + octet / (4 * ROWS) * 32 + octet % 4 * 8;
+        if (OCTETS % 32 && octet >= OCTETS || UNIT != WEIGHT::VALUES && at >= in) break;
+        float values[8];
+        load_floats(values, row + at);
+#if NORMED
+        float g[8];
+        load_floats(g, norm + at);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            squares += values[j] * values[j];
+            values[j] *= g[j];
+        }
+#endif
+        store_within(reinterpret_cast<__half *>(octets + octet), values);
+    }
+    return squares;
+}
+
+// Adds the products of one unit: 16 rows of weights × all rows of x, of which `left` inputs are there.
+__device__ __forceinline__ void add_unit(float (&sums)[4], const unsigned char *unit, const uint4 *octets, int left,
+                                         unsigned zero) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < UNIT; k += 32) {
+        if (UNIT != WEIGHT::VALUES && k >= left) break;
+        const unsigned char *const block = unit + k / WEIGHT::VALUES * WEIGHT::BLOCK;
+        const unsigned char *const plane =
+            block + WEIGHT::codes(WEIGHT::VALUES / WEIGHT::GROUP) + k % WEIGHT::VALUES / 32 * 64 * WEIGHT::BITS;
+        uint4 w[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int group = (k % WEIGHT::VALUES + lane % 4 * 8) / WEIGHT::GROUP;
+            const auto factors = WEIGHT::factors(block, half * 8 + lane / 4, group);
+            w[half] = WEIGHT::halves(WEIGHT::unpack(plane, lane, half, zero), factors);
+        }
+        const uint4 v = octets[k / 8 * ROWS + lane % (4 * ROWS)];
+        const unsigned low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
+        mma_m16n8k16_f16(sums, {w[0].x, w[1].x, w[0].y, w[1].y}, low);
+        mma_m16n8k16_f16(sums, {w[0].z, w[1].z, w[0].w, w[1].w}, high);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 2)
+gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
+                   int in, int out, long long pitch, float eps) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    __shared__ float partial[WARPS][ROWS], factors[ROWS];
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int units = (in + UNIT - 1) / UNIT;
+    const Tile tile = {int(blockIdx.x) * (GATED ? TILE / 2 : TILE), out};
+    unsigned char *const places = shared + warp * (SLOTS * BYTES);
+    uint4 *const octets = reinterpret_cast<uint4 *>(shared + WARPS * SLOTS * BYTES) + warp * OCTETS;
+    const unsigned char *tiles[TILES];
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) tiles[m] = WEIGHT::block_at(weight, tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
+
+    // Commits one group of copies, of unit `unit` of tile m; behind the last unit it is empty.
+    const auto copy = [&](int slot, int unit, int m) {
+        if (unit < units) {
+            const int left = UNIT == WEIGHT::VALUES ? UNIT : min(UNIT, in - unit * UNIT);
+            const int end = left / WEIGHT::VALUES * WEIGHT::BLOCK;
+            const unsigned char *const from = tiles[m] + unit * (long long)BYTES;
+#pragma unroll
+            for (int at = 0; at < BYTES; at += 512)
+                if (at + 16 * lane < end) cp_async<16>(places + slot + 16 * lane + at, from + at);
+        }
+        cp_async_commit();
+    };
+#pragma unroll
+    for (int i = 0; i < SLOTS - 1; ++i) copy(i * BYTES, warp + i / TILES * WARPS, i % TILES);
+    float sums[TILES][4] = {}, squares = 0.0f;
+    int slot = 0, free = (SLOTS - 1) * BYTES;
+    for (int unit = warp; unit < units; unit += WARPS) {
+        __syncwarp();
+        squares += round_inputs(octets, x, norm, unit * UNIT, rows, in);
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) {
+            cp_async_wait<SLOTS - 2>();
+            __syncwarp();
+            copy(free, unit + (m + SLOTS - 1) / TILES * WARPS, (m + SLOTS - 1) % TILES);
+            add_unit(sums[m], places + slot, octets, in - unit * UNIT, unsigned(rows) >> 31);
+            free = slot;
+            slot = slot == (SLOTS - 1) * BYTES ? 0 : slot + BYTES;
+        }
+    }
+
+    cp_async_wait<0>();
+    __syncthreads();
+    float *const joined = reinterpret_cast<float *>(shared);
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane % 4 * 2 + i % 2;  // of x
+            if (row < ROWS)
+                joined[(warp * ROWS + row) * pitch_of(TILE) + m * 16 + i / 2 * 8 + lane / 4] = sums[m][i];
+        }
+#if NORMED
+    squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+#pragma unroll
+    for (int step = 4 * ROWS; step < 32; step *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
+    if (lane % 4 == 0 && lane / 4 < ROWS) partial[warp][lane / 4] = squares;
+    __syncthreads();
+    if (threadIdx.x < ROWS) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += partial[w][threadIdx.x];
+        factors[threadIdx.x] = rsqrtf(sum / in + eps);
+    }
+#endif
+    __syncthreads();
+    store_tile<WARPS, TILE>(y, joined, factors, tile, bias, rows, pitch);
+}
