@@ -81,10 +81,7 @@ def attend(spec: Attention) -> Kernel:
         *("q", "parts", "keys", "values", "mean", "mean_scale", "full_k", "full_v"),
         *("headers", "table", "full", "units"),
     )
-    integers = (
-        *("kv_heads", "blocks", "key_stride", "value_stride", "width", "most_full", "most_chunks"),
-        "window",
-    )
+    integers = ("kv_heads", "blocks", "key_stride", "value_stride", "width", "most_full", "most_chunks", "window")
     return Kernel(spec.name, emit, pointers, integers, ("scale",))
 
 
