@@ -15,7 +15,15 @@ from typing import Any
 
 from model_loaders.config import ModelConfig
 
-TORCH, TORCH_ROWS, FLASHINFER = "torch sdpa, enable_gqa", "torch sdpa, group as rows", "flashinfer batch decode"
+# Backends of PyTorch's scaled_dot_product_attention. Its own choice among them is not always the fastest.
+_BACKENDS = {"flash": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
+_LAYOUTS = ("enable_gqa", "group as rows")
+TORCH = tuple(f"torch {backend}, {layout}" for backend in _BACKENDS for layout in _LAYOUTS)
+# Modules of FlashAttention, the version for Hopper first.
+_FLASH_MODULES = {"FlashAttention 3": "flash_attn_interface", "FlashAttention 2": "flash_attn"}
+FLASH = tuple(_FLASH_MODULES)
+FLASHINFER = "flashinfer batch decode"
+NAMES = (*TORCH, *FLASH, FLASHINFER)
 _MOST_SETS = 256
 _PAGE = 16  # tokens
 _WORKSPACE = 128 << 20  # bytes
@@ -36,18 +44,17 @@ class PeerTime:
 
 def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
     """Times of every peer at one shape. rotated: the least bytes that are read before any are read again."""
-    names = (TORCH, TORCH_ROWS, FLASHINFER)
     try:
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
-            return [PeerTime(name, context, batch, None, "PyTorch sees no GPU") for name in names]
+            return [PeerTime(name, context, batch, None, "PyTorch sees no GPU") for name in NAMES]
     except ImportError:
-        return [PeerTime(name, context, batch, None, "PyTorch is not installed") for name in names]
+        return [PeerTime(name, context, batch, None, "PyTorch is not installed") for name in NAMES]
     except Exception as error:  # its libraries may not work on this machine
-        return [PeerTime(name, context, batch, None, _short(error)) for name in names]
+        return [PeerTime(name, context, batch, None, _short(error)) for name in NAMES]
     shape = _Shape(torch, config, context, batch, rotated)
     times = []
-    for name, make in ((TORCH, _sdpa), (TORCH_ROWS, _sdpa_rows), (FLASHINFER, _flashinfer)):
+    for name, make in zip(NAMES, _makers(), strict=True):
         try:
             seconds, note = _seconds(torch, make(shape), runs)
             times.append(PeerTime(name, context, batch, seconds, note))
@@ -80,16 +87,34 @@ class _Shape:
         return self.torch.randn(shape, device="cuda", dtype=self.torch.float16)
 
 
-def _sdpa(shape: _Shape) -> list[Call]:
-    c, attention = shape.config, shape.torch.nn.functional.scaled_dot_product_attention
-    q = shape.random(shape.batch, c.heads, 1, c.head_dim)
-    return [partial(attention, q, k, v, enable_gqa=True) for k, v in _keys_and_values(shape)]
+def _makers() -> list[Callable[[_Shape], list[Call]]]:
+    """For each of NAMES a function that makes its calls, each of another set of keys and values."""
+    torch = [partial(_sdpa, backend, layout) for backend in _BACKENDS.values() for layout in _LAYOUTS]
+    return [*torch, *(partial(_flash, module) for module in _FLASH_MODULES.values()), _flashinfer]
 
 
-def _sdpa_rows(shape: _Shape) -> list[Call]:
-    c, attention = shape.config, shape.torch.nn.functional.scaled_dot_product_attention
-    q = shape.random(shape.batch, c.kv_heads, c.heads // c.kv_heads, c.head_dim)
-    return [partial(attention, q, k, v) for k, v in _keys_and_values(shape)]
+def _sdpa(backend: str, layout: str, shape: _Shape) -> list[Call]:
+    """PyTorch's attention by one backend, which raises RuntimeError if it cannot do this shape."""
+    c, module = shape.config, importlib.import_module("torch.nn.attention")
+    attention, chosen = shape.torch.nn.functional.scaled_dot_product_attention, getattr(module.SDPBackend, backend)
+    gqa = layout == "enable_gqa"
+    heads = (c.heads, 1) if gqa else (c.kv_heads, c.heads // c.kv_heads)
+    q = shape.random(shape.batch, *heads, c.head_dim)
+
+    def call(k: Any, v: Any) -> object:
+        with module.sdpa_kernel(chosen):
+            return attention(q, k, v, enable_gqa=True) if gqa else attention(q, k, v)
+
+    return [partial(call, k, v) for k, v in _keys_and_values(shape)]
+
+
+def _flash(module: str, shape: _Shape) -> list[Call]:
+    """FlashAttention's kernel for decoding; its caches are (B, T, K, D)."""
+    attention, c = importlib.import_module(module).flash_attn_with_kvcache, shape.config
+    q = shape.random(shape.batch, 1, c.heads, c.head_dim)
+    size = shape.batch, shape.context, c.kv_heads, c.head_dim
+    sets = [(shape.random(*size), shape.random(*size)) for _ in range(shape.sets)]
+    return [partial(attention, q, k, v, cache_seqlens=shape.context) for k, v in sets]
 
 
 def _keys_and_values(shape: _Shape) -> list[tuple[Any, Any]]:

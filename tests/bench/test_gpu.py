@@ -9,7 +9,8 @@ import importlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,7 +24,7 @@ from bench.gpu import __main__ as kernels
 from bench.gpu import setup
 from bench.gpu.attention import AttentionTime, EncodeTime, layer_format, measure_attention
 from bench.gpu.cache import Content, fill
-from bench.gpu.peer import FLASHINFER, TORCH, TORCH_ROWS, PeerTime, half_attention
+from bench.gpu.peer import FLASH, FLASHINFER, NAMES, TORCH, PeerTime, half_attention
 from bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
 from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from bench.gpu.tables import Limits, Results, format_tables
@@ -386,6 +387,22 @@ class FakeTorch(ModuleType):
             graph=Recording,
         )
         self.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=self.attention))
+        self.backends: list[str] = []
+        self.installed = {"torch": self, "torch.nn": self.nn, "torch.nn.attention": self._attention_module()}
+
+    def _attention_module(self) -> Any:
+        @contextmanager
+        def sdpa_kernel(backend: str) -> Iterator[None]:
+            self.backends.append(backend)
+            yield
+            self.backends.append("any")
+
+        backends = SimpleNamespace(FLASH_ATTENTION="flash", CUDNN_ATTENTION="cuDNN")
+        return SimpleNamespace(SDPBackend=backends, sdpa_kernel=sdpa_kernel)
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        for name, module in self.installed.items():
+            patch.setitem(sys.modules, name, module)
 
     def randn(self, shape: Sequence[int], device: str, dtype: str) -> tuple[int, ...]:
         self.tensors += 1
@@ -399,7 +416,7 @@ class FakeTorch(ModuleType):
         return values
 
     def attention(self, *shapes: Any, **options: Any) -> None:
-        self.calls.append((*shapes, *options))
+        self.calls.append((*shapes, *options, *self.backends[-1:]))
         if self.recording is None:
             self.now += 1
         else:
@@ -407,26 +424,39 @@ class FakeTorch(ModuleType):
 
 
 @pytest.fixture
-def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
+def no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flashinfer", "flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
 
 
-@pytest.mark.usefixtures("no_flashinfer")
+@pytest.mark.usefixtures("no_others")
 @pytest.mark.parametrize("recordable", [True, False])
-def test_pytorch_is_timed_in_two_layouts(monkeypatch: pytest.MonkeyPatch, recordable: bool) -> None:
+def test_pytorch_is_timed_by_each_backend_in_two_layouts(monkeypatch: pytest.MonkeyPatch, recordable: bool) -> None:
     torch = FakeTorch(recordable=recordable)
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    torch.install(monkeypatch)
     size = 2 * 2 * 3 * 2 * 64 * 16
     times = half_attention(CONFIG, 64, 3, rotated=5 * size - 1, runs=3)
     note = "" if recordable else "not recorded"
     assert [(time.name, time.seconds, time.note) for time in times] == [
-        (TORCH, pytest.approx(1e-3), note),
-        (TORCH_ROWS, pytest.approx(1e-3), note),
-        (FLASHINFER, None, "not installed"),
+        *((name, pytest.approx(1e-3), note) for name in TORCH),
+        *((name, None, "not installed") for name in (*FLASH, FLASHINFER)),
     ]
-    assert ((3, 4, 1, 16), (3, 2, 64, 16), (3, 2, 64, 16), "enable_gqa") in torch.calls
-    assert ((3, 2, 2, 16), (3, 2, 64, 16), (3, 2, 64, 16)) in torch.calls
-    assert torch.tensors == 2 * (1 + 2 * 5), "queries, and five sets of keys and values"
+    for backend in ("flash", "cuDNN"):
+        assert ((3, 4, 1, 16), (3, 2, 64, 16), (3, 2, 64, 16), "enable_gqa", backend) in torch.calls
+        assert ((3, 2, 2, 16), (3, 2, 64, 16), (3, 2, 64, 16), backend) in torch.calls
+    assert torch.tensors == 4 * (1 + 2 * 5), "queries, and five sets of keys and values"
+
+
+@pytest.mark.usefixtures("no_others")
+def test_flash_attention_reads_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = FakeTorch()
+    torch.install(monkeypatch)
+    module = SimpleNamespace(flash_attn_with_kvcache=torch.attention)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    times = {time.name: time.seconds for time in half_attention(CONFIG, 70, 2, rotated=1, runs=2)}
+    assert times["FlashAttention 3"] == pytest.approx(1e-3)
+    assert times["FlashAttention 2"] is None
+    assert torch.calls[-1][:4] == ((2, 1, 4, 16), (2, 70, 2, 16), (2, 70, 2, 16), "cache_seqlens")
 
 
 def test_flashinfer_reads_pages_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,20 +472,23 @@ def test_flashinfer_reads_pages_of_the_same_size(monkeypatch: pytest.MonkeyPatch
 
         run = staticmethod(torch.attention)
 
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    torch.install(monkeypatch)
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper))
     times = half_attention(CONFIG, 70, 2, rotated=1, runs=2)
     assert times[-1].seconds == pytest.approx(1e-3)
     assert planned == [[0, 5, 10], list(range(10)), [6, 6], 4, 2, 16, 16]
-    assert torch.calls[-1] == ((2, 4, 16), (10, 2, 16, 2, 16))
+    assert torch.calls[-1][:2] == ((2, 4, 16), (10, 2, 16, 2, 16))
 
 
+@pytest.mark.usefixtures("no_others")
 def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_kernel(*given: Any, **options: Any) -> None:
         raise RuntimeError("no kernel for this shape\nand more")
 
     def notes() -> set[str]:
-        return {time.note for time in half_attention(CONFIG, 64, 1, 1, 1)}
+        times = half_attention(CONFIG, 64, 1, 1, 1)
+        assert [time.name for time in times] == [*NAMES]
+        return {time.note for time in times}
 
     monkeypatch.setitem(sys.modules, "torch", None)
     assert notes() == {"PyTorch is not installed"}
@@ -463,15 +496,14 @@ def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes() == {"PyTorch sees no GPU"}
     broken = FakeTorch()
     broken.nn.functional.scaled_dot_product_attention = no_kernel
-    monkeypatch.setitem(sys.modules, "torch", broken)
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    broken.install(monkeypatch)
     assert notes() == {"does not work: no kernel for this shape", "not installed"}
 
 
 def test_a_cache_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch()
     torch.cuda.mem_get_info = lambda: (1000, 2000)
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    torch.install(monkeypatch)
     first = half_attention(CONFIG, 64, 1, 1, 1)[0]
     assert first.note == "does not work: there is too little memory for an fp16 cache of this size"
 
