@@ -5,6 +5,7 @@ The order is llama.cpp's: bias, penalties, DRY, mask, top-k, top-p, min-p, tempe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -125,17 +126,19 @@ def sample(logits: np.ndarray, draw: Draw) -> int:
 
     Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """
-    params, logits = draw.sampling, logits[: draw.vocabulary]
-    if not np.isfinite(logits.max()):  # the maximum of an array with NaN is NaN
+    params, given = draw.sampling, logits[: draw.vocabulary]
+    best = int(given.argmax())
+    if not math.isfinite(given[best]):  # the argmax of an array with NaN is that of a NaN
         raise EngineError(NOT_FINITE, "model_damaged")
-    logits = _adjust(logits, params, draw.recent)
+    logits = _adjust(given, params, draw.recent)
     if draw.dry is not None:
         logits = _subtract(logits, draw.dry)
     if draw.allowed is not None:
         logits = np.where(allowed_bits(draw.allowed, draw.vocabulary), logits, np.float32(-np.inf))
-    best = int(np.argmax(logits))
-    if np.isneginf(logits[best]):
-        raise nothing_left(draw)
+    if logits is not given:
+        best = int(logits.argmax())
+        if logits[best] == -math.inf:
+            raise nothing_left(draw)
     if params.temperature == 0 or params.top_k == 1:
         return best
     ids = _best(logits, params.top_k)

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from engine.backends.native.launch import CannotRecord, Launcher, Recording
+from engine.backends.native.spans import StepTable
 from engine.backends.ops import Result
 
 _MOST = 32  # recordings that are kept; each has the memory of a step
-
-
-@runtime_checkable
-class Table(Protocol):
-    """An input with memory of its own, such as the spans of a step. A recording keeps the first that it is given."""
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for tables that can take each other's contents."""
-
-    def copy_from(self, other: Table) -> None:
-        """Take over the contents of a table of the same key."""
 
 
 class Graphs:
@@ -46,7 +35,7 @@ class Graphs:
             return work(*inputs)
         fixed, recording = recorded
         for own, given in zip(fixed, inputs, strict=True):
-            if isinstance(own, Table):
+            if isinstance(own, StepTable):
                 own.copy_from(given)
             elif isinstance(own, np.ndarray):
                 own[...] = given
@@ -68,4 +57,4 @@ class Graphs:
 def _shape(x: Any) -> Hashable:
     if isinstance(x, np.ndarray):
         return x.shape, x.dtype
-    return x.key if isinstance(x, Table) else None
+    return x.key if isinstance(x, StepTable) else None
