@@ -63,14 +63,8 @@ quality: $(VENV)/.installed-dev  ## what each cache type costs on a text (TEXT=F
 # On a machine whose own Python has all that is needed: make gpu-test PY=python3
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-dev)
 
-# What only a GPU can show comes first, then all ops. Left out: the emulator's tests, and the compiler's, which are of
-# other architectures.
-GPU_FIRST := tests/cuda/test_gpu.py tests/cuda/test_ops_emulated.py
-GPU_NEVER := tests/cuda/test_compile.py $(wildcard tests/cuda/test_emulator_*.py)
-GPU_TESTS := $(GPU_FIRST) $(filter-out $(GPU_FIRST) $(GPU_NEVER),$(wildcard tests/cuda/test_*.py))
-
-gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there (ARGS="-n 12 --maxschedchunk 2": in 12 processes)
-	@POLARLM_TEST_GPU=1 $(PY) -m pytest $(GPU_TESTS) $(ARGS)
+gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there (ARGS="…" adds flags, and those of pytest)
+	@$(PY) -m scripts.gpu_test $(ARGS)
 
 gpu-bench: $(READY)  ## kernels and steps on the GPU that is there, beside PyTorch, and a model's speed (WEIGHTS=…, ARGS="…")
 	@$(PY) -m bench.gpu $(ARGS)

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from engine import EngineError
+from scripts import gpu_test
 from tests.bare_machine import MISSING
+from tests.written_results import OVER
 
 ROOT = Path(__file__).resolve().parents[1]
-GPU_TESTS = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "cuda").glob("test_*.py"))
+GPU_TESTS = [str(file.relative_to(ROOT)) for file in gpu_test.files()]
 
 
-def bare(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m` of a bare GPU machine does with `command`."""
-    environment = {**os.environ, "POLARLM_TEST_GPU": "1", **variables}
-    return subprocess.run(
-        [sys.executable, "-m", "tests.bare_machine", "-m", *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def bare_pytest(*arguments: str) -> str:
-    """The output of pytest, which must pass."""
-    done = bare("pytest", "-p", "no:cacheprovider", *arguments)
+    """The output of pytest on a bare GPU machine, where it must pass."""
+    command = [sys.executable, "-m", "tests.bare_machine", "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    done = run(command, POLARLM_TEST_GPU="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,7 +62,82 @@ def test_every_test_of_a_gpu_is_found() -> None:
     assert all(f"{name}::" in found for name in GPU_TESTS)
 
 
-def test_tests_of_a_gpu_pass() -> None:
+def test_every_test_that_can_run_on_a_gpu_does() -> None:
+    """In the order of importance; test files of the emulator and of texts alone are left out."""
+    folder = ROOT / "tests" / "cuda"
+    names = [file.stem for file in gpu_test.files()]
+    assert names[: len(gpu_test.FIRST)] == [*gpu_test.FIRST]
+    assert len({*names}) == len(names)
+    on_device = re.compile(r"open_device\b|tests\.cuda\.programs|run_naive")
+    others = {"test_cupy_device"}  # which has a function of its own of that name
+    expected = {file.stem for file in folder.glob("test_*.py") if on_device.search(file.read_text(encoding="utf-8"))}
+    assert {*names} == expected - others
+
+
+def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Some of each kind: kernels alone, ops, a model; packed weights need no package for their format."""
-    files = [f"tests/cuda/test_{name}.py" for name in ("kernels_basic", "packed_weights", "packed_model")]
-    bare_pytest(*files, "-k", "rms_norm or parts_of_the_inputs or (activation and q4_k and 12) or mixed_types")
+    some = "rms_norm_is or parts_of_the_inputs or (activation and q4_k and 12) or mixed_types"
+    command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
+    results = tmp_path / "results.jsonl"
+    flags = f"--workers 1 --results {results} -p no:cacheprovider -k '{some}'"
+    done = run([*command, f"ARGS={flags}"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert first["gpu"] == "Fake GPU"
+    assert {line["test"].split("::")[0].split("/")[-1] for line in lines} >= {"test_packed_weights.py"}
+    assert {line["result"] for line in lines} == {"passed"}
+
+
+def test_without_a_gpu_or_packages_there_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(device: str, threads: int) -> None:
+        raise EngineError("device=cuda: No NVIDIA driver found")
+
+    monkeypatch.setattr(gpu_test, "select", missing)
+    assert gpu_test.main([]) == 2
+    assert capsys.readouterr().err == "error: device=cuda: No NVIDIA driver found\n"
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    assert gpu_test.main([]) == 2
+    assert capsys.readouterr().err == "error: The tests need the Python packages hypothesis\n"
+
+
+PROGRAM = """
+import pytest
+
+def test_one():
+    pass
+
+def test_two():
+    assert 1 == 2, "they differ"
+
+def test_three():
+    pytest.skip("the moon is full")
+"""
+
+
+def test_results_are_written_as_they_come_and_can_be_resumed(tmp_path: Path) -> None:
+    program, results = tmp_path / "test_program.py", tmp_path / "results.jsonl"
+    program.write_text(PROGRAM)
+
+    def lines(*flags: str) -> list[tuple[str, str, str]]:
+        results.unlink(missing_ok=True)
+        flags = ("-p", "no:cacheprovider", "-p", "tests.written_results", "--results", str(results), *flags)
+        run([sys.executable, "-m", "pytest", str(program), *flags])
+        found = [json.loads(line) for line in results.read_text().splitlines()]
+        return [(one["test"].split("::")[1], one["result"], one.get("why", "")) for one in found]
+
+    earlier = tmp_path / "earlier.jsonl"
+    assert sorted(line[:2] for line in lines("-n", "2", "--maxschedchunk", "2")) == [
+        ("test_one", "passed"),
+        ("test_three", "skipped"),
+        ("test_two", "failed"),
+    ]
+    results.rename(earlier)
+    with earlier.open("a") as file:
+        file.write('{"test": "cut o')
+    again = lines("--but-not", str(earlier))
+    assert [line[:2] for line in again] == [("test_two", "failed"), ("test_three", "skipped")]
+    assert "they differ" in again[0][2]
+    assert again[1][2] == "the moon is full"
+    assert {line[1:] for line in lines("--until", "1")} == {("skipped", OVER)}

@@ -70,38 +70,8 @@ def emulated(free: int = 1 << 30) -> Gpu:
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`open_gpu` finds CuPy's stand-in, with what a clock wants beside what the engine uses."""
+    """`open_gpu` finds CuPy's stand-in."""
     machine, modules = fake_cupy.make()
-    cupy, cuda = modules["cupy"], modules["cupy.cuda"]
-
-    class Event:
-        done = True
-        count = itertools.count()
-
-        def __init__(self, disable_timing: bool = False):
-            self.timing = not disable_timing
-
-        def record(self, stream: Any) -> None:
-            assert stream is machine.stream
-            assert machine.recorded is None
-            self.time = next(self.count)
-
-        def synchronize(self) -> None:
-            pass
-
-    def elapsed(first: Event, second: Event) -> float:
-        assert first.timing
-        assert second.timing
-        return 2.0 * (second.time - first.time)
-
-    def copy(to: np.ndarray, of: np.ndarray) -> None:
-        assert to.shape == of.shape
-        machine.do(lambda: np.copyto(to, of))
-
-    cuda.Event, cuda.get_elapsed_time, cuda.get_current_stream = Event, elapsed, lambda: machine.stream
-    cuda.runtime.deviceSynchronize = lambda: None
-    cuda.runtime.driverGetVersion, cuda.runtime.runtimeGetVersion = lambda: 13020, lambda: 13000
-    cupy.copyto, cupy.__version__ = copy, "14.0"
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in (DEVICE, RECORDING):

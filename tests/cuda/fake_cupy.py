@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cuda.runtime = _runtime(machine)
     cuda.driver = SimpleNamespace(CUDADriverError=CUDADriverError)
     cuda.Stream = lambda non_blocking: _Stream(machine)
-    cuda.Event = _Event
+    cuda.Event, cuda.get_elapsed_time, cuda.get_current_stream = _Event, _elapsed, lambda: machine.stream
     cuda.MemoryPool = lambda allocator=None: Pool(machine, allocator)
     cuda.Memory = lambda size: Memory(machine, size)
     cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, UnownedMemory
@@ -166,6 +167,8 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
         gemmEx=lambda *args: _gemm(machine, *args),
     )
     cupy.cuda, cupy.ndarray, cupy.empty = cuda, Array, machine.empty
+    cupy.copyto = lambda to, source: machine.do(np.copyto, to, source)
+    cupy.__version__ = "14.0"
     cupy.ascontiguousarray = lambda x: np.ascontiguousarray(x).view(Array)
     cupy.get_default_memory_pool = lambda: machine.common
     cupy.RawModule = lambda code, options: SimpleNamespace(get_function=lambda name: _Kernel(machine, code, name))
@@ -205,6 +208,9 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memGetInfo=lambda: (machine.room - machine.allocated, 2 << 30),
         memcpyAsync=copy,
         memsetAsync=clear,
+        deviceSynchronize=lambda: None,
+        driverGetVersion=lambda: 13020,
+        runtimeGetVersion=lambda: 13000,
     )
 
 
@@ -218,17 +224,28 @@ def _using(machine: Machine, malloc: object) -> Iterator[None]:
 
 
 class _Event:
-    done = True
+    """Its time is the number of events before it."""
 
-    def __init__(self, disable_timing: bool):
-        self.awaited = True
+    done = True
+    _count = itertools.count()
+
+    def __init__(self, disable_timing: bool = False):
+        self.awaited, self.timing = True, not disable_timing
 
     def synchronize(self) -> None:
         self.awaited = True
 
     def record(self, stream: _Stream) -> None:
+        assert stream is stream.machine.stream
         assert stream.machine.recorded is None
-        self.awaited = False
+        self.awaited, self.time = False, next(self._count)
+
+
+def _elapsed(first: _Event, second: _Event) -> float:
+    """Milliseconds: two from each event to the next."""
+    assert first.timing
+    assert second.timing
+    return 2.0 * (second.time - first.time)
 
 
 class _Stream:

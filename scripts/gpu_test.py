@@ -1,0 +1,92 @@
+"""`make gpu-test`: runs the kernels' tests on the GPU of this machine, the most telling first.
+
+Every result goes to a file as it comes, so that a run that is cut off can be read, and gone on with by --resume.
+Arguments that are not listed go to pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import report
+from engine import EngineError
+from engine.backends.select import select
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "cuda"
+# Every op; packed weights; whole models; what only a GPU can show. Then single kernels in all variants.
+FIRST = ("test_ops_emulated", "test_packed_weights", "test_packed_model", "test_model_emulated", "test_gpu")
+# They would show nothing about the GPU: tests of the compiler for other architectures, of the emulator, of CuPy's
+# stand-in, of texts and counts.
+NEVER = ("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_shapes", "test_source")
+_MOST_WORKERS = 12
+_BUDGET = 380  # seconds
+_NEEDED = ("pytest", "hypothesis")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns pytest's exit code, or 2 where nothing can run."""
+    options, for_pytest = _parser().parse_known_args(argv)
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        print(f"error: The tests need the Python packages {' and '.join(missing)}", file=sys.stderr)
+        return 2
+    try:
+        ops, _ = select("cuda", 0)
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    import pytest
+
+    from tests.written_results import write
+
+    os.environ["POLARLM_TEST_GPU"] = "1"
+    results = options.results or _results(ops.name)
+    write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
+    print(f"{ops.name}: results go to {results} as they come; no test begins after {options.budget} s")
+    given = ["-p", "tests.written_results", "--results", str(results), "--until", str(time.time() + options.budget)]
+    if options.resume is not None:
+        given += ["--but-not", str(options.resume)]
+    return int(pytest.main([*map(str, files()), *given, *_workers(options.workers), *for_pytest]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu_test", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--workers", type=int, default=min(_MOST_WORKERS, os.cpu_count() or 1), help="processes")
+    parser.add_argument("--budget", type=int, default=_BUDGET, help="seconds after which no test begins")
+    parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="leave out tests that passed in these results")
+    return parser
+
+
+def files() -> list[Path]:
+    """The files of tests that run on a GPU, in the order of their importance."""
+    there = {file.stem: file for file in sorted(FOLDER.glob("test_*.py"))}
+    left_out = {name for name in there if name in NEVER or name.startswith("test_emulator_")}
+    return [there[name] for name in dict.fromkeys((*FIRST, *there)) if name not in left_out]
+
+
+def _workers(count: int) -> list[str]:
+    """pytest's arguments for tests in several processes: most of their time goes into compiling kernels."""
+    if count < 2:
+        return []
+    if importlib.util.find_spec("xdist") is None:
+        print("The Python package pytest-xdist is missing: the tests run in one process, and fewer in the time")
+        return []
+    return ["-n", str(count), "--maxschedchunk", "2"]
+
+
+def _results(gpu: str) -> Path:
+    """A new file in the folder of local results."""
+    folder = ROOT / "bench" / "results" / "local"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"gpu-tests-{report.slug(gpu)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
