@@ -71,6 +71,13 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS_LEFT) : "memory");
 }
 
+// (low, high) as halves, rounded to nearest; numbers beyond ±65504 become these, NaN stays NaN.
+__device__ __forceinline__ unsigned halves_within(float low, float high) {
+    unsigned r;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
 // 2^x in one instruction: relative error 2^-22; results below 2^-126 are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
     float r;
@@ -174,14 +181,9 @@ __device__ __forceinline__ void store_within(T *p, const float (&values)[N]) {
 }
 template <int N>
 __device__ __forceinline__ void store_within(__half *p, const float (&values)[N]) {
-    const __half2 most = __float2half2_rn(65504.0f);
     unsigned words[N / 2];
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-        const __half2 rounded = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
-        const __half2 clipped = __hmax2_nan(__hmin2_nan(rounded, most), __hneg2(most));
-        words[i] = *reinterpret_cast<const unsigned *>(&clipped);
-    }
+    for (int i = 0; i < N / 2; ++i) words[i] = halves_within(values[2 * i], values[2 * i + 1]);
 #pragma unroll
     for (int i = 0; i < N / 2; i += 4)
         *reinterpret_cast<uint4 *>(p + 2 * i) = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);

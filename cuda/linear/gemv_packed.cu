@@ -10,14 +10,15 @@
 // up. Of the inputs, its 8 warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
 // alone: it copies a unit of a tile, whole blocks of the format, which lie together, to its ring of SLOTS in shared
 // memory, and its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). It rounds its inputs
-// itself, each lane ROWS · UNIT / 256 times 8 of them, and stores them as B operands, which all tiles share. Columns
-// of B behind the last row of x repeat rows, and their sums are not read.
+// itself, each lane ROWS · UNIT / 256 times 8 of them, as B operands, which all tiles share. Of 8 rows, a lane rounds
+// just what it multiplies. Of fewer rows, lanes give each other theirs in shared memory, and the columns of B behind
+// the last row repeat rows: their sums are not read.
 // Grid (ceil(rows of weights / (16 · TILES))), 256 threads.
 // DEFINES: ACT (of x: float), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8), TILES (even if GATED), SLOTS (at
 // least 2), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined).
 // JOINS: activation.cuh, output_tile.cuh.
-// Dynamic shared memory: 8 · max(SLOTS · BYTES + 2 · ROWS · UNIT, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit
-// of a tile.
+// Dynamic shared memory: 8 · max(SLOTS · BYTES + X, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile; X:
+// 2 · ROWS · UNIT, or 0 with 8 rows.
 // Cost: bytes of the weights, of which 8 · (SLOTS − 1) units per block are in flight at any time; each block reads its
 // inputs of all rows from L2 or L1.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
@@ -25,18 +26,21 @@
 constexpr int WARPS = 8, TILE = 16 * TILES;
 constexpr int UNIT = WEIGHT::VALUES > 128 ? WEIGHT::VALUES : 128, BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
 constexpr int OCTETS = ROWS * UNIT / 8;  // 8 inputs of a row each
+constexpr bool KEPT = ROWS == 8;         // a lane multiplies what it has rounded itself
 static_assert(8 % ROWS == 0 && OCTETS >= 16 && SLOTS >= 2 && !(GATED && TILES % 2), "as the head says");
 
-// Rounds one unit of all rows of x, from input k on, to B operands: for each 32 inputs those of each row in turn.
-// Returns the sum of squares of what the lane has read, which is of row lane / 4 % ROWS.
-__device__ __forceinline__ float round_inputs(uint4 *octets, const ACT *x, const float *norm, int k, int rows, int in) {
-    const int lane = threadIdx.x % 32;
-    const ACT *const row = x + min(lane / 4 % ROWS, rows - 1) * (long long)in;
-    float squares = 0.0f;
-#pragma unroll
-    for (int first = 0; first < OCTETS; first += 32) {
-        const int octet = first + lane, at = k + octet / (4 * ROWS) * 32 + octet % 4 * 8;
-        if (OCTETS % 32 && octet >= OCTETS || UNIT != WEIGHT::VALUES && at >= in) break;
+// A warp's share of x, one unit of all rows, as B operands: for each 32 inputs those of each row in turn.
+struct Inputs {
+    const ACT *row;         // the row that the lane rounds: lane / 4 % ROWS
+    const float *norm;
+    uint4 *shared;          // [OCTETS]; used only if not KEPT
+    uint4 kept[UNIT / 32];  // used only if KEPT
+    float squares;          // the sum over all that the lane has rounded
+
+    // Rounds the lane's octets first + lane. k: the unit's first input.
+    __device__ __forceinline__ void round(int first, int k, int in) {
+        const int lane = threadIdx.x % 32, octet = first + lane, at = k + octet / (4 * ROWS) * 32 + octet % 4 * 8;
+        if (OCTETS % 32 && octet >= OCTETS || UNIT != WEIGHT::VALUES && at >= in) return;
         float values[8];
         load_floats(values, row + at);
 #if NORMED
@@ -48,18 +52,23 @@ __device__ __forceinline__ float round_inputs(uint4 *octets, const ACT *x, const
             values[j] *= g[j];
         }
 #endif
-        store_within(reinterpret_cast<__half *>(octets + octet), values);
+        store_within(reinterpret_cast<__half *>(KEPT ? &kept[first / 32] : &shared[octet]), values);
     }
-    return squares;
-}
+    // Inputs k + 8 * (lane % 4) … + 7 of row lane / 4 % ROWS.
+    __device__ __forceinline__ uint4 at(int k) const {
+        return KEPT ? kept[k / 32] : shared[k / 8 * ROWS + threadIdx.x % (4 * ROWS)];
+    }
+};
 
-// Adds the products of one unit: 16 rows of weights × all rows of x, of which `left` inputs are there.
-__device__ __forceinline__ void add_unit(float (&sums)[4], const unsigned char *unit, const uint4 *octets, int left,
-                                         unsigned zero) {
+// Adds the products of one unit: 16 rows of weights × all rows of x. first: input of the unit. round: inputs that are
+// KEPT are rounded on the way, few at a time, which saves registers.
+__device__ __forceinline__ void add_unit(float (&sums)[4], const unsigned char *unit, Inputs &inputs, int first, int in,
+                                         bool round, unsigned zero) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < UNIT; k += 32) {
-        if (UNIT != WEIGHT::VALUES && k >= left) break;
+        if (UNIT != WEIGHT::VALUES && first + k >= in) break;
+        if (KEPT && round) inputs.round(k, first, in);
         const unsigned char *const block = unit + k / WEIGHT::VALUES * WEIGHT::BLOCK;
         const unsigned char *const plane =
             block + WEIGHT::codes(WEIGHT::VALUES / WEIGHT::GROUP) + k % WEIGHT::VALUES / 32 * 64 * WEIGHT::BITS;
@@ -70,7 +79,7 @@ __device__ __forceinline__ void add_unit(float (&sums)[4], const unsigned char *
             const auto factors = WEIGHT::factors(block, half * 8 + lane / 4, group);
             w[half] = WEIGHT::halves(WEIGHT::unpack(plane, lane, half, zero), factors);
         }
-        const uint4 v = octets[k / 8 * ROWS + lane % (4 * ROWS)];
+        const uint4 v = inputs.at(k);
         const unsigned low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
         mma_m16n8k16_f16(sums, {w[0].x, w[1].x, w[0].y, w[1].y}, low);
         mma_m16n8k16_f16(sums, {w[0].z, w[1].z, w[0].w, w[1].w}, high);
@@ -86,7 +95,8 @@ gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const fl
     const int units = (in + UNIT - 1) / UNIT;
     const Tile tile = {int(blockIdx.x) * (GATED ? TILE / 2 : TILE), out};
     unsigned char *const places = shared + warp * (SLOTS * BYTES);
-    uint4 *const octets = reinterpret_cast<uint4 *>(shared + WARPS * SLOTS * BYTES) + warp * OCTETS;
+    Inputs inputs = {x + min(lane / 4 % ROWS, rows - 1) * (long long)in, norm,
+                     reinterpret_cast<uint4 *>(shared + WARPS * SLOTS * BYTES) + warp * OCTETS};
     const unsigned char *tiles[TILES];
 #pragma unroll
     for (int m = 0; m < TILES; ++m) tiles[m] = WEIGHT::block_at(weight, tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
@@ -105,17 +115,20 @@ gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const fl
     };
 #pragma unroll
     for (int i = 0; i < SLOTS - 1; ++i) copy(i * BYTES, warp + i / TILES * WARPS, i % TILES);
-    float sums[TILES][4] = {}, squares = 0.0f;
+    float sums[TILES][4] = {};
     int slot = 0, free = (SLOTS - 1) * BYTES;
     for (int unit = warp; unit < units; unit += WARPS) {
-        __syncwarp();
-        squares += round_inputs(octets, x, norm, unit * UNIT, rows, in);
+        if (!KEPT) {
+            __syncwarp();
+#pragma unroll
+            for (int first = 0; first < OCTETS; first += 32) inputs.round(first, unit * UNIT, in);
+        }
 #pragma unroll
         for (int m = 0; m < TILES; ++m) {
             cp_async_wait<SLOTS - 2>();
             __syncwarp();
             copy(free, unit + (m + SLOTS - 1) / TILES * WARPS, (m + SLOTS - 1) % TILES);
-            add_unit(sums[m], places + slot, octets, in - unit * UNIT, unsigned(rows) >> 31);
+            add_unit(sums[m], places + slot, inputs, unit * UNIT, in, m == 0, unsigned(rows) >> 31);
             free = slot;
             slot = slot == (SLOTS - 1) * BYTES ? 0 : slot + BYTES;
         }
@@ -133,6 +146,7 @@ gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const fl
                 joined[(warp * ROWS + row) * pitch_of(TILE) + m * 16 + i / 2 * 8 + lane / 4] = sums[m][i];
         }
 #if NORMED
+    float squares = inputs.squares;
     squares += __shfl_xor_sync(0xffffffffu, squares, 1);
     squares += __shfl_xor_sync(0xffffffffu, squares, 2);
 #pragma unroll

@@ -103,11 +103,11 @@ BUDGETS = [
     Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
     Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 61, 5.781),
     Budget("gemm_small", product("gemm_small", 16, {"WARPS_OUT": 1, "ACT": "__half", "NORMED": 0}, "q4_k"), 72, 8.375),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 5}, "q4_k"), 56, 3.273),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 5}, "q4_k"), 56, 3.203),
     Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 5}, "q4_k"), 63, 3.078),
-    Budget("gemv_packed", product("gemv_packed", 8, {"TILES": 2, "SLOTS": 3}, "q4_k"), 128, 3.965),
+    Budget("gemv_packed", product("gemv_packed", 8, {"TILES": 2, "SLOTS": 5}, "q4_k"), 128, 3.527),
     Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 3}, "q6_k"), 76, 4.367),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 6}, "q8_0"), 48, 3.922),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 6}, "q8_0"), 48, 3.781),
     Budget("prefill_attention", attention("prefill_attention", "f16", "f16", 0), 252, 0.951),
 ]
 

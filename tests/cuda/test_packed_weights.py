@@ -87,7 +87,7 @@ def test_products_of_few_rows(ops: CudaOps, rng: np.random.Generator, name: str,
     check_product(ops, rng, name, rows, 37, width_of(name, 11))
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 4, 5])
 @pytest.mark.parametrize("name", ["q4_1", "q6_k"])
 def test_products_whose_warps_take_several_units(
     ops: CudaOps, rng: np.random.Generator, name: str, rows: int, monkeypatch: pytest.MonkeyPatch

@@ -170,17 +170,18 @@ def _gemm_small() -> list[Variant]:
 
 
 def _gemv_packed() -> list[Variant]:
+    """With one tile and two, and the shared memory of the smallest and of the largest GPU."""
     variants = []
-    for weight, rows, tiles, memory in itertools.product(_PACKED, (1, 2, 4, 8), (1, 2), (100 << 10, 228 << 10)):
-        format, out = weight_formats.get(weight), 4096 * tiles
-        block = format.values, packed.block_bytes(format)
-        config, _ = launch_configs.gemv_packed(rows, out, 128, memory, *block)
-        constants = {name: (value,) for name, value in config.defines.items()}
-        variants += [
-            replace(variant, dynamic_shared=config.shared)
-            for variant in _linear("gemv_packed", ACT=("float",), WEIGHT=(weight,), **constants)
-            if tiles == 2 or "ACTIVATION" not in variant.defines
-        ]
+    for weight, rows, out in itertools.product(_PACKED, (1, 2, 4, 8), (256, 16384)):
+        format = weight_formats.get(weight)
+        for memory in (100 << 10, 228 << 10):
+            config, _ = launch_configs.gemv_packed(rows, out, 128, memory, format.values, packed.block_bytes(format))
+            constants = {name: (value,) for name, value in config.defines.items()}
+            variants += [
+                replace(variant, dynamic_shared=config.shared)
+                for variant in _linear("gemv_packed", ACT=("float",), WEIGHT=(weight,), **constants)
+                if config.defines["TILES"] != 1 or "ACTIVATION" not in variant.defines
+            ]
     return variants
 
 

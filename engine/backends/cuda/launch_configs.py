@@ -60,9 +60,12 @@ def gemv_packed(
     values, nbytes: of a block of one row of the format on the device. gated: weights are [gate | up].
     """
     most, warps = 1 << (rows - 1).bit_length(), _GEMV_PACKED_WARPS
-    tiles = 2 if gated or out >= 2 * 2 * 16 * processors else 1  # as long as two blocks a multiprocessor are left
+    # Two tiles share a block's work on x, of which more rows have more; but with few blocks processors are idle.
+    blocks = 2 * processors if most <= 2 else processors * 7 // 8
+    tiles = 2 if gated or out >= 32 * blocks else 1
     unit = max(128, values)  # UNIT
-    copied, inputs = 16 * nbytes * unit // values, 2 * most * unit  # bytes of a unit of a tile, and of its inputs
+    copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
+    inputs = 2 * most * unit if most < 8 else 0  # bytes of x in shared memory; else lanes keep it
     slots = 0
     for resident in (2, 1):  # blocks of a multiprocessor
         free = min(SHARED_BYTES, shared_memory // resident) - _SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
