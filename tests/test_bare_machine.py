@@ -77,6 +77,7 @@ def test_every_test_that_can_run_on_a_gpu_does() -> None:
 def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Some of each kind: kernels alone, ops, a model; packed weights need no package for their format."""
     some = "rms_norm_is or parts_of_the_inputs or (activation and q4_k and 12) or mixed_types"
+    some += " or (random_schedules and f16) or types1-Q4_K_M-1]"
     command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
     results = tmp_path / "results.jsonl"
     flags = f"--workers 1 --results {results} -p no:cacheprovider -k '{some}'"

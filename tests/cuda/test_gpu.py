@@ -25,15 +25,18 @@ from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import Place, SpanView
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import Transformer
+from engine.model.forward import ModelWeights, Transformer
 from engine.model.weights import load_weights
 from engine.quantization.conditioning import Conditioning
 from engine.sampling.sample import Draw, Sampling
-from model_loaders import demo
+from model_loaders import ModelConfig, demo
 from model_loaders import load_weights as open_weights
 from model_loaders.user_dirs import cache_folder
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
+from tests.cuda.gpu_sizes import SIZES
+from tests.cuda.test_packed_model import mixed_model
+from tests.random_weights import RandomWeights
 from tests.shared_data import shared
 
 pytestmark = pytest.mark.skipif(
@@ -46,8 +49,6 @@ GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 # -- recorded work -------------------------------------------------------------------------------------------------
 
 BLOCK = 16
-PROMPT = 16 * BLOCK + 5  # 15 quantized blocks: two more, and the table is twice as wide
-STEPS = 130
 
 
 class Unrecorded(CudaOps):
@@ -62,26 +63,35 @@ class Unrecorded(CudaOps):
         return work(*map(there, inputs))
 
 
-def small_model(ops: CudaOps, types: tuple[str, str], fixture: str = "llama_gqa_llama3_tied") -> Transformer:
-    """With room for a few sequences."""
-    config, source, _ = open_weights(FIXTURES / fixture)
+def weights_of(ops: CudaOps, kind: str) -> tuple[ModelConfig, ModelWeights]:
+    """kind: name of a fixture; Q4_K_M or bf16 for random weights."""
+    if kind in ("Q4_K_M", "bf16"):
+        config, mixed = mixed_model()
+        return config, load_weights(ops, config, mixed if kind == "Q4_K_M" else RandomWeights(config, lambda _: kind))
+    config, source, _ = open_weights(FIXTURES / kind)
     weights = load_weights(ops, config, source)
     source.close()
+    return config, weights
+
+
+def small_model(ops: CudaOps, types: tuple[str, str], kind: str = "llama_gqa_llama3_tied") -> Transformer:
+    """With room for a few sequences."""
+    config, weights = weights_of(ops, kind)
     k, v = (codecs.get(name) for name in types)
     layers = tuple(LayerShape(k, v, 0 if types[0] == "f16" else 8, config.window(i)) for i in range(config.layers))
     shape = CacheShape(BLOCK, config.kv_heads, config.head_dim, layers)
     stored = Conditioning(k.rotation(config.head_dim), v.rotation(config.head_dim))
-    plan = plan_for_tokens(shape, 16 * (PROMPT + STEPS), 16)
+    plan = plan_for_tokens(shape, 16 * (SIZES.prompt + SIZES.steps), 16)
     return Transformer(ops, config, weights, KVStore(ops, plan, [stored] * config.layers))
 
 
 def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """STEPS tokens of `count` sequences of different lengths, (STEPS, B), and the last logits (B, V) of the prompts
-    and of the steps."""
+    """Tokens of the steps of `count` sequences of different lengths, (steps, B), and the last logits (B, V) of
+    the prompts and of the steps."""
     rng, store = np.random.default_rng(7), model.store
     sequences: list[SequenceKV] = []
     for index in range(count):
-        ids = rng.integers(5, model.config.vocab_size, PROMPT - 3 * index).tolist()
+        ids = rng.integers(5, model.config.vocab_size, SIZES.prompt - 3 * index).tolist()
         sequences.append(store.new_sequence())
         span = store.open(sequences[-1], len(ids))
         hidden = model.forward([span], ids)
@@ -89,7 +99,7 @@ def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
     logits = [model.logits(hidden[-1:])[0]]
     chosen, ids = [], [7] * count
     draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * count
-    for _ in range(STEPS):
+    for _ in range(SIZES.steps):
         spans = [store.open_step(sequence) for sequence in sequences]
         ids = model.step(spans, ids, draws)
         for span in spans:
@@ -102,11 +112,12 @@ def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
+@pytest.mark.parametrize("kind", ["llama_gqa_llama3_tied", "Q4_K_M", "bf16"])
 @pytest.mark.parametrize("types", [("f16", "f16"), ("ring4", "ring3.5")])
-def test_replayed_steps_equal_launched_steps(types: tuple[str, str], count: int) -> None:
+def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, count: int) -> None:
     """Across block ends and growing block tables, tokens and logits are bit-equal."""
-    recorded, logits = steps(small_model(CudaOps(open_device()), types), count)
-    plain, plain_logits = steps(small_model(Unrecorded(open_device()), types), count)
+    recorded, logits = steps(small_model(CudaOps(open_device()), types, kind), count)
+    plain, plain_logits = steps(small_model(Unrecorded(open_device()), types, kind), count)
     np.testing.assert_array_equal(recorded, plain)
     np.testing.assert_array_equal(logits, plain_logits)
     assert np.isfinite(logits).all()

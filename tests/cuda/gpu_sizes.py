@@ -1,0 +1,20 @@
+"""How much the tests of whole models do: on a GPU a lot, on the emulator what shows that they work."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GpuSizes:
+    """schedules: random schedules of requests, in all tests of them together. prompt, steps: tokens of a prompt, and
+    steps after it, in blocks of 16; by default the table of blocks becomes twice as wide."""
+
+    schedules: int = 100
+    prompt: int = 261
+    steps: int = 130
+
+
+SMALL = GpuSizes(schedules=1, prompt=21, steps=12)
+SIZES = GpuSizes() if os.environ.get("POLARLM_TEST_GPU") else SMALL
