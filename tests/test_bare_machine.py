@@ -142,3 +142,20 @@ def test_results_are_written_as_they_come_and_can_be_resumed(tmp_path: Path) -> 
     assert "they differ" in again[0][2]
     assert again[1][2] == "the moon is full"
     assert {line[1:] for line in lines("--until", "1")} == {("skipped", OVER)}
+
+
+def test_the_gpu_s_benchmark_needs_neither_packages_nor_a_network(tmp_path: Path) -> None:
+    command = ["make", "--no-print-directory", "gpu-bench", f"PY={sys.executable} -m tests.bare_machine"]
+    output = tmp_path / "out.json"
+    flags = f"--output {output} --layers 1 --contexts 64 --batches 1 --types f16,ring4/ring3.5 --budget 100000"
+    done = run([*command, f"ARGS={flags}"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "The speed of a whole model was not measured: pass one as WEIGHTS=PATH." in done.stderr
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert found["machine"]["gpu"]["name"] == "Fake GPU"
+    assert not found["not_measured"]
+    assert all(found[part] for part in ("limits", "attention", "steps", "matrices", "prefill", "encoding"))
+    # No PyTorch, or one that knows nothing of the stand-in.
+    notes = {peer["note"] for peer in found["attention_peers"]}
+    assert notes in ({"PyTorch is not installed"}, {"PyTorch sees no GPU"})

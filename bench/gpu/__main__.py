@@ -32,7 +32,6 @@ from model_loaders.config import ModelConfig
 
 # A sequence has a sink, a quantized block and a current block, and starts more than a block before the context.
 _LEAST_BLOCKS = 4
-_STEP_CONTEXTS = (2048, 32768, 131072)
 _SMALL_ROWS = (8, 16, 64)
 _MATRICES = ("qkv", "out", "gate_up", "down", "head")
 
@@ -58,15 +57,12 @@ def main(
     gpu: Gpu | None = None,
     sizes: Sizes | None = None,
     peers: Peers = half_attention,
-    step_contexts: Sequence[int] = _STEP_CONTEXTS,
 ) -> int:
     """Measures, writes the JSON, prints the tables; returns the exit code. Without a `gpu`, that of the machine."""
-    return run(lambda given: _measure_and_report(given, gpu, sizes or Sizes(), peers, step_contexts), argv)
+    return run(lambda given: _measure_and_report(given, gpu, sizes or Sizes(), peers), argv)
 
 
-def _measure_and_report(
-    argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peers: Peers, step_contexts: Sequence[int]
-) -> None:
+def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peers: Peers) -> None:
     started = time.monotonic()
     options, destination = parse(
         argv,
@@ -84,7 +80,7 @@ def _measure_and_report(
     output = destination.path("gpu", gpu.about["name"])
     note(f"Takes {report.duration(options.budget)} at most, plus the rest of the last task")
     sizes = replace(sizes, config=replace(sizes.config, layers=options.layers))
-    plan = Plan(gpu, sizes, peers, types, contexts, batches, step_contexts)
+    plan = Plan(gpu, sizes, peers, types, contexts, batches)
     results = Results()
     for name, work in plan.tasks():
         if time.monotonic() - started > options.budget:
@@ -144,7 +140,6 @@ class Plan:
     types: Sequence[CacheType]
     contexts: Sequence[int]
     batches: Sequence[int]
-    step_contexts: Sequence[int]
 
     def __post_init__(self) -> None:
         sizes = self.sizes
@@ -190,7 +185,7 @@ class Plan:
         self._model = None  # frees its memory
 
     def _cells(self) -> list[tuple[int, int]]:
-        return [(context, batch) for batch in self.batches for context in self.step_contexts]
+        return [(context, batch) for batch in self.batches for context in self.sizes.step_contexts]
 
     def _with_model(self, measure: Callable[..., Row], *given: Any) -> list[Row]:
         """One measurement of the model, which is made on first use. Raises EngineError if it does not fit."""

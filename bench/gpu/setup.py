@@ -44,6 +44,7 @@ class Sizes:
     noise: int = (1 << 24) + 999  # random weights, repeated to fill matrices; not a multiple of a row
     gemm: int = 8192  # rows and columns
     prompt: int = 8192  # tokens
+    step_contexts: tuple[int, ...] = (2048, 32768, 131072)  # tokens
     runs: int = 10  # of each measurement; the median counts
 
 

@@ -37,7 +37,18 @@ from tests.cuda.emulated import EmulatedDevice
 CONFIG = replace(
     LLAMA_8B, layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64, max_context=128
 )
-SIZES = Sizes(CONFIG, block_size=16, blocks=3, rotated=1 << 13, copied=1 << 12, noise=999, gemm=32, prompt=48, runs=1)
+SIZES = Sizes(
+    CONFIG,
+    block_size=16,
+    blocks=3,
+    rotated=1 << 13,
+    copied=1 << 12,
+    noise=999,
+    gemm=32,
+    prompt=48,
+    step_contexts=(64,),
+    runs=1,
+)
 DEVICE, RECORDING = "engine.backends.cuda.cupy_device", "engine.backends.cuda.cupy_recording"
 
 
@@ -88,7 +99,7 @@ def no_peers(config: Any, context: int, batch: int, rotated: int, runs: int) -> 
 
 def run(output: Path, *flags: str, gpu: Gpu | None = None, sizes: Sizes = SIZES, peers: Any = no_peers) -> int:
     argv = ["--output", str(output), "--layers", "1", "--contexts", "64", *flags]
-    return kernels.main(argv, gpu, sizes, peers, step_contexts=(64,))
+    return kernels.main(argv, gpu, sizes, peers)
 
 
 def cells(line: str) -> list[str]:
