@@ -29,6 +29,22 @@ __device__ __forceinline__ unsigned shared_address(const void *p) {
 DEFINE_MMA(mma_m16n8k16_f16, "f16")
 DEFINE_MMA(mma_m16n8k16_bf16, "bf16")
 
+// threadIdx.x, read anew: what is computed from it is not kept in registers over a loop around the call.
+__device__ __forceinline__ int thread_read_anew() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// start + number · SIZE. The compiler does not see this sum, so it does not take it apart, to compute an address of its
+// own for each of several accesses at constant distances.
+template <unsigned SIZE>
+__device__ __forceinline__ const unsigned char *at_record(const unsigned char *start, unsigned number) {
+    const unsigned char *record;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(record) : "r"(number), "n"(SIZE), "l"(start));
+    return record;
+}
+
 // Transposes an 8 × 8 tile of 16-bit values over the warp; a lane has two neighbours of a row.
 __device__ __forceinline__ unsigned movmatrix_transposed(unsigned v) {
     unsigned r;

@@ -29,7 +29,7 @@ _NOTHING = np.zeros(1, np.int32)  # a graph needs an input
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Seconds of one call, combining of splits included; bytes that it reads; its error (`bench.gpu.cache`)."""
+    """Seconds of one call; bytes that it reads; its error (`bench.gpu.cache`)."""
 
     cache_type: str
     context: int

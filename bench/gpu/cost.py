@@ -13,14 +13,15 @@ from functools import lru_cache
 
 from bench.gpu.paper import BLOCK_SIZE, Launch, Part
 from bench.gpu.sass import Counts, disassemble
+from engine.backends.cuda.launch_configs import decode_cells
 from engine.errors import EngineError
 from model_loaders.config import ModelConfig
 from tests.cuda.nvrtc import compile_binary
 
 # Seconds that a kernel adds to its bytes or instructions: until it begins after the one before it, and until all
-# multiprocessors are busy, and then idle again. Attention waits for three loads that depend on each other, and merges
-# the results of its warps. Estimates for an H200.
-_BEGIN, _RAMP, _ATTENTION_RAMP = 1.3e-6, 1.4e-6, 3.0e-6
+# multiprocessors are busy, and then idle again. Attention waits for three loads that depend on each other, merges the
+# results of its warps, and the last multiprocessor of a KV head adds those of the others. Estimates for an H200.
+_BEGIN, _RAMP, _ATTENTION_RAMP = 1.3e-6, 1.4e-6, 4.0e-6
 
 _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
 _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
@@ -130,16 +131,13 @@ def _attention_time(
     """
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     units = _units(launch, loop)
-    splits, heads, sequences = launch.grid
-    warps = launch.threads // 32
-    per_split = -(-part.blocks // splits)
-    rounds = -(-per_split // warps)
-    waves = -(-splits * heads * sequences // machine.processors)
-    blocks = waves * warps * rounds
+    (ctas,), warps = launch.grid, launch.threads // 32
+    cells = batch * config.kv_heads * decode_cells(config.heads // config.kv_heads)[0]
+    blocks = warps * -(-cells * part.blocks // (ctas * warps))
     values = 2 * config.head_dim * BLOCK_SIZE
     per_block = part.bytes / max(1, batch * config.kv_heads * part.blocks)
     # The other multiprocessors read less while the last round is half empty, which leaves more to this one.
-    most = min(blocks * per_block, waves * part.bytes / machine.processors + warps * per_block)
+    most = min(blocks * per_block, part.bytes / machine.processors + warps * per_block)
     clocks, limit = _busiest(loop, blocks * values / units, most, machine)
     return clocks / machine.clock + _BEGIN + _ATTENTION_RAMP, limit, registers, 32 * loop.common / units
 

@@ -1,70 +1,34 @@
-// The op `attention` for a step: Σ softmax(scale · q·k) v of new tokens over their sequences, in splits that combine.cu
-// adds. T rows: one new token of each of B sequences, or up to STEP_ROWS of each.
+// The op `attention` for a step: softmax(scale · q·k) v of new tokens over their sequences, scaled and rotated back.
+// T rows: one new token of each of B sequences, or up to STEP_ROWS of each.
 //
-// part_acc (T, H, SPLITS, DP): Σ 2^(score − max) v over the tokens of the split, v still rotated; undefined from D on.
-// part_ml (T, H, SPLITS, 2): max and Σ 2^(score − max); −inf and 0, with part_acc 0, if the split sees no token.
+// out (T, H, D): factors (H), or null for ones, times each head, then diag(before) · H/√ORDER · diag(behind) as in
+// rotate.cu; with ORDER 1 there is no rotation, and the signs `before` and `behind` (D) are not read. A row without
+// visible tokens gives 0.
+// acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K · chunks. counts (cells): zero
+// before the launch, and again after it.
 // q (T, H, D): transformed as the keys are. keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …): records.
 // spans (B, span_stride): a Span for each sequence, whose `current` and `next` are in full_k and full_v; one of zeros
 // sees no token. window: tokens that a query sees, itself included; 0 for all. Behind the newest token a
 // full-precision record may hold anything, also NaN.
-// DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence). PRECOND: records aligned to 128 bytes,
-// part_acc and tables to 16, part_ml and q to 8; STEP_ROWS <= N where it is above 1.
+// DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER. PRECOND: records aligned to 128
+// bytes, acc and tables to 16, ml and q to 8; STEP_ROWS <= N where it is above 1; ORDER divides D, and is at most 32 or
+// D % 32 == 0.
 //
-// Grid (SPLITS, K · chunks, B), where chunks is CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence;
-// block WARPS · 32, dynamic shared memory SHARED_BYTES + 1024. No part of the launch depends on lengths, so that it can
-// be recorded: SPLITS follows from the grid and the number of SMs, with one CTA per SM.
+// Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED_BYTES + 4 (2 B + 7 WARPS + 3) + 1024.
+// chunks: CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence. No part of the launch depends on lengths,
+// so that it can be recorded: every CTA computes from `spans` which units are its own (shares.cuh).
 //
 // Both products are transposed: the cache is the operand of 16 rows, and up to 8 query heads, of one row or of several,
 // are the 8 columns of the other:
 //     Sᵀ (16 tokens, 8 heads)   += K  (16 tokens, 16 channels) · qᵀ (16 channels, 8 heads)
 //     Oᵀ (16 channels, 8 heads) += Vᵀ (16 channels, 16 tokens) · Pᵀ (16 tokens, 8 heads)
 // Codes are decoded in registers, once for all query heads of a KV head; norms of tokens multiply Sᵀ and Pᵀ.
-// Work is dealt out round-robin to the warps of all splits, in units of about equal bytes: first the quantized blocks,
-// then the full-precision records in slices of 16 tokens. While a warp decodes values, it loads the next keys' codes.
-// JOINS: attention.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh.
-
-// Adds the results of a CTA's warps and writes the sums of its columns to part_acc and part_ml.
-__device__ __forceinline__ void merge(ColumnState &state, unsigned char *shared, float *part_acc, float *part_ml,
-                                      const Work &work, int kv_heads) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, tg = lane & 3;
-    float *acc = reinterpret_cast<float *>(shared), *ml = acc + WARPS * HEADS * MERGE_ROW;
-    __syncthreads();  // the sums take the place of the tables
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-        float sum = state.sum[c];
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
-        const int head = 2 * tg + c;
-        if (head >= work.columns) continue;
-        float *row = acc + (warp * HEADS + head) * MERGE_ROW + 2 * g;
-#pragma unroll
-        for (int j = 0; j < STEPS; ++j)
-            *reinterpret_cast<float2 *>(row + 16 * j) = make_float2(state.acc[j][c], state.acc[j][c + 2]);
-        if (g == 0) *reinterpret_cast<float2 *>(ml + 2 * (warp * HEADS + head)) = make_float2(state.top[c], sum);
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < work.columns * (DP / 4); e += WARPS * 32) {
-        const int head = e / (DP / 4), channel = e % (DP / 4) * 4;
-        float top = LOWEST, sum = 0.0f;
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, ml[2 * (w * HEADS + head)]);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const float2 own = *reinterpret_cast<const float2 *>(ml + 2 * (w * HEADS + head));
-            const float4 x = *reinterpret_cast<const float4 *>(acc + (w * HEADS + head) * MERGE_ROW + channel);
-            const float rescale = exp2_fast(own.x - top);
-            sum += own.y * rescale;
-            total.x += x.x * rescale, total.y += x.y * rescale, total.z += x.z * rescale, total.w += x.w * rescale;
-        }
-        const long long at = work.vector(head, kv_heads) * gridDim.x + blockIdx.x;
-        *reinterpret_cast<float4 *>(part_acc + at * DP + channel) = total;
-        if (channel == 0) {
-            part_ml[2 * at] = sum > 0.0f ? top : NEGATIVE_INFINITY;
-            part_ml[2 * at + 1] = sum;
-        }
-    }
-}
+// While a warp decodes values, it loads the next keys' codes.
+//
+// A cell inside one CTA's share is finished there. Of any other, each CTA stores its sum, and the last one to do so,
+// by `counts`, adds them up. Sums are added in the order of the row, so the result is the same in every run. By
+// rounding it depends on the number of CTAs and on the lengths of all sequences, which say where the row is cut.
+// JOINS: attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh, sums.cuh.
 
 // The dynamic shared memory, at an address that the compiler knows: then it is an immediate of each lookup's load, and
 // no instruction adds it. Up to sm_89 the compiler finds the address itself; from sm_90 on, where CTAs may be in
@@ -79,40 +43,138 @@ __device__ __forceinline__ unsigned char *at_known_address(unsigned char *dynami
 #endif
 }
 
+// Whether this CTA is the last one of those that share `cell`; the count is zero again after that.
+__device__ __forceinline__ bool arrives_last(int *count, const Shares &ctas, const Cell &cell) {
+    const int sharing = ctas.taker(cell.end - 1) - ctas.taker(cell.start) + 1;
+    if (atomicAdd(count, 1) + 1 < sharing) return false;
+    atomicExch(count, 0);
+    return true;
+}
+
+// Adds the sums of the CTA's warps, and those of all CTAs where this one is the last of a cell.
+__device__ __forceinline__ void finish(unsigned char *shared, int *is_last, const Plan &plan, const Sums &sums,
+                                       const Result &result, int *counts, int chunks) {
+    const int warp = threadIdx.x / 32, heads = plan.kv_heads * GROUP;
+    const Shares ctas = plan.ctas(), warps = plan.warps();
+    const int begin = ctas.begin(blockIdx.x), end = ctas.end(blockIdx.x);
+    const WarpSums own(shared);
+    __syncthreads();
+    // The heads of all cells are dealt out to the warps.
+    for (int unit = begin, c = warp; unit < end;) {
+        const Cell cell = plan.cell(unit);
+        const CellColumns columns(plan, cell.sequence, cell.number, chunks);
+        const int cell_end = min(cell.end, end), number = sums.part(columns.cell, blockIdx.x);
+        for (; c < columns.count; c += WARPS) {
+            HeadSum head = own.head(warps, unit, cell_end, c, sums, columns.cell);
+            if (cell.start >= begin && cell.end <= end) result.write(head, columns.vector(c, plan.kv_heads), heads);
+            else head.store(sums.acc_at(number) + c * DP, sums.ml_at(number) + 2 * c);
+        }
+        c -= columns.count, unit = cell_end;
+    }
+    // Only the first and the last cell can have units of other CTAs.
+    const Cell first = plan.cell(begin), last = plan.cell(end - 1);
+    const bool shares_first = first.start < begin || first.end > end;
+    const bool shares_last = last.start != first.start && last.end > end;
+    if (!shares_first && !shares_last) return;
+    __syncthreads();
+    if (threadIdx.x < 2) {
+        const Cell own_cell = threadIdx.x == 0 ? first : last;
+        const int number = CellColumns(plan, own_cell.sequence, own_cell.number, chunks).cell;
+        __threadfence();
+        const bool is_shared = threadIdx.x == 0 ? shares_first : shares_last;
+        is_last[threadIdx.x] = is_shared && arrives_last(counts + number, ctas, own_cell);
+        __threadfence();
+    }
+    __syncthreads();
+    int c = warp;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+        if (!is_last[i]) continue;
+        const Cell cell = plan.cell(i == 0 ? begin : end - 1);
+        const CellColumns columns(plan, cell.sequence, cell.number, chunks);
+        const int from = ctas.taker(cell.start), count = ctas.taker(cell.end - 1) - from + 1;
+        const int number = sums.part(columns.cell, from);
+        const float *const acc = sums.acc_at(number), *const ml = sums.ml_at(number);
+        for (; c < columns.count; c += WARPS) {
+            HeadSum head;
+            head.add(acc + c * DP, HEADS * DP, ml + 2 * c, 2 * HEADS, count);
+            result.write(head, columns.vector(c, plan.kv_heads), heads);
+        }
+        c -= columns.count;
+    }
+}
+
+// Zeros for the rows of sequences that see no token.
+__device__ __forceinline__ void clear_unseen(const Plan &plan, float *out) {
+    if (STEP_ROWS > 1) return;  // such a sequence has no rows
+    const int size = plan.kv_heads * GROUP * D;
+    for (int sequence = blockIdx.x; sequence < plan.sequences; sequence += gridDim.x) {
+        if (plan.stretches[sequence].size > 0) continue;
+        for (int i = threadIdx.x; i < size; i += WARPS * 32) out[(long long)sequence * size + i] = 0.0f;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-decode_attention_kernel(float *part_acc, float *part_ml, const float *q, const unsigned char *keys,
+decode_attention_kernel(float *out, float *acc, float *ml, int *counts, const float *q, const unsigned char *keys,
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
-                        int span_stride, int kv_heads, int window, float scale) {
+                        const float *factors, const float *before, const float *behind, int sequences, int span_stride,
+                        int kv_heads, int chunks, int window, float scale) {
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = at_known_address(dynamic);
-    const int lane = threadIdx.x % 32;
-    const Pools all = {keys, values, full_k, full_v, kv_heads};
-    Work work = Work::find(spans, span_stride, kv_heads, window);
-    if (STEP_ROWS > 1 && work.columns <= 0) return;  // another sequence has more rows
-    Pools pools = all.at_head(work.kv_head);
+    int *const is_last = reinterpret_cast<int *>(shared + SHARED_BYTES);
+    const Plan plan(is_last + 2, spans, span_stride, sequences, kv_heads, window);
+    const Pools pools = {keys, values, full_k, full_v, kv_heads};
+    const Sums sums = {acc, ml, sequences * kv_heads * chunks};
+    const bool has_units = plan.fill();
+    clear_unseen(plan, out);
+    if (!has_units) return;
 
+    ColumnState state;
     Codes codes;
-    if constexpr (!ALL_FULL)
-        if (work.count > 0) {
-            const int id = work.quantized.ids[work.first];
-            codes.keys.load(pools.key(id), 0, lane);
-            codes.values.load(pools.value(id), 0, lane);
-        }
-    const int g = lane >> 2;
-    ColumnState state(q + work.vector(g, kv_heads) * D, g < work.columns, scale * LOG2_E, lane);
-    if constexpr (Tables::BYTES > 0)
-        if (blockIdx.x < work.quantized.count) {  // a warp of this CTA has a quantized block
-            Tables::fill(shared, key_tables, value_tables);
-            __syncthreads();
-        }
-    if constexpr (!ALL_FULL) {
-        const BlockMask block_mask(work, work.mask(window, lane));
-        const int *const ids = work.quantized.ids + work.first;
-        attend_blocks(state, codes, ids, work.stride, work.count, block_mask, pools, shared, lane);
-        work = Work::find(spans, span_stride, kv_heads, window);
-        pools = all.at_head(work.kv_head);
+    const auto begin_turn = [&] {
+        plan.begin_turn();
+        const Work work = Work::find(plan, chunks);
+        const int lane = thread_read_anew() % 32, g = lane >> 2;
+        codes = Codes();  // the registers of the last cell's codes are free
+        if constexpr (!ALL_FULL)
+            if (work.count > 0) {
+                const unsigned record = pools.record(work.quantized.ids[work.first], work.columns.kv_head);
+                codes.keys.load(pools.key(record), 0, lane);
+                codes.values.load(pools.value(record), 0, lane);
+                if (lane == 0) plan.turns[thread_read_anew() / 32].oldest = work.visible.oldest - work.end();
+                __syncwarp();
+            }
+        const bool is_there = work.units > 0 && g < work.columns.count;
+        state.start(q + work.columns.vector(g, kv_heads) * D, is_there, scale * LOG2_E, lane);
+    };
+    begin_turn();
+    if constexpr (Tables::BYTES > 0) {
+        Tables::fill(shared, key_tables, value_tables);
+        __syncthreads();
     }
-    attend_full(state, work, work.mask(window, lane), pools, lane);
-    merge(state, shared, part_acc, part_ml, work, kv_heads);
+#pragma unroll 1
+    for (;;) {
+        const int lane = threadIdx.x % 32;
+        if constexpr (!ALL_FULL) {
+            const Work work = Work::find(plan, chunks);
+            const BlockMask block_mask(plan, work, work.mask(window, lane));
+            attend_blocks(state, codes, plan, chunks, work.count, block_mask, pools, shared, lane);
+        }
+        {
+            const Work work = Work::find(plan, chunks);
+            attend_full(state, work, work.mask(window, lane), pools, lane);
+        }
+        const Work work = Work::find(plan, chunks);
+        const int warp = thread_read_anew() / 32, columns = work.units > 0 ? work.columns.count : 0;
+        const bool ends_share = plan.turns[warp].next >= plan.turns[warp].end;
+        if (ends_share) __syncthreads();  // the sums take the place of the tables
+        const WarpSums own(shared);
+        const int at = warp * HEADS, cell = work.columns.cell;
+        store_sum(state, ends_share ? own.acc + at * MERGE_ROW : sums.acc_at(cell), ends_share ? MERGE_ROW : DP,
+                  ends_share ? own.ml + 2 * at : sums.ml_at(cell), columns, thread_read_anew() % 32);
+        if (ends_share) break;
+        begin_turn();
+    }
+    finish(shared, is_last, plan, sums, {out, factors, before, behind}, counts, chunks);
 }

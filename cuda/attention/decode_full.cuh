@@ -1,20 +1,23 @@
 // Attention of a step over full-precision records. Part of decode_attention.cu.
 
-// All pools, at the records of one KV head.
+// All pools of records. A KV head's record of a block or slot has a number; the pools' addresses stay kernel arguments,
+// and take no registers.
 struct Pools {
     const unsigned char *keys, *values, *full_keys, *full_values;
     int kv_heads;
 
-    __device__ __forceinline__ Pools at_head(int kv_head) const {
-        return {keys + kv_head * KeyLayout::NBYTES, values + kv_head * ValueLayout::NBYTES,
-                full_keys + kv_head * FullKeyLayout::NBYTES, full_values + kv_head * FullValueLayout::NBYTES,
-                kv_heads};
+    __device__ __forceinline__ unsigned record(int id, int kv_head) const { return unsigned(id) * kv_heads + kv_head; }
+    __device__ __forceinline__ const unsigned char *key(unsigned record) const {
+        return at_record<KeyLayout::NBYTES>(keys, record);
     }
-
-    __device__ __forceinline__ const unsigned char *key(int id) const { return keys + at(id, KeyLayout::NBYTES); }
-    __device__ __forceinline__ const unsigned char *value(int id) const { return values + at(id, ValueLayout::NBYTES); }
-    __device__ __forceinline__ unsigned long long at(int id, int nbytes) const {
-        return static_cast<unsigned long long>(static_cast<unsigned>(id)) * static_cast<unsigned>(kv_heads * nbytes);
+    __device__ __forceinline__ const unsigned char *value(unsigned record) const {
+        return at_record<ValueLayout::NBYTES>(values, record);
+    }
+    __device__ __forceinline__ const unsigned char *full_key(unsigned record) const {
+        return at_record<FullKeyLayout::NBYTES>(full_keys, record);
+    }
+    __device__ __forceinline__ const unsigned char *full_value(unsigned record) const {
+        return at_record<FullValueLayout::NBYTES>(full_values, record);
     }
 };
 
@@ -27,18 +30,19 @@ struct Slice {
 
     // Slice number e. With ALL_FULL the blocks between sink and current block come first.
     __device__ __forceinline__ Slice(int e, const QuantizedBlocks &quantized, const FullBlocks &full,
-                                     const Pools &pools, int lane) {
+                                     const Pools &pools, int kv_head, int lane) {
         const int block_slices = ALL_FULL ? quantized.count * SLICES : 0;
         const int in_current = e - block_slices - full.sink_slices;
         if (e < block_slices) {
             start = quantized.number * N + 16 * e;
-            key = pools.key(quantized.ids[e / SLICES]), value = pools.value(quantized.ids[e / SLICES]);
+            const unsigned record = pools.record(quantized.ids[e / SLICES], kv_head);
+            key = pools.key(record), value = pools.value(record);
         } else {
             start = in_current < 0 ? 16 * (e - block_slices) : full.start + 16 * in_current;
             const bool is_next = STEP_ROWS > 1 && start >= full.next_start;
             const int slot = in_current < 0 ? full.sink : is_next ? full.next : full.current;
-            key = pools.full_keys + pools.at(slot, FullKeyLayout::NBYTES);
-            value = pools.full_values + pools.at(slot, FullValueLayout::NBYTES);
+            const unsigned record = pools.record(slot, kv_head);
+            key = pools.full_key(record), value = pools.full_value(record);
         }
         const int in_record = start % N / 16, part = in_record / PT, i = in_record % PT;
         key += (part * TILES + i) * 512 + lane * 16;
@@ -58,15 +62,21 @@ __device__ __forceinline__ void clear_unwritten(unsigned (&tile)[4], int start, 
 
 __device__ __forceinline__ void attend_slice(ColumnState &state, const Slice &slice, const Mask &mask, int newest,
                                              int lane) {
+    // Values are in flight while scores are computed, unless there are too few registers for both tiles.
+    constexpr bool TOGETHER = STEPS <= 8 || STEP_ROWS == 1;
     unsigned k[STEPS][4], v[STEPS][4];
+    const auto load_values = [&] {
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j) load_words<16, 4, true>(v[j], slice.value + j * Slice::VALUE_STEP);
+    };
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) load_words<16, 4, true>(k[s], slice.key + s * Slice::KEY_STEP);
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j) load_words<16, 4, true>(v[j], slice.value + j * Slice::VALUE_STEP);
+    if constexpr (TOGETHER) load_values();
 
     float scores[1][4] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) mma_m16n8k16_f16(scores[0], k[s], state.q[s]);
+    if constexpr (!TOGETHER) load_values();
     mask_scores(scores, slice.start, mask, lane);
     state.absorb(scores);
 
@@ -83,10 +93,10 @@ __device__ __forceinline__ void attend_slice(ColumnState &state, const Slice &sl
 // Attention over the warp's slices.
 __device__ __forceinline__ void attend_full(ColumnState &state, const Work &work, const Mask &mask, const Pools &pools,
                                              int lane) {
-    const FullBlocks full(*work.span, work.visible);
-    const int slices = (ALL_FULL ? work.quantized.count * SLICES : 0) + full.sink_slices + full.current_slices;
-    const int units_before = ALL_FULL ? 0 : work.quantized.count;
+    const FullBlocks full(*work.columns.span, work.visible);
+    const int units_before = ALL_FULL ? 0 : work.quantized.count, end = work.first + work.units - units_before;
 #pragma unroll 1
-    for (int e = work.first + work.count * work.stride - units_before; e < slices; e += work.stride)
-        attend_slice(state, Slice(e, work.quantized, full, pools, lane), mask, work.visible.newest, lane);
+    for (int e = work.first + work.count - units_before; e < end; ++e)
+        attend_slice(state, Slice(e, work.quantized, full, pools, work.columns.kv_head, lane), mask,
+                     work.visible.newest, lane);
 }

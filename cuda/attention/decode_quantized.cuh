@@ -1,11 +1,11 @@
 // Attention of a step over quantized blocks. Part of decode_attention.cu.
 
-// Writes q · mean of the 16 blocks whose ids lanes 0 … 15 have to the warp's means [16][8 columns].
-__device__ __forceinline__ void mean_scores(float2 *means, const ColumnState &state, const Pools &pools, int id,
-                                            int lane) {
+// Writes q · mean of the 16 blocks whose records lanes 1 … 16 have the numbers of to the warp's means [16][8 columns].
+__device__ __forceinline__ void mean_scores(float2 *means, const ColumnState &state, const Pools &pools,
+                                            unsigned record, int lane) {
     const int g = lane >> 2, tg = lane & 3;
-    const unsigned char *low = pools.key(__shfl_sync(ALL_LANES, id, g));
-    const unsigned char *high = pools.key(__shfl_sync(ALL_LANES, id, g + 8));
+    const unsigned char *low = pools.key(__shfl_sync(ALL_LANES, record, g + 1));
+    const unsigned char *high = pools.key(__shfl_sync(ALL_LANES, record, g + 9));
     float products[4] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
@@ -28,9 +28,10 @@ struct Codes {
     typename ValueCodec::Codes values;
 };
 
-// Part `number` of quantized block `id`.
+// Part `number` of a quantized block, behind which the warp's turn has `left` − 1 of them.
 struct BlockPart {
-    int id, number;
+    unsigned record;
+    int number, left;
 };
 
 // codes: in, those of `part`; out, unless `part` is the last one, those of `next`, which are loaded meanwhile.
@@ -38,7 +39,8 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
                                             const BlockPart &next, bool last, const BlockMask &block_mask, float2 mean,
                                             const Pools &pools, unsigned char *shared, int lane) {
     float scores[PT][4] = {}, norm[2 * PT];
-    if constexpr (KeyCodec::NORMED) KeyCodec::norms(norm, pools.key(part.id), part.number, lane, Tables::keys(shared));
+    if constexpr (KeyCodec::NORMED)
+        KeyCodec::norms(norm, pools.key(part.record), part.number, lane, Tables::keys(shared));
     {
         typename KeyCodec::Decoder decoder(codes.keys, Tables::keys(shared), lane);
 #pragma unroll
@@ -48,7 +50,7 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
             mma_m16n8k16_f16(scores[t % PT], a, state.q[t / PT]);
         }
     }
-    if (!last) codes.keys.load(pools.key(next.id), next.number, lane);
+    if (!last) codes.keys.load(pools.key(next.record), next.number, lane);
 #pragma unroll
     for (int i = 0; i < PT; ++i)
 #pragma unroll
@@ -58,8 +60,8 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
                 KeyCodec::NORMED ? fmaf(scores[i][c], norm[2 * i + c / 2], mean_score) : scores[i][c] + mean_score;
         }
     if constexpr (ValueCodec::NORMED)
-        ValueCodec::norms(norm, pools.value(part.id), part.number, lane, Tables::values(shared));
-    block_mask.apply(scores, lane);
+        ValueCodec::norms(norm, pools.value(part.record), part.number, lane, Tables::values(shared));
+    block_mask.apply(scores, part.left, part.number, lane);
     state.absorb(scores);
 
     typename ValueCodec::Decoder decoder(codes.values, Tables::values(shared), lane);
@@ -74,30 +76,36 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
         decoder.next(t, a);
         mma_m16n8k16_f16(state.acc[t % STEPS], a, p);
     }
-    if (!last) codes.values.load(pools.value(next.id), next.number, lane);
+    if (!last) codes.values.load(pools.value(next.record), next.number, lane);
 }
 
-// Attention over `left` quantized blocks, whose ids are ids[0], ids[stride], … . codes, block_mask: those of the first
-// block's first part.
-__device__ __forceinline__ void attend_blocks(ColumnState &state, Codes &codes, const int *ids, int stride, int left,
-                                              BlockMask block_mask, const Pools &pools, unsigned char *shared,
+// Attention over the quantized blocks of the warp's turn, `left` of them. codes: those of the first block's first part.
+__device__ __forceinline__ void attend_blocks(ColumnState &state, Codes &codes, const Plan &plan, int chunks, int left,
+                                              const BlockMask &block_mask, const Pools &pools, unsigned char *shared,
                                               int lane) {
-    float2 *means = reinterpret_cast<float2 *>(shared + Tables::BYTES) + threadIdx.x / 32 * 64;
-    for (; left > 0; ids += 16 * stride) {
-        // Lane l < 16 has the id of the l-th block from here; behind the last block it has the last id again.
-        const int id = ids[min(lane, left - 1) * stride];
-        if constexpr (KeyLayout::MEAN_BITS != 0) mean_scores(means, state, pools, id, lane);
+    float2 *means = reinterpret_cast<float2 *>(shared + Tables::BYTES) + thread_read_anew() / 32 * 64;
+    while (left > 0) {
+        // Blocks are counted from the last one, and taken in groups of 16 of that count. Lanes 1 … 16 have the
+        // numbers of their records, and lane 0 that of the block after them.
+        unsigned record;
+        {
+            const Work work = Work::find(plan, chunks);
+            const int number = min(max(0, (left - 1) / 16 * 16 + lane - 1), left - 1);
+            const int id = work.quantized.ids[work.first + work.count - 1 - number];
+            record = pools.record(id, work.columns.kv_head);
+        }
+        if constexpr (KeyLayout::MEAN_BITS != 0) mean_scores(means, state, pools, record, lane);
+        int number = 0;
 #pragma unroll 1
-        for (int j = 0, number = 0; j < 16 && left > 0;) {
-            const int own = __shfl_sync(ALL_LANES, id, j);
+        do {
+            const int j = (left - 1) % 16;
             float2 mean = make_float2(0.0f, 0.0f);
             if constexpr (KeyLayout::MEAN_BITS != 0) mean = means[4 * j + (lane & 3)];
-            const BlockPart part = {own, number};
+            const BlockPart part = {__shfl_sync(ALL_LANES, record, j + 1), number, left};
             const bool ends_block = number == PARTS - 1, last = ends_block && left == 1;
-            number = ends_block ? 0 : number + 1, j += ends_block, left -= ends_block;
-            const BlockPart next = {__shfl_sync(ALL_LANES, id, j), number};
+            number = ends_block ? 0 : number + 1, left -= ends_block;
+            const BlockPart next = {__shfl_sync(ALL_LANES, record, j + !ends_block), number, left};
             attend_part(state, codes, part, next, last, block_mask, mean, pools, shared, lane);
-            block_mask.advance(ends_block, stride);
-        }
+        } while (number > 0 || left % 16 > 0);
     }
 }

@@ -1,14 +1,21 @@
 // The running softmax of a warp of decode_attention.cu, and its masks. Part of that file.
 
+// Of a lane's two columns in a product, those that may be query heads.
+constexpr int OWN_COLUMNS = HEADS > 1 ? 2 : 1;
+
 // Queries and online softmax of a warp's columns; lane 4g + tg has columns 2tg, 2tg + 1 in top, sum and acc.
 struct ColumnState {
     unsigned q[STEPS][2];                        // qᵀ: channels 16s + 2tg + {0, 1} and + {8, 9} of column g
-    float acc[STEPS][4] = {};                    // Oᵀ: [j][2h + c] is channel 16j + 2g + h of column 2tg + c
-    float top[2] = {LOWEST, LOWEST}, sum[2] = {};  // maximum; sum over this lane's tokens, rows g and g + 8
+    float acc[STEPS][4];                         // Oᵀ: [j][2h + c] is channel 16j + 2g + h of column 2tg + c
+    float top[OWN_COLUMNS], sum[OWN_COLUMNS];    // maximum; sum over this lane's tokens, rows g and g + 8
 
-    // vector: q of column g, if it exists; factor: scale · log₂e, so that weights are 2^score.
-    __device__ __forceinline__ ColumnState(const float *vector, bool is_there, float factor, int lane) {
+    // Nothing has been seen. vector: q of column g, if it exists; factor: scale · log₂e, so that weights are 2^score.
+    __device__ __forceinline__ void start(const float *vector, bool is_there, float factor, int lane) {
         const int tg = lane & 3;
+#pragma unroll
+        for (int c = 0; c < OWN_COLUMNS; ++c) top[c] = LOWEST, sum[c] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; ++i) {
             const int channel = 8 * i + 2 * tg;
@@ -21,31 +28,38 @@ struct ColumnState {
     // Turns the scores of 16 · COUNT tokens into weights, and scales acc and sum to the new maximum.
     template <int COUNT>
     __device__ __forceinline__ void absorb(float (&scores)[COUNT][4]) {
-        float next[2] = {top[0], top[1]};
+        float next[OWN_COLUMNS];
+        bool grows = false;
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
+        for (int c = 0; c < OWN_COLUMNS; ++c) {
+            next[c] = top[c];
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) next[c] = fmaxf(next[c], fmaxf(scores[i][c], scores[i][c + 2]));
 #pragma unroll
             for (int step = 4; step < 32; step *= 2)
                 next[c] = fmaxf(next[c], __shfl_xor_sync(ALL_LANES, next[c], step));
+            grows |= next[c] > top[c];
         }
-        if (__any_sync(ALL_LANES, next[0] > top[0] || next[1] > top[1])) {  // rare after the first blocks
-            const float rescale[2] = {exp2_fast(top[0] - next[0]), exp2_fast(top[1] - next[1])};
+        if (__any_sync(ALL_LANES, grows)) {  // rare after the first blocks
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                sum[c] *= rescale[c];
+            for (int c = 0; c < OWN_COLUMNS; ++c) {
+                const float rescale = exp2_fast(top[c] - next[c]);
+                sum[c] *= rescale;
                 top[c] = next[c];
 #pragma unroll
-                for (int j = 0; j < STEPS; ++j) acc[j][c] *= rescale[c], acc[j][c + 2] *= rescale[c];
+                for (int j = 0; j < STEPS; ++j) acc[j][c] *= rescale, acc[j][c + 2] *= rescale;
             }
         }
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                scores[i][c] = exp2_fast(scores[i][c] - top[c & 1]);
-                sum[c & 1] += scores[i][c];
+                if (c % 2 >= OWN_COLUMNS) {
+                    scores[i][c] = 0.0f;
+                    continue;
+                }
+                scores[i][c] = exp2_fast(scores[i][c] - top[c % 2]);
+                sum[c % 2] += scores[i][c];
             }
     }
 };
@@ -78,40 +92,37 @@ __device__ __forceinline__ void mask_scores(float (&scores)[COUNT][4], int start
         }
 }
 
-// The window over a warp's quantized blocks: hides, for each of the lane's columns, the first `tokens` tokens from the
-// next part on. No quantized block has tokens behind a query token.
+// The window over the quantized blocks of a warp's turn: hides, for each of the lane's columns, the first tokens of
+// part `number` of the block behind which there are `left` − 1 others. No quantized block has tokens behind a query.
 struct BlockMask {
-    int tokens[2];
+    int oldest[2], window;  // oldest visible position, counted from the end of the last block
 
-    __device__ __forceinline__ BlockMask(const Work &work, const Mask &mask) {
-        const int start = (work.quantized.number + work.first) * N;
+    __device__ __forceinline__ BlockMask(const Plan &, const Work &work, const Mask &mask) : window(mask.window) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) tokens[c] = mask.window > 0 ? mask.own[c] - mask.window + 1 - start : 0;
+        for (int c = 0; c < 2; ++c) oldest[c] = mask.own[c] - mask.window + 1 - work.end();
     }
-    __device__ __forceinline__ void apply(float (&scores)[PT][4], int lane) const {
-        if (max(tokens[0], tokens[1]) <= 0) return;
+    __device__ __forceinline__ void apply(float (&scores)[PT][4], int left, int number, int lane) const {
+        const int start = number * PART - left * N;
+        if (window == 0 || max(oldest[0], oldest[1]) <= start) return;
 #pragma unroll
         for (int i = 0; i < PT; ++i)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-                if (16 * i + c / 2 * 8 + (lane >> 2) < tokens[c % 2]) scores[i][c] = NEGATIVE_INFINITY;
-    }
-    __device__ __forceinline__ void advance(bool is_last, int stride) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) tokens[c] -= PART + (is_last ? (stride - 1) * N : 0);
+                if (start + 16 * i + c / 2 * 8 + (lane >> 2) < oldest[c % 2]) scores[i][c] = NEGATIVE_INFINITY;
     }
 };
 #else
-// The window over a warp's quantized blocks: hides the first `tokens` tokens of the block from the next part on.
+// The window over the quantized blocks of a warp's turn: hides the first tokens of part `number` of the block behind
+// which there are `left` − 1 others.
 struct BlockMask {
-    int tokens;
+    const Plan &plan;  // the oldest visible position is in the warp's turn: a register less in the loop
 
-    __device__ __forceinline__ BlockMask(const Work &work, const Mask &mask)
-        : tokens(work.first ? 0 : mask.oldest - work.quantized.number * N) {}
-    __device__ __forceinline__ void apply(float (&scores)[PT][4], int lane) const {
-        mask_scores(scores, 0, {tokens, PART}, lane);
+    __device__ __forceinline__ BlockMask(const Plan &plan, const Work &, const Mask &) : plan(plan) {}
+    __device__ __forceinline__ void apply(float (&scores)[PT][4], int left, int number, int lane) const {
+        if (plan.window == 0) return;
+        const int start = number * PART - left * N;
+        mask_scores(scores, start, {plan.turns[thread_read_anew() / 32].oldest, start + PART}, lane);
     }
-    __device__ __forceinline__ void advance(bool is_last, int stride) { tokens = is_last ? 0 : tokens - PART; }
 };
 #endif
 

@@ -305,7 +305,7 @@ class Ops(Protocol):
         scale: multiplies the scores. Query head h reads KV head h // (H // K). With a window, position p sees only
         positions > p − window. transform: its scale_back and inverse value rotation are applied to the result; None
         leaves the result in the space of the stored values.
-        CUDA: decode_attention and combine in a step, prefill_attention and rotate in a prompt; rotate_dense where the
+        CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
         rotation is dense.
         """
 

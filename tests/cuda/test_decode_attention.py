@@ -5,8 +5,10 @@ The reference is attention over what the codecs' own fields decode to; `tests.cu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as cached
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from tests.cuda.nvrtc import SHARED_LIMIT, compile_text
 from tests.cuda.programs import Program
 from tests.cuda.test_kernels_basic import hadamard_signs
 from tests.cuda.variants import Cache, Variant
+from tests.cuda_emulator import EmulatorError
 
 SEEDS = [0, 1, 2]
 
@@ -32,54 +35,39 @@ def compiled(text: str) -> Program:
     return Program(text)
 
 
-def i32(value: int) -> np.int32:
-    return np.int32(value)
-
-
-def parts(
-    cache: PagedCache, q: np.ndarray, *, splits: int, warps: int, window: int = 0, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """q (T, H, D) → part_acc (T, H, splits, DP), part_ml (T, H, splits, 2)."""
-    rows, heads, dim = q.shape
-    group, most = heads // cache.kv_heads, max(1, *(span.rows for span in cache.headers))
-    chunks = -(-group * most // 8)
-    columns = -(-group // chunks) if most == 1 else 8
-    layouts = cache.key_layout, cache.value_layout
-    shared = table_bytes(*layouts) + (512 * warps if cache.key_layout.mean_bits else 0)
-    shared = max(shared, 4 * warps * columns * (-(-dim // 16) * 16 + 6))
-    text = source("decode_attention", *layouts, GROUP=group, WARPS=warps, STEP_ROWS=1 if most == 1 else 16)
-    acc = np.full((rows, heads, splits, -(-dim // 16) * 16), np.nan, np.float32)
-    ml = np.full((rows, heads, splits, 2), np.nan, np.float32)
-    pools = cache.keys, cache.values, cache.full_keys, cache.full_values
-    tables = cache.key_layout.tables, cache.value_layout.tables
-    numbers = i32(cache.spans.shape[1]), i32(cache.kv_heads), i32(window), np.float32(1 / np.sqrt(dim))
-    grid = splits, cache.kv_heads * chunks, len(cache.spans)
-    args = acc, ml, q, *pools, cache.spans, *tables, *numbers
-    compiled(text).launch("decode_attention_kernel", grid, (32 * warps,), *args, shared=shared, seed=seed)
-    return acc, ml
-
-
-def combined(
-    acc: np.ndarray,
-    ml: np.ndarray,
-    dim: int,
+def attend(
+    cache: PagedCache,
+    q: np.ndarray,
+    *,
+    ctas: int,
+    warps: int,
+    window: int = 0,
     seed: int = 0,
     rotation: tuple[Any, ...] = (1, None, None),
     factors: np.ndarray | None = None,
 ) -> np.ndarray:
-    """What `parts` gives, times factors (H,) → (B, H, D). rotation: order of Hadamard's matrix, signs (D) around it."""
-    sequences, heads, splits, _ = acc.shape
-    out = np.full((sequences, heads, dim), np.nan, np.float32)
+    """q (T, H, D) → (T, H, D). rotation: order of Hadamard's matrix, signs (D) around it. factors: (H,)."""
+    _, heads, dim = q.shape
+    group, most = heads // cache.kv_heads, max(1, *(span.rows for span in cache.headers))
+    chunks, columns = launch_configs.decode_cells(group, most)
+    layouts = cache.key_layout, cache.value_layout
+    shared = table_bytes(*layouts) + (512 * warps if cache.key_layout.mean_bits else 0)
+    shared = max(shared, 4 * warps * columns * (-(-dim // 16) * 16 + 6)) + 4 * (2 * len(cache.spans) + 7 * warps + 3)
     order, before, behind = rotation
-    args = out, acc, ml, factors, before, behind, i32(heads), i32(splits)
-    config = launch_configs.combine(dim, order)
-    program = compiled(source("combine", **config.defines))
-    program.launch("combine_kernel", (sequences * heads,), (config.threads,), *args, seed=seed)
+    text = source("decode_attention", *layouts, GROUP=group, WARPS=warps, STEP_ROWS=1 if most == 1 else 16, ORDER=order)
+    cells = len(cache.spans) * cache.kv_heads * chunks
+    out = np.full(q.shape, np.nan, np.float32)
+    acc = np.full((2 * cells + ctas, columns, -(-dim // 16) * 16), np.nan, np.float32)
+    ml = np.full((2 * cells + ctas, columns, 2), np.nan, np.float32)
+    counts = np.zeros(cells, np.int32)
+    pools = cache.keys, cache.values, cache.full_keys, cache.full_values
+    tables = cache.key_layout.tables, cache.value_layout.tables
+    sizes = [np.int32(x) for x in (len(cache.spans), cache.spans.shape[1], cache.kv_heads, chunks, window)]
+    args = out, acc, ml, counts, q, *pools, cache.spans, *tables, factors, before, behind, *sizes
+    scale = np.float32(1 / np.sqrt(dim))
+    compiled(text).launch("decode_attention_kernel", (ctas,), (32 * warps,), *args, scale, shared=shared, seed=seed)
+    assert not counts.any()
     return out
-
-
-def attend(cache: PagedCache, q: np.ndarray, *, seed: int = 0, **options: Any) -> np.ndarray:
-    return combined(*parts(cache, q, seed=seed, **options), q.shape[-1], seed)
 
 
 def queries(rng: np.random.Generator, cache: PagedCache, group: int) -> np.ndarray:
@@ -119,21 +107,21 @@ def test_sequences_of_any_lengths_attend(
     shape = {"head_dim": dim, "block_size": block, "mean_bits": mean_bits, "kv_heads": 2}
     cache = random_cache(rng, keys, values, lengths, **shape)
     q = queries(rng, cache, group)
-    results = [attend(cache, q, splits=2, warps=2, seed=seed) for seed in SEEDS]
+    results = [attend(cache, q, ctas=7, warps=2, seed=seed) for seed in SEEDS]
     cache.assert_attention(results[0], q)
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
 
 @pytest.mark.parametrize(("keys", "mean_bits"), [("ring4", 8), ("f16", 0)])
-@pytest.mark.parametrize(("splits", "warps"), [(1, 1), (2, 1), (1, 3), (13, 3)])
-def test_any_number_of_splits_and_warps_gives_attention(
-    rng: np.random.Generator, keys: str, mean_bits: int, splits: int, warps: int
+@pytest.mark.parametrize(("ctas", "warps"), [(1, 1), (2, 1), (1, 3), (13, 3), (90, 2)])
+def test_any_number_of_ctas_and_warps_gives_attention(
+    rng: np.random.Generator, keys: str, mean_bits: int, ctas: int, warps: int
 ) -> None:
     """One warp for all has three groups of means; 39 warps are more than the units of the short sequences."""
     cache = random_cache(rng, keys, "f16" if keys == "f16" else "ring3", [16 * 43 - 5, 16 * 18, 40, 3], **SMALL)
     q = queries(rng, cache, 3)
-    cache.assert_attention(attend(cache, q, splits=splits, warps=warps), q)
+    cache.assert_attention(attend(cache, q, ctas=ctas, warps=warps), q)
 
 
 @pytest.mark.parametrize(("keys", "values", "dim", "group", "block", "mean_bits"), CACHES)
@@ -145,7 +133,7 @@ def test_several_rows_of_a_sequence_attend(
     shape = {"head_dim": dim, "block_size": block, "mean_bits": mean_bits, "kv_heads": 2}
     cache = random_cache(rng, keys, values, lengths, step_rows=[5, 4, 1, 9, 5, 3], **shape)
     q = queries(rng, cache, group)
-    results = [attend(cache, q, splits=2, warps=2, seed=seed) for seed in SEEDS]
+    results = [attend(cache, q, ctas=7, warps=2, seed=seed) for seed in SEEDS]
     cache.assert_attention(results[0], q)
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
@@ -168,14 +156,14 @@ def test_every_row_has_its_own_window(
     cache = random_cache(rng, keys, values, lengths, step_rows=[16, 7, 4, 1, 5], dropped=dropped, **shape)
     for group in (4, 1):
         q = queries(rng, cache, group)
-        cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
+        cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
 
 
-@pytest.mark.parametrize("splits", [1, 3, 13])
-def test_several_rows_attend_with_any_number_of_splits(rng: np.random.Generator, splits: int) -> None:
+@pytest.mark.parametrize("ctas", [1, 3, 13, 50])
+def test_several_rows_attend_with_any_number_of_ctas(rng: np.random.Generator, ctas: int) -> None:
     cache = random_cache(rng, "ring4", "ring3", [16 * 43 - 5, 16 * 18, 40, 3], step_rows=[16, 1, 2, 3], **SMALL)
     q = queries(rng, cache, 3)
-    cache.assert_attention(attend(cache, q, splits=splits, warps=3), q)
+    cache.assert_attention(attend(cache, q, ctas=ctas, warps=3), q)
 
 
 SMALL = {"block_size": 16, "head_dim": 16, "mean_bits": 8}
@@ -194,25 +182,17 @@ def test_a_window_hides_older_tokens(
     lengths = [longest, longest + 20, block + 3, block * 2, 5]
     cache = random_cache(rng, keys, values, lengths, dropped=dropped, block_size=block, head_dim=16, mean_bits=8)
     q = queries(rng, cache, 4)
-    cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
-
-
-def test_a_split_without_tokens_writes_zero_weight(rng: np.random.Generator) -> None:
-    cache = random_cache(rng, "ring4", "ring4", [20], **SMALL)  # a sink's and a tail's slice
-    acc, ml = parts(cache, queries(rng, cache, 2), splits=4, warps=2)
-    assert np.isfinite(ml[:, :, :2]).all()
-    assert (ml[:, :, 2:] == [-np.inf, 0]).all()
-    assert (acc[:, :, 2:] == 0).all()
+    cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
 
 
 def test_a_sequence_without_rows_gives_zeros(rng: np.random.Generator) -> None:
     """It pads a batch."""
     cache = random_cache(rng, "ring4", "ring4", [70, 70], **SMALL)
     q = queries(rng, cache, 2)
-    full = attend(cache, q, splits=2, warps=2)
     cache.spans[1] = 0
-    out = attend(cache, q, splits=2, warps=2)
-    np.testing.assert_array_equal(out[0], full[0])
+    out = attend(cache, q, ctas=7, warps=2)
+    first = replace(cache, spans=cache.spans[:1], k=cache.k[:1], v=cache.v[:1])
+    first.assert_attention(out[:1], q[:1])
     assert (out[1] == 0).all()
 
 
@@ -220,14 +200,14 @@ def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
     """One token gets all the weight; the maximum rises from block to block."""
     cache = random_cache(rng, "ring4", "ring4", [200], **SMALL)
     q = 300 * queries(rng, cache, 2)
-    cache.assert_attention(attend(cache, q, splits=2, warps=2), q)
+    cache.assert_attention(attend(cache, q, ctas=7, warps=2), q)
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
 def test_tables_are_at_the_shared_address_that_the_kernel_assumes(arch: int) -> None:
     """If the compiler knows another address of shared memory, it reduces the kernel to a trap, with few registers."""
     cache = Cache("ring4", "ring4", 64)
-    config, _ = launch_configs.decode_attention(*cache.layouts(), 4)
+    config = launch_configs.decode_attention(*cache.layouts(), 4)
     (usage,) = compile_text(Variant("decode_attention", config.defines, cache).text(), arch)
     assert usage.registers > 64  # of codes alone there are 32
 
@@ -244,37 +224,50 @@ def test_a_wrong_span_fails_the_comparison(rng: np.random.Generator, word: str |
     q = queries(rng, cache, 2)
     wrong = replace(cache, spans=cache.spans.copy())
     wrong.spans[0, column] += 1 if wrong.spans[0, column] == 0 else -1
-    cache.assert_attention(attend(cache, q, splits=1, warps=2, window=window), q, window)
+    cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
     with pytest.raises(AssertionError, match="off by up to"):
-        cache.assert_attention(attend(wrong, q, splits=1, warps=2, window=window), q, window)
+        cache.assert_attention(attend(wrong, q, ctas=5, warps=2, window=window), q, window)
 
 
-@pytest.mark.parametrize("dim", [8, 80, 128, 256])
-@pytest.mark.parametrize("splits", [1, 5, 40])
-def test_combine_merges_splits_scales_and_rotates(rng: np.random.Generator, dim: int, splits: int) -> None:
-    sequences, heads, padded = 2, 3, -(-dim // 16) * 16
-    of_split = sequences, heads, splits
-    acc = rng.standard_normal((*of_split, padded)).astype(np.float32)
-    acc[..., dim:] = np.nan
-    ml = np.stack([20 * rng.standard_normal(of_split), rng.uniform(1, 9, of_split)], -1)
-    empty = rng.random(of_split) < 0.3
-    empty[:, 0], empty[:, 1], empty[:, :, 0] = True, False, [True, False, False]
-    acc[empty], ml[empty] = 0, (-np.inf, 0)
-    ml = ml.astype(np.float32)
-    tops, sums = ml[:, 1:, :, 0].astype(np.float64), ml[:, 1:, :, 1]
-    weights = np.exp2(tops - tops.max(-1, keepdims=True))
-    exact = (weights[..., None] * acc[:, 1:, :, :dim]).sum(2) / (weights * sums).sum(-1)[..., None]
-    for seed in SEEDS:
-        out = combined(acc, ml, dim, seed)
-        assert (out[:, 0] == 0).all()
-        # A sum of `splits` products of weights that are two roundings off, and a division.
-        allowed = (splits + 8) * EPS32 * np.abs(acc[:, 1:, :, :dim]).max()
-        assert np.abs(out[:, 1:] - exact).max() <= allowed
-        # A sum of as many as the order of Hadamard's matrix, over its root.
-        matrix = twice_signed_hadamard(dim)
-        order, *signs = hadamard_signs(matrix)
-        turned = combined(acc, ml, dim, seed, (order, *signs))
-        assert np.abs(turned[:, 1:] - exact @ matrix).max() <= 2 * np.sqrt(order) * allowed
-        factors = np.array([0.125, 4, 1024], np.float32)
-        scaled = combined(acc, ml, dim, seed, (order, *signs), factors)
-        np.testing.assert_array_equal(scaled, turned * factors[:, None])
+@pytest.mark.parametrize(("keys", "dim"), [("ring4", 8), ("f16", 80), ("ring4", 128)])
+@pytest.mark.parametrize("ctas", [1, 13])
+def test_the_result_is_scaled_and_rotated(rng: np.random.Generator, keys: str, dim: int, ctas: int) -> None:
+    """Also where several CTAs share a KV head."""
+    cache = random_cache(rng, keys, keys, [16 * 20 - 5, 3], block_size=16, head_dim=dim, kv_heads=2)
+    q = queries(rng, cache, 3)
+    plain = attend(cache, q, ctas=ctas, warps=2)
+    matrix = twice_signed_hadamard(dim)
+    order, *signs = hadamard_signs(matrix)
+    turned = attend(cache, q, ctas=ctas, warps=2, rotation=(order, *signs))
+    # Sums of as many products as the order of Hadamard's matrix, over its root.
+    assert np.abs(turned - plain.astype(np.float64) @ matrix).max() <= 4 * np.sqrt(order) * EPS32 * np.abs(plain).max()
+    factors = np.array([0.125, 4, 1024, 1, 2, 0.5], np.float32)
+    scaled = attend(cache, q, ctas=ctas, warps=2, rotation=(order, *signs), factors=factors)
+    np.testing.assert_array_equal(scaled, turned * factors[:, None])
+
+
+@pytest.mark.parametrize("keys", ["ring4", "f16"])
+def test_every_order_of_blocks_and_threads_gives_the_same_bits(rng: np.random.Generator, keys: str) -> None:
+    """Whichever CTA is the last of a cell, it adds sums in the order of tokens."""
+    cache = random_cache(rng, keys, keys, [16 * 43 - 5, 16 * 18, 40, 3], **SMALL)
+    q = queries(rng, cache, 3)
+    first, *others = (attend(cache, q, ctas=13, warps=3, seed=seed) for seed in range(6))
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+@pytest.mark.parametrize("fence", [0, 1])
+def test_a_missing_fence_between_ctas_is_found(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, fence: int
+) -> None:
+    cache = random_cache(rng, "f16", "f16", [100], **SMALL)
+
+    def without(source: Callable[..., str], *args: Any, **defines: Any) -> str:
+        pieces = source(*args, **defines).split("__threadfence();")
+        assert len(pieces) == 3
+        kept = ["__threadfence();", ""] if fence else ["", "__threadfence();"]
+        return pieces[0] + kept[0] + pieces[1] + kept[1] + pieces[2]
+
+    monkeypatch.setitem(globals(), "source", partial(without, source))
+    with pytest.raises(EmulatorError, match="race between blocks: load of global memory"):
+        attend(cache, queries(rng, cache, 2), ctas=3, warps=2)

@@ -60,6 +60,7 @@ class Variant:
 _TYPES = ("float", "__half", "__nv_bfloat16")
 _SHORT = _TYPES[1:]
 _HEAD_DIMS = (64, 80, 96, 128, 256)
+_MOST_SEQUENCES = 256  # of a step, for shared memory
 
 
 def _all(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
@@ -103,7 +104,8 @@ def _decode_attention() -> list[Variant]:
     variants = []
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
         for rows in (1, STEP_ROWS):
-            config, _ = launch_configs.decode_attention(*cache.layouts(), group, rows)
+            order = 1 if len(variants) % 4 == 3 else cache.head_dim & -cache.head_dim
+            config = launch_configs.decode_attention(*cache.layouts(), group, rows, _MOST_SEQUENCES, order)
             variants.append(Variant("decode_attention", config.defines, cache, config.shared))
     return variants
 
@@ -195,9 +197,6 @@ VARIANTS: dict[str, list[Variant]] = {
     "activate_mul": _all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh")),
     "add_bias": _all("add_bias", ACT=("float",)),
     "append_kv": _exact("append_kv"),
-    "combine": [
-        Variant("combine", launch_configs.combine(d, order).defines) for d in _HEAD_DIMS for order in (1, d & -d)
-    ],
     "transform_heads": _heads("transform_heads"),
     "copy_full": _exact("copy_full"),
     "copy_records": _all("copy_records"),

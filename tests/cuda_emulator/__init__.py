@@ -8,12 +8,14 @@ With `device.h` and the files that it includes, g++ compiles CUDA C++; `matrix.h
 access.
 
 It is stricter than a GPU: only `__syncthreads` and `__syncwarp` order memory accesses of different threads (no shuffle,
-vote or matrix operation does), and blocks of one launch may share nothing but atomics.
+vote or matrix operation does), and blocks of one launch may share nothing but atomics, and what one block stores before
+a `__threadfence` and an atomic, and another reads after an atomic at the same address and a `__threadfence`
+(`fences.cpp`).
 
-It can't show: speed; orders that only fences, spinning or several launches establish; wgmma, bulk copies and clusters;
-that NVRTC fuses a * b + c into one rounding (where bits count, write __fmul_rn, __fadd_rn or __fmaf_rn); the error of
-approximate intrinsics (__expf, rsqrtf, exp2_fast are correct floats here); loads of global memory that has not been
-written (fill outputs and scratch with NaN).
+It can't show: speed; orders that only spinning, other fences or several launches establish; wgmma, bulk copies and
+clusters; that NVRTC fuses a * b + c into one rounding (where bits count, write __fmul_rn, __fadd_rn or __fmaf_rn); the
+error of approximate intrinsics (__expf, rsqrtf, exp2_fast are correct floats here); loads of global memory that has not
+been written (fill outputs and scratch with NaN).
 """
 
 from tests.cuda_emulator.driver import EmulatorError, Program

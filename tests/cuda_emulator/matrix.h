@@ -93,6 +93,13 @@ EMULATOR_PRIMITIVE static void mma_m16n8k16_bf16(float (&d)[4], const unsigned (
     emulator::mma<__nv_bfloat16>("mma_m16n8k16_bf16", d, a, b);
 }
 
+static inline int thread_read_anew() { return int(threadIdx.x); }
+
+template <unsigned SIZE>
+static inline const unsigned char *at_record(const unsigned char *start, unsigned number) {
+    return start + size_t(number) * SIZE;
+}
+
 EMULATOR_PRIMITIVE static unsigned movmatrix_transposed(unsigned v) {
     EMULATOR_AT_CALLER();
     emulator::Slots slots = emulator::meet(~0u, "movmatrix_transposed", 0, &v, sizeof v);

@@ -27,6 +27,7 @@ class AttentionOps:
 
     def __init__(self, device: Device, launch: Launcher, heads: HeadOps):
         self._device, self._launch, self._heads = device, launch, heads
+        self._counts: dict[int, Array] = {}
 
     def attention(
         self,
@@ -70,23 +71,28 @@ class AttentionOps:
         self, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters, back: DeviceRotation
     ) -> Array:
         """Attention of a step's rows, whose K/V are in full-precision slots. back: a rotation without a matrix."""
-        (rows, heads, dim), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
-        group = heads // kv_heads
-        config, chunks = launch_configs.decode_attention(*cache.layouts, group, spans.most_rows)
-        splits = launch_configs.decode_splits(self._device.processors, kv_heads * chunks * count)
-        parts = self._device.empty((rows, heads, splits, cache.padded), np.float32)
-        sums = self._device.empty((rows, heads, splits, 2), np.float32)
+        (_, heads, _), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
+        group, most = heads // kv_heads, spans.most_rows
+        chunks, columns = launch_configs.decode_cells(group, most)
+        cells, blocks = count * kv_heads * chunks, self._device.processors
+        sums = 2 * cells + blocks, columns
+        out = self._device.empty(q.shape, np.float32)
         self._launch(
             "decode_attention",
-            (splits, kv_heads * chunks, count),
-            config,
-            *(parts, sums, q, cache.keys.quantized, cache.values.quantized, *cache.full),
-            *(spans.on(self._device), cache.keys.tables, cache.values.tables, spans.table.shape[1], kv_heads),
+            (blocks,),
+            launch_configs.decode_attention(*cache.layouts, group, most, count, back.order),
+            *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
+            *(self._zeros(cells), q, cache.keys.quantized, cache.values.quantized, *cache.full),
+            *(spans.on(self._device), cache.keys.tables, cache.values.tables),
+            *(parameters.scale_back, back.before, back.after, count, spans.table.shape[1], kv_heads, chunks),
             *(parameters.window, parameters.scale),
             layouts=cache.layouts,
         )
-        out = self._device.empty(q.shape, np.float32)
-        config = launch_configs.combine(dim, back.order)
-        args = out, parts, sums, parameters.scale_back, back.before, back.after, heads, splits
-        self._launch("combine", (rows * heads,), config, *args)
         return out
+
+    def _zeros(self, size: int) -> Array:
+        """At least `size` int32 zeros, which launches leave as zeros. Recorded launches keep the arrays' addresses."""
+        size = 1 << (size - 1).bit_length()
+        if size not in self._counts:
+            self._counts[size] = self._device.from_host(np.zeros(size, np.int32))
+        return self._counts[size]

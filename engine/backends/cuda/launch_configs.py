@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from engine.backends.cuda.launch import WARP, LaunchConfig
 from engine.backends.ops import STEP_ROWS
 from engine.quantization import encode
@@ -33,14 +31,13 @@ _GEMV_PACKED_STATIC_BYTES = 288  # of gemv_packed: at most 4 (8 · ROWS + ROWS)
 _GEMV_PACKED_WARPS = 8
 _MOST_SLOTS = 6  # of its rings: with two blocks, more than enough bytes are in flight
 _ENCODE_WARPS = 12  # two blocks fit a multiprocessor
-_COMBINE_WARPS = 8
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
 _LEAST_STAGES = 8  # of a part in gemm_small: its start and end cost about five
 # Constants of the encoder, as in `engine.quantization.encode`.
 ROUNDING = {"LARGEST": encode.LARGEST, "TILT_LOW": encode.TILT_RANGE[0], "TILT_HIGH": encode.TILT_RANGE[1]}
-DECODE_HEADS = 8  # query heads, times rows, of a block of decode_attention
+DECODE_HEADS = 8  # query heads, times rows, of a cell of decode_attention: at most
 
 
 def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig, int]:
@@ -99,9 +96,18 @@ def step_rows(most: int) -> int:
     return 1 if most == 1 else STEP_ROWS
 
 
-def decode_attention(keys: Layout, values: Layout, group: int, most: int = 1) -> tuple[LaunchConfig, int]:
-    """The launch for `group` query heads per KV head and at most `most` rows of a sequence → configuration, blocks that
-    share the queries of a KV head."""
+def decode_cells(group: int, most: int = 1) -> tuple[int, int]:
+    """Cells of a KV head in decode_attention, for `group` query heads per KV head and at most `most` rows of a
+    sequence; and columns of a cell."""
+    chunks = -(-group * most // DECODE_HEADS)
+    return chunks, DECODE_HEADS if step_rows(most) > 1 else -(-group // chunks)
+
+
+def decode_attention(
+    keys: Layout, values: Layout, group: int, most: int = 1, sequences: int = 1, order: int = 1
+) -> LaunchConfig:
+    """The launch for `group` query heads per KV head and at most `most` rows of a sequence. order: of the Hadamard
+    matrix in the rotation back."""
     padded = keys.record.geometry.padded
     full = [not side.is_quantized for side in (keys, values)]
     beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
@@ -109,26 +115,10 @@ def decode_attention(keys: Layout, values: Layout, group: int, most: int = 1) ->
     rows = step_rows(most)
     wide = padded > 128 or words > 64 or beside_codes or rows > 1
     warps = 8 if wide else 12
-    chunks = -(-group * most // DECODE_HEADS)
-    columns = DECODE_HEADS if rows > 1 else -(-group // chunks)
     means = 512 * warps if keys.mean_bits else 0
-    shared = max(table_bytes(keys, values) + means, warps * columns * (padded + 6) * 4)
-    return LaunchConfig({"GROUP": group, "WARPS": warps, "STEP_ROWS": rows}, 32 * warps, shared + _SYSTEM_BYTES), chunks
-
-
-@cache
-def decode_splits(processors: int, blocks: int) -> int:
-    """The number of splits of decode_attention with the least time; a split has `blocks` blocks.
-
-    The model: a multiprocessor runs one block at a time, all blocks take equally long, and the start and end of a block
-    cost 1/30 of reading the whole cache.
-    """
-    return min(range(1, processors + 1), key=lambda splits: -(-splits * blocks // processors) * (1 / splits + 1 / 30))
-
-
-def combine(head_dim: int, order: int) -> LaunchConfig:
-    """order: of the Hadamard matrix in the rotation back."""
-    return LaunchConfig({"D": head_dim, "ORDER": order, "WARPS": _COMBINE_WARPS}, WARP * _COMBINE_WARPS)
+    shared = max(table_bytes(keys, values) + means, warps * decode_cells(group, most)[1] * (padded + 6) * 4)
+    defines = {"GROUP": group, "WARPS": warps, "STEP_ROWS": rows, "ORDER": order}
+    return LaunchConfig(defines, 32 * warps, shared + 4 * (2 * sequences + 7 * warps + 3) + _SYSTEM_BYTES)
 
 
 def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:

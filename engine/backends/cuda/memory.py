@@ -51,7 +51,7 @@ def step_bytes(load: Load, device: Device) -> int:
     project = 3 * _FLOAT * heads + _NARROW * e
     forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
     parts = _part_bytes(load, device)
-    layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_split_bytes(load, device), parts)
+    layer = rows * max(project, 3 * _FLOAT * queries, forward) + max(_sum_bytes(load, device), parts)
     head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     return inputs + lists + rows * _FLOAT * (e + 1) + max(layer, head)
@@ -81,13 +81,12 @@ def _logits_bytes(model: ModelConfig, rows: int) -> int:
     return _FLOAT * rows * (model.vocab_size + (model.vocab_size + 3 if model.vocab_size % 4 else 0))
 
 
-def _split_bytes(load: Load, device: Device) -> int:
-    """Bytes of the partial results that splits of attention write for `combine`."""
+def _sum_bytes(load: Load, device: Device) -> int:
+    """Bytes of the sums that blocks of decode_attention write."""
     model = load.model
-    blocks = model.kv_heads * -(-model.heads // model.kv_heads // launch_configs.DECODE_HEADS)
-    splits = launch_configs.decode_splits
-    most = max(rows * splits(device.processors, rows * blocks) for rows in range(1, load.rows + 1))
-    return _FLOAT * most * model.heads * (-(-model.head_dim // 16) * 16 + 2)
+    chunks, columns = launch_configs.decode_cells(model.heads // model.kv_heads)
+    sums = 2 * load.rows * model.kv_heads * chunks + device.processors
+    return _FLOAT * sums * columns * (-(-model.head_dim // 16) * 16 + 2)
 
 
 def _part_bytes(load: Load, device: Device) -> int:
