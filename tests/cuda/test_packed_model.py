@@ -47,27 +47,30 @@ def _half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-def stored_type(name: str, layer_has_more: bool) -> str:
+def stored_type(name: str, layer_has_more: bool, tied: bool = False) -> str:
     """The type that llama.cpp's Q4_K_M gives a matrix."""
-    more = name == "lm_head.weight" or (layer_has_more and ("v_proj" in name or "down_proj" in name))
+    more = name == ("model.embed_tokens.weight" if tied else "lm_head.weight") or (layer_has_more and ("v_proj" in name or "down_proj" in name))
     return "q6_k" if more else "q4_k"
 
 
-def mixed_model() -> tuple[ModelConfig, RandomWeights]:
-    """A model of random blocks in the types of Q4_K_M: q, k and v are parts in two formats."""
+def mixed_model(tied: bool = False) -> tuple[ModelConfig, RandomWeights]:
+    """A model of random blocks in the types of Q4_K_M: q, k and v are parts in two formats. tied: head and embedding
+    are one matrix."""
     config = replace(
         load_weights(FIXTURES / "llama_mha")[0],
         **{"layers": 2, "hidden_size": 256, "ffn_size": 512, "heads": 4, "kv_heads": 2, "head_dim": 64},
         vocab_size=96,
+        tied_head=tied,
     )
-    return config, RandomWeights(config, lambda name: stored_type(name, "layers.0" in name))
+    return config, RandomWeights(config, lambda name: stored_type(name, "layers.0" in name, tied))
 
 
-def test_a_model_of_mixed_types_is_that_of_numpy() -> None:
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied head"])
+def test_a_model_of_mixed_types_is_that_of_numpy(tied: bool) -> None:
     """Prompts, steps of one row and of several, against float32 with the dequantized file."""
     device = open_device(checked=False)
     ops, types = CudaOps(device), ("f16", "f16")
-    close(*(talk(model_from(backend, *mixed_model(), types)) for backend in (ops, Exact(), Halves(ops))))
+    close(*(talk(model_from(backend, *mixed_model(tied), types)) for backend in (ops, Exact(), Halves(ops))))
     if isinstance(device, EmulatedDevice):
         assert "gemv_kernel" not in device.launches
         assert {"gemv_packed_kernel", "gemm_small_kernel"} <= set(device.launches)
