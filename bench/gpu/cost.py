@@ -161,8 +161,8 @@ _UNITS = ("decode_attention", "gemv", "gemv_packed", "gemm_small")  # kernels wh
 def _units(launch: Launch, loop: Counts) -> float:
     """Values or weights that a warp reads in one iteration of the hot loop."""
     if launch.kernel != "gemv":
-        columns = max(1, _define(launch, "ROWS") // 8) if launch.kernel == "gemm_small" else 1
-        return 16 * 16 * loop.hmma / columns
+        rows = 8 if launch.kernel == "decode_attention" else max(8, _define(launch, "ROWS"))
+        return 16 * 16 * loop.hmma / (rows // 8)  # rows of x by 8 share the weights
     outputs, rows, normed = (_define(launch, name) for name in ("OUTPUTS", "ROWS", "NORMED"))
     return 32 * 8 * outputs * loop.wide_loads / (outputs + 2 * rows + 2 * normed)
 

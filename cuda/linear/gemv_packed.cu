@@ -1,4 +1,4 @@
-// The op `linear` for up to 8 rows and packed weights on tensor cores, with RMS norm before it and the residual sum
+// The op `linear` for up to 16 rows and packed weights on tensor cores, with RMS norm before it and the residual sum
 // after it: y = x @ weightᵀ + bias.
 //
 // y: rows of `out` floats, `pitch` floats apart; x (rows, in), weight (out, in), bias (out) float or null. x is rounded
@@ -12,31 +12,52 @@
 // memory, and its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). It rounds its inputs
 // itself, each lane ROWS · UNIT / 256 times 8 of them, as B operands, which all tiles share. Of 8 rows, a lane rounds
 // just what it multiplies. Of fewer rows, lanes give each other theirs in shared memory, and the columns of B behind
-// the last row repeat rows: their sums are not read.
+// the last row repeat rows: their sums are not read. 16 rows come rounded, and lanes load their operands.
 // Grid (ceil(rows of weights / (16 · TILES))), 256 threads.
-// DEFINES: ACT (of x: float), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8), TILES (even if GATED), SLOTS (at
-// least 2), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined).
+// DEFINES: ACT (of x: float, or __half with 16 rows), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8, 16), TILES
+// (even if GATED), SLOTS (at least 2), NORMED (0 or 1; 0 with 16 rows), ADD (0 or 1), ACTIVATION (a function of
+// activation.cuh, or not defined).
 // JOINS: activation.cuh, output_tile.cuh.
 // Dynamic shared memory: 8 · max(SLOTS · BYTES + X, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile; X:
-// 2 · ROWS · UNIT, or 0 with 8 rows.
+// 2 · ROWS · UNIT, or 0 from 8 rows on.
 // Cost: bytes of the weights, of which 8 · (SLOTS − 1) units per block are in flight at any time; each block reads its
 // inputs of all rows from L2 or L1.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
 
 constexpr int WARPS = 8, TILE = 16 * TILES;
 constexpr int UNIT = WEIGHT::VALUES > 128 ? WEIGHT::VALUES : 128, BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
-constexpr int OCTETS = ROWS * UNIT / 8;  // 8 inputs of a row each
-constexpr bool KEPT = ROWS == 8;         // a lane multiplies what it has rounded itself
-static_assert(8 % ROWS == 0 && OCTETS >= 16 && SLOTS >= 2 && !(GATED && TILES % 2), "as the head says");
+constexpr int COLUMNS_N = ROWS > 8 ? ROWS / 8 : 1;  // tiles of 8 rows of x
+constexpr int OCTETS = ROWS * UNIT / 8;             // 8 inputs of a row each
+constexpr bool KEPT = ROWS == 8;                    // a lane multiplies what it has rounded itself
+static_assert((8 % ROWS == 0 || ROWS == 16 && !NORMED) && SLOTS >= 2 && !(GATED && TILES % 2), "as the head says");
 
-// A warp's share of x, one unit of all rows, as B operands: for each 32 inputs those of each row in turn.
+// A warp's share of x, one unit of all rows, as B operands. 16 rows are read as they are wanted.
+#if ROWS > 8
+struct Inputs {
+    const __half *rows[COLUMNS_N];  // the lane's inputs of a group of 32
+
+    __device__ __forceinline__ Inputs(const __half *x, const float *, uint4 *, int count, int in) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int n = 0; n < COLUMNS_N; ++n)
+            rows[n] = x + min(n * 8 + lane / 4, count - 1) * (long long)in + lane % 4 * 8;
+    }
+    __device__ __forceinline__ void round(int, int, int) {}
+    __device__ __forceinline__ uint4 at(int first, int k, int n) const {
+        return *reinterpret_cast<const uint4 *>(rows[n] + first + k);
+    }
+};
+#else
+// In shared memory, for each 32 inputs those of each row in turn.
 struct Inputs {
     const ACT *row;         // the row that the lane rounds: lane / 4 % ROWS
     const float *norm;
     uint4 *shared;          // [OCTETS]; used only if not KEPT
     uint4 kept[UNIT / 32];  // used only if KEPT
-    float squares;          // the sum over all that the lane has rounded
+    float squares = 0.0f;   // the sum over all that the lane has rounded
 
+    __device__ __forceinline__ Inputs(const ACT *x, const float *norm_, uint4 *shared_, int count, int in)
+        : row(x + min(threadIdx.x % 32 / 4 % ROWS, count - 1) * (long long)in), norm(norm_), shared(shared_) {}
     // Rounds the lane's octets first + lane. k: the unit's first input.
     __device__ __forceinline__ void round(int first, int k, int in) {
         const int lane = threadIdx.x % 32, octet = first + lane, at = k + octet / (4 * ROWS) * 32 + octet % 4 * 8;
@@ -55,15 +76,16 @@ struct Inputs {
         store_within(reinterpret_cast<__half *>(KEPT ? &kept[first / 32] : &shared[octet]), values);
     }
     // Inputs k + 8 * (lane % 4) … + 7 of row lane / 4 % ROWS.
-    __device__ __forceinline__ uint4 at(int k) const {
+    __device__ __forceinline__ uint4 at(int, int k, int) const {
         return KEPT ? kept[k / 32] : shared[k / 8 * ROWS + threadIdx.x % (4 * ROWS)];
     }
 };
+#endif
 
 // Adds the products of one unit: 16 rows of weights × all rows of x. first: input of the unit. round: inputs that are
 // KEPT are rounded on the way, few at a time, which saves registers.
-__device__ __forceinline__ void add_unit(float (&sums)[4], const unsigned char *unit, Inputs &inputs, int first, int in,
-                                         bool round, unsigned zero) {
+__device__ __forceinline__ void add_unit(float (&sums)[COLUMNS_N][4], const unsigned char *unit, Inputs &inputs,
+                                         int first, int in, bool round, unsigned zero) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < UNIT; k += 32) {
@@ -79,10 +101,13 @@ __device__ __forceinline__ void add_unit(float (&sums)[4], const unsigned char *
             const auto factors = WEIGHT::factors(block, half * 8 + lane / 4, group);
             w[half] = WEIGHT::halves(WEIGHT::unpack(plane, lane, half, zero), factors);
         }
-        const uint4 v = inputs.at(k);
-        const unsigned low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
-        mma_m16n8k16_f16(sums, {w[0].x, w[1].x, w[0].y, w[1].y}, low);
-        mma_m16n8k16_f16(sums, {w[0].z, w[1].z, w[0].w, w[1].w}, high);
+#pragma unroll
+        for (int n = 0; n < COLUMNS_N; ++n) {
+            const uint4 v = inputs.at(first, k, n);
+            const unsigned low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
+            mma_m16n8k16_f16(sums[n], {w[0].x, w[1].x, w[0].y, w[1].y}, low);
+            mma_m16n8k16_f16(sums[n], {w[0].z, w[1].z, w[0].w, w[1].w}, high);
+        }
     }
 }
 
@@ -95,8 +120,7 @@ gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const fl
     const int units = (in + UNIT - 1) / UNIT;
     const Tile tile = {int(blockIdx.x) * (GATED ? TILE / 2 : TILE), out};
     unsigned char *const places = shared + warp * (SLOTS * BYTES);
-    Inputs inputs = {x + min(lane / 4 % ROWS, rows - 1) * (long long)in, norm,
-                     reinterpret_cast<uint4 *>(shared + WARPS * SLOTS * BYTES) + warp * OCTETS};
+    Inputs inputs(x, norm, reinterpret_cast<uint4 *>(shared + WARPS * SLOTS * BYTES) + warp * OCTETS, rows, in);
     const unsigned char *tiles[TILES];
 #pragma unroll
     for (int m = 0; m < TILES; ++m) tiles[m] = WEIGHT::block_at(weight, tile.row_of(16 * m) / 16, in, 0) + 16 * lane;
@@ -115,10 +139,10 @@ gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const fl
     };
 #pragma unroll
     for (int i = 0; i < SLOTS - 1; ++i) copy(i * BYTES, warp + i / TILES * WARPS, i % TILES);
-    float sums[TILES][4] = {};
+    float sums[TILES][COLUMNS_N][4] = {};
     int slot = 0, free = (SLOTS - 1) * BYTES;
     for (int unit = warp; unit < units; unit += WARPS) {
-        if (!KEPT) {
+        if (ROWS < 8) {
             __syncwarp();
 #pragma unroll
             for (int first = 0; first < OCTETS; first += 32) inputs.round(first, unit * UNIT, in);
@@ -140,10 +164,10 @@ gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const fl
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = lane % 4 * 2 + i % 2;  // of x
-            if (row < ROWS)
-                joined[(warp * ROWS + row) * pitch_of(TILE) + m * 16 + i / 2 * 8 + lane / 4] = sums[m][i];
+        for (int i = 0; i < 4 * COLUMNS_N; ++i) {
+            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;  // of x
+            float *const to = joined + (warp * ROWS + row) * pitch_of(TILE) + m * 16;
+            if (row < ROWS) to[i % 4 / 2 * 8 + lane / 4] = sums[m][i / 4][i % 4];
         }
 #if NORMED
     float squares = inputs.squares;

@@ -219,7 +219,7 @@ class Ops(Protocol):
         result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
         excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned.
         recorded: the call is inside `run_graph`.
-        CUDA: gemv up to 4 rows, for packed formats gemv_packed up to 8; gemm_small up to 64; above that cuBLAS, for
+        CUDA: gemv up to 4 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
         packed formats after dequantize. A recorded call with more rows takes gemm_small for 64 rows at a time.
         """
 

@@ -98,6 +98,8 @@ def product(kernel: str, rows: int, constants: Mapping[str, Define], weight: str
     return Variant(kernel, {**types, **constants})
 
 
+ROUNDED: dict[str, Define] = {"ACT": "__half", "NORMED": 0}  # x as `narrow` gives it
+
 BUDGETS = [
     Budget("decode_attention", attention("decode_attention", "ring4", "ring3.5"), 168, 2.227),
     Budget("decode_attention", attention("decode_attention", "polarquant", "polarquant"), 168, 4.707),
@@ -105,10 +107,11 @@ BUDGETS = [
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.578),
     Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
     Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 61, 5.781),
-    Budget("gemm_small", product("gemm_small", 16, {"WARPS_OUT": 1, "ACT": "__half", "NORMED": 0}, "q4_k"), 72, 8.375),
+    Budget("gemm_small", product("gemm_small", 32, {"WARPS_OUT": 2, **ROUNDED}, "q4_k"), 100, 8.062),
     Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 5}, "q4_k"), 56, 3.203),
     Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 5}, "q4_k"), 63, 3.078),
     Budget("gemv_packed", product("gemv_packed", 8, {"TILES": 2, "SLOTS": 5}, "q4_k"), 128, 3.527),
+    Budget("gemv_packed", product("gemv_packed", 16, {"TILES": 2, "SLOTS": 5, **ROUNDED}, "q4_k"), 108, 3.094),
     Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 3}, "q6_k"), 76, 4.367),
     Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 6}, "q8_0"), 48, 3.781),
     Budget("prefill_attention", attention("prefill_attention", "f16", "f16", 0), 252, 0.951),

@@ -49,7 +49,9 @@ def _half(x: np.ndarray) -> np.ndarray:
 
 def stored_type(name: str, layer_has_more: bool, tied: bool = False) -> str:
     """The type that llama.cpp's Q4_K_M gives a matrix."""
-    more = name == ("model.embed_tokens.weight" if tied else "lm_head.weight") or (layer_has_more and ("v_proj" in name or "down_proj" in name))
+    more = name == ("model.embed_tokens.weight" if tied else "lm_head.weight") or (
+        layer_has_more and ("v_proj" in name or "down_proj" in name)
+    )
     return "q6_k" if more else "q4_k"
 
 

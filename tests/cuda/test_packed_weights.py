@@ -81,13 +81,13 @@ def test_a_matrix_uploaded_in_parts_is_the_same(
     np.testing.assert_array_equal(ops.rows(held), file.values)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 17, 40, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16, 17, 40, 64])
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_of_few_rows(ops: CudaOps, rng: np.random.Generator, name: str, rows: int) -> None:
     check_product(ops, rng, name, rows, 37, width_of(name, 11))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("rows", [1, 4, 5, 11])
 @pytest.mark.parametrize("name", ["q4_1", "q6_k"])
 def test_products_whose_warps_take_several_units(
     ops: CudaOps, rng: np.random.Generator, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +111,7 @@ def test_products_of_many_rows(
 
 def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator) -> None:
     """With few rows of weights, blocks share the inputs."""
-    check_product(ops, rng, "q4_k", 12, 20, 8192)
+    check_product(ops, rng, "q4_k", 20, 20, 8192)
     assert launched(ops, "gemm_small_sum_kernel") in (True, None)
 
 
@@ -130,7 +130,7 @@ def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, 
 
 
 @pytest.mark.parametrize("half", [16, 24, 80])
-@pytest.mark.parametrize("rows", [1, 3, 8, 12])
+@pytest.mark.parametrize("rows", [1, 3, 8, 12, 20])
 @pytest.mark.parametrize("name", ["q8_0", "q4_k"])
 def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, half: int) -> None:
     """In the product where gate and up are whole tiles, and after it where they share one; with a norm before."""

@@ -174,15 +174,16 @@ def _gemm_small() -> list[Variant]:
 def _gemv_packed() -> list[Variant]:
     """With one tile and two, and the shared memory of the smallest and of the largest GPU."""
     variants = []
-    for weight, rows, out in itertools.product(_PACKED, (1, 2, 4, 8), (256, 16384)):
-        format = weight_formats.get(weight)
+    for weight, rows, out in itertools.product(_PACKED, (1, 2, 4, 8, 16), (256, 16384)):
+        format, act = weight_formats.get(weight), "float" if rows <= launch_configs.UNROUNDED_ROWS else "__half"
         for memory in (100 << 10, 228 << 10):
             config, _ = launch_configs.gemv_packed(rows, out, 128, memory, format.values, packed.block_bytes(format))
             constants = {name: (value,) for name, value in config.defines.items()}
             variants += [
                 replace(variant, dynamic_shared=config.shared)
-                for variant in _linear("gemv_packed", ACT=("float",), WEIGHT=(weight,), **constants)
+                for variant in _linear("gemv_packed", ACT=(act,), WEIGHT=(weight,), **constants)
                 if config.defines["TILES"] != 1 or "ACTIVATION" not in variant.defines
+                if not (act == "__half" and variant.defines["NORMED"])
             ]
     return variants
 

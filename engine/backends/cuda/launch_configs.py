@@ -14,7 +14,7 @@ SHARED_BYTES = 99 << 10
 # rows these, by their count, take longer than reading the weights, while tensor cores compute eight rows for the price
 # of one.
 GEMV_ROWS = 4
-GEMV_PACKED_ROWS = 8
+GEMV_PACKED_ROWS = 16
 SMALL_ROWS = 64
 
 # More rows than these are converted to the weights' type by `narrow` first. Otherwise every block of gemm_small would
@@ -27,7 +27,7 @@ DEQUANTIZED_BYTES = 32 << 20
 _TILE_BYTES = 512
 _SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
 _GEMM_STATIC_BYTES = 768  # static shared memory of gemm_small: at most 4 (ROWS · WARPS_K + ROWS)
-_GEMV_PACKED_STATIC_BYTES = 288  # of gemv_packed: at most 4 (8 · ROWS + ROWS)
+_GEMV_PACKED_STATIC_BYTES = 576  # of gemv_packed: at most 4 (8 · ROWS + ROWS)
 _GEMV_PACKED_WARPS = 8
 _MOST_SLOTS = 6  # of its rings: with two blocks, more than enough bytes are in flight
 _ENCODE_WARPS = 12  # two blocks fit a multiprocessor
@@ -62,7 +62,7 @@ def gemv_packed(
     tiles = 2 if gated or out >= 32 * blocks else 1
     unit = max(128, values)  # UNIT
     copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
-    inputs = 2 * most * unit if most < 8 else 0  # bytes of x in shared memory; else lanes keep it
+    inputs = 2 * most * unit if most < 8 else 0  # bytes of x in shared memory; else it is in registers
     slots = 0
     for resident in (2, 1):  # blocks of a multiprocessor
         free = min(SHARED_BYTES, shared_memory // resident) - _SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES

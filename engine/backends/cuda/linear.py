@@ -177,13 +177,11 @@ class LinearOps:
         """`linear` of at most SMALL_ROWS rows into y."""
         (rows, width), processors, weight = x.shape, self._device.processors, product.weight
         is_packed = packed.is_packed(weight.format)
-        if is_packed and rows <= GEMV_PACKED_ROWS:
-            self._packed(y, x, product)
-            return
         if rows > GEMV_ROWS or is_packed:
             if rows > UNROUNDED_ROWS:
                 x, product = self._narrowed(x, product), product._replace(norm=None)
-            self._tensor_cores(y, x, product)
+            multiply = self._packed if is_packed and rows <= GEMV_PACKED_ROWS else self._tensor_cores
+            multiply(y, x, product)
             return
         norm_weight, eps = product.norm or (None, 0.0)
         config, blocks = launch_configs.gemv(rows, weight.shape[0], width, processors)
@@ -192,7 +190,7 @@ class LinearOps:
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
     def _packed(self, y: Array, x: Array, product: _Product) -> None:
-        """`linear` of at most GEMV_PACKED_ROWS rows of float32 with a packed matrix into y."""
+        """`linear` of at most GEMV_PACKED_ROWS rows with a packed matrix into y; x as in `_tensor_cores`."""
         (rows, width), device, weight = x.shape, self._device, product.weight
         norm_weight, eps = product.norm or (None, 0.0)
         block = weight.format.values, packed.block_bytes(weight.format)
