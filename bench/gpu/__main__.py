@@ -19,11 +19,12 @@ from bench import report
 from bench.command import TYPES_HELP, CacheType, at_least, cache_types, note, run
 from bench.gpu.attention import measure_attention, measure_encoding
 from bench.gpu.cache import Content
-from bench.gpu.model import RandomModel, default_type, random_metrics
+from bench.gpu.model import Cell, RandomModel, default_type, random_metrics
 from bench.gpu.peer import PeerTime, half_attention
 from bench.gpu.setup import Gpu, Noise, Sizes, open_gpu
 from bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
 from bench.gpu.tables import Limits, Results, Row, format_tables
+from bench.gpu.weights import KINDS
 from bench.report import Output
 from engine import EngineError, codecs
 from engine.config import setting
@@ -49,7 +50,7 @@ class Options:
     contexts: str = setting("2048,8192,32768,131072", "--contexts", metavar="N,N", help="tokens that attention sees")
     batches: str = setting("1,16", "--batches", metavar="N,N", help="sequences of a step; the first ones matter most")
     layers: int = setting(32, "--layers", metavar="N", help="layers of the model of random weights")
-    budget: int = setting(200, "--budget", metavar="SECONDS", help="begin nothing new after so many seconds")
+    budget: int = setting(400, "--budget", metavar="SECONDS", help="begin nothing new after so many seconds")
 
 
 def main(
@@ -130,6 +131,12 @@ def _numbers(flag: str, text: str, least: int) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
+def _named(cell: Cell) -> str:
+    """A name of the cell for the list of tasks."""
+    count, others = len(cell), len(cell) - 1
+    return f"{cell[0]} × {count}" if cell[-1] == cell[0] else f"{cell[0]} × 1 and {cell[-1]} × {others}"
+
+
 @dataclass
 class Plan:
     """The tasks, in the order of their importance."""
@@ -145,7 +152,7 @@ class Plan:
         sizes = self.sizes
         self._content = Content.random(sizes.blocks, sizes.block_size, sizes.config.kv_heads, sizes.config.head_dim)
         self._model: RandomModel | None = None
-        self._no_model = False
+        self._no_model: set[str] = set()
 
     def tasks(self) -> Iterator[Task]:
         yield "limits of the device", self._limits
@@ -154,6 +161,7 @@ class Plan:
         for batch in self.batches[1:]:
             yield from self._attention(batch)
         yield "encoding", self._encoding
+        yield "limits of the device, once more", self._limits
 
     def _limits(self) -> list[Row]:
         _, device = self.gpu.open()
@@ -176,26 +184,38 @@ class Plan:
                 yield f"attention, {cache_type.label}, {context} × {batch}", partial(_one, measure_attention, *given)
 
     def _model_tasks(self) -> Iterator[Task]:
-        for context, batch in self._cells():
-            yield f"steps, {context} × {batch}", partial(self._with_model, measure_steps, context, batch)
-        for rows in (1, *_SMALL_ROWS):
-            for name in _MATRICES if rows == 1 else _MATRICES[:-1]:
-                yield f"{name} × {rows} rows", partial(self._with_model, measure_matrix, name, rows)
-        yield f"prefill of {self.sizes.prompt} tokens", partial(self._with_model, measure_prefill)
+        for weights in KINDS:
+            for cell in self._cells():
+                yield f"steps, {weights}, {_named(cell)}", partial(self._with_model, weights, measure_steps, cell)
+            yield (
+                f"prefill of {self.sizes.prompt} tokens, {weights}",
+                partial(self._with_model, weights, measure_prefill),
+            )
+        for weights in reversed(KINDS):  # the last model is still there
+            for rows in (1, *_SMALL_ROWS):
+                for name in _MATRICES if rows == 1 else _MATRICES[:-1]:
+                    work = partial(self._with_model, weights, measure_matrix, name, rows)
+                    yield f"{name} × {rows} rows, {weights}", work
         self._model = None  # frees its memory
 
-    def _cells(self) -> list[tuple[int, int]]:
-        return [(context, batch) for batch in self.batches for context in self.sizes.step_contexts]
+    def _cells(self) -> list[Cell]:
+        """Equal sequences; and where there are several, one of the longest context among the shortest."""
+        contexts = self.sizes.step_contexts
+        cells = [(context,) * batch for batch in self.batches for context in contexts]
+        cells += [(max(contexts), *(min(contexts),) * (batch - 1)) for batch in self.batches if batch > 1]
+        return list(dict.fromkeys(cells))
 
-    def _with_model(self, measure: Callable[..., Row], *given: Any) -> list[Row]:
+    def _with_model(self, weights: str, measure: Callable[..., Row], *given: Any) -> list[Row]:
         """One measurement of the model, which is made on first use. Raises EngineError if it does not fit."""
-        if self._no_model:
+        if weights in self._no_model:
             raise EngineError("there is no model")
-        if self._model is None:
+        if self._model is None or self._model.weights != weights:
+            self._model = None
+            self.gpu.clock.free()
             try:
-                self._model = RandomModel(self.gpu, self.sizes, self._content, self._cells())
+                self._model = RandomModel(self.gpu, self.sizes, self._content, weights, self._cells())
             except (EngineError, MemoryError) as error:
-                self._no_model = True
+                self._no_model.add(weights)
                 layers = self.sizes.config.layers
                 raise EngineError(f"no model of {layers} layers ({error}); choose fewer with --layers") from error
         return [measure(self.gpu, self.sizes, self._model, *given)]

@@ -1,15 +1,19 @@
-"""A model of random weights on a GPU, with sequences in its store without a prefill."""
+"""A model of random weights on a GPU, with sequences in its store without a prefill.
+
+A cell is a step that is measured: the tokens of each of its sequences.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from bench.gpu.cache import Content, fill
 from bench.gpu.setup import Gpu, Noise, Sizes
+from bench.gpu.weights import random_weights, weight_bytes
 from engine import EngineConfig
-from engine.backends.cuda.device import Array
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import Load
 from engine.codecs import Codec
@@ -17,11 +21,9 @@ from engine.errors import EngineError
 from engine.kv import cache_types
 from engine.kv.plan import CacheShape, LayerShape, StorePlan
 from engine.kv.store import KVStore, SequenceKV
-from engine.model.forward import LayerWeights, ModelWeights, Transformer
+from engine.model.forward import Transformer
 from engine.quantization.conditioning import Conditioning, Scale
 from engine.quantization.metric import Metric, key_metric, value_metric
-from engine.weight_formats import Linear, Matrix, get
-from model_loaders.config import ModelConfig
 
 _OUTPUT_ROWS = 512  # of the output projection, for the metrics
 _TOKEN_CORRELATION = 0.9  # of a token's attention with the next one's
@@ -32,25 +34,30 @@ _SPARE_BLOCKS = 2
 _SLOTS = 3
 
 
+Cell = tuple[int, ...]  # tokens of each sequence
+
+
 class RandomModel:
     """Random weights, and a store of the default cache type with random records."""
 
-    def __init__(self, gpu: Gpu, sizes: Sizes, content: Content, cells: list[tuple[int, int]]):
-        """cells: (context, batch) that the store must hold, one at a time; those that do not fit are left out.
+    def __init__(self, gpu: Gpu, sizes: Sizes, content: Content, weights: str, cells: Sequence[Cell]):
+        """weights: see `bench.gpu.weights`. cells: those that the store must hold, one at a time; those that do not
+        fit are left out.
 
         Raises EngineError or MemoryError if the weights do not fit.
         """
         self.ops, self.device = gpu.open()
         self.config = sizes.config
-        self.ops.room_beside(2 * sum(parameters(self.config)))
-        weights = _weights(self.ops, self.config, Noise(self.device, gpu.clock, sizes.noise))
+        self.weights = weights
+        self.ops.room_beside(weight_bytes(self.ops, self.config, weights))
+        loaded = random_weights(self.ops, self.config, weights, Noise(self.device, gpu.clock, sizes.noise))
         shape = cache_shape(self.ops, sizes)
-        needed = {cell: _room(shape, sizes, *cell) for cell in cells}
-        batch = max((batch for _, batch in cells), default=1)
+        needed = {cell: _room(shape, sizes, cell) for cell in cells}
+        batch = max(map(len, cells), default=1)
         load = Load(self.config, shape.format(0), sizes.prompt, batch)
         room = self.ops.room_beside(0) - self.ops.work_bytes(load)
         self.fits = {cell: shape.bytes(*blocks) <= room for cell, blocks in needed.items()}
-        held = [needed[cell] for cell in cells if self.fits[cell]] or [_room(shape, sizes, sizes.prompt, 1)]
+        held = [needed[cell] for cell in cells if self.fits[cell]] or [_room(shape, sizes, (sizes.prompt,))]
         quantized, slots = max(ids for (ids,), _ in held), max(slots for _, slots in held)
         plan = StorePlan(shape, quantized * sizes.block_size, (quantized,), slots)
         codec_k, codec_v = shape.layers[0].codec_k, shape.layers[0].codec_v
@@ -61,7 +68,7 @@ class RandomModel:
         store = KVStore(self.ops, plan, [conditioning] * self.config.layers, [metrics] * self.config.layers)
         for layer in range(self.config.layers):
             fill(self.ops, gpu.clock, store.cache(layer), content)
-        self.model = Transformer(self.ops, self.config, weights, store)
+        self.model = Transformer(self.ops, self.config, loaded, store)
 
     def stored_sequence(self, length: int) -> SequenceKV:
         """A sequence of `length` tokens with random blocks. Raises OutOfBlocks."""
@@ -74,42 +81,6 @@ class RandomModel:
             table.quantized = group.quantized.allocate(complete - 1)
             table.current = group.full.allocate()[0] if rest else None
         return sequence
-
-
-def parameters(config: ModelConfig) -> tuple[int, int]:
-    """The number of weights in matrices of all layers, and in embedding and head."""
-    e, f, width = config.hidden_size, config.ffn_size, config.head_dim
-    layer = (2 * config.heads + 2 * config.kv_heads) * width * e + 3 * f * e
-    return config.layers * layer, 2 * config.vocab_size * e
-
-
-def _weights(ops: CudaOps, config: ModelConfig, noise: Noise) -> ModelWeights:
-    e, f, attended = config.hidden_size, config.ffn_size, config.heads * config.head_dim
-
-    def norm() -> Array:
-        return ops.to_device(np.ones(e, np.float32))
-
-    def matrix(rows: int, columns: int) -> Matrix:
-        return Matrix(get("bf16"), noise.matrix(rows, columns).view(np.uint8), (rows, columns))
-
-    def linear(rows: int, columns: int) -> Linear:
-        return Linear((matrix(rows, columns),))
-
-    def layer() -> LayerWeights:
-        return LayerWeights(
-            attention_norm=norm(),
-            qkv=linear(attended + 2 * config.kv_heads * config.head_dim, e),
-            q_norm=None,
-            k_norm=None,
-            out=linear(e, attended),
-            ffn_norm=norm(),
-            gate_up=linear(2 * f, e),
-            down=linear(e, f),
-        )
-
-    embedding, head = matrix(config.vocab_size, e), linear(config.vocab_size, e)
-    layers = [layer() for _ in range(config.layers)]
-    return ModelWeights(embedding, layers, norm(), head, 2 * sum(parameters(config)))
 
 
 def default_type() -> tuple[str, str]:
@@ -128,11 +99,11 @@ def cache_shape(ops: CudaOps, sizes: Sizes) -> CacheShape:
     return replace(shape, stored=stored)
 
 
-def _room(shape: CacheShape, sizes: Sizes, context: int, batch: int) -> tuple[tuple[int], int]:
-    """Quantized blocks and full-precision slots for sequences of `context` tokens or for the measured prompt."""
+def _room(shape: CacheShape, sizes: Sizes, cell: Cell) -> tuple[tuple[int], int]:
+    """Quantized blocks and full-precision slots for the sequences of a cell or for the measured prompt."""
     n = shape.block_size
-    quantized = max(batch * (context // n + _SPARE_BLOCKS), sizes.prompt // n + _SPARE_BLOCKS)
-    return (quantized,), _SLOTS * batch
+    quantized = max(sum(context // n + _SPARE_BLOCKS for context in cell), sizes.prompt // n + _SPARE_BLOCKS)
+    return (quantized,), _SLOTS * len(cell)
 
 
 def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric, Metric]:

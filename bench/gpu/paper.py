@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bench.command import CacheType
+from bench.gpu.weights import MIXED, has_larger_types
 from engine import codecs
 from engine.backends.cuda import packed
 from engine.backends.cuda.kernel_source import can_read
@@ -93,20 +94,13 @@ class Part:
     blocks: int = 0
 
 
-MIXED = "q4_k_m"
-
-
 def known_weights() -> tuple[str, ...]:
     """Formats of weights that a step can have: those that kernels read, and the mixture. The engine makes f32 f16."""
     return MIXED, *(name for name in available() if name != "f32" and can_read(name))
 
 
 def matrix_formats(weights: str, name: str, layers: int) -> list[tuple[int, tuple[str, ...]]]:
-    """(how often, formats) of the matrix `name` of a model; of two formats the second is that of the values.
-
-    llama.cpp's Q4_K_M stores `down` and values as q6_k in the first and last eighth of the layers and in every third
-    between them, and the head in all cases.
-    """
+    """(how often, formats) of the matrix `name` of a model; of two formats the second is that of the values."""
     count = 1 if name in ("embedding", "head") else layers
     if weights != MIXED:
         return [(count, (weights,))]
@@ -114,8 +108,7 @@ def matrix_formats(weights: str, name: str, layers: int) -> list[tuple[int, tupl
         return [(1, ("q6_k",))]
     if name not in ("qkv", "down"):
         return [(count, ("q4_k",))]
-    eighth = layers // 8
-    larger = sum(i < eighth or i >= 7 * layers // 8 or (i - eighth) % 3 == 2 for i in range(layers))
+    larger = sum(has_larger_types(layer, layers) for layer in range(layers))
     return [(layers - larger, ("q4_k",)), (larger, ("q4_k", "q6_k") if name == "qkv" else ("q6_k",))]
 
 

@@ -6,6 +6,7 @@ import gc
 import itertools
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,6 +49,9 @@ class Sizes:
     runs: int = 10  # of each measurement; the median counts
 
 
+_WARM_SECONDS = 0.05  # of work before a measurement: an idle GPU lowers its clocks
+
+
 class Clock(Protocol):
     """Times and memory of the device that was opened last."""
 
@@ -79,9 +83,13 @@ class CupyClock:
         self._cupy: Any = cupy
 
     def seconds(self, work: Callable[[], object], runs: int) -> float:
+        cuda = self._cupy.cuda
         for _ in range(3):  # the first call compiles, the second records, the third launches the graph
             work()
-        cuda = self._cupy.cuda
+        started = time.monotonic()
+        while time.monotonic() - started < _WARM_SECONDS:
+            work()
+            cuda.runtime.deviceSynchronize()
         stream = cuda.get_current_stream()
         events = [cuda.Event() for _ in range(runs + 2)]
         # The host is ahead of the device except in the first run, whose time is not counted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from unittest import mock
 
 import numpy as np
 
-from bench.gpu.model import RandomModel, parameters
+from bench.gpu.model import Cell, RandomModel
 from bench.gpu.setup import Gpu, Sizes
+from bench.gpu.weights import parameters
 from engine.backends.cuda.device import Array
 from engine.config import SamplingParams
 from engine.errors import EngineError
@@ -27,8 +29,9 @@ _PREFILLS = 3  # the first compiles
 
 @dataclass(frozen=True)
 class MatrixTime:
-    """Seconds of x (rows, in) times one matrix of `bytes`."""
+    """Seconds of x (rows, in) times one matrix of `bytes`, the mean of all layers. weights: see `bench.gpu.weights`."""
 
+    weights: str
     name: str
     rows: int
     seconds: float
@@ -39,11 +42,14 @@ class MatrixTime:
 class StepTime:
     """Seconds of a step, one token of each sequence. bytes: weights, codes and full-precision blocks that it reads.
 
-    seconds: the mean over a whole block, with its encoding; median: of the steps; device: the recorded graph alone,
-    without the host.
+    weights: see `bench.gpu.weights`. context, shortest: tokens of the first sequence and of the others. seconds: the
+    mean over a whole block, with its encoding; median: of the steps; device: the recorded graph alone, without the
+    host.
     """
 
+    weights: str
     context: int
+    shortest: int
     batch: int
     seconds: float
     median: float
@@ -55,6 +61,7 @@ class StepTime:
 class PrefillTime:
     """Seconds of a prompt up to its first token and of one layer's attention, and their FLOPs."""
 
+    weights: str
     tokens: int
     seconds: float
     matrix_flops: float
@@ -63,7 +70,7 @@ class PrefillTime:
 
 
 def measure_matrix(gpu: Gpu, sizes: Sizes, random: RandomModel, name: str, rows: int) -> MatrixTime:
-    """Every layer's matrix, one after another; or the head three times, which is larger than any cache."""
+    """Every layer's matrix, one after another; or the head three times, which together no cache holds."""
     ops, weights = random.ops, random.model.weights
     matrices = [weights.head] * 3 if name == "head" else [getattr(layer, name) for layer in weights.layers]
     x = ops.to_device(np.random.default_rng(4).standard_normal((rows, matrices[0].shape[1]), np.float32))
@@ -75,16 +82,17 @@ def measure_matrix(gpu: Gpu, sizes: Sizes, random: RandomModel, name: str, rows:
 
     nothing = np.zeros(1, np.int32)
     seconds = gpu.clock.seconds(lambda: ops.run_graph((name, rows), all_matrices, [nothing]), sizes.runs)
-    return MatrixTime(name, rows, seconds / len(matrices), matrices[0].nbytes)
+    nbytes = sum(matrix.nbytes for matrix in matrices) // len(matrices)
+    return MatrixTime(random.weights, name, rows, seconds / len(matrices), nbytes)
 
 
-def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, context: int, batch: int) -> StepTime:
-    """Steps around `context`. Raises EngineError if there is no room."""
-    if not random.fits[context, batch]:
+def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, cell: Cell) -> StepTime:
+    """Steps around the contexts of the cell. Raises EngineError if there is no room."""
+    if not random.fits[cell]:
         raise EngineError("its K/V do not fit into the memory that the weights leave")
     model, n = random.model, sizes.block_size
-    sequences = [random.stored_sequence(context - n - 2) for _ in range(batch)]
-    draws, ids, times = [_draw(model)] * batch, [1] * batch, []
+    sequences = [random.stored_sequence(context - n - 2) for context in cell]
+    draws, ids, times = [_draw(model)] * len(cell), [1] * len(cell), []
     try:
         with mock.patch.object(model.ops, "run_graph", wraps=model.ops.run_graph) as recorded:
             for _ in range(_FIRST_STEPS):
@@ -99,8 +107,12 @@ def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, context: int, bat
     finally:
         for sequence in sequences:
             model.store.release(sequence)
-    read = 2 * (parameters(random.config)[0] + random.config.vocab_size * random.config.hidden_size)
-    return StepTime(context, batch, statistics.fmean(times), statistics.median(times), device, read + held)
+    layers = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in model.weights.layers]
+    read = sum(matrix.nbytes for matrix in (*itertools.chain(*layers), model.weights.head))
+    return StepTime(
+        *(random.weights, cell[0], min(cell), len(cell), statistics.fmean(times), statistics.median(times)),
+        *(device, read + held),
+    )
 
 
 def _step(model: Transformer, sequences: list[SequenceKV], ids: list[int], draws: list[Draw]) -> list[int]:
@@ -128,6 +140,7 @@ def measure_prefill(gpu: Gpu, sizes: Sizes, random: RandomModel) -> PrefillTime:
     seconds = min([_timed(lambda: _prefill(model, ids)) for _ in range(_PREFILLS)][1:])
     attention = _prompt_attention(gpu, sizes, random)
     return PrefillTime(
+        weights=random.weights,
         tokens=tokens,
         seconds=seconds,
         matrix_flops=2.0 * parameters(config)[0] * tokens,

@@ -28,9 +28,11 @@ from bench.gpu.peer import FLASH, FLASHINFER, NAMES, TORCH, PeerTime, half_atten
 from bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
 from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from bench.gpu.tables import Limits, Results, format_tables
+from bench.gpu.weights import _random_rows, layer_parts, outer_parts, parameters, weight_bytes
 from engine.backends.cuda.attention import AttentionOps
 from engine.backends.cuda.ops import CudaOps
 from engine.errors import EngineError
+from engine.weight_formats import get
 from tests.cuda import fake_cupy
 from tests.cuda.emulated import EmulatedDevice
 
@@ -83,6 +85,7 @@ def emulated(free: int = 1 << 30) -> Gpu:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`open_gpu` finds CuPy's stand-in."""
     machine, modules = fake_cupy.make()
+    monkeypatch.setattr(setup, "_WARM_SECONDS", 0)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in (DEVICE, RECORDING):
@@ -119,8 +122,10 @@ def test_measurements_are_in_the_order_of_their_importance(
     parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[1:-1]]
     attention = ["fp16 kernels of others", "attention", "attention"]
     products = ["qkv", "out", "gate_up", "down"]
-    model = ["steps", "steps", *products, "head", *products, *products, *products, "prefill of 48 tokens"]
-    assert parts == ["limits of the device", *attention, *model, *attention, "encoding"]
+    steps, products = ["steps", "steps", "prefill of 48 tokens"], [*products, "head", *products, *products, *products]
+    model = [*steps, *steps, *products, *products]
+    limits = "limits of the device"
+    assert parts == [limits, *attention, *model, *attention, "encoding", limits]
 
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert found["machine"]["gpu"]["name"] == "Fake GPU"
@@ -129,10 +134,15 @@ def test_measurements_are_in_the_order_of_their_importance(
         (name, batch) for batch in (1, 2) for name in types.split(",")
     ]
     assert all(0 < row["error"] < 4e-3 for row in found["attention"])
-    assert [row["batch"] for row in found["steps"]] == [1, 2]
-    assert [row["rows"] for row in found["matrices"]] == 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
+    kinds = ("bf16", "q4_k_m")
+    assert [(row["weights"], row["batch"]) for row in found["steps"]] == [(kind, n) for kind in kinds for n in (1, 2)]
+    rows = 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
+    assert [(row["weights"], row["rows"]) for row in found["matrices"]] == [
+        (kind, count) for kind in reversed(kinds) for count in rows
+    ]
     assert [row["blocks"] for row in found["encoding"]] == [3, 1]
-    assert len(found["limits"]) == len(found["prefill"]) == 1
+    assert len(found["limits"]) == 2
+    assert [row["weights"] for row in found["prefill"]] == [*kinds]
     assert not found["not_measured"]
     table = printed.out.split("Attention of one token")[1].splitlines()[2:]
     assert [cells(line)[0] for line in table[2:10]] == 2 * ["one", "two", "f16", "ring4/ring3.5"]
@@ -150,8 +160,8 @@ def test_measurements_beyond_the_budget_are_named(
     assert not found["attention"]
     cut = [one["what"] for one in found["not_measured"]]
     assert cut[0] == "attention, f16, 64 × 1"
-    assert cut[-1] == "encoding"
-    last = capsys.readouterr().out.splitlines()[-1]
+    assert cut[-2:] == ["encoding", "limits of the device, once more"]
+    last = capsys.readouterr().out.splitlines()[-2]
     assert last == "Not measured: encoding: the 10 s of --budget were over."
 
 
@@ -205,8 +215,43 @@ def test_what_does_not_fit_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     reasons = {one["what"]: one["why"] for one in found["not_measured"]}
     assert reasons["attention, f16, 64 × 1"] == "its 8.0 KiB do not fit into the 7.0 KiB that are free"
-    assert reasons["steps, 64 × 1"].startswith("no model of 1 layers (The model's weights take 0.0 GiB on the GPU")
-    assert reasons["qkv × 1 rows"] == "there is no model"
+    assert reasons["steps, bf16, 64 × 1"].startswith(
+        "no model of 1 layers (The model's weights take 0.0 GiB on the GPU"
+    )
+    assert reasons["qkv × 1 rows, bf16"] == "there is no model"
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])
+def test_random_blocks_are_small_numbers(name: str) -> None:
+    unpack = get(name).unpack
+    assert unpack
+    values = unpack(_random_rows(get(name), 512)).dequantize()
+    assert 0.004 < values.std() < 0.2
+    assert np.abs(values).max() < 0.6
+
+
+def test_the_formats_are_those_of_a_file() -> None:
+    """Of 32 layers 16 have larger types; the head has one, and the embedding has not."""
+    assert outer_parts(LLAMA_8B, "q4_k_m") == (("q4_k", 128256, 4096), ("q6_k", 128256, 4096))
+    layers = [layer_parts(LLAMA_8B, "q4_k_m", layer) for layer in range(32)]
+    larger = [layer for layer in layers if layer["down"] == [("q6_k", 4096, 14336)]]
+    assert len(larger) == 16
+    assert larger[0]["qkv"] == [("q4_k", 5120, 4096), ("q6_k", 1024, 4096)]
+    ops, _ = emulated().open()
+    assert 4.9e9 < weight_bytes(ops, LLAMA_8B, "q4_k_m") < 5.1e9
+    assert weight_bytes(ops, LLAMA_8B, "bf16") == 2 * sum(parameters(LLAMA_8B))
+
+
+def test_steps_of_one_long_sequence_among_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.Plan, "tasks", only("steps, q4_k_m"))
+    sizes = replace(SIZES, step_contexts=(80, 64))
+    assert run(tmp_path / "out.json", "--types", "f16", "--batches", "3", gpu=emulated(), sizes=sizes) == 0
+    steps = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["steps"]
+    assert [(step["context"], step["shortest"], step["batch"]) for step in steps] == [
+        *((80, 80, 3), (64, 64, 3), (80, 64, 3))
+    ]
+    long, short, ragged = (step["bytes"] for step in steps)
+    assert 3 * (ragged - short) == long - short > 0
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +321,8 @@ def test_a_missing_gpu_is_reported(
 def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> None:
     results = Results(
         [
-            Limits(copy=4e12, gemm=800e12),
+            Limits(copy=4e12, gemm=700e12),
+            Limits(copy=3e12, gemm=800e12),
             PeerTime("torch", 1024, 1, 30e-6),
             PeerTime("other", 1024, 1, None, "not installed"),
             AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4),
@@ -284,9 +330,10 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
             AttentionTime("ring4", 1024, 16, 10e-6, 10_000_000, 2e-4),
             AttentionTime("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
             AttentionTime("ring3", 1024, 1, 1e-6, 10_000_000, float("nan")),
-            StepTime(1024, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000),
-            MatrixTime("qkv", 1, 10e-6, 30_000_000),
-            PrefillTime(1000, 0.5, 200e12, 1e-3, 300e9),
+            StepTime("bf16", 1024, 1024, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000),
+            StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000),
+            MatrixTime("bf16", "qkv", 1, 10e-6, 30_000_000),
+            PrefillTime("bf16", 1000, 0.5, 200e12, 1e-3, 300e9),
             EncodeTime("ring4", 64, 5e-6),
         ],
         [("encoding", "there is not enough memory")],
@@ -299,18 +346,21 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     assert ["ring4", "1,024", "16", "10.0", "1,000", "25 %", "—", "2.0e-04"] in lines
     assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
     assert ["ring3", "1,024", "1", "1.0", "10,000", "250 %", "—", "WRONG nan"] in lines
-    assert ["1,024", "4", "10.00", "9.00", "8.00", "5.00", "50 %", "400"] in lines
-    assert ["qkv", "1", "10.0", "3,000", "75 %"] in lines
-    assert ["1,000", "500.0", "2,000", "50 %", "300"] in lines
+    assert ["q4_k_m", "1,024, others 512", "4", "10.00", "9.00", "8.00", "5.00", "50 %", "400"] in lines
+    assert ["bf16", "1,024", "4", "10.00", "9.00", "8.00", "5.00", "50 %", "400"] in lines
+    assert ["bf16", "qkv", "1", "10.0", "3,000", "75 %"] in lines
+    assert ["bf16", "1,000", "500.0", "2,000", "50 %", "300"] in lines
     assert ["ring4", "64", "5.0"] in lines
     assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
 
 
 def test_without_limits_there_are_no_shares() -> None:
-    results = Results([AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4), StepTime(8, 1, 1e-3, 1e-3, 1e-3, 9)])
+    results = Results(
+        [AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4), StepTime("bf16", 8, 8, 1, 1e-3, 1e-3, 1e-3, 9)]
+    )
     lines = [cells(line) for line in format_tables(results).splitlines()]
     assert ["f16", "1,024", "1", "20.0", "2,000", "—", "1.00", "1.0e-04"] in lines
-    assert ["8", "1", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
+    assert ["bf16", "8", "1", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
 
 
 # -- other libraries -----------------------------------------------------------------------------------------------
@@ -489,10 +539,13 @@ def test_a_cache_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert first.note == "does not work: there is too little memory for an fp16 cache of this size"
 
 
-def test_the_clock_records_events_on_the_current_stream(fake_gpu: Any) -> None:
+def test_the_clock_records_events_on_the_current_stream(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "_WARM_SECONDS", 0.05)
+    now = iter([0, 0.04, 0.06])  # the warm-up begins, goes on once, and is over
+    monkeypatch.setattr(setup, "time", SimpleNamespace(monotonic=lambda: next(now)))
     gpu = open_gpu()
     _, device = gpu.open()
     done: list[int] = []
     assert gpu.clock.seconds(lambda: (device.empty((1,), np.float32), done.append(1)), 4) == pytest.approx(2e-3)
-    assert len(done) == 3 + 1 + 4, "unmeasured, one that the host may be late for, measured"
+    assert len(done) == 3 + 1 + 1 + 4, "unmeasured, warm-up, one that the host may be late for, measured"
     assert gpu.about["name"] == "Fake GPU"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu.model import parameters
 from bench.gpu.setup import LLAMA_8B
+from bench.gpu.weights import parameters
 from engine import codecs, records
 from engine.backends.cuda import draws, kernel_source, launch_configs
 from engine.backends.cuda.cache import SpanHeader
