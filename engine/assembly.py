@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
-from tqdm import tqdm
 
 import model_loaders
 from engine import codecs, weight_formats
@@ -37,12 +36,16 @@ from engine.model.forward import ModelWeights, Transformer
 from engine.model.magnitudes import Variances, variances
 from engine.model.rehearsal import least_plan, rehearse
 from engine.model.weights import left_out, load_weights, weight_bytes, weight_count
+from engine.progress import progress_bar
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.statistics import LayerStatistics, neutral
 from engine.sampling.sample import NOT_FINITE
 from engine.weight_formats import WeightFormat
 from model_loaders.config import ModelConfig
 from model_loaders.tensors import READABLE
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Say = Callable[[str], None]
 
@@ -157,24 +160,20 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             _rehearse(config, encoding, rehearsal.ops, source, shape)
             for note in rehearsal.notes():
                 say(note)
-        is_silent = None if verbose else True  # None: unless standard error is a terminal
-        bar = tqdm(
+        with progress_bar(
+            verbose is not None,
             total=4 * weight_count(source.weights),
             desc=f"Loading {source.name}",
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
-            leave=False,
             delay=0.3,
-            disable=is_silent,
-        )
-        with bar:
-            weights = load_weights(ops, source.config, source.weights, bar.update, weight_type)
+        ) as bar:
+            weights = load_weights(ops, source.config, source.weights, bar and bar.update, weight_type)
         ops.set_aside(Load(source.config, shape.format(0), plan.tokens, config.parallel))
         store = _store(config, encoding, ops, source, weights, plan, say)
         if rehearsal is not None:
-            bar = tqdm(desc="Compiling kernels for this CPU (once)", leave=False, delay=1, disable=is_silent)
-            with bar:
+            with progress_bar(verbose is not None, desc="Compiling kernels for this CPU (once)", delay=1) as bar:
                 rehearsal.wait(partial(_show, bar))
     except MemoryError:
         source.weights.close()
@@ -195,9 +194,10 @@ def _give_back_freed_memory() -> None:
         trim(0)
 
 
-def _show(bar: tqdm[Any], done: int, total: int) -> None:
-    bar.total = total
-    bar.update(done - bar.n)
+def _show(bar: tqdm[Any] | None, done: int, total: int) -> None:
+    if bar is not None:
+        bar.total = total
+        bar.update(done - bar.n)
 
 
 def _rehearse(

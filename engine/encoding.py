@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from engine.kv.plan import CacheShape, LayerShape
 from engine.kv.store import Metrics
 from engine.model.magnitudes import Variances, scale
 from engine.quantization.conditioning import Conditioning
-from engine.quantization.metric import key_metric, value_metric, without_feedback
+from engine.quantization.metric import key_metric, value_metric, without_feedback, without_tilt
 from engine.quantization.statistics import LayerStatistics, smoothing
 
 
@@ -64,7 +64,7 @@ def _metrics(
         rounding = layer.codec_v.rounding
         v = value_metric(output, shape.kv_heads, shape.head_dim, stored.value_rotation, rounding, tokens)
     if k is not None and not encoding.tilt:
-        k = replace(k, tilt_second=None, tilt_mean=None)
+        k = without_tilt(k)
     if not encoding.feedback:
         k, v = (m and without_feedback(m) for m in (k, v))
     return k, v

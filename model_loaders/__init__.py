@@ -13,12 +13,12 @@ from model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from model_loaders.errors import LoadError
 from model_loaders.fields import read_json
 from model_loaders.folder import generation_defaults, open_folder
+from model_loaders.gguf_file import GgufFile
 from model_loaders.gguf_source import open_gguf
 from model_loaders.rope import rope_frequencies
 from model_loaders.weights import WeightSource, main_dtype
 
 if TYPE_CHECKING:
-    from model_loaders.gguf_file import GgufFile
     from model_loaders.templates import ChatTemplate
     from model_loaders.tokenizers import Tokenizer
 
@@ -80,7 +80,7 @@ def load_weights(path: str | Path, mmap: bool = True) -> tuple[ModelConfig, Weig
     if where.is_dir():
         config, weights = open_folder(where, mmap)
         return config, weights, main_dtype(weights)
-    gguf = _header(where, mmap)
+    gguf = GgufFile(where, mmap)
     try:
         config, weights = open_gguf(gguf)
     except BaseException:
@@ -116,7 +116,7 @@ def _load_folder(folder: Path, mmap: bool) -> Model:
 def _load_gguf(file: Path, mmap: bool) -> Model:
     from model_loaders import templates, tokenizers
 
-    gguf = _header(file, mmap)
+    gguf = GgufFile(file, mmap)
     try:
         config, weights = open_gguf(gguf)
         return Model(
@@ -132,20 +132,6 @@ def _load_gguf(file: Path, mmap: bool) -> Model:
     except BaseException:
         gguf.close()
         raise
-
-
-def _header(file: Path, mmap: bool) -> GgufFile:
-    """An open GGUF file. Raises LoadError, also where the package `gguf` is missing."""
-    try:
-        from model_loaders.gguf_file import GgufFile
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "gguf":
-            raise
-        raise LoadError(
-            f"{file} cannot be read without the Python package gguf: install it (pip install gguf), or give a folder "
-            "with config.json and safetensors files."
-        ) from error
-    return GgufFile(file, mmap)
 
 
 def _existing(path: str | Path) -> Path:

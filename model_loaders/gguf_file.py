@@ -2,7 +2,7 @@
 
 Layout as specified in ggml's docs/gguf.md, versions 2 and 3, little-endian. The package `gguf` has a reader, but it
 makes several NumPy objects per vocabulary entry and needs over ten seconds for a vocabulary of 128K; here a whole
-header takes a fraction of a second. Dequantization and the constants of the format are still that package's.
+header takes a fraction of a second. Dequantization is still that package's.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 from model_loaders.errors import LoadError
 from model_loaders.file_bytes import FileBytes
+from model_loaders.ggml_types import TYPES
 from model_loaders.strings import Strings
 
 _READ_AHEAD = 1 << 20  # bytes fetched at a time while the header is parsed
@@ -27,18 +27,21 @@ _MAX_KEY = 1 << 16  # bytes; the format's own limit on the length of a key
 _MAX_DIMS = 4
 _SMALLEST_ENTRY = 13  # bytes a metadata entry takes at least: empty key, type, one byte of value
 _SMALLEST_TENSOR = 24  # bytes a tensor's entry takes at least: empty name, no dimensions, type, offset
+_ALIGNMENT = 32  # bytes, of tensors in files that do not name another
+# The types of metadata values, by their numbers: two that are not numbers, and the dtypes of the others.
+_STRING, _ARRAY = 8, 9
 _NUMBERS = {
-    GGUFValueType.UINT8: "<u1",
-    GGUFValueType.INT8: "<i1",
-    GGUFValueType.UINT16: "<u2",
-    GGUFValueType.INT16: "<i2",
-    GGUFValueType.UINT32: "<u4",
-    GGUFValueType.INT32: "<i4",
-    GGUFValueType.FLOAT32: "<f4",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "<u8",
-    GGUFValueType.INT64: "<i8",
-    GGUFValueType.FLOAT64: "<f8",
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
 }
 
 
@@ -99,7 +102,7 @@ class GgufFile:
 
     def _place(self, entries: list[_Entry], header_end: int) -> None:
         """Converts offsets into the data section to offsets into the file, and checks them."""
-        alignment = self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise LoadError(f"{self.path} has the alignment {alignment!r}, which is not a power of two.")
         data_start = -(-header_end // alignment) * alignment
@@ -128,22 +131,21 @@ class _Entry:
 
     def at(self, path: Path, data_start: int) -> GgufTensor:
         try:
-            dtype = GGMLQuantizationType(self.type_id)
-        except ValueError:
+            dtype, block, block_bytes = TYPES[self.type_id]
+        except KeyError:
             raise LoadError(
                 f"{path} stores the tensor {self.name!r} in type number {self.type_id}, which is unknown; "
                 "use a file quantized to Q4_K, Q6_K, Q8_0 or F16."
             ) from None
-        block, block_bytes = GGML_QUANT_SIZES[dtype]
         if (self.dims[0] if self.dims else 1) % block:
             raise LoadError(
                 f"{path}: rows of the tensor {self.name!r} have {self.dims[0]} values, not a multiple of the {block} "
-                f"in a block of {dtype.name}."
+                f"in a block of {dtype}."
             )
         return GgufTensor(
             self.name,
             self.dims[::-1],
-            dtype.name,
+            dtype,
             data_start + self.offset,
             prod(self.dims) // block * block_bytes,
         )
@@ -208,22 +210,22 @@ class _Cursor:
         return self.take(length).decode("utf-8", "replace")
 
     def value(self, type_id: int) -> object:
-        if type_id == GGUFValueType.STRING:
+        if type_id == _STRING:
             return self.string()
-        if type_id == GGUFValueType.ARRAY:
+        if type_id == _ARRAY:
             return self._array(self.number("<u4"))
         return self.number(self._number_type(type_id))
 
     def _array(self, type_id: int) -> Sequence[object]:
-        if type_id == GGUFValueType.STRING:
+        if type_id == _STRING:
             return self._strings(self.count(8))
         dtype = np.dtype(self._number_type(type_id))
         return np.frombuffer(self.take(self.count(dtype.itemsize) * dtype.itemsize), dtype).tolist()
 
     def _number_type(self, type_id: int) -> str:
         try:
-            return _NUMBERS[GGUFValueType(type_id)]
-        except (ValueError, KeyError):
+            return _NUMBERS[type_id]
+        except KeyError:
             raise LoadError(
                 f"{self.path} is damaged or too new: a metadata value has type number {type_id}; download it again."
             ) from None

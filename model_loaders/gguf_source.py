@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,11 +13,9 @@ from model_loaders.errors import LoadError
 from model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from model_loaders.families._unsupported import why_not
 from model_loaders.fields import Fields
+from model_loaders.gguf_file import GgufFile
 from model_loaders.tensors import StoredTensor, StoredWeights
 from model_loaders.weights import fit
-
-if TYPE_CHECKING:
-    from model_loaders.gguf_file import GgufFile
 
 _KEYS = {  # Hugging Face's key → the file's, without the architecture and the dot
     "hidden_size": "embedding_length",

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from model_loaders.file_bytes import FileBytes
+from model_loaders.ggml_types import BY_NAME
 
-_PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of one value
-PLAIN = tuple(_PLAIN_BYTES)
+PLAIN = ("F32", "F16", "BF16")
 _LATTICE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS")
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0")
-READABLE = (*PLAIN, *_BLOCKS, *_LATTICE, "MXFP4", "NVFP4")
+_LATER = ("MXFP4", "NVFP4")  # which not all versions of `gguf` can dequantize
+READABLE = (*PLAIN, *_BLOCKS, *_LATTICE, *_LATER)
 _SLAB = 1 << 18  # values converted at a time, so that temporaries stay in the cache
 
 
@@ -39,7 +40,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        values, nbytes = _block(self.dtype)
+        _, values, nbytes = BY_NAME[self.dtype]
         return self.columns // values * nbytes
 
     @cached_property
@@ -149,23 +150,14 @@ def _convert(tensor: StoredTensor, out: np.ndarray, first: int) -> None:
 
 
 def can_dequantize(dtype: str) -> bool:
-    """Whether the installed `gguf` can dequantize this type of READABLE; older versions lack some."""
-    if dtype in PLAIN:
+    """Whether the package `gguf` can dequantize this type of READABLE; older versions lack some, which are asked."""
+    if dtype not in _LATER:
         return True
     try:
-        _values(np.zeros(_block(dtype)[1], np.uint8), dtype)
+        _values(np.zeros(BY_NAME[dtype].nbytes, np.uint8), dtype)
     except NotImplementedError:
         return False
     return True
-
-
-def _block(dtype: str) -> tuple[int, int]:
-    """Values and bytes of a block of this type."""
-    if dtype in _PLAIN_BYTES:
-        return 1, _PLAIN_BYTES[dtype]
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # imported only for GGUF files
-
-    return GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
 
 
 def _values(raw: np.ndarray, dtype: str) -> np.ndarray:
@@ -176,7 +168,7 @@ def _values(raw: np.ndarray, dtype: str) -> np.ndarray:
         return raw.view("<f2")
     if dtype == "BF16":  # the upper half of a float32
         return np.left_shift(raw.view("<u2"), 16, dtype=np.uint32).view(np.float32)
-    from gguf.constants import GGMLQuantizationType
+    from gguf.constants import GGMLQuantizationType  # imported only where a file has such a type
     from gguf.quants import dequantize
 
     with np.errstate(all="ignore"):  # a damaged scale gives infinities; a warning would not help the user

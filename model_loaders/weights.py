@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from dataclasses import replace
 from math import prod
@@ -105,6 +106,11 @@ def _check(weights: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
         raise LoadError(
             f"{weights.file(name)}: the tensor {weights.label(name)} is stored as {dtype}, which is not supported "
             f"(supported: {', '.join(readable)})."
+        )
+    if dtype not in PLAIN and importlib.util.find_spec("gguf") is None:  # an import would take megabytes
+        raise LoadError(
+            f"{weights.file(name)} cannot be read without the Python package gguf: install it (pip install gguf), or "
+            "give a folder with config.json and safetensors files."
         )
     if not can_dequantize(dtype):
         raise LoadError(

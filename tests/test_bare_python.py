@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.random_model import random_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,13 +73,24 @@ for path in (sys.argv[1], None):
     except EngineError as error:
         print(error)
 """
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
+    file = random_model(tmp_path)
     of_file, of_demo = run_without(["gguf", "platformdirs"], program, file).splitlines()
     assert str(file) in of_file
     assert "pip install gguf" in of_file
     assert "platformdirs" in of_demo
     assert "POLARLM_CACHE" in of_demo
+
+
+def test_what_a_model_does_not_need_takes_no_memory(tmp_path: Path) -> None:
+    """The constants of GGUF files are those of 6 MB of package; a bar that is not shown would take 2."""
+    pytest.importorskip("llvmlite")
+    program = """
+from engine import Engine, SamplingParams
+with Engine.load(sys.argv[1], device="cpu", verbose=print) as engine:
+    engine.generate([7, 8, 9], SamplingParams(max_tokens=3, ignore_eos=True))
+print([name for name in ("gguf", "jinja2", "sentencepiece", "tqdm") if name in sys.modules])
+"""
+    assert run_without([], program, random_model(tmp_path)).splitlines()[-1] == "[]"
 
 
 def test_everything_else_imports_without_them() -> None:

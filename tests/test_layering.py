@@ -30,6 +30,7 @@ BEHIND_THE_ENGINE = {
 TOLD = {"config", "limits", "errors", "outputs"}  # what users say and hear
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "progress": set(),
     "limits": {"errors"},
     "config": {"errors", "limits"},
     "outputs": set(),
@@ -48,7 +49,7 @@ ROOMS["calibration"] = ROOMS["model"] | {"checked_file", "model", "codecs"}
 ROOMS["sessions"] = ROOMS["requests"] | {"checked_file", "requests", "backends.transfer"}
 ROOMS["flags"] = {"config", "errors"}
 ROOMS["encoding"] = ROOMS["model"] | {"model"}
-ROOMS["assembly"] = ROOMS["encoding"] | {"backends.select", "calibration", "codecs", "encoding"}
+ROOMS["assembly"] = ROOMS["encoding"] | {"backends.select", "calibration", "codecs", "encoding", "progress"}
 ROOMS["engine"] = {"assembly", "kv", "model", "requests", "sampling", "sessions"} | TOLD
 ROOMS["chat"] = {"assembly", "backends.select", "engine", "flags", "sampling", "sessions"} | TOLD
 

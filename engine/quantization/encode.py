@@ -73,7 +73,7 @@ def encode_with_metric(codec: Codec, x: np.ndarray, metric: Metric | None) -> di
             rounded = _search(rounding, rows, metric)
         else:
             rounded = _round(rounding, rows, metric)
-        norms = _fitted_norms(rounded, metric) if metric.tilt_second is None else _tilted_norms(rounded, metric)
+        norms = _fitted_norms(rounded, metric) if metric.tilt_mean is None else _tilted_norms(rounded, metric)
         both = rounded.codes.swapaxes(3, 4), norms[..., None]
         encoded.append([_by_block(rows, metric.token_feedback) for rows in both])
     codes, norms = (np.concatenate(slabs, axis=1) for slabs in zip(*encoded, strict=True))
@@ -258,11 +258,10 @@ def _fitted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
 
 def _tilted_norms(rounded: _Rounded, metric: Metric) -> np.ndarray:
     """Norms (K, G, T, R) that minimize the cost for the queries that attend to each key."""
-    assert metric.tilt_second is not None
     assert metric.tilt_mean is not None
     x, decoded = rounded.x, rounded.decoded
     mean = metric.tilt_mean[:, None, None, :, None]
-    second = metric.tilt_second[:, None, None]
+    second = metric.matrix[:, None, None]
     lean = (second - mean * mean.swapaxes(3, 4)) @ x  # (K, G, T, D, R)
     lean /= np.float32(np.sqrt(x.shape[3]))
     lean += mean

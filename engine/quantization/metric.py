@@ -21,11 +21,10 @@ _PATH_ROUNDS = 4  # rounds in which a path search rounds the tokens of a block
 class Metric:
     """The cost of an error of each KV head, in the stored space (scaled and rotated). All arrays float32."""
 
-    matrix: np.ndarray  # (K, D, D) M: an error e costs e·M·eᵀ
+    matrix: np.ndarray  # (K, D, D) M: an error e costs e·M·eᵀ. Of tilted keys E[qᵀq], weighted by attention
     feedback: np.ndarray  # (K, D, D) F, strictly block-lower: row block j is F_j
     weights: np.ndarray  # (K, P) cost of a square of e_j + F_j·e_{<j}, averaged over its directions
-    tilt_second: np.ndarray | None  # (K, D, D) E[qᵀq], weighted by attention; keys only
-    tilt_mean: np.ndarray | None  # (K, D) E[q], weighted likewise
+    tilt_mean: np.ndarray | None  # (K, D) E[q], weighted likewise: norms are tilted; keys only
     survivors: int  # paths that a search keeps for each state: more if feedback is strong
     # (1 or K, T, N/T, N) B, values only. Tokens are rounded in T rounds: t, t + T, t + 2T, … together in round t. Rows
     # are the tokens of round t; columns are all tokens, round after round.
@@ -48,13 +47,11 @@ def key_metric(
     transform = scale[:, :, None] * orthogonal  # of queries: q @ transform
     second = transform.swapaxes(1, 2) @ query_second.astype(np.float64) @ transform
     mean = (query_mean.astype(np.float64)[:, None] @ transform)[:, 0]
-    matrix = _with_ridge(second)
-    feedback, weights = _block_ldl(matrix, rounding.width)
+    feedback, weights = _block_ldl(_with_ridge(second), rounding.width)
     return Metric(
-        matrix=_float32(matrix),
+        matrix=_float32(second),
         feedback=feedback,
         weights=weights,
-        tilt_second=_float32(second),
         tilt_mean=_float32(mean),
         survivors=_KEY_SURVIVORS,
         token_feedback=None,
@@ -86,7 +83,7 @@ def value_metric(
         lag = np.abs(np.subtract.outer(order, order))
         factor, _ = _block_ldl(_with_ridge(token_correlation.astype(np.float64)[lag][None]), size // rounds)
         token_feedback = factor.reshape(1, rounds, -1, size)
-    return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None, None, 1, token_feedback)
+    return Metric(_float32(matrix), *_block_ldl(matrix, rounding.width), None, 1, token_feedback)
 
 
 def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
@@ -110,7 +107,6 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
         matrix=np.concatenate([metric.matrix for metric in layers]),
         feedback=np.concatenate([metric.feedback for metric in layers]),
         weights=np.concatenate([metric.weights for metric in layers]),
-        tilt_second=joined(metric.tilt_second for metric in layers),
         tilt_mean=joined(metric.tilt_mean for metric in layers),
         survivors=layers[0].survivors,
         token_feedback=joined(map(by_head, layers)),
@@ -120,6 +116,13 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
 def without_feedback(metric: Metric) -> Metric:
     """The same metric without error feedback between pairs: each pair is rounded alone, all pairs weigh the same."""
     return replace(metric, feedback=np.zeros_like(metric.feedback), weights=np.ones_like(metric.weights), survivors=1)
+
+
+def without_tilt(metric: Metric) -> Metric:
+    """The same metric with norms that minimize the cost, whichever queries attend to a key."""
+    if metric.tilt_mean is None:
+        return metric
+    return replace(metric, matrix=_float32(_with_ridge(metric.matrix.astype(np.float64))), tilt_mean=None)
 
 
 def _with_ridge(second: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from engine.codecs._nearest import NearestPoint
 from engine.codecs.ring import RINGS, points_of
 from engine.quantization.conditioning import centre
 from engine.quantization.encode import encode_with_metric
-from engine.quantization.metric import Metric, key_metric, value_metric
+from engine.quantization.metric import Metric, key_metric, value_metric, without_tilt
 from engine.records import Layout
 from engine.records.fragments import Geometry
 from engine.records.pair_table import PairRecord
@@ -97,10 +97,8 @@ def arrays(side: Side, metric: Metric | None, quantized: np.ndarray, full: np.nd
     if metric is None:
         return SideArrays(*beside, None, None, None, None)
     feedback, fed = np.ascontiguousarray(metric.feedback.swapaxes(1, 2)), metric.token_feedback
-    matrix = metric.matrix if metric.tilt_second is None else metric.tilt_second
-    return SideArrays(
-        *(*beside, feedback, matrix, metric.tilt_mean, None if fed is None else np.ascontiguousarray(fed[0, :, 0].T))
-    )
+    along = None if fed is None else np.ascontiguousarray(fed[0, :, 0].T)
+    return SideArrays(*beside, feedback, metric.matrix, metric.tilt_mean, along)
 
 
 def encoded(side: Side, x: np.ndarray, metric: Metric | None, seed: int = 0) -> np.ndarray:
@@ -218,7 +216,7 @@ def metric_of(side: Side, heads: int, *, tilt: bool = True, tokens: bool = True)
     queries = rng.standard_normal((heads, 4 * dim, dim)) * spread @ rotation + 0.2
     second = queries.swapaxes(1, 2) @ queries / (4 * dim)
     metric = key_metric(second, queries.mean(1), np.ones((heads, dim)), None, rounding)
-    return metric if tilt else replace(metric, tilt_second=None, tilt_mean=None)
+    return metric if tilt else without_tilt(metric)
 
 
 def codes_of(side: Side, fields: dict[str, np.ndarray]) -> np.ndarray:

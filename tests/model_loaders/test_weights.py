@@ -184,9 +184,9 @@ def test_a_type_that_the_installed_gguf_lacks_is_named(tmp_path: Path, monkeypat
     def lacking(data: np.ndarray, dtype: Type) -> np.ndarray:
         raise NotImplementedError(f"Dequantization for {dtype.name} is not yet implemented")
 
-    quantized_model(tmp_path / "model.gguf", "IQ4_NL")
+    quantized_model(tmp_path / "model.gguf", "MXFP4")
     monkeypatch.setattr("gguf.quants.dequantize", lacking)
-    with pytest.raises(LoadError, match="IQ4_NL, which the installed version of the Python package gguf cannot read"):
+    with pytest.raises(LoadError, match="MXFP4, which the installed version of the Python package gguf cannot read"):
         load_weights(tmp_path / "model.gguf")
 
 

@@ -14,7 +14,7 @@ from engine import codecs
 from engine.codecs._viterbi import PathSearch
 from engine.quantization import encode
 from engine.quantization.encode import encode_with_metric
-from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
+from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback, without_tilt
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -131,7 +131,7 @@ def values_metric(rounding, heads=2, dim=8, tokens=16):
 
 def identity_metric(heads, dim):
     eye = np.broadcast_to(np.eye(dim, dtype=np.float32), (heads, dim, dim))
-    return Metric(eye, np.zeros_like(eye), np.ones((heads, dim // 2), np.float32), None, None, 1, None)
+    return Metric(eye, np.zeros_like(eye), np.ones((heads, dim // 2), np.float32), None, 1, None)
 
 
 def cost(errors, matrix):
@@ -150,7 +150,7 @@ def test_block_ldl_factors_the_metric(blocks, width, seed):
     second = covariance(3, dim, dim, seed=seed)
     metric = key_metric(second, np.zeros((3, dim)), np.ones((3, dim)), None, WIDTHS[width])
     lower = np.eye(dim) + metric.feedback  # M = lowerᵀ · diagonal blocks · lower
-    solved = np.linalg.solve(lower.swapaxes(1, 2), metric.matrix.astype(np.float64))
+    solved = np.linalg.solve(lower.swapaxes(1, 2), without_tilt(metric).matrix.astype(np.float64))
     squares = np.linalg.solve(lower.swapaxes(1, 2), solved.swapaxes(1, 2))
     block = np.arange(dim) // width
     inside = block[:, None] == block
@@ -171,9 +171,11 @@ def test_cost_of_a_key_error_is_its_change_of_scores():
     stored_error = gaussian(heads, 1, dim, seed=2)
     error = (stored_error @ rotation.T) * smoothing[:, None]
     scores = np.square(q @ error.swapaxes(1, 2)).mean((1, 2))
-    ridge = 0.05 * np.trace(metric.tilt_second, axis1=1, axis2=2) / dim
-    assert cost(stored_error, metric.tilt_second) == pytest.approx(scores, rel=1e-4)
-    assert cost(stored_error, metric.matrix) == pytest.approx(scores + ridge * np.square(stored_error).sum((1, 2)))
+    ridge = 0.05 * np.trace(metric.matrix, axis1=1, axis2=2) / dim
+    assert cost(stored_error, metric.matrix) == pytest.approx(scores, rel=1e-4)
+    assert cost(stored_error, without_tilt(metric).matrix) == pytest.approx(
+        scores + ridge * np.square(stored_error).sum((1, 2))
+    )
     as_stored = (q * smoothing[:, None]) @ rotation
     assert metric.tilt_mean == pytest.approx(as_stored.mean(1), rel=1e-4, abs=1e-5)
 
@@ -190,7 +192,7 @@ def test_cost_of_a_value_error_is_its_change_of_the_output(rotated):
     changes = np.square(np.einsum("ekgd,kd->kge", by_head, error[:, 0])).sum(-1).mean(-1)
     ridge = 0.05 * np.square(by_head).sum((0, 2, 3)) / group / dim
     assert cost(stored_error, metric.matrix) == pytest.approx(changes + ridge * np.square(stored_error).sum((1, 2)))
-    assert metric.tilt_second is metric.tilt_mean is metric.token_feedback is None
+    assert metric.tilt_mean is metric.token_feedback is None
 
 
 def test_uncorrelated_attention_gives_no_token_feedback():
@@ -220,15 +222,13 @@ def without(metric, part):
     """The metric with one part switched off: "feedback", "tilt" or "tokens"."""
     if part == "feedback":
         return without_feedback(metric)
-    return replace(
-        metric, **{"tilt": {"tilt_second": None, "tilt_mean": None}, "tokens": {"token_feedback": None}}[part]
-    )
+    return without_tilt(metric) if part == "tilt" else replace(metric, token_feedback=None)
 
 
 def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
     """`encode_with_metric` in float64, one vector at a time → codes (K, B, N, P), norms (K, B, N)."""
     *lead, dim = x.shape
-    size = lead[-1]
+    size, metric = lead[-1], metric if tilt else without_tilt(metric)
     codes, norms = np.zeros((*lead, dim // codec.width), int), np.zeros(lead)
     order, along = np.arange(size), np.zeros((size, size))
     if tokens and metric.token_feedback is not None:
@@ -249,7 +249,7 @@ def by_definition(codec, x, metric, feedback=True, tilt=True, tokens=True):
             codes[head, block, t] = code
             norms[head, block, t] = (
                 tilted_norm(u, y, metric, head)
-                if tilt and metric.tilt_second is not None
+                if metric.tilt_mean is not None
                 else (max(0, (target[t] @ matrix @ y) / (y @ matrix @ y)))
             )
     return codes, norms
@@ -273,7 +273,7 @@ def rounded_by_definition(codec, unit, feedback, weights, survivors):
 
 
 def tilted_norm(u, y, metric, head):
-    second, mean = metric.tilt_second[head].astype(np.float64), metric.tilt_mean[head].astype(np.float64)
+    second, mean = metric.matrix[head].astype(np.float64), metric.tilt_mean[head].astype(np.float64)
     w = mean + u @ (second - np.outer(mean, mean)) / np.sqrt(len(u))
     tilted = (u @ second @ y + (u @ w) * (y @ w)) / (y @ second @ y + (y @ w) ** 2)
     plain = (u @ y) / (y @ y)
@@ -317,7 +317,7 @@ def test_worked_example_of_two_pairs():
     x = np.array([[[[0.4, 0, 0.3, 0]]]], np.float32)
     matrix = np.kron([[1, 0.9], [0.9, 1]], np.eye(2))[None].astype(np.float32)
     feedback = np.tril(matrix, -1)
-    metric = Metric(matrix, feedback, np.ones((1, 2), np.float32), None, None, 1, None)
+    metric = Metric(matrix, feedback, np.ones((1, 2), np.float32), None, 1, None)
     lattice = Lattice(np.zeros((1, 2), np.float32))
     assert encode_with_metric(lattice, x, metric) == pytest.approx(0.66 * 0.25)
     assert encode_with_metric(lattice, x, without_feedback(metric)) == pytest.approx(0.25)  # all points 0: norm kept
@@ -333,7 +333,7 @@ def test_cost_of_a_fine_table_is_what_block_ldl_predicts(decay):
     heads, dim = 2, 16
     codec = levels(step=2**-7, count=2048)
     second = covariance(heads, dim, dim, decay=decay)
-    metric = key_metric(second, np.zeros((heads, dim)), np.ones((heads, dim)), None, codec)
+    metric = without_tilt(key_metric(second, np.zeros((heads, dim)), np.ones((heads, dim)), None, codec))
     lower = np.eye(dim) + metric.feedback
     squares = np.linalg.solve(lower.swapaxes(1, 2), metric.matrix.astype(np.float64)).diagonal(axis1=1, axis2=2)
     predicted = squares.sum(-1) / metric.matrix.trace(axis1=1, axis2=2)
@@ -370,7 +370,7 @@ def test_token_feedback_lowers_the_cost_of_shared_attention(codec):
 def test_tilted_norm_lowers_the_cost_of_leaning_queries(codec):
     metric = keys_metric(codec, dim=16)
     x = 3 * gaussian(2, 40, 16, 16)
-    second, mean = metric.tilt_second, metric.tilt_mean
+    second, mean = metric.matrix, metric.tilt_mean
     lean = mean[:, None, None] + x @ (second - mean[:, :, None] * mean[:, None])[:, None] / 4
 
     def leaning_cost(metric):

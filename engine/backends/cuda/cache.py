@@ -68,8 +68,7 @@ class Side:
     """Keys or values of one layer. None where the codec or the metric has no such array.
 
     quantized: the pool of quantized blocks. tables: those of the layout. candidates: of the codec's points. The other
-    arrays are those of a `Metric`, both kinds of feedback transposed. matrix, mean_query: tilt_second and tilt_mean
-    where it has them.
+    arrays are those of a `Metric`, both kinds of feedback transposed. mean_query: its tilt_mean.
     """
 
     layout: Layout

@@ -89,7 +89,7 @@ class CacheOps:
         return replace(
             side,
             feedback=self._upload(metric.feedback.swapaxes(1, 2)),
-            matrix=self._upload(metric.matrix if metric.tilt_second is None else metric.tilt_second),
+            matrix=self._upload(metric.matrix),
             mean_query=self._upload(metric.tilt_mean),
             token_feedback=self._upload(None if tokens is None else tokens[0, :, 0].T),
         )

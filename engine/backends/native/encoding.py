@@ -109,8 +109,8 @@ class EncodingOps:
         """The addresses of a metric's arrays for each KV head, and 0 for other pointers: int64 (K, len(POINTERS))."""
         if id(metric) not in self._prepared:
             arrays = {"feedback": metric.feedback, "matrix": metric.matrix}
-            if metric.tilt_second is not None and metric.tilt_mean is not None:
-                arrays |= {"matrix": metric.tilt_second, "mean_query": metric.tilt_mean}
+            if metric.tilt_mean is not None:
+                arrays["mean_query"] = metric.tilt_mean
             if metric.token_feedback is not None:
                 width = metric.feedback.shape[1] // metric.weights.shape[1]
                 along = diagonals_of_tokens(metric.token_feedback)
@@ -133,7 +133,7 @@ def _encoding(format: CacheFormat, side: int) -> Encoding | None:
         bits=rounding.bits,
         width=rounding.width,
         tokens=format.block_size,
-        tilted=metric is not None and metric.tilt_second is not None,
+        tilted=metric is not None and metric.tilt_mean is not None,
         along_tokens=metric is not None and metric.token_feedback is not None,
         mean_bits=0 if side else format.mean_bits,
         has_metric=metric is not None,

@@ -32,7 +32,7 @@ class NativeOps:
     name = NumpyOps.name
     forkable = NumpyOps.forkable
     stored_as = NumpyOps.stored_as
-    prefill_rows = NumpyOps.prefill_rows
+    prefill_rows = 256  # kernels need few: more would only take memory
 
     def __init__(self, threads: int = 0) -> None:
         """Raises KernelError if kernels do not work here, EngineError if POLARLM_CPU_LEVEL names no level of this CPU.

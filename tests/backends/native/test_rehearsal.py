@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -152,17 +153,18 @@ def test_a_bar_shows_the_kernels_that_are_waited_for(
             super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
             bars.append(self)
 
-    monkeypatch.setattr(assembly, "tqdm", Bar)
+    monkeypatch.setattr("tqdm.tqdm", Bar)
     compiles(lambda name: True)
-    for verbose, disable in ((lambda sentence: None, None), (None, True)):
+    for verbose, is_terminal in ((None, True), (print, False), (print, True)):
+        assert not bars
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
         with Engine.load(tiny_path, device="cpu", verbose=verbose, **SETTINGS):
             pass
-        loading, compiling = bars
-        assert compiling.desc.startswith("Compiling kernels for this CPU (once)")
-        assert compiling.n == compiling.total > 5
-        assert compiling.settings["delay"] == 1
-        assert compiling.settings["disable"] is loading.settings["disable"] is disable  # None: not on a terminal
-        bars.clear()
+    loading, compiling = bars
+    assert loading.desc.startswith("Loading")
+    assert compiling.desc.startswith("Compiling kernels for this CPU (once)")
+    assert compiling.n == compiling.total > 5
+    assert compiling.settings["delay"] == 1
 
 
 # -- failures ------------------------------------------------------------------------------------------------------

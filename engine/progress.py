@@ -1,0 +1,26 @@
+"""Progress on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+@contextmanager
+def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
+    """A progress bar, which disappears at the end; None if it is not shown, or not on a terminal.
+
+    settings: of tqdm, whose import takes 2 MB.
+    """
+    if not (is_shown and sys.stderr.isatty()):
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(leave=False, **settings) as bar:
+        yield bar
