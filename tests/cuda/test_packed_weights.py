@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from engine.backends.cuda.ops import CudaOps
 from engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.formats import EPS32
-from tests.weights import BLOCKS, StoredBytes, random_blocks
+from tests.weights import BLOCKS, StoredBytes, pack, random_blocks
 
 HALF = float(np.finfo(np.float16).eps)
 EPS = 1e-5
@@ -113,6 +115,24 @@ def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator)
     """With few rows of weights, blocks share the inputs."""
     check_product(ops, rng, "q4_k", 20, 20, 8192)
     assert launched(ops, "gemm_small_sum_kernel") in (True, None)
+
+
+@pytest.mark.parametrize("rows", [12, 70])
+@pytest.mark.parametrize(("other", "narrowed"), [("q6_k", 1), ("f16", 1), ("bf16", 2)])
+def test_x_is_rounded_once_for_parts_that_take_it_in_the_same_type(
+    ops: CudaOps, rng: np.random.Generator, rows: int, other: str, narrowed: int
+) -> None:
+    """The results are those of the parts alone."""
+    raw = pack(rng.standard_normal((32, 256)), other) if other not in BLOCKS else random_blocks(rng, other, 32, 256)
+    files = [StoredBytes(random_blocks(rng, "q4_k", 32, 256), "q4_k"), StoredBytes(raw, other)]
+    x, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 256), (256,)))
+    more: dict[str, Any] = {"norm": (ops.to_device(norm), EPS)}
+    parts = [ops.to_host(ops.linear(ops.to_device(x), Linear(ops.load([file])), **more)) for file in files]
+    before = len(ops._device.launches) if isinstance(ops._device, EmulatedDevice) else 0
+    together = ops.to_host(ops.linear(ops.to_device(x), Linear(ops.load(files)), **more))
+    np.testing.assert_allclose(together, np.concatenate(parts, axis=1), rtol=1e-5, atol=1e-4)  # cuBLAS may differ
+    if isinstance(ops._device, EmulatedDevice):
+        assert ops._device.launches[before:].count("narrow_kernel") == narrowed
 
 
 def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, out: int, width: int) -> None:

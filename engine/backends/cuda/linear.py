@@ -152,6 +152,9 @@ class LinearOps:
             return y
         # A product for each part; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
+        is_whole = rows <= SMALL_ROWS or not recorded  # all rows at once
+        if rows > UNROUNDED_ROWS and is_whole and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
+            x, norm = self._narrowed(x, _Product(w.parts[0], None, norm, False, None)), None
         end = 0
         for matrix in w.parts:
             columns = slice(end, end := end + matrix.shape[0])
@@ -250,8 +253,10 @@ class LinearOps:
         self._launch("activate_mul", (-(-half // (8 * threads)), rows), config, y, gate_up, half)
 
     def _narrowed(self, x: Array, product: _Product) -> Array:
-        """x (T, in), normalised if the product has a norm, in the type in which it takes x."""
-        narrow = self._device.empty(x.shape, _PLAIN.get(product.weight.format.name, np.float16))
+        """x (T, in), normalised if the product has a norm, in the type in which it takes x: x itself if it is of it."""
+        if x.dtype != np.float32:
+            return x
+        narrow = self._device.empty(x.shape, _narrow_type(product.weight))
         self._narrow(narrow, x, product.norm)
         return narrow
 
@@ -264,6 +269,11 @@ class LinearOps:
         defines: dict[str, int | float | str] = {"ACT": "float", "TO": type_of(y), "NORMED": int(norm is not None)}
         config = LaunchConfig(defines, threads_for(-(-n // 8), most))
         self._launch("narrow", (rows,), config, y, x, norm_weight, n, float(eps))
+
+
+def _narrow_type(matrix: Matrix) -> type[np.generic]:
+    """The dtype in which products of more than UNROUNDED_ROWS rows with `matrix` take x."""
+    return _PLAIN.get(matrix.format.name, np.float16)
 
 
 def _gates(gate_up: Matrix) -> bool:
