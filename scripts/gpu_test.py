@@ -1,5 +1,6 @@
 """`make gpu-test`: runs the kernels' tests on the GPU of this machine, the most telling first.
 
+Then a small pass runs under compute-sanitizer, where it is installed.
 Every result goes to a file as it comes, so that a run that is cut off can be read, and gone on with by --resume.
 Arguments that are not listed go to pytest.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from bench import report
 from engine import EngineError
 from engine.backends.select import select
+from scripts.sanitize import sanitize
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "cuda"
@@ -27,12 +29,13 @@ FIRST = (*_OPS, *_MODELS, "test_gpu", "test_schedules")
 # stand-in, of texts and counts.
 NEVER = ("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_shapes", "test_source")
 _MOST_WORKERS = 12
-_BUDGET = 380  # seconds
+_BUDGET = 340  # seconds
+_SANITIZED = 60  # seconds of each tool
 _NEEDED = ("pytest", "hypothesis")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns pytest's exit code, or 2 where nothing can run."""
+    """Returns pytest's exit code, 1 if the sanitizer finds something, or 2 where nothing can run."""
     options, for_pytest = _parser().parse_known_args(argv)
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         print(f"error: The tests need the Python packages {' and '.join(missing)}", file=sys.stderr)
@@ -53,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = ["-p", "tests.written_results", "--results", str(results), "--until", str(time.time() + options.budget)]
     if options.resume is not None:
         given += ["--but-not", str(options.resume)]
-    return int(pytest.main([*map(str, files()), *given, *_workers(options.workers), *for_pytest]))
+    code = int(pytest.main([*map(str, files()), *given, *_workers(options.workers), *for_pytest]))
+    for tool, result, why in sanitize(_SANITIZED):
+        write(results, {"sanitizer": tool, "result": result, "why": why})
+        print(f"compute-sanitizer {tool}: {result}" + (f": {why}" if why else ""), flush=True)
+        code = code or int(result == "failed")
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

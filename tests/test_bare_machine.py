@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine import EngineError
-from scripts import gpu_test
+from scripts import gpu_test, sanitize
 from tests.bare_machine import MISSING
 from tests.written_results import OVER
 
@@ -74,17 +74,30 @@ def test_every_test_that_can_run_on_a_gpu_does() -> None:
     assert {*names} == expected - others
 
 
+# Runs the program under test with memcheck, and finds a race in it with racecheck.
+SANITIZER = """#!/bin/sh
+test "$2" = memcheck || { echo "a race in a kernel"; exit 9; }
+shift 4
+exec "$1" -m tests.bare_machine "$2" "$3"
+"""
+
+
 def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Some of each kind: kernels alone, ops, a model; packed weights need no package for their format."""
-    some = "rms_norm_is or parts_of_the_inputs or (activation and q4_k and 12) or mixed_types"
+    some = "rms_norm_is or parts_of_the_inputs or (activation and q4_k and 12)"
     some += " or (random_schedules and f16) or types1-Q4_K_M-1]"
     command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
     results = tmp_path / "results.jsonl"
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(SANITIZER)
+    sanitizer.chmod(0o755)
     flags = f"--workers 1 --results {results} -p no:cacheprovider -k '{some}'"
-    done = run([*command, f"ARGS={flags}"])
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, *lines = [json.loads(line) for line in results.read_text().splitlines()]
+    done = run([*command, f"ARGS={flags}"], PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    first, *lines, memcheck, racecheck = [json.loads(line) for line in results.read_text().splitlines()]
     assert first["gpu"] == "Fake GPU"
+    assert memcheck == {"sanitizer": "memcheck", "result": "passed", "why": ""}, done.stdout
+    assert racecheck == {"sanitizer": "racecheck", "result": "failed", "why": "a race in a kernel"}
+    assert done.returncode != 0
     assert {line["test"].split("::")[0].split("/")[-1] for line in lines} >= {"test_packed_weights.py"}
     assert {line["result"] for line in lines} == {"passed"}
 
@@ -101,6 +114,25 @@ def test_without_a_gpu_or_packages_there_is_a_sentence(
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     assert gpu_test.main([]) == 2
     assert capsys.readouterr().err == "error: The tests need the Python packages hypothesis\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "result", "why"),
+    [
+        (None, "skipped", "compute-sanitizer is not installed"),
+        ("echo ERROR SUMMARY: 0 errors", "passed", ""),
+        ("echo Invalid write; exit 9", "failed", "Invalid write"),
+        ("echo begun; exec sleep 60", "skipped", "not finished after 1 s; begun"),
+    ],
+)
+def test_a_sanitizer_has_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, result: str, why: str
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sanitize, "find", lambda: script and str(program))
+    assert [*sanitize.sanitize(1)] == [(tool, result, why) for tool in ("memcheck", "racecheck")]
 
 
 PROGRAM = """

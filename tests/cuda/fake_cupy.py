@@ -158,6 +158,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cuda.alloc_pinned_memory = bytearray
     cuda.get_cublas_handle = lambda: 7
     cuda.using_allocator = lambda malloc: _using(machine, malloc)
+    cuda.set_allocator = lambda malloc: setattr(machine, "malloc", malloc)
     libs.cublas = SimpleNamespace(
         CUBLASError=CUBLASError,
         CUBLAS_OP_N=0,
