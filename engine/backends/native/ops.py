@@ -32,7 +32,7 @@ class NativeOps:
     name = NumpyOps.name
     forkable = NumpyOps.forkable
     stored_as = NumpyOps.stored_as
-    prefill_rows = 256  # kernels need few: more would only take memory
+    prefill_rows = 128  # as fast as 512, which take 6 MiB more
 
     def __init__(self, threads: int = 0) -> None:
         """Raises KernelError if kernels do not work here, EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
