@@ -8,106 +8,94 @@
 //
 // A block multiplies TILES tiles of 16 rows of weights; with GATED they are in turn one of gate and the matching one of
 // up. Of the inputs, its 8 warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
-// alone: it copies a unit of a tile, whole blocks of the format, which lie together, to its ring of SLOTS in shared
-// memory, and its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). It rounds its inputs
-// itself, each lane ROWS · UNIT / 256 times 8 of them, as B operands, which all tiles share. Of 8 rows, a lane rounds
-// just what it multiplies. Of fewer rows, lanes give each other theirs in shared memory, and the columns of B behind
-// the last row repeat rows: their sums are not read. 16 rows come rounded, and lanes load their operands.
+// alone: it copies a unit of each tile, whole blocks of the format, which lie together, to SLOTS in shared memory, and
+// its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). The tiles share the B operands. Of 8
+// rows, a lane rounds just the inputs that it multiplies. Of fewer rows, lanes give each other theirs in shared memory,
+// and the columns of B behind the last row repeat rows: their sums are not read. 16 rows come rounded.
 // Grid (ceil(rows of weights / (16 · TILES))), 256 threads.
 // DEFINES: ACT (of x: float, or __half with 16 rows), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8, 16), TILES
-// (even if GATED), SLOTS (at least 2), NORMED (0 or 1; 0 with 16 rows), ADD (0 or 1), ACTIVATION (a function of
+// (even if GATED), SLOTS (more than TILES), NORMED (0 or 1; 0 with 16 rows), ADD (0 or 1), ACTIVATION (a function of
 // activation.cuh, or not defined).
 // JOINS: activation.cuh, output_tile.cuh.
 // Dynamic shared memory: 8 · max(SLOTS · BYTES + X, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile; X:
 // 2 · ROWS · UNIT, or 0 from 8 rows on.
-// Cost: bytes of the weights, of which 8 · (SLOTS − 1) units per block are in flight at any time; each block reads its
-// inputs of all rows from L2 or L1.
+// Cost: bytes of the weights, of which at least 8 · (SLOTS − TILES) units per block are in flight; each block reads all
+// rows of x from L2 or L1, which for 8 rows of floats is about twice the bytes of two tiles of 4-bit weights.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
 
 constexpr int WARPS = 8, TILE = 16 * TILES;
 constexpr int UNIT = WEIGHT::VALUES > 128 ? WEIGHT::VALUES : 128, BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
 constexpr int COLUMNS_N = ROWS > 8 ? ROWS / 8 : 1;  // tiles of 8 rows of x
 constexpr int OCTETS = ROWS * UNIT / 8;             // 8 inputs of a row each
-constexpr bool KEPT = ROWS == 8;                    // a lane multiplies what it has rounded itself
-static_assert((8 % ROWS == 0 || ROWS == 16 && !NORMED) && SLOTS >= 2 && !(GATED && TILES % 2), "as the head says");
+static_assert((8 % ROWS == 0 || ROWS == 16 && !NORMED) && SLOTS > TILES && !(GATED && TILES % 2), "as the head says");
 
-// A warp's share of x, one unit of all rows, as B operands. 16 rows are read as they are wanted.
+// A warp's share of x as B operands.
 #if ROWS > 8
 struct Inputs {
-    const __half *rows[COLUMNS_N];  // the lane's inputs of a group of 32
+    const __half *first[COLUMNS_N];  // the lane's first inputs
 
-    __device__ __forceinline__ Inputs(const __half *x, const float *, uint4 *, int count, int in) {
+    __device__ __forceinline__ Inputs(const __half *x, const float *, uint4 *, int rows, int in) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int n = 0; n < COLUMNS_N; ++n)
-            rows[n] = x + min(n * 8 + lane / 4, count - 1) * (long long)in + lane % 4 * 8;
+            first[n] = x + min(n * 8 + lane / 4, rows - 1) * (long long)in + lane % 4 * 8;
     }
-    __device__ __forceinline__ void round(int, int, int) {}
-    __device__ __forceinline__ uint4 at(int first, int k, int n) const {
-        return *reinterpret_cast<const uint4 *>(rows[n] + first + k);
+    __device__ __forceinline__ void begin(int, int) {}
+    __device__ __forceinline__ uint4 at(int unit, int k, int n) const {
+        return *reinterpret_cast<const uint4 *>(first[n] + unit + k);
     }
 };
 #else
-// In shared memory, for each 32 inputs those of each row in turn.
 struct Inputs {
-    const ACT *row;         // the row that the lane rounds: lane / 4 % ROWS
+    const ACT *row;        // the row that the lane rounds: lane / 4 % ROWS
     const float *norm;
-    uint4 *shared;          // [OCTETS]; used only if not KEPT
-    uint4 kept[UNIT / 32];  // used only if KEPT
-    float squares = 0.0f;   // the sum over all that the lane has rounded
+    uint4 *shared;         // [OCTETS] of a unit, for each 32 inputs those of each row in turn; unused with 8 rows
+    float squares = 0.0f;  // the sum over all that the lane has rounded
 
-    __device__ __forceinline__ Inputs(const ACT *x, const float *norm_, uint4 *shared_, int count, int in)
-        : row(x + min(threadIdx.x % 32 / 4 % ROWS, count - 1) * (long long)in), norm(norm_), shared(shared_) {}
-    // Rounds the lane's octets first + lane. k: the unit's first input.
-    __device__ __forceinline__ void round(int first, int k, int in) {
-        const int lane = threadIdx.x % 32, octet = first + lane, at = k + octet / (4 * ROWS) * 32 + octet % 4 * 8;
-        if (OCTETS % 32 && octet >= OCTETS || UNIT != WEIGHT::VALUES && at >= in) return;
+    __device__ __forceinline__ Inputs(const ACT *x, const float *norm_, uint4 *shared_, int rows, int in)
+        : row(x + min(threadIdx.x % 32 / 4 % ROWS, rows - 1) * (long long)in), norm(norm_), shared(shared_) {}
+    // 8 inputs of the lane's row, from k on.
+    __device__ __forceinline__ uint4 rounded(int k) {
         float values[8];
-        load_floats(values, row + at);
+        load_floats(values, row + k);
 #if NORMED
         float g[8];
-        load_floats(g, norm + at);
+        load_floats(g, norm + k);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             squares += values[j] * values[j];
             values[j] *= g[j];
         }
 #endif
-        store_within(reinterpret_cast<__half *>(KEPT ? &kept[first / 32] : &shared[octet]), values);
+        uint4 octet;
+        store_within(reinterpret_cast<__half *>(&octet), values);
+        return octet;
     }
-    // Inputs k + 8 * (lane % 4) … + 7 of row lane / 4 % ROWS.
-    __device__ __forceinline__ uint4 at(int, int k, int) const {
-        return KEPT ? kept[k / 32] : shared[k / 8 * ROWS + threadIdx.x % (4 * ROWS)];
+    // Of fewer rows than 8, lanes share a unit, which begins with input `unit`. The warp must meet before and after.
+    __device__ __forceinline__ void begin(int unit, int in) {
+#pragma unroll
+        for (int first = 0; ROWS < 8 && first < OCTETS; first += 32) {
+            const int octet = first + threadIdx.x % 32, k = unit + octet / (4 * ROWS) * 32 + octet % 4 * 8;
+            if (octet < OCTETS && (UNIT == WEIGHT::VALUES || k < in)) shared[octet] = rounded(k);
+        }
+    }
+    // Inputs unit + k + 8 * (lane % 4) … + 7 of row lane / 4 % ROWS; once for each, with 8 rows.
+    __device__ __forceinline__ uint4 at(int unit, int k, int) {
+        return ROWS < 8 ? shared[k / 8 * ROWS + threadIdx.x % (4 * ROWS)] : rounded(unit + k + threadIdx.x % 4 * 8);
     }
 };
 #endif
 
-// Adds the products of one unit: 16 rows of weights × all rows of x. first: input of the unit. round: inputs that are
-// KEPT are rounded on the way, few at a time, which saves registers.
-__device__ __forceinline__ void add_unit(float (&sums)[COLUMNS_N][4], const unsigned char *unit, Inputs &inputs,
-                                         int first, int in, bool round, unsigned zero) {
-    const int lane = threadIdx.x % 32;
+// The A operands of 16 rows of weights and 32 inputs, k … of a unit. zero: see PackedWeights.
+__device__ __forceinline__ void unpack(uint4 (&w)[2], const unsigned char *unit, int k, unsigned zero) {
+    const int lane = threadIdx.x % 32, group = (k % WEIGHT::VALUES + lane % 4 * 8) / WEIGHT::GROUP;
+    const unsigned char *const block = unit + k / WEIGHT::VALUES * WEIGHT::BLOCK;
+    const unsigned char *const plane =
+        block + WEIGHT::codes(WEIGHT::VALUES / WEIGHT::GROUP) + k % WEIGHT::VALUES / 32 * 64 * WEIGHT::BITS;
 #pragma unroll
-    for (int k = 0; k < UNIT; k += 32) {
-        if (UNIT != WEIGHT::VALUES && first + k >= in) break;
-        if (KEPT && round) inputs.round(k, first, in);
-        const unsigned char *const block = unit + k / WEIGHT::VALUES * WEIGHT::BLOCK;
-        const unsigned char *const plane =
-            block + WEIGHT::codes(WEIGHT::VALUES / WEIGHT::GROUP) + k % WEIGHT::VALUES / 32 * 64 * WEIGHT::BITS;
-        uint4 w[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int group = (k % WEIGHT::VALUES + lane % 4 * 8) / WEIGHT::GROUP;
-            const auto factors = WEIGHT::factors(block, half * 8 + lane / 4, group);
-            w[half] = WEIGHT::halves(WEIGHT::unpack(plane, lane, half, zero), factors);
-        }
-#pragma unroll
-        for (int n = 0; n < COLUMNS_N; ++n) {
-            const uint4 v = inputs.at(first, k, n);
-            const unsigned low[2] = {v.x, v.y}, high[2] = {v.z, v.w};
-            mma_m16n8k16_f16(sums[n], {w[0].x, w[1].x, w[0].y, w[1].y}, low);
-            mma_m16n8k16_f16(sums[n], {w[0].z, w[1].z, w[0].w, w[1].w}, high);
-        }
+    for (int half = 0; half < 2; ++half) {
+        const auto factors = WEIGHT::factors(block, half * 8 + lane / 4, group);
+        w[half] = WEIGHT::halves(WEIGHT::unpack(plane, lane, half, zero), factors);
     }
 }
 
@@ -138,23 +126,37 @@ gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const fl
         cp_async_commit();
     };
 #pragma unroll
-    for (int i = 0; i < SLOTS - 1; ++i) copy(i * BYTES, warp + i / TILES * WARPS, i % TILES);
+    for (int i = 0; i < SLOTS; ++i) copy(i * BYTES, warp + i / TILES * WARPS, i % TILES);
     float sums[TILES][COLUMNS_N][4] = {};
-    int slot = 0, free = (SLOTS - 1) * BYTES;
-    for (int unit = warp; unit < units; unit += WARPS) {
-        if (ROWS < 8) {
-            __syncwarp();
+    int slots[TILES];  // of the unit's tiles
 #pragma unroll
-            for (int first = 0; first < OCTETS; first += 32) inputs.round(first, unit * UNIT, in);
+    for (int m = 0; m < TILES; ++m) slots[m] = m * BYTES;
+    for (int unit = warp; unit < units; unit += WARPS) {
+        inputs.begin(unit * UNIT, in);
+        cp_async_wait<SLOTS - TILES>();
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < UNIT; k += 32) {
+            if (UNIT != WEIGHT::VALUES && unit * UNIT + k >= in) break;
+            uint4 x[COLUMNS_N];
+#pragma unroll
+            for (int n = 0; n < COLUMNS_N; ++n) x[n] = inputs.at(unit * UNIT, k, n);
+#pragma unroll
+            for (int m = 0; m < TILES; ++m) {
+                uint4 w[2];
+                unpack(w, places + slots[m], k, unsigned(rows) >> 31);
+#pragma unroll
+                for (int n = 0; n < COLUMNS_N; ++n) {
+                    mma_m16n8k16_f16(sums[m][n], {w[0].x, w[1].x, w[0].y, w[1].y}, {x[n].x, x[n].y});
+                    mma_m16n8k16_f16(sums[m][n], {w[0].z, w[1].z, w[0].w, w[1].w}, {x[n].z, x[n].w});
+                }
+            }
         }
+        __syncwarp();
 #pragma unroll
         for (int m = 0; m < TILES; ++m) {
-            cp_async_wait<SLOTS - 2>();
-            __syncwarp();
-            copy(free, unit + (m + SLOTS - 1) / TILES * WARPS, (m + SLOTS - 1) % TILES);
-            add_unit(sums[m], places + slot, inputs, unit * UNIT, in, m == 0, unsigned(rows) >> 31);
-            free = slot;
-            slot = slot == (SLOTS - 1) * BYTES ? 0 : slot + BYTES;
+            copy(slots[m], unit + (m + SLOTS) / TILES * WARPS, (m + SLOTS) % TILES);
+            slots[m] += slots[m] >= (SLOTS - TILES) * BYTES ? (TILES - SLOTS) * BYTES : TILES * BYTES;
         }
     }
 

@@ -108,12 +108,12 @@ BUDGETS = [
     Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
     Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 1}), 61, 5.781),
     Budget("gemm_small", product("gemm_small", 32, {"WARPS_OUT": 2, **ROUNDED}, "q4_k"), 100, 8.062),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 5}, "q4_k"), 56, 3.203),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 5}, "q4_k"), 63, 3.078),
-    Budget("gemv_packed", product("gemv_packed", 8, {"TILES": 2, "SLOTS": 5}, "q4_k"), 128, 3.527),
-    Budget("gemv_packed", product("gemv_packed", 16, {"TILES": 2, "SLOTS": 5, **ROUNDED}, "q4_k"), 108, 3.094),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 3}, "q6_k"), 76, 4.367),
-    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 6}, "q8_0"), 48, 3.781),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 4}, "q4_k"), 53, 3.242),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 4}, "q4_k"), 78, 2.883),
+    Budget("gemv_packed", product("gemv_packed", 8, {"TILES": 2, "SLOTS": 4}, "q4_k"), 122, 3.531),
+    Budget("gemv_packed", product("gemv_packed", 16, {"TILES": 2, "SLOTS": 4, **ROUNDED}, "q4_k"), 107, 2.969),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 2, "SLOTS": 3}, "q6_k"), 91, 4.094),
+    Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 4}, "q8_0"), 48, 3.625),
     Budget("prefill_attention", attention("prefill_attention", "f16", "f16", 0), 252, 0.951),
 ]
 

@@ -94,7 +94,7 @@ def test_products_of_few_rows(ops: CudaOps, rng: np.random.Generator, name: str,
 def test_products_whose_warps_take_several_units(
     ops: CudaOps, rng: np.random.Generator, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one tile of rows a block, and of two; the rings of shared memory go round, and the last unit is not whole."""
+    """Of one tile of rows a block, and of two. Slots of shared memory are used again, and the last unit is a part."""
     width = 18 * 256 + 32 * (name == "q4_1")
     check_product(ops, rng, name, rows, 37, width)
     monkeypatch.setattr(EmulatedDevice, "processors", 1)

@@ -29,7 +29,7 @@ _SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attentio
 _GEMM_STATIC_BYTES = 768  # static shared memory of gemm_small: at most 4 (ROWS · WARPS_K + ROWS)
 _GEMV_PACKED_STATIC_BYTES = 576  # of gemv_packed: at most 4 (8 · ROWS + ROWS)
 _GEMV_PACKED_WARPS = 8
-_MOST_SLOTS = 6  # of its rings: with two blocks, more than enough bytes are in flight
+_SLOT_BYTES = 80 << 10  # of its slots, unless these are too few: the rest is left to the L1 cache, for x
 _ENCODE_WARPS = 12  # two blocks fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
@@ -66,8 +66,8 @@ def gemv_packed(
     slots = 0
     for resident in (2, 1):  # blocks of a multiprocessor
         free = min(SHARED_BYTES, shared_memory // resident) - _SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
-        slots = slots if slots >= 2 else (free // warps - inputs) // copied
-    slots = min(slots, _MOST_SLOTS)
+        slots = slots if slots > tiles else (free // warps - inputs) // copied
+    slots = max(tiles + 1, min(slots, _SLOT_BYTES // (warps * copied)))
     shared = warps * max(slots * copied + inputs, 4 * most * (16 * tiles + 4))
     return LaunchConfig({"ROWS": most, "TILES": tiles, "SLOTS": slots}, 32 * warps, shared), -(-out // (16 * tiles))
 
