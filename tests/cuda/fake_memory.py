@@ -72,6 +72,7 @@ class Pool:
     def __init__(self, machine: Machine, allocator: Callable[[int], MemoryPointer] | None = None):
         self._allocator = allocator or (lambda size: MemoryPointer(Memory(machine, size), 0))
         self._blocks: list[Memory] = []
+        self._limit = 0
         self._free: list[tuple[int, int]] = []  # addresses of beginnings and ends
 
     def malloc(self, size: int) -> MemoryPointer:
@@ -83,6 +84,8 @@ class Pool:
             if whole > size:
                 self._free.append((start + size, start + whole))
         else:
+            if self._limit and self.total_bytes() + size > self._limit:
+                raise MemoryError(f"{size} more bytes are beyond the limit of the pool")
             try:
                 block = self._allocator(size).mem
             except CUDARuntimeError:
@@ -115,6 +118,13 @@ class Pool:
             if whole in self._free:
                 self._free.remove(whole)
                 self._blocks.remove(block)
+
+    def get_limit(self) -> int:
+        """Bytes; 0 for no limit."""
+        return self._limit
+
+    def set_limit(self, size: int) -> None:
+        self._limit = size
 
     def total_bytes(self) -> int:
         return sum(block.size for block in self._blocks)
