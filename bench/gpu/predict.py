@@ -29,6 +29,10 @@ MODELS = {
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
 _MOST_BATCH = launch_configs.SMALL_ROWS
+_NOT_COUNTED = (
+    "Not counted: activations that many blocks read from the L2 cache (with 4 rows, about as many bytes as packed\n"
+    "weights), bank conflicts, and multiprocessors that wait for the last blocks of a product."
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def _step(machine: Machine, config: ModelConfig, weights: str, cache_type: Cache
 def format_steps(machine: Machine, options: Options, steps: Sequence[Step]) -> str:
     """The parts of every step, and then a table of the steps."""
     about = f"PREDICTION, not measured: {machine.name} ({machine.source}), {options.model}, weights {options.weights}"
-    tables = [f"{about}, cache {options.cache}", *map(_parts, steps)]
+    tables = [f"{about}, cache {options.cache}", _NOT_COUNTED, *map(_parts, steps)]
     rows = [
         (
             f"{step.context:,} × {step.batch}",
