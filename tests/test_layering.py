@@ -41,8 +41,8 @@ ROOMS: dict[str, set[str]] = {
     "records": {"codecs"},
     "sampling": TOLD,
     "backends": {"codecs", "quantization", "records", "sampling", "weight_formats"} | TOLD,
-    "kv": {"backends.ops", "codecs", "quantization", "sampling"} | TOLD,
-    "model": {"backends.ops", "kv", "quantization", "sampling", "weight_formats"} | TOLD,
+    "kv": {"backends.kv", "backends.ops", "codecs", "quantization", "sampling"} | TOLD,
+    "model": {"backends.kv", "backends.ops", "kv", "quantization", "sampling", "weight_formats"} | TOLD,
     "requests": {"kv", "model", "sampling"} | TOLD,
 }
 ROOMS["calibration"] = ROOMS["model"] | {"checked_file", "model", "codecs"}

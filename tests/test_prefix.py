@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import Completion, Engine, EngineError, SamplingParams
-from engine.backends.ops import Place
+from engine.backends.kv import Place
 from engine.outputs import fold
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES

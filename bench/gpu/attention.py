@@ -17,7 +17,7 @@ from bench.gpu.setup import Gpu, Sizes
 from engine import codecs
 from engine.backends.cuda.device import Array
 from engine.backends.cuda.ops import CudaOps
-from engine.backends.ops import CacheFormat, FilledBlocks, Place
+from engine.backends.kv import CacheFormat, FilledBlocks, Place
 from engine.errors import EngineError
 from engine.kv.plan import format_bytes
 from engine.quantization.metric import Metric

@@ -15,7 +15,8 @@ import numpy as np
 from bench.gpu.setup import Clock
 from engine import codecs
 from engine.backends.cuda.device import Array, Device
-from engine.backends.ops import FilledBlocks, Ops, Place, SpanView
+from engine.backends.kv import FilledBlocks, Place, SpanView
+from engine.backends.ops import Ops
 from engine.quantization.conditioning import read_mean
 
 # Attention rounds q, k, v and attention weights to half precision, each by at most 2⁻¹¹ of the value: together they are

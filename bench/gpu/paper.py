@@ -15,7 +15,7 @@ from engine import codecs
 from engine.backends.cuda import packed
 from engine.backends.cuda.kernel_source import can_read
 from engine.backends.cuda.ops import CudaOps
-from engine.backends.ops import CacheFormat, HeadTransform, Place, SpanView
+from engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
 from engine.config import SamplingParams
 from engine.sampling.sample import Draw, resolve
 from engine.weight_formats import Linear, Matrix, available, get

@@ -12,11 +12,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
-from engine.codecs import Codec
+from engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
 from engine.outputs import Threads
-from engine.quantization.metric import Metric
 from engine.sampling.sample import Draw, Sampled
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 from model_loaders.config import ModelConfig
@@ -25,80 +22,9 @@ STEP_ROWS = 16  # rows of one sequence in a step, at most
 
 Array = Any
 PreparedTransform = Any
-Cache = Any
-Buffer = Any
 Spans = Any
 Draws = Any
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class CacheFormat:
-    """How one layer stores its K/V, and the error metrics that its encoder minimises.
-
-    metric_k, metric_v: None rounds every value to the nearest code.
-    mean_bits: bits per channel of the block mean that is subtracted from keys, 8 or 16; 0 leaves keys uncentred.
-    """
-
-    codec_k: Codec
-    codec_v: Codec
-    metric_k: Metric | None
-    metric_v: Metric | None
-    mean_bits: int
-    block_size: int
-    kv_heads: int
-    head_dim: int
-
-
-class Place(NamedTuple):
-    """Where N tokens lie in full precision: in a block of `buffer`, or in a slot of the layer's cache."""
-
-    buffer: Buffer | None  # None: a slot
-    block: int  # number of the block in the buffer, or of the slot
-
-
-class FilledBlocks(NamedTuple):
-    """N tokens at each of `sources`, which go to the block of `blocks` at the same index, in each of `caches`."""
-
-    caches: Sequence[Cache]
-    blocks: Sequence[int]
-    sources: Sequence[Place]  # either full-precision slots, or consecutive blocks in the buffer of one cache
-
-
-@dataclass(frozen=True)
-class HeadTransform:
-    """The transform of heads between their projection and the cache of one layer, and its inverse for attention's
-    result; NumPy arrays, float32.
-
-    kv_heads: K. scale (H + 2K, D): multiplies queries and keys after RoPE, and values. key_rotation (D, D): applied to
-    queries and keys as x @ rotation, value_rotation (D, D) to values. scale_back (H,): multiplies the attention result
-    of each query head, before the inverse of value_rotation. None leaves a factor out.
-    """
-
-    kv_heads: int
-    scale: np.ndarray | None = None
-    key_rotation: np.ndarray | None = None
-    value_rotation: np.ndarray | None = None
-    scale_back: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class SpanView:
-    """One sequence's new rows as the layers of one window see them: where their K/V go, and what they attend to.
-
-    Positions count tokens. The sequence is [sink | quantized blocks | current]: `current` holds the earlier tokens of
-    the current block and all new ones in full precision, in consecutive blocks of a prompt's buffer, or in
-    full-precision slots in a step.
-    """
-
-    rows: slice  # rows of q, k, v that belong to this sequence, in order of position
-    position: int  # of the first of these rows
-    current: Place  # first block of `current`: block 0 of a buffer, or the slot of a step's current block
-    current_start: int  # position of its first token
-    sink: int | None  # full-precision slot of the first block (attention sink); None before it is complete
-    table: Sequence[int]  # block table: ids of the quantized blocks
-    table_start: int  # position of the first token of table[0]
-    following: Sequence[int] = ()  # slots of the blocks after `current` that a step's rows extend into
 
 
 @dataclass(frozen=True)
@@ -139,7 +65,10 @@ class Ops(Protocol):
     """Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations."""
 
     def split_rows(self, rows: slice) -> list[slice]:
-        """`rows` cut into consecutive slices, one for each worker of `parallel_map`."""
+        """`rows` cut into consecutive slices, for `map_parts`."""
+
+    def map_parts(self, work: Callable[[int], Result], count: int) -> list[Result]:
+        """[work(0), …, work(count − 1)], where each calls ops for one part of `split_rows`; possibly in parallel."""
 
     def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
         """[work(0), …, work(count − 1)], possibly in parallel."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from engine import records
-from engine.backends.ops import CacheFormat
+from engine.backends.kv import CacheFormat
 from engine.codecs import Field
 from engine.quantization.conditioning import mean_fields
 from engine.records import Layout

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from engine.backends.ops import CacheFormat
+from engine.backends.kv import CacheFormat
 from engine.codecs import FULL, Codec, get
 from engine.errors import EngineError
 from engine.quantization.conditioning import mean_fields

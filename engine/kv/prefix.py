@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from engine.backends.ops import Place
+from engine.backends.kv import Place
 from engine.kv.blocks import BlockAllocator, OutOfBlocks
 from engine.kv.store import KVStore, SequenceKV
 

@@ -26,7 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.backends.ops import STEP_ROWS, Buffer, Cache, FilledBlocks, Ops, Place, SpanView
+from engine.backends.kv import Buffer, Cache, FilledBlocks, Place, SpanView
+from engine.backends.ops import STEP_ROWS, Ops
 from engine.codecs import NotFinite
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.ops import Array, Draws, HeadTransform, Ops, Spans
+from engine.backends.kv import HeadTransform
+from engine.backends.ops import Array, Draws, Ops, Spans
 from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
 from engine.model.rope import Rope, RopeTables
@@ -225,12 +226,12 @@ class Transformer:
                 self._mix(layer, x[part.rows][skipped:], queries[i][skipped:], spans, part.position + skipped)
 
         # A row attends to all K/V before it, so every part is projected before the first one attends.
-        queries = self.ops.parallel_map(project, len(parts))
+        queries = self.ops.map_parts(project, len(parts))
         for span in complete:
             self.store.seal(layer, span)
             if span.round_trip:
                 self.store.round_trip(layer, span)
-        self.ops.parallel_map(mix, len(parts))
+        self.ops.map_parts(mix, len(parts))
 
     def _project(
         self, layer: int, x: Array, cos: Array, sin: Array, spans: Spans, position: int | None = None

@@ -10,8 +10,8 @@ import pytest
 
 from engine import Engine, SamplingParams, assembly
 from engine.backends.cuda.ops import CudaOps
+from engine.backends.kv import HeadTransform
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import signed_hadamard
 from tests.cuda.emulated import open_device
 

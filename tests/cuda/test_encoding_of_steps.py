@@ -11,8 +11,9 @@ import pytest
 
 from engine import codecs
 from engine.backends.cuda.ops import CudaOps
+from engine.backends.kv import FilledBlocks, Place
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import FilledBlocks, Ops, Place
+from engine.backends.ops import Ops
 from engine.backends.transfer import as_fields
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore

@@ -22,7 +22,7 @@ from bench.gpu.setup import CupyClock, Sizes
 from engine import Engine, EngineError, SamplingParams, codecs
 from engine.backends.cuda.cache import HostTable
 from engine.backends.cuda.ops import CudaOps
-from engine.backends.ops import Place, SpanView
+from engine.backends.kv import Place, SpanView
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore, SequenceKV
 from engine.model.forward import ModelWeights, Transformer

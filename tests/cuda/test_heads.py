@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from engine.backends.cuda.kernel_source import source
+from engine.backends.kv import HeadTransform
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import signed_hadamard, twice_signed_hadamard
 from tests.cuda.formats import assert_as_exact_as_numpy, poisoned
 from tests.cuda.programs import Program

@@ -14,8 +14,9 @@ import pytest
 from engine import codecs
 from engine.backends.cuda.launch_configs import GEMV_ROWS
 from engine.backends.cuda.ops import CudaOps
+from engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
 from engine.backends.numpy.ops import NumpyOps, rms_norm
-from engine.backends.ops import CacheFormat, HeadTransform, Ops, Place, SpanView
+from engine.backends.ops import Ops
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from engine.errors import EngineError
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens

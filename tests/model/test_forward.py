@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.backends.kv import FilledBlocks
 from engine.backends.numpy.attention import read_blocks
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import FilledBlocks
 from engine.kv.store import Span
 from engine.model.forward import Transformer
 from engine.model.score import score

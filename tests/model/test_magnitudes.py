@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine import Engine
+from engine.backends.kv import HeadTransform, Place
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import HeadTransform, Place
 from engine.model.magnitudes import Variances, scale, variances
 from engine.model.rope import pair_frequencies
 from tests.bare import bare_model, kl, prefill_logits, read_model

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.backends.cuda.device import Array, Device
-from engine.backends.ops import CacheFormat, SpanView
+from engine.backends.kv import CacheFormat, SpanView
 from engine.records import Layout
 
 _LEAST_IDS = 16

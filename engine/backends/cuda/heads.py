@@ -11,7 +11,7 @@ from engine.backends.cuda.cache import Layouts
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
 from engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform, prepare
-from engine.backends.ops import HeadTransform
+from engine.backends.kv import HeadTransform
 
 _WARPS = 4  # of a block; each has one vector
 _VECTORS = 4  # of a block of rotate_dense

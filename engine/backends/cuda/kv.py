@@ -16,7 +16,7 @@ from engine.backends.cuda.device import Addresses, Array, Device
 from engine.backends.cuda.heads import HeadOps, Norms, Rope
 from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride, threads_for
 from engine.backends.cuda.rotation import DeviceTransform
-from engine.backends.ops import CacheFormat, FilledBlocks, Place, SpanView
+from engine.backends.kv import CacheFormat, FilledBlocks, Place, SpanView
 from engine.codecs import Codec
 from engine.errors import EngineError
 from engine.quantization.encode import read_back

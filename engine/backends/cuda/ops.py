@@ -79,6 +79,8 @@ class CudaOps:
     def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
         return [work(i) for i in range(count)]
 
+    map_parts = parallel_map
+
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         def on_device(*arrays: Array) -> Result:
             given = [

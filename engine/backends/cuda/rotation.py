@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.backends.cuda.device import Array, Device
 from engine.backends.hadamard import hadamard_signs
-from engine.backends.ops import HeadTransform
+from engine.backends.kv import HeadTransform
 
 
 class DeviceRotation(NamedTuple):

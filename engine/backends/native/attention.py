@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.backends.kv import SpanView
 from engine.backends.native.cache import TileCache
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.heads import NO_ROTATION, PreparedTransform
@@ -18,7 +19,6 @@ from engine.backends.native.spans import NO_WINDOW, StepTable, is_step
 from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import SpanView
 
 
 class AttentionOps:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends import transfer
+from engine.backends.kv import CacheFormat
 from engine.backends.native import codecs
 from engine.backends.native.codecs import KeyTiles, ValueTiles
 from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache, Sides
 from engine.backends.numpy.ops import NumpyOps
 from engine.backends.numpy.zeros import zeros
-from engine.backends.ops import CacheFormat
 
 _TILES = "tiles"
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from engine.backends.kv import CacheFormat, FilledBlocks, Place
 from engine.backends.native.cache import TileCache
 from engine.backends.native.codecs._polar import PolarTiles
 from engine.backends.native.codecs._tables import TableKeys, TableValues
@@ -21,7 +22,6 @@ from engine.backends.native.launch import Launcher
 from engine.backends.native.workers import SCRATCH
 from engine.backends.numpy.attention import Fields, LayerCache
 from engine.backends.numpy.encoding import alike, encode_side, store_fields
-from engine.backends.ops import CacheFormat, FilledBlocks, Place
 from engine.codecs import NotFinite
 from engine.codecs.ggml import Q4
 from engine.codecs.ring import RingTable

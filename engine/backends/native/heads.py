@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.hadamard import hadamard_signs
+from engine.backends.kv import HeadTransform, SpanView
 from engine.backends.native.kernels.heads import Heads, transform
 from engine.backends.native.launch import Launcher
 from engine.backends.native.spans import StepTable
 from engine.backends.numpy.attention import LayerCache
-from engine.backends.ops import HeadTransform, SpanView
 
 Rope = tuple[np.ndarray, np.ndarray]  # cos and sin
 Norms = tuple[np.ndarray, np.ndarray, float] | None  # weights for queries and for keys, eps

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import numpy as np
 
+from engine.backends.kv import Place
 from engine.backends.native.attention import AttentionOps
 from engine.backends.native.cache import CacheOps
 from engine.backends.native.encoding import EncodingOps
@@ -21,9 +22,11 @@ from engine.backends.native.workers import workers
 from engine.backends.numpy import host_memory
 from engine.backends.numpy.attention import LayerCache
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Place, Rehearsal
+from engine.backends.ops import Rehearsal, Result
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
+
+_PART_ROWS = 128  # of a prompt: as fast as 512, whose arrays take 6 MiB more
 
 
 class NativeOps:
@@ -32,7 +35,7 @@ class NativeOps:
     name = NumpyOps.name
     forkable = NumpyOps.forkable
     stored_as = NumpyOps.stored_as
-    prefill_rows = 128  # as fast as 512, which take 6 MiB more
+    prefill_rows = NumpyOps.prefill_rows
 
     def __init__(self, threads: int = 0) -> None:
         """Raises KernelError if kernels do not work here, EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
@@ -83,7 +86,7 @@ class NativeOps:
         self.run_graph = Graphs(launch).run
 
         self.pack_draws = plain.pack_draws
-        self.parallel_map = plain.parallel_map  # of rows there is one part; other work, as of a calibration, is NumPy's
+        self.parallel_map = plain.parallel_map
         self.to_device = plain.to_device
         self.to_host = plain.to_host
         self.wait = plain.wait
@@ -102,7 +105,14 @@ class NativeOps:
         return host_memory.room_beside(weights)
 
     def split_rows(self, rows: slice) -> list[slice]:
-        return [rows]  # kernels use all threads by themselves
+        """Parts of about as many rows."""
+        count = rows.stop - rows.start
+        size = 8 * -(-count // (8 * -(-count // _PART_ROWS)))
+        return [slice(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]
+
+    def map_parts(self, work: Callable[[int], Result], count: int) -> list[Result]:
+        """One after another: kernels use all threads by themselves."""
+        return [work(i) for i in range(count)]
 
     def threads(self) -> Threads:
         """The number of threads, why, and what they run: kernels of a level, and what ran in NumPy for want of one."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.backends.kv import SpanView
 from engine.backends.native.cache import TileCache
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.heads import NO_ROTATION, PreparedTransform
@@ -18,7 +19,6 @@ from engine.backends.native.spans import NO_WINDOW
 from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache, read_blocks
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import SpanView
 
 _LEAST_QUERIES = 48  # of a unit
 _UNITS = 4  # for each thread, if units have more queries than that

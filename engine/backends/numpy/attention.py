@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.backends.ops import CacheFormat, Place, SpanView
+from engine.backends.kv import CacheFormat, Place, SpanView
 from engine.quantization.conditioning import read_mean
 
 # Query rows per KV head that attend together.

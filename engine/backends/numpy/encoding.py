@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from engine.backends.kv import FilledBlocks, Place
 from engine.backends.numpy.attention import Fields, LayerCache, Sides
-from engine.backends.ops import FilledBlocks, Place
 from engine.quantization.encode import encode_centred
 from engine.quantization.metric import join_layers
 

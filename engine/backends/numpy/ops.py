@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.backends import transfer
+from engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
 from engine.backends.numpy import host_memory
 from engine.backends.numpy.activations import ACTIVATIONS
 from engine.backends.numpy.attention import Buffer, LayerCache, Sides, attend_alone
@@ -22,7 +23,7 @@ from engine.backends.numpy.encoding import alike, encode_side, store_fields
 from engine.backends.numpy.steps import StepSpans, attend_together, is_step, is_thin, multiplies_in_place, thin_product
 from engine.backends.numpy.thread_choice import StepThreads
 from engine.backends.numpy.zeros import zeros
-from engine.backends.ops import CacheFormat, FilledBlocks, HeadTransform, Load, Place, Result, SpanView
+from engine.backends.ops import Load, Result
 from engine.outputs import Threads
 from engine.quantization.encode import read_back
 from engine.sampling.sample import Draw, Sampled, sample_all
@@ -63,6 +64,8 @@ class NumpyOps:
 
     def parallel_map(self, work: Callable[[int], Result], count: int) -> list[Result]:
         return self._cores.parallel_map(work, count)
+
+    map_parts = parallel_map
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return self._steps.run(len(inputs[0]), lambda: work(*inputs))

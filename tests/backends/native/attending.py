@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from engine import codecs
+from engine.backends.kv import CacheFormat, Place, SpanView
 from engine.backends.numpy.attention import LayerCache, Sides, read_blocks
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import CacheFormat, Place, SpanView
 from engine.quantization.conditioning import centre
 from tests.backends.native.levels import launcher
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.backends.kv import HeadTransform
 from engine.backends.numpy.attention import LayerCache
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import HeadTransform
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
 from tests.backends.native.hot_loops import Loop, special_levels

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import codecs
-from engine.backends.ops import CacheFormat, FilledBlocks, Place
+from engine.backends.kv import CacheFormat, FilledBlocks, Place
 from engine.codecs import NotFinite
 from engine.quantization.conditioning import read_mean
 from engine.quantization.metric import Metric, key_metric, value_metric, without_feedback

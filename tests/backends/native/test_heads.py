@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
 from engine.backends.numpy.ops import NumpyOps, apply_rope, rms_norm, rotate
-from engine.backends.ops import CacheFormat, HeadTransform, Place, SpanView
 from engine.codecs import get
 from engine.codecs._rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.levels import every_level, launcher

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
 from engine.backends.numpy.attention import LayerCache, attend
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
 from engine.codecs import get
 from engine.codecs._rotation import dense, signed_hadamard
 from tests.backends.native.hot_loops import Loop, special_levels

@@ -17,13 +17,13 @@ from tqdm import tqdm
 pytest.importorskip("llvmlite")
 
 from engine import Engine, SamplingParams, assembly, codecs
+from engine.backends.kv import CacheFormat, Place
 from engine.backends.native import launch as launch_module
 from engine.backends.native import library as library_module
 from engine.backends.native.compiler import Kernel, compile_object
 from engine.backends.native.library import Library
 from engine.backends.native.ops import NativeOps
 from engine.backends.native.target import best
-from engine.backends.ops import CacheFormat, Place
 from engine.backends.select import select
 from engine.model.file_matrix import FileMatrix
 from tests.tiny import VOCABULARY, load_tiny

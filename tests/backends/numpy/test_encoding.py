@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from engine import codecs
+from engine.backends.kv import CacheFormat, FilledBlocks, Place
 from engine.backends.numpy import encoding
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import CacheFormat, FilledBlocks, Place
 from engine.quantization.metric import Metric, key_metric, value_metric
 
 K, N, D = 2, 8, 16

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.backends.kv import Place, SpanView
 from engine.backends.numpy import steps
 from engine.backends.numpy.ops import NumpyOps
-from engine.backends.ops import Place, SpanView
 from engine.kv.store import KVStore, SequenceKV, Span
 from tests.kv.fed import HEADS, KV_HEADS, D, N, make_store
 
