@@ -74,11 +74,7 @@ def random_weights(ops: CudaOps, config: ModelConfig, kind: str, noise: Noise) -
     """Raises MemoryError."""
 
     def matrix(part: Part) -> Matrix:
-        name, rows, columns = part
-        if name == "bf16":
-            return Matrix(get("bf16"), noise.matrix(rows, columns).view(np.uint8), (rows, columns))
-        (loaded,) = ops.load([_RandomBlocks(_format(name, columns), (rows, columns))])
-        return loaded
+        return random_matrix(ops, noise, *part)
 
     def layer(number: int) -> LayerWeights:
         linear = {name: Linear(tuple(map(matrix, parts))) for name, parts in layer_parts(config, kind, number).items()}
@@ -89,6 +85,14 @@ def random_weights(ops: CudaOps, config: ModelConfig, kind: str, noise: Noise) -
     layers = [layer(number) for number in range(config.layers)]
     norm = ops.to_device(np.ones(config.hidden_size, np.float32))
     return ModelWeights(embedding, layers, norm, Linear((head,)), weight_bytes(ops, config, kind))
+
+
+def random_matrix(ops: CudaOps, noise: Noise, name: str, rows: int, columns: int) -> Matrix:
+    """A matrix (rows, columns) in bf16, q4_k, q6_k or q8_0. Raises MemoryError."""
+    if name == "bf16":
+        return Matrix(get("bf16"), noise.matrix(rows, columns).view(np.uint8), (rows, columns))
+    (loaded,) = ops.load([_RandomBlocks(_format(name, columns), (rows, columns))])
+    return loaded
 
 
 def _format(name: str, columns: int) -> WeightFormat:

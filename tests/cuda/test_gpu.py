@@ -5,6 +5,7 @@ The other tests of this folder run on a GPU as well where the environment has PO
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -253,16 +254,24 @@ def test_the_text_equals_that_of_the_cpu(find: Callable[[], Path], prompt: str) 
 
 @contextmanager
 def no_more_memory() -> Iterator[None]:
-    """A context in which the pool cannot allocate anything new."""
+    """A context in which the pool has nothing left and gets nothing new. Earlier tests may have left free pieces."""
     import cupy
 
+    gc.collect()
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     before = pool.get_limit()
     pool.set_limit(size=max(1, pool.total_bytes()))
+    taken, size = [], pool.free_bytes()
+    while size:
+        try:
+            taken.append(pool.malloc(size))
+        except MemoryError:
+            size //= 2
     try:
         yield
     finally:
+        taken.clear()
         pool.set_limit(size=before)
 
 

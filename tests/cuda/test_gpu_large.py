@@ -1,0 +1,95 @@
+"""Tests that need a GPU: models and matrices of the shape of an 8B model, of random weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.gpu.cache import Content
+from bench.gpu.model import RandomModel
+from bench.gpu.setup import CupyClock, Gpu, Noise, Sizes
+from bench.gpu.weights import KINDS, outer_parts, random_matrix
+from engine.backends.cuda.device import Device
+from engine.backends.cuda.ops import CudaOps
+from engine.sampling.sample import Draw
+from engine.weight_formats import Linear
+from tests.cuda.emulated import open_device
+from tests.cuda.gpu_sizes import SIZES
+from tests.cuda.test_gpu import GREEDY, Unrecorded
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("POLARLM_TEST_GPU"), reason="needs a GPU, and POLARLM_TEST_GPU=1 in the environment"
+)
+
+LAYERS = 3
+
+
+def sizes() -> Sizes:
+    given = Sizes()
+    return replace(given, config=replace(given.config, layers=LAYERS), prompt=min(given.prompt, 1024))
+
+
+def opened(make: Callable[[Device], CudaOps]) -> Gpu:
+    def fresh() -> tuple[CudaOps, Device]:
+        device = open_device()
+        return make(device), device
+
+    return Gpu(fresh, CupyClock(), {})
+
+
+def steps(make: Callable[[Device], CudaOps], kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens (steps, B) of ragged sequences whose blocks are random, over two block ends; and the last logits."""
+    made, n = sizes(), sizes().block_size
+    cell = tuple(blocks * n + n // 2 for blocks in SIZES.large_blocks)
+    content = Content.random(made.blocks, n, made.config.kv_heads, made.config.head_dim)
+    random = RandomModel(opened(make), made, content, kind, [cell])
+    model, store = random.model, random.model.store
+    sequences, ids, chosen = [random.stored_sequence(context) for context in cell], [1] * len(cell), []
+    draws = [Draw(GREEDY, [], 0.5, model.config.vocab_size)] * len(cell)
+    for _ in range(n + n // 2 + 2):
+        spans = [store.open_step(sequence) for sequence in sequences]
+        ids = [token for token in model.step(spans, ids, draws) if isinstance(token, int)]
+        assert len(ids) == len(cell), "a step gave no token"
+        store.commit_steps(spans)
+        chosen.append(ids)
+    spans = [store.open_step(sequence) for sequence in sequences]
+    return np.array(chosen), model.logits(model.forward(spans, ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_steps_of_a_large_model_equal_launched_steps(kind: str) -> None:
+    recorded, logits = steps(CudaOps, kind)
+    plain, plain_logits = steps(Unrecorded, kind)
+    np.testing.assert_array_equal(recorded, plain)
+    np.testing.assert_array_equal(logits, plain_logits)
+    assert np.isfinite(logits).all()
+    assert np.ptp(logits) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 64, 100])
+@pytest.mark.parametrize("name", ["head", "gate_up", "down"])
+@pytest.mark.parametrize("format", ["bf16", "q4_k", "q6_k", "q8_0"])
+def test_products_with_large_matrices(format: str, name: str, rows: int) -> None:
+    """Some outputs, the first and the last among them, against float64 with the matrix that is on the device.
+
+    Roundings of x and of weights, each at most 2⁻¹¹ of the value, add up like random numbers.
+    """
+    made, rng = sizes(), np.random.default_rng(11)  # not the numbers of the matrix
+    config = made.config
+    e, f = config.hidden_size, config.ffn_size
+    shape = {"head": outer_parts(config, "bf16")[1][1:], "gate_up": (2 * f, e), "down": (e, f)}[name]
+    ops, device = opened(CudaOps).open()
+    matrix = random_matrix(ops, Noise(device, CupyClock(), made.noise), format, *shape)
+    x = rng.standard_normal((rows, shape[1]), np.float32)
+    given = ops.to_host(ops.linear(ops.to_device(x), Linear((matrix,))))
+    assert given.shape == (rows, shape[0])
+    outputs = np.unique([0, 1, shape[0] - 1, *rng.integers(shape[0], size=200)])
+    weights = np.concatenate([ops.rows(matrix, slice(i, i + 1)) for i in outputs]).astype(np.float64)
+    allowed = 2.0**-8 * np.linalg.norm(x, axis=1, keepdims=True) * np.abs(weights).max()
+    assert (np.abs(given[:, outputs] - x @ weights.T) <= allowed).all()
+    # An output that another row of the matrix gave would be much farther off.
+    assert np.abs(x @ weights.T).max() > 5 * allowed.max()
