@@ -20,7 +20,7 @@ from bench.command import TYPES_HELP, CacheType, at_least, cache_types, note, ru
 from bench.gpu.attention import measure_attention, measure_encoding
 from bench.gpu.cache import Content
 from bench.gpu.model import Cell, RandomModel, default_type, random_metrics
-from bench.gpu.peer import PeerTime, half_attention
+from bench.gpu.peer import PeerTime, half_attention, prompt_attention
 from bench.gpu.setup import Gpu, Noise, Sizes, open_gpu
 from bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
 from bench.gpu.tables import Limits, Results, Row, format_tables
@@ -191,6 +191,8 @@ class Plan:
                 f"prefill of {self.sizes.prompt} tokens, {weights}",
                 partial(self._with_model, weights, measure_prefill),
             )
+        prompt = self.sizes.config, self.sizes.prompt, self.sizes.runs
+        yield f"fp16 kernels of others, prompt of {self.sizes.prompt} tokens", partial(prompt_attention, *prompt)
         for weights in reversed(KINDS):  # the last model is still there
             for rows in (1, *_SMALL_ROWS):
                 for name in _MATRICES if rows == 1 else _MATRICES[:-1]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from bench.gpu.setup import WARM_SECONDS
 from model_loaders.config import ModelConfig
 
 # Backends of PyTorch's scaled_dot_product_attention. Its own choice among them is not always the fastest.
@@ -42,26 +44,58 @@ class PeerTime:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class PromptPeerTime:
+    """Seconds of causal attention over one prompt in half precision, or why there are none."""
+
+    name: str
+    tokens: int
+    seconds: float | None
+    flops: float
+    note: str = ""
+
+
 def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
     """Times of every peer at one shape. rotated: the least bytes that are read before any are read again."""
+    timed = _timed(NAMES, _makers(), config, context, batch, rotated, runs)
+    return [PeerTime(name, context, batch, *result) for name, result in zip(NAMES, timed, strict=True)]
+
+
+def prompt_attention(config: ModelConfig, tokens: int, runs: int) -> list[PromptPeerTime]:
+    """Times of every peer for one prompt, whose data caches may hold."""
+    names = (*_BACKENDS, *FLASH)
+    torch = [partial(_sdpa_prompt, backend) for backend in _BACKENDS.values()]
+    makers = [*torch, *(partial(_flash_prompt, module) for module in _FLASH_MODULES.values())]
+    timed = _timed(names, makers, config, tokens, 1, 1, runs)
+    # Two products; a row attends to itself and all rows before it.
+    flops = 4.0 * config.heads * config.head_dim * tokens * (tokens + 1) / 2
+    full = [f"torch {name}" if name in _BACKENDS else name for name in names]
+    return [
+        PromptPeerTime(name, tokens, seconds, flops, note) for name, (seconds, note) in zip(full, timed, strict=True)
+    ]
+
+
+def _timed(
+    names: Sequence[str], makers: Sequence[Make], config: ModelConfig, context: int, batch: int, rotated: int, runs: int
+) -> list[tuple[float | None, str]]:
+    """For each name the seconds of a call, or None and why there are none."""
     try:
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
-            return [PeerTime(name, context, batch, None, "PyTorch sees no GPU") for name in NAMES]
+            return [(None, "PyTorch sees no GPU") for _ in names]
     except ImportError:
-        return [PeerTime(name, context, batch, None, "PyTorch is not installed") for name in NAMES]
+        return [(None, "PyTorch is not installed") for _ in names]
     except Exception as error:  # its libraries may not work on this machine
-        return [PeerTime(name, context, batch, None, _short(error)) for name in NAMES]
+        return [(None, _short(error)) for _ in names]
     shape = _Shape(torch, config, context, batch, rotated)
-    times = []
-    for name, make in zip(NAMES, _makers(), strict=True):
+    times: list[tuple[float | None, str]] = []
+    for make in makers:
         try:
-            seconds, note = _seconds(torch, make(shape), runs)
-            times.append(PeerTime(name, context, batch, seconds, note))
+            times.append(_seconds(torch, make(shape), runs))
         except ImportError:
-            times.append(PeerTime(name, context, batch, None, "not installed"))
+            times.append((None, "not installed"))
         except Exception as error:
-            times.append(PeerTime(name, context, batch, None, _short(error)))
+            times.append((None, _short(error)))
         torch.cuda.empty_cache()
     return times
 
@@ -87,7 +121,10 @@ class _Shape:
         return self.torch.randn(shape, device="cuda", dtype=self.torch.float16)
 
 
-def _makers() -> list[Callable[[_Shape], list[Call]]]:
+Make = Callable[[_Shape], list[Call]]
+
+
+def _makers() -> list[Make]:
     """For each of NAMES a function that makes its calls, each of another set of keys and values."""
     torch = [partial(_sdpa, backend, layout) for backend in _BACKENDS.values() for layout in _LAYOUTS]
     return [*torch, *(partial(_flash, module) for module in _FLASH_MODULES.values()), _flashinfer]
@@ -106,6 +143,25 @@ def _sdpa(backend: str, layout: str, shape: _Shape) -> list[Call]:
             return attention(q, k, v, enable_gqa=True) if gqa else attention(q, k, v)
 
     return [partial(call, k, v) for k, v in _keys_and_values(shape)]
+
+
+def _sdpa_prompt(backend: str, shape: _Shape) -> list[Call]:
+    c, module = shape.config, importlib.import_module("torch.nn.attention")
+    attention, chosen = shape.torch.nn.functional.scaled_dot_product_attention, getattr(module.SDPBackend, backend)
+    q = shape.random(1, c.heads, shape.context, c.head_dim)
+    k, v = (shape.random(1, c.kv_heads, shape.context, c.head_dim) for _ in "kv")
+
+    def call() -> object:
+        with module.sdpa_kernel(chosen):
+            return attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return [call]
+
+
+def _flash_prompt(module: str, shape: _Shape) -> list[Call]:
+    attention, c = importlib.import_module(module).flash_attn_func, shape.config
+    q, k, v = (shape.random(1, shape.context, heads, c.head_dim) for heads in (c.heads, c.kv_heads, c.kv_heads))
+    return [partial(attention, q, k, v, causal=True)]
 
 
 def _flash(module: str, shape: _Shape) -> list[Call]:
@@ -163,7 +219,12 @@ def _seconds(torch: Any, calls: Sequence[Call], runs: int) -> tuple[float, str]:
             for call in calls:
                 call()
 
-    work()
+    started = time.monotonic()
+    while True:  # as our own kernels are warmed up
+        work()
+        torch.cuda.synchronize()
+        if time.monotonic() - started >= WARM_SECONDS:
+            break
     events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 2)]
     for event in events[:-1]:
         event.record()

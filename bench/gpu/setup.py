@@ -49,7 +49,7 @@ class Sizes:
     runs: int = 10  # of each measurement; the median counts
 
 
-_WARM_SECONDS = 0.05  # of work before a measurement: an idle GPU lowers its clocks
+WARM_SECONDS = 0.05  # of work before a measurement: an idle GPU lowers its clocks
 
 
 class Clock(Protocol):
@@ -87,7 +87,7 @@ class CupyClock:
         for _ in range(3):  # the first call compiles, the second records, the third launches the graph
             work()
         started = time.monotonic()
-        while time.monotonic() - started < _WARM_SECONDS:
+        while time.monotonic() - started < WARM_SECONDS:
             work()
             cuda.runtime.deviceSynchronize()
         stream = cuda.get_current_stream()

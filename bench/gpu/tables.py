@@ -8,7 +8,7 @@ from typing import Any
 
 from bench import report
 from bench.gpu.attention import AttentionTime, EncodeTime
-from bench.gpu.peer import PeerTime
+from bench.gpu.peer import PeerTime, PromptPeerTime
 from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 
 _NONE = "—"
@@ -22,7 +22,7 @@ class Limits:
     gemm: float
 
 
-Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | EncodeTime | Limits
+Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | PromptPeerTime | EncodeTime | Limits
 
 
 @dataclass
@@ -56,6 +56,7 @@ class Results:
             "steps": StepTime,
             "matrices": MatrixTime,
             "prefill": PrefillTime,
+            "prompt_peers": PromptPeerTime,
             "encoding": EncodeTime,
         }
         rows = {name: [asdict(row) for row in self.rows_of(kind)] for name, kind in kinds.items()}
@@ -68,8 +69,12 @@ def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:
 
 def format_tables(results: Results) -> str:
     """Every table that has rows, then a line for each missing measurement."""
-    parts = [_limits(results), _attention(results), _steps(results), _matrices(results), _prefill(results)]
-    parts += [_encoding(results), "\n".join(f"Not measured: {what}: {why}." for what, why in results.missing)]
+    parts = [_limits(results), _attention(results), _steps(results), _prefill(results), _prompt_peers(results)]
+    parts += [
+        _matrices(results),
+        _encoding(results),
+        "\n".join(f"Not measured: {what}: {why}." for what, why in results.missing),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -145,6 +150,16 @@ def _prefill(results: Results) -> str:
         rows.append((row.weights, f"{row.tokens:,}", f"{1e3 * row.seconds:,.1f}", *rates))
     header = ("weights", "tokens", "ms", "tokens/s", "of bf16 product", "attention TFLOP/s")
     return _table("Prefill of a prompt", header, rows)
+
+
+def _prompt_peers(results: Results) -> str:
+    rows = []
+    for row in results.rows_of(PromptPeerTime):
+        time = f"{1e3 * row.seconds:,.2f}" if row.seconds else row.note
+        rate = f"{row.flops / row.seconds / 1e12:,.0f}" if row.seconds else _NONE
+        rows.append((row.name, f"{row.tokens:,}", time, rate, row.note if row.seconds else _NONE))
+    title = "Causal attention of a prompt by others in half precision; compare with attention TFLOP/s of prefill"
+    return _table(title, ("kernel", "tokens", "ms a layer", "TFLOP/s", "note"), rows)
 
 
 def _encoding(results: Results) -> str:

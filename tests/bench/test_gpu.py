@@ -21,10 +21,10 @@ import pytest
 
 from bench.command import CacheType
 from bench.gpu import __main__ as kernels
-from bench.gpu import setup
+from bench.gpu import peer, setup
 from bench.gpu.attention import AttentionTime, EncodeTime, layer_format, measure_attention
 from bench.gpu.cache import Content, fill
-from bench.gpu.peer import FLASH, FLASHINFER, NAMES, TORCH, PeerTime, half_attention
+from bench.gpu.peer import FLASH, FLASHINFER, NAMES, TORCH, PeerTime, PromptPeerTime, half_attention, prompt_attention
 from bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
 from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from bench.gpu.tables import Limits, Results, format_tables
@@ -85,7 +85,7 @@ def emulated(free: int = 1 << 30) -> Gpu:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`open_gpu` finds CuPy's stand-in."""
     machine, modules = fake_cupy.make()
-    monkeypatch.setattr(setup, "_WARM_SECONDS", 0)
+    monkeypatch.setattr(setup, "WARM_SECONDS", 0)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in (DEVICE, RECORDING):
@@ -123,7 +123,7 @@ def test_measurements_are_in_the_order_of_their_importance(
     attention = ["fp16 kernels of others", "attention", "attention"]
     products = ["qkv", "out", "gate_up", "down"]
     steps, products = ["steps", "steps", "prefill of 48 tokens"], [*products, "head", *products, *products, *products]
-    model = [*steps, *steps, *products, *products]
+    model = [*steps, *steps, "fp16 kernels of others", *products, *products]
     limits = "limits of the device"
     assert parts == [limits, *attention, *model, *attention, "encoding", limits]
 
@@ -334,6 +334,8 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
             StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000),
             MatrixTime("bf16", "qkv", 1, 10e-6, 30_000_000),
             PrefillTime("bf16", 1000, 0.5, 200e12, 1e-3, 300e9),
+            PromptPeerTime("torch flash", 1000, 2e-3, 300e9),
+            PromptPeerTime("torch cuDNN", 1000, None, 300e9, "not installed"),
             EncodeTime("ring4", 64, 5e-6),
         ],
         [("encoding", "there is not enough memory")],
@@ -350,6 +352,8 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     assert ["bf16", "1,024", "4", "10.00", "9.00", "8.00", "5.00", "50 %", "400"] in lines
     assert ["bf16", "qkv", "1", "10.0", "3,000", "75 %"] in lines
     assert ["bf16", "1,000", "500.0", "2,000", "50 %", "300"] in lines
+    assert ["torch flash", "1,000", "2.00", "150", ""] in lines
+    assert ["torch cuDNN", "1,000", "not installed", "—", "—"] in lines
     assert ["ring4", "64", "5.0"] in lines
     assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
 
@@ -432,6 +436,7 @@ class FakeTorch(ModuleType):
         return SimpleNamespace(SDPBackend=backends, sdpa_kernel=sdpa_kernel)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(peer, "WARM_SECONDS", 0)
         for name, module in self.installed.items():
             patch.setitem(sys.modules, name, module)
 
@@ -490,6 +495,25 @@ def test_flash_attention_reads_rows_of_tokens(monkeypatch: pytest.MonkeyPatch) -
     assert torch.calls[-1][:4] == ((2, 1, 4, 16), (2, 70, 2, 16), (2, 70, 2, 16), "cache_seqlens")
 
 
+@pytest.mark.usefixtures("no_others")
+def test_a_prompt_is_timed_by_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = FakeTorch()
+    torch.install(monkeypatch)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=torch.attention))
+    times = prompt_attention(CONFIG, 70, runs=2)
+    assert [(time.name, time.seconds, time.note) for time in times] == [
+        ("torch flash", pytest.approx(1e-3), ""),
+        ("torch cuDNN", pytest.approx(1e-3), ""),
+        ("FlashAttention 3", None, "not installed"),
+        ("FlashAttention 2", pytest.approx(1e-3), ""),
+    ]
+    assert {time.flops for time in times} == {4 * 4 * 16 * 70 * 71 / 2}
+    for backend in ("flash", "cuDNN"):
+        sizes = (1, 4, 70, 16), (1, 2, 70, 16), (1, 2, 70, 16)
+        assert (*sizes, "is_causal", "enable_gqa", backend) in torch.calls
+    assert torch.calls[-1][:4] == ((1, 70, 4, 16), (1, 70, 2, 16), (1, 70, 2, 16), "causal")
+
+
 def test_flashinfer_reads_pages_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch()
     planned: list[Any] = []
@@ -540,7 +564,7 @@ def test_a_cache_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_clock_records_events_on_the_current_stream(fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "_WARM_SECONDS", 0.05)
+    monkeypatch.setattr(setup, "WARM_SECONDS", 0.05)
     now = iter([0, 0.04, 0.06])  # the warm-up begins, goes on once, and is over
     monkeypatch.setattr(setup, "time", SimpleNamespace(monotonic=lambda: next(now)))
     gpu = open_gpu()
