@@ -114,6 +114,10 @@ class Launcher:
             return False
         return True
 
+    def can_run(self, kernels: Sequence[Kernel]) -> bool:
+        """Whether kernels can be run; as `has`."""
+        return all(map(self.has, kernels))
+
     def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
         """Whether kernels can be run without a wait."""
         return all(map(self.library.has, kernels))

@@ -33,6 +33,8 @@ class LinearOps:
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
         self._arena = Arena()
+        self.row_by_row = False
+        """Whether a kernel for several rows could not be compiled."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         if format.unpack is None:
@@ -121,6 +123,8 @@ class LinearOps:
         if can_choose and not self._launch.has_loaded(kernels(at_once)):
             self._launch.library.expect(kernels(at_once))
             at_once = most
+        if at_once > 1 and not self._launch.can_run(kernels(at_once)):
+            at_once, self.row_by_row = 1, True
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs

@@ -26,7 +26,7 @@ from engine.backends.ops import Rehearsal, Result
 from engine.outputs import Threads
 from engine.sampling.sample import Draw, Sampled, sample_all
 
-_PART_ROWS = 128  # of a prompt: as fast as 512, whose arrays take 6 MiB more
+_PART_ROWS = 128  # of a prompt: about as fast as 512, whose arrays take 6 MiB more
 
 
 class NativeOps:
@@ -123,6 +123,8 @@ class NativeOps:
         level = f"kernels compiled for {self._launch.level.name}" + (
             f"; in NumPy, for want of one: {slow}" if slow else ""
         )
+        if self._matrices.row_by_row:
+            level += "; products of several rows one after the other, for want of one"
         return Threads(number, f"{why}; {level}", tuple(self._launch.library.names))
 
     def _in_numpy(self) -> list[str]:

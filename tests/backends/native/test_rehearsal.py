@@ -208,6 +208,23 @@ def test_what_numpy_can_do_is_left_to_it_where_kernels_cannot_be_compiled(
     assert threads.why.endswith(f"; in NumPy, for want of one: {op}")
 
 
+def test_a_batch_goes_row_by_row_where_its_kernels_cannot_be_compiled(
+    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None]
+) -> None:
+    """Those of steps of two rows, which no first request needs: the answers are the same."""
+    answers = []
+    for passes in (lambda name: True, lambda name: "_f16_2" not in name):
+        compiles(passes)
+        with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
+            streams = [engine.stream(PROMPT[number:], SOME) for number in range(2)]
+            chunks = [[next(stream) for stream in streams], *zip(*streams, strict=True)]
+            answers.append([token for pair in chunks for chunk in pair for token in chunk.token_ids])
+            threads = engine.status().threads
+    assert answers[0] == answers[1]
+    assert threads is not None
+    assert threads.why.endswith("; products of several rows one after the other, for want of one")
+
+
 def test_a_rehearsal_writes_to_no_slot() -> None:
     """Zeros that are not written take no memory; copies of them would."""
     ops = NativeOps(1)
