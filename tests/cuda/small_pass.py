@@ -6,10 +6,12 @@ since a graph would use memory that has been freed. It checks no results: other 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from engine.backends.cuda.ops import CudaOps
 from tests.cuda import gpu_sizes
 from tests.cuda.emulated import open_device
 from tests.cuda.test_gpu import Unrecorded
@@ -37,25 +39,28 @@ class _NoPool:
         """There are none."""
 
 
+def run(ops: CudaOps) -> Iterator[tuple[str, bool]]:
+    """The name of each model and its cache types, and whether all its logits are finite."""
+    config, mixed = mixed_model()
+    for kind, types in _PASSES[:1] if gpu_sizes.SIZES is gpu_sizes.SMALL else _PASSES:
+        source = mixed if kind == "Q4_K_M" else RandomWeights(config, lambda _, kind=kind: kind)
+        yield f"{kind}, {'/'.join(types)}", _finite(talk(model_from(ops, config, source, types)))
+    if gpu_sizes.SIZES is not gpu_sizes.SMALL:
+        yield ", ".join((_WINDOWED[0], "/".join(_WINDOWED[1]))), _finite(talk(model_of(ops, *_WINDOWED)))
+
+
+def _finite(logits: list[np.ndarray]) -> bool:
+    return all(np.isfinite(part).all() for part in logits)
+
+
 def main() -> None:
     import cupy
 
     pool = _NoPool()
     cupy.get_default_memory_pool = lambda: pool
     cupy.cuda.set_allocator(pool.malloc)
-    ops = Unrecorded(open_device())
-    config, mixed = mixed_model()
-    passes = _PASSES[:1] if gpu_sizes.SIZES is gpu_sizes.SMALL else _PASSES
-    for kind, types in passes:
-        source = mixed if kind == "Q4_K_M" else RandomWeights(config, lambda _, kind=kind: kind)
-        _say(kind, types, talk(model_from(ops, config, source, types)))
-    if passes is _PASSES:
-        _say(_WINDOWED[0], _WINDOWED[1], talk(model_of(ops, *_WINDOWED)))
-
-
-def _say(name: str, types: tuple[str, str], logits: list[np.ndarray]) -> None:
-    finite = all(np.isfinite(part).all() for part in logits)
-    print(f"{name}, {'/'.join(types)}: {len(logits)} parts, {'finite' if finite else 'NOT FINITE'}", flush=True)
+    for name, finite in run(Unrecorded(open_device())):
+        print(f"{name}: {'finite' if finite else 'NOT FINITE'}", flush=True)
 
 
 if __name__ == "__main__":

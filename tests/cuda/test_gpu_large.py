@@ -1,4 +1,4 @@
-"""Tests that need a GPU: models and matrices of the shape of an 8B model, of random weights."""
+"""Tests that need a GPU: models and matrices of the shape of an 8B model, and the pass for the sanitizer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from engine.backends.cuda.device import Device
 from engine.backends.cuda.ops import CudaOps
 from engine.sampling.sample import Draw
 from engine.weight_formats import Linear
+from tests.cuda import small_pass
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
 from tests.cuda.test_gpu import GREEDY, Unrecorded
@@ -93,3 +94,8 @@ def test_products_with_large_matrices(format: str, name: str, rows: int) -> None
     assert (np.abs(given[:, outputs] - x @ weights.T) <= allowed).all()
     # An output that another row of the matrix gave would be much farther off.
     assert np.abs(x @ weights.T).max() > 5 * allowed.max()
+
+
+def test_the_pass_for_the_sanitizer_gives_numbers() -> None:
+    """It compiles the kernels as well, which CuPy keeps for the sanitizer."""
+    assert all(finite for _, finite in small_pass.run(Unrecorded(open_device())))
