@@ -167,7 +167,7 @@ def test_the_polarpair_encoder_gives_the_fields_of_its_codec(name: str, head_dim
     expected = codec.encode(x)
     for seed in (0, 2):
         fields, _ = of.unpack(encoded(of, x, seed))
-        if ON_A_GPU and codec.ranged == "both":
+        if ON_A_GPU and codec.minmax == "both":
             assert_as_near_as_atan2f(codec, fields, expected, x)
         else:
             assert all(np.array_equal(fields[key], expected[key]) for key in expected)
