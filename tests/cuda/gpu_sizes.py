@@ -10,13 +10,14 @@ from dataclasses import dataclass
 class GpuSizes:
     """schedules: random schedules of requests, in all tests of them together. prompt, steps: tokens of a prompt, and
     steps after it, in blocks of 16; by default the table of blocks becomes twice as wide.
-    large_blocks: complete blocks of the sequences of a large model."""
+    long: tokens of a long context. large_blocks: complete blocks of the sequences of a large model."""
 
     schedules: int = 100
     prompt: int = 261
     steps: int = 130
+    long: int = 32768
     large_blocks: tuple[int, ...] = (500, 3, 40, 3, 9)
 
 
-SMALL = GpuSizes(schedules=1, prompt=21, steps=12, large_blocks=(5, 2))
+SMALL = GpuSizes(schedules=1, prompt=21, steps=12, long=1280, large_blocks=(5, 2))
 SIZES = GpuSizes() if os.environ.get("POLARLM_TEST_GPU") else SMALL

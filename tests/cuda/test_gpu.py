@@ -146,7 +146,7 @@ def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: py
 
 # -- long contexts -------------------------------------------------------------------------------------------------
 
-LONG = 32768
+LONG = SIZES.long
 SHAPE = Sizes(blocks=16)  # Llama-3-8B's
 TYPES = ["f16", "ring4/ring3.5", "ring3/ring3.5", "ring5/ring4", "polarquant", "turbo4"]
 
@@ -196,7 +196,7 @@ def test_a_prompt_attends_to_a_long_context(rng: np.random.Generator, cache_type
     ops.append_kv(cache, spans, ops.to_device(k), ops.to_device(v))
     out = ops.to_host(ops.attention(ops.to_device(queries), cache, spans, config.head_dim**-0.5, None))
 
-    head, group = 5, config.heads // config.kv_heads
+    head, group = config.kv_heads - 1, config.heads // config.kv_heads
     heads = slice(head * group, (head + 1) * group)
     old = [read_tokens(device, cache, side, SHAPE.blocks, of, head) for side in ("keys", "values")]
     keys, values = (np.concatenate([x, y[:, head]]) for x, y in zip(old, (k, v), strict=True))
