@@ -66,7 +66,7 @@ class _Lease:
 
 class Buffers:
     """A pool of memory for results, since fresh pages cost more than the ops that write to them. It grows to the most
-    that was in use at a time."""
+    that was in use at a time, until `give_back`."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
@@ -85,6 +85,13 @@ class Buffers:
             memory = aligned(size)
             self._all.append(memory)
         return np.asarray(_Lease(memory, free, shape, kind))
+
+    def give_back(self) -> None:
+        """Give the system all memory back, unless an array uses some of it."""
+        if len(self._all) == sum(map(len, self._free.values())):
+            for free in self._free.values():
+                free.clear()
+            self._all.clear()
 
     @property
     def nbytes(self) -> int:

@@ -144,5 +144,6 @@ class Launcher:
             self._recording = None
 
     def replay(self, recording: Recording) -> None:
-        """Run the recorded launches."""
+        """Run the recorded launches. If no prompt is under way, the memory that prompts took is given back before."""
+        self._buffers.give_back()
         self._workers.run(recording.tape(self.library.address), self.threads)

@@ -22,6 +22,18 @@ def test_memory_is_used_again_once_no_view_is_left() -> None:
     assert buffers.nbytes < 2.5 * other.nbytes + 3 * 4096
 
 
+def test_memory_is_given_back_once_no_array_uses_any() -> None:
+    buffers = Buffers()
+    x, y = buffers.empty((300, 7)), buffers.empty((300, 9))
+    del x
+    buffers.give_back()
+    assert buffers.nbytes > 0
+    del y
+    buffers.give_back()
+    assert buffers.nbytes == 0
+    assert buffers.empty((300, 7)).shape == (300, 7)
+
+
 def test_an_arena_fills_its_pieces() -> None:
     """Of 32 MiB: what one matrix leaves over is there for a later one."""
     arena = Arena()

@@ -46,6 +46,20 @@ def test_a_recording_follows_its_inputs(threads: int) -> None:
     assert model.calls == 4 + 2  # of the recorded ones, the first of each shape
 
 
+def test_a_recorded_step_gives_back_what_a_prompt_took() -> None:
+    """Unless the prompt is under way: then some of it is in use."""
+    launch = Launcher(1)
+    model, graphs = Model(launch), Graphs(launch)
+    x = np.ones((1, 64), np.float32)
+
+    hidden = launch.empty((500, 64))
+    graphs.run("step", model.forward, [x])
+    assert launch._buffers.nbytes > 0
+    del hidden
+    graphs.run("step", model.forward, [x])
+    assert launch._buffers.nbytes == 0
+
+
 def test_a_step_with_an_op_outside_runs_op_by_op() -> None:
     launch = Launcher(1)
     model, graphs = Model(launch), Graphs(launch)
