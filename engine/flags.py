@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -51,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Writes a flag's value once, after its last name."""
+    """Writes a flag's value once, after its last name, and breaks no name at a hyphen."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
@@ -61,6 +62,9 @@ class _Help(argparse.HelpFormatter):
         if action.nargs == 0:
             return names
         return f"{names} {self._format_args(action, action.dest.upper())}"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def parse(
