@@ -123,13 +123,15 @@ class LinearOps:
         if can_choose and not self._launch.has_loaded(kernels(at_once)):
             self._launch.library.expect(kernels(at_once))
             at_once = most
-        if at_once > 1 and not self._launch.can_run(kernels(at_once)):
+        chosen = kernels(at_once)
+        if at_once > 1 and not self._launch.can_run(chosen):
             at_once, self.row_by_row = 1, True
+            chosen = kernels(at_once)
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
         inputs: dict[bool, np.ndarray] = {}  # whether they are bytes → the inputs
         first = 0
-        for part in w.parts:
+        for part, kernel in zip(w.parts, chosen[-len(w.parts) :], strict=True):
             is_packed = _is_packed(part)
             if is_packed not in inputs:
                 inputs[is_packed] = self._panels(x, norm, at_once, is_packed)
@@ -137,7 +139,7 @@ class LinearOps:
             units = len(memory) // 2 if gates else len(memory)
             integers = columns // part.format.values, memory.shape[1], given.strides[0], y.strides[0], len(x)
             pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:]
-            self._launch(product(spec(part, at_once)), units, pointers, (*integers, width if gates else outputs, units))
+            self._launch(kernel, units, pointers, (*integers, width if gates else outputs, units))
             first += outputs
         if activation is None or gates:
             return y

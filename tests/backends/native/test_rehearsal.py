@@ -26,7 +26,7 @@ from engine.backends.native.ops import NativeOps
 from engine.backends.native.target import best
 from engine.backends.select import select
 from engine.model.file_matrix import FileMatrix
-from tests.tiny import VOCABULARY, load_tiny
+from tests.tiny import VOCABULARY, by_count, load_tiny
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()
 SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
@@ -209,13 +209,14 @@ def test_what_numpy_can_do_is_left_to_it_where_kernels_cannot_be_compiled(
 
 
 def test_a_batch_goes_row_by_row_where_its_kernels_cannot_be_compiled(
-    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None]
+    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of steps of two rows, which no first request needs: the answers are the same."""
     answers = []
     for passes in (lambda name: True, lambda name: "_f16_2" not in name):
         compiles(passes)
         with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
+            by_count(engine, monkeypatch)
             streams = [engine.stream(PROMPT[number:], SOME) for number in range(2)]
             chunks = [[next(stream) for stream in streams], *zip(*streams, strict=True)]
             answers.append([token for pair in chunks for chunk in pair for token in chunk.token_ids])
