@@ -21,8 +21,8 @@ from engine.backends.native.target import VARIABLE as LEVEL_VARIABLE
 from engine.config import setting
 from engine.flags import FlagError
 
-_RESULTS = Path(__file__).parent / "results"
-_LOCAL = _RESULTS / "local"  # ignored by git
+RESULTS = Path(__file__).parent / "results"
+LOCAL = RESULTS / "local"  # ignored by git
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Output:
                 raise FlagError("--output and --publish both say where the results go; leave one of them out")
             path = Path(self.output)
         else:
-            folder = _RESULTS if self.publish else _LOCAL
+            folder = RESULTS if self.publish else LOCAL
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{kind}-{slug(subject)}-{today()}.json"
         if path.is_dir():

@@ -21,7 +21,7 @@ from bench.gpu.attention import measure_attention, measure_encoding
 from bench.gpu.cache import Content
 from bench.gpu.model import Cell, RandomModel, default_type, random_metrics
 from bench.gpu.peer import PeerTime, half_attention, prompt_attention
-from bench.gpu.setup import Gpu, Noise, Sizes, open_gpu
+from bench.gpu.setup import Gpu, Noise, Sizes, open_gpu, shape_of
 from bench.gpu.steps import measure_matrix, measure_prefill, measure_steps
 from bench.gpu.tables import Limits, Results, Row, format_tables
 from bench.gpu.weights import KINDS
@@ -82,7 +82,7 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     note(f"Takes {report.duration(options.budget)} at most, plus the rest of the last task")
     sizes = replace(sizes, config=replace(sizes.config, layers=options.layers))
     plan = Plan(gpu, sizes, peers, types, contexts, batches)
-    results = Results()
+    results = Results(model=shape_of(sizes.config))
     for name, work in plan.tasks():
         if time.monotonic() - started > options.budget:
             results.missing.append((name, f"the {options.budget} s of --budget were over"))

@@ -14,6 +14,7 @@ from typing import Any
 from bench import report
 from bench.command import CacheType, note, run
 from bench.gpu.cost import MACHINES, Machine, Prediction, predict
+from bench.gpu.measured import Pair, Run, pairs, runs_of
 from bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
 from bench.gpu.setup import LLAMA_8B
 from bench.report import Output
@@ -91,6 +92,9 @@ def _predict_and_report(argv: Sequence[str]) -> None:
     steps = [
         _step(machine, config, options.weights, cache_type, context, batch) for context in contexts for batch in batches
     ]
+    runs = runs_of(options.gpu, (report.RESULTS, report.LOCAL))
+    shape = config, options.weights, cache_type
+    measured = [pair for step in steps for pair in pairs(runs, *shape, step.context, step.batch, step.parts)]
     result: dict[str, Any] = {
         "kind": "prediction: no GPU was measured",
         "gpu": asdict(machine),
@@ -98,10 +102,12 @@ def _predict_and_report(argv: Sequence[str]) -> None:
         "weights": options.weights,
         "cache": options.cache,
         "steps": [{**asdict(step), "seconds": step.seconds, "floor": step.floor} for step in steps],
+        "measured": [asdict(pair) for pair in measured],
     }
     report.write(output, "gpu.predict", argv, result)
     note(f"Written to {output}")
     print(format_steps(machine, options, steps))
+    print(f"\n{format_measured(machine, runs, measured)}")
 
 
 def _numbers(flag: str, text: str, least: int, most: int) -> list[int]:
@@ -153,6 +159,26 @@ def _parts(step: Step) -> str:
     ]
     header = ("part", "times", "predicted µs", "floor µs", "limited by", "instructions a value", "registers")
     return f"A step of {step.batch} × {step.context:,} tokens, predicted\n\n{report.table(header, rows)}"
+
+
+def format_measured(machine: Machine, runs: Sequence[Run], measured: Sequence[Pair]) -> str:
+    """Measured times beside predicted ones, or a sentence if there are none."""
+    if not runs:
+        return f"Not measured: there are no results of {machine.name} in bench/results; python -m bench.gpu makes them."
+    if not measured:
+        return f"Not measured: the results of {runs[0].gpu} have none of these steps."
+    rows = [
+        (
+            pair.what,
+            f"{1e6 * pair.predicted:,.1f}",
+            f"{1e6 * pair.measured:,.1f}",
+            f"{pair.measured / pair.predicted:.2f}",
+            pair.file,
+        )
+        for pair in measured
+    ]
+    header = ("time of", "predicted µs", "measured µs", "measured / predicted", "measured in")
+    return f"Measured on {runs[0].gpu}, beside the predictions\n\n{report.table(header, rows)}"
 
 
 if __name__ == "__main__":

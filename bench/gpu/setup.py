@@ -33,6 +33,12 @@ LLAMA_8B = ModelConfig(
 )
 
 
+def shape_of(config: ModelConfig) -> dict[str, int]:
+    """What of a model decides how long its steps take."""
+    names = ("layers", "hidden_size", "ffn_size", "heads", "kv_heads", "head_dim", "vocab_size")
+    return {name: getattr(config, name) for name in names}
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the measurements."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,10 +27,12 @@ Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | PromptPee
 
 @dataclass
 class Results:
-    """Rows in the order of measurement, and the missing measurements with their reasons."""
+    """Rows in the order of measurement, and the missing measurements with their reasons. model: the shape of the model
+    (`bench.gpu.setup.shape_of`)."""
 
     rows: list[Row] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
+    model: Mapping[str, int] = field(default_factory=dict)
 
     def rows_of(self, kind: type) -> list[Any]:
         return [row for row in self.rows if isinstance(row, kind)]
@@ -60,7 +62,8 @@ class Results:
             "encoding": EncodeTime,
         }
         rows = {name: [asdict(row) for row in self.rows_of(kind)] for name, kind in kinds.items()}
-        return {**rows, "not_measured": [{"what": what, "why": why} for what, why in self.missing]}
+        model = {"model": dict(self.model)}
+        return {**model, **rows, "not_measured": [{"what": what, "why": why} for what, why in self.missing]}
 
 
 def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:

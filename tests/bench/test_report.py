@@ -15,8 +15,8 @@ from engine.flags import FlagError
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of published figures."""
-    monkeypatch.setattr(report, "_RESULTS", tmp_path / "results")
-    monkeypatch.setattr(report, "_LOCAL", tmp_path / "results" / "local")
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "LOCAL", tmp_path / "results" / "local")
     return tmp_path / "results"
 
 
@@ -38,7 +38,7 @@ def test_git_ignores_unpublished_results() -> None:
     root = Path(report.__file__).parents[1]
     if not (root / ".git").exists():
         pytest.skip("not a git checkout")
-    file = report._LOCAL / "speed.json"
-    assert report._LOCAL.parent == root / "bench" / "results"
+    file = report.LOCAL / "speed.json"
+    assert report.LOCAL.parent == root / "bench" / "results"
     assert subprocess.run(["git", "check-ignore", "-q", str(file)], cwd=root, check=False).returncode == 0
     assert subprocess.run(["git", "check-ignore", "-q", str(file.parents[1] / "speed.json")], cwd=root).returncode == 1

@@ -1,0 +1,139 @@
+"""Results of `python -m bench.gpu`, to stand beside predictions for the same GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.command import CacheType, note
+from bench.gpu.cache import ALLOWED_ERROR
+from bench.gpu.cost import Prediction
+from bench.gpu.model import default_type
+from bench.gpu.setup import shape_of
+from model_loaders.config import ModelConfig
+
+_KINDS = ("steps", "attention", "matrices")  # of rows
+_ATTENTION_SHAPE = ("heads", "kv_heads", "head_dim")
+_MATRICES = ("qkv", "out", "gate_up", "down", "head")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A file of results. shape: the model's, of `shape_of`; rows: by kind, as in `bench.gpu.tables`."""
+
+    file: str
+    gpu: str
+    date: str
+    shape: Mapping[str, int]
+    rows: Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A predicted time in seconds, and the rows that measure it.
+
+    A row of `kind` does if its model has this shape and each column of `equal` one of the given values; the time is in
+    `column`.
+    """
+
+    what: str
+    seconds: float
+    kind: str
+    column: str
+    shape: Mapping[str, int]
+    equal: Mapping[str, Sequence[Any]]
+
+    def measured(self, run: Run) -> float | None:
+        """The time in the results, None if there is none."""
+        if not self.shape.items() <= run.shape.items():
+            return None
+        rows = (row for row in run.rows[self.kind] if all(row.get(name) in of for name, of in self.equal.items()))
+        return next((row[self.column] for row in rows), None)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A predicted and a measured time, in seconds. file: of the measurement."""
+
+    what: str
+    predicted: float
+    measured: float
+    file: str
+
+
+def runs_of(gpu: str, folders: Iterable[Path]) -> list[Run]:
+    """The results in *.json files of `folders` whose GPU has the word `gpu` in its name, the newest first.
+
+    Times of attention that came with a wrong result are left out.
+    """
+    files = [file for folder in folders for file in sorted(folder.glob("*.json"))]
+    runs = [run for file in files if (run := _read(file)) and gpu in report.slug(run.gpu).split("-")]
+    return sorted(runs, key=lambda run: run.date, reverse=True)
+
+
+def _read(file: Path) -> Run | None:
+    """None, with a note, if the file cannot be read; None if it has no results of a GPU."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        note(f"warning: {file} is left out, since it cannot be read: {error}")
+        return None
+    try:
+        if found["benchmark"] != "gpu":
+            return None
+        rows = {kind: [row for row in found[kind] if row.get("error", 0) <= ALLOWED_ERROR] for kind in _KINDS}
+        return Run(file.name, found["machine"]["gpu"]["name"], found["date"], found["model"], rows)
+    except (KeyError, TypeError, AttributeError):  # of another program, or before the model was named
+        return None
+
+
+def pairs(
+    runs: Sequence[Run],
+    config: ModelConfig,
+    weights: str,
+    cache_type: CacheType,
+    context: int,
+    batch: int,
+    parts: Sequence[Prediction],
+) -> list[Pair]:
+    """Predicted times of a step that have been measured, each with its newest measurement."""
+    found: list[Pair] = []
+    for time in _predicted(config, weights, cache_type, context, batch, parts):
+        measured = ((time.measured(run), run.file) for run in runs)
+        found += [Pair(time.what, time.seconds, seconds, file) for seconds, file in measured if seconds][:1]
+    return found
+
+
+def _predicted(
+    config: ModelConfig,
+    weights: str,
+    cache_type: CacheType,
+    context: int,
+    batch: int,
+    parts: Sequence[Prediction],
+) -> Iterator[Predicted]:
+    """The times that `bench.gpu` measures. Its steps have the default cache type, and the time of a product is the mean
+    of all layers."""
+    name, shape = f"{context:,} × {batch}", shape_of(config)
+    place: dict[str, Sequence[Any]] = {"context": [context], "batch": [batch]}
+    if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):
+        equal = {**place, "shortest": [context], "weights": [weights]}
+        seconds = sum(part.seconds for part in parts)
+        yield Predicted(f"step, {name}, without the host", seconds, "steps", "device", shape, equal)
+        yield Predicted(f"step, {name}, with the host and encoding", seconds, "steps", "seconds", shape, equal)
+    labels = [cache_type.label, *([cache_type.pair] if cache_type.key_conditioning else [])]
+    heads = {field: shape[field] for field in _ATTENTION_SHAPE}
+    for part in parts:
+        if part.part == "attention":
+            equal, seconds = {**place, "cache_type": labels}, part.seconds / part.repeats
+            yield Predicted(f"attention of a layer, {name}", seconds, "attention", "seconds", heads, equal)
+    for matrix in _MATRICES:
+        same = [part for part in parts if part.part.split(" ")[0] == matrix]
+        if same:
+            seconds = sum(part.seconds for part in same) / sum(part.repeats for part in same)
+            equal = {"name": [matrix], "rows": [batch], "weights": [weights]}
+            yield Predicted(f"{matrix}, batch {batch}", seconds, "matrices", "seconds", shape, equal)
