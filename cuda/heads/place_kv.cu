@@ -3,8 +3,8 @@
 //
 // Row r of qkv is the one new token of sequence r; with STEP_ROWS > 1 a sequence has up to STEP_ROWS consecutive rows.
 // q (T, H, D). current_k, current_v: pools (records, K, bytes) of full-precision records. Keys and values are stored
-// there as halves, clipped to ±65504; NaN stays. spans int32 (spans_count, span_stride): a Span for each sequence.
-// vectors: T · (H + 2K).
+// there as halves, clipped to ±65504; NaN stays. spans int32 (spans_count, span_stride): a Span for each sequence; of a
+// row whose Span has no rows, only queries are written. vectors: T · (H + 2K).
 // Grid (ceil(vectors / warps of a block)), block any. DEFINES: HEAD_DIM, HEAD_NORMS (0 or 1), KEY_ORDER, VALUE_ORDER,
 // STEP_ROWS.
 // Cost: one token fills 2 or 4 bytes of every 32-byte sector that it writes. That is little beside a layer's weights;
@@ -53,6 +53,7 @@ place_kv_kernel(float *q, unsigned char *current_k, unsigned char *current_v, co
     }
     const int sequence = STEP_ROWS > 1 ? sequence_of(row, spans, span_stride, spans_count) : row;
     const Span &span = span_at(spans, span_stride, sequence);
+    if (span.rows == 0) return;
     const int position = span.position + (STEP_ROWS > 1 ? row - span.first_row : 0);
     const int block = position / L::N, token = position % L::N;
     const long long record = (long long)span.record(block) * kv_heads + (head - heads) % kv_heads;

@@ -78,7 +78,9 @@ class Ops(Protocol):
 
         For a `key` and input shapes that it has seen before, a backend may replay the graph that it recorded instead
         of calling `work`, so everything that varies between calls must be in the inputs. The first input has a row for
-        each token. `work` passes recorded=True to `linear`. The result is valid until the next call.
+        each token, and so has the result, an array or a tuple of arrays. Where each sequence has one row, a backend may
+        call `work` with empty rows added to the inputs; the result is returned without them. `work` passes
+        recorded=True to `linear`. The result is valid until the next call.
         """
 
     def threads(self) -> Threads | None:

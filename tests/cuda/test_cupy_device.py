@@ -14,6 +14,7 @@ import pytest
 from engine.backends.cuda.device import Addresses
 from engine.backends.cuda.kernel_source import source
 from engine.backends.cuda.ops import CudaOps
+from engine.backends.ops import Load
 from engine.config import SamplingParams
 from engine.errors import EngineError
 from engine.sampling.sample import Draw, resolve
@@ -331,6 +332,20 @@ def test_a_replayed_step_samples_with_the_lists_of_its_call(device, machine: Mac
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     assert recorded == [stepped(model, draws(step)) for step in steps]
     assert len(set(map(tuple, recorded))) > 5
+
+
+def test_batches_that_grow_and_shrink_have_a_recording_for_each_bucket(device, machine: Machine) -> None:
+    """All write their logits, and everything else, to the memory that was set aside for the largest."""
+    model, most = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16")), 8
+    plain = Draw(resolve(SamplingParams(temperature=0), DEFAULTS), [], 0.5, model.config.vocab_size)
+    model.ops.set_aside(Load(model.config, model.store.shape.format(0), 16, most))
+    stepped(model, [plain])
+    held = machine.allocated
+    for count in [3, 8, 1, 5, 2, 7, 4, 6] * 2:
+        stepped(model, [plain] * count)
+    assert len(device._recordings._kept) == len({1, 2, 4, 8})
+    assert len(machine.graphs) == 4
+    assert machine.allocated == held
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------

@@ -138,16 +138,16 @@ def test_without_an_output_for_values_queries_and_keys_are_the_same(rng: np.rand
 def test_place_kv_is_transform_heads_and_append_kv(
     rng: np.random.Generator, block_size: int, dim: int, normed: bool, smoothed: bool, rotated: str
 ) -> None:
-    """Bit for bit, into records of NaN whose other tokens stay unchanged."""
-    case = Case.random(rng, 3, dim, normed, smoothed=smoothed, rotated=rotated)
+    """Bit for bit, into records of NaN whose other tokens stay unchanged. The span of the last row is empty."""
+    case = Case.random(rng, 4, dim, normed, smoothed=smoothed, rotated=rotated)
     # Tokens in the first and the last tile of a block, in both halves of a tile, even and odd; and one two blocks
     # after the start of its buffer.
-    places = [[0, 1, 2 * block_size, 4, 2], [1, 1, block_size - 1, 1, 0], [2, 1, 5 * block_size + 10, 0, 3]]
+    places = [[0, 1, 2 * block_size, 4, 2], [1, 1, block_size - 1, 1, 0], [2, 1, 5 * block_size + 10, 0, 3], [0] * 5]
     spans, records = spans_of(places), 5
     q, k, v = transform_heads(case, True)
     wanted = append(np.concatenate([k[:, :1], k, v], axis=1), spans, records, block_size, 64, 0)
     assert np.isfinite(layout(False, block_size, dim).unpack(wanted[0])[0]["values"][4, :, 0]).all()
-    vectors = 3 * (QUERIES + 2 * KV_HEADS)
+    vectors = 4 * (QUERIES + 2 * KV_HEADS)
     for seed in SEEDS:
         empty = np.full((records, KV_HEADS, block_size, padded(dim)), np.nan, np.float16)
         queries, current_k, current_v = poisoned(q.shape, "float"), packed(empty, False), packed(empty, True)

@@ -6,7 +6,7 @@ Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -122,6 +122,10 @@ class HostTable:
             self.device = device.from_host(self.table)
         return self.device
 
+    def filled_up(self, rows: int) -> HostTable:
+        """The table with `rows` rows: those that it has, then empty ones."""
+        return replace(self, table=with_rows(self.table, rows))
+
 
 @dataclass
 class SpanTable(HostTable):
@@ -131,12 +135,18 @@ class SpanTable(HostTable):
     buffer: receives the new tokens of a prompt; None in a step, whose tokens go to full-precision slots.
     """
 
-    rows: int  # of all sequences
     most_rows: int  # of one sequence
     buffer: Buffer | None
 
     def header(self, index: int) -> SpanHeader:
         return SpanHeader(*self.table[index, :HEADER].tolist())
+
+
+def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
+    """x (T, …) with rows of zeros added: (rows, …)."""
+    y = np.zeros((rows, *x.shape[1:]), x.dtype)
+    y[: len(x)] = x
+    return y
 
 
 def table_width(blocks: int) -> int:
@@ -165,4 +175,4 @@ def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
         )
         row[HEADER : HEADER + len(span.table)] = span.table
     counts = table[:, SpanHeader._fields.index("rows")]
-    return SpanTable(table, int(counts.sum()), int(counts.max()), spans[0].current.buffer)
+    return SpanTable(table, int(counts.max()), spans[0].current.buffer)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.backends.cuda.cache import HostTable
+from engine.backends.cuda.cache import HostTable, with_rows
 from engine.sampling.constraints import mask_words
 from engine.sampling.sample import Draw
 
 ROW_WORDS = 16  # of `Params` in `cuda/sampling/adjust.cuh`
+_LISTS = 6  # the word of a row that says where its lists begin
 _LEAST_LISTS = 256  # words
 
 
@@ -22,18 +23,27 @@ class Draws(HostTable):
     table: int32 (B, 16) where no row has a list, else (16·B + room for lists,): 16 words of parameters for each row,
     then the lists of all rows. `cuda/sampling/adjust.cuh` defines the words. The room for lists is a power of two, so
     that steps are recorded for few lengths of lists.
-    vocabulary: V.
+    rows: B. vocabulary: V.
 
     Bytes uploaded for a row: 64, and for lists 8 for each token with a bias, 4 for each recent token where penalties
     are on, 12 for each token that DRY penalises, V / 8 for a mask. Rounding up the room at most doubles the bytes of
     the lists, or makes them 1 KiB.
     """
 
+    rows: int
     vocabulary: int
 
     @property
     def has_lists(self) -> bool:
         return self.table.ndim == 1
+
+    def filled_up(self, rows: int) -> Draws:
+        if not self.has_lists:
+            return replace(self, table=with_rows(self.table, rows), rows=rows)
+        words, lists = self.table[: self.rows * ROW_WORDS], self.table[self.rows * ROW_WORDS :]
+        params = with_rows(words.reshape(self.rows, ROW_WORDS), rows)
+        params[:, _LISTS] += (rows - self.rows) * ROW_WORDS  # which the kernel reads only where there are lists
+        return replace(self, table=np.concatenate([params.reshape(-1), lists]), rows=rows)
 
 
 def pack_draws(draws: Sequence[Draw]) -> Draws:
@@ -48,15 +58,15 @@ def pack_draws(draws: Sequence[Draw]) -> Draws:
     for row, draw in zip(rows, draws, strict=True):
         lists, lengths = _lists(draw)
         if lists:
-            row[6:11] = end, *lengths
+            row[_LISTS : _LISTS + 5] = end, *lengths
             words = sum(map(len, lists))
             pieces += [*lists, np.zeros(-words % 4, np.int32)]
             end += words + -words % 4
     if not pieces:
-        return Draws(rows, vocabulary)
+        return Draws(rows, len(draws), vocabulary)
     table = np.zeros(rows.size + list_room(end - rows.size), np.int32)
     np.concatenate([rows.reshape(-1), *pieces], out=table[:end])
-    return Draws(table, vocabulary)
+    return Draws(table, len(draws), vocabulary)
 
 
 def list_room(words: int) -> int:

@@ -6,7 +6,10 @@ as in `engine.backends.ops`. Of alternative branches the larger one counts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.backends.cuda import launch_configs
+from engine.backends.cuda.batches import bucket
 from engine.backends.cuda.cache import HEADER, table_width
 from engine.backends.cuda.device import MOST_RECORDINGS, Device
 from engine.backends.cuda.draws import ROW_WORDS, mask_room
@@ -40,9 +43,10 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
 def step_bytes(load: Load, device: Device) -> int:
     """Peak bytes of recorded steps of at most `load.rows` sequences, inputs of all recordings included.
 
-    Lists of draws are counted for one recording, in which every row has a mask. Further recordings with as many masks
-    take memory that is not counted.
+    A step has the rows of its bucket. Lists of draws are counted for one recording, in which every row has a mask.
+    Further recordings with as many masks take memory that is not counted.
     """
+    load = replace(load, rows=bucket(load.rows))
     model, rows = load.model, load.rows
     e, f, queries, heads = _widths(model)
     table = HEADER + table_width(load.tokens // load.format.block_size)

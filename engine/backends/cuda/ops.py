@@ -12,6 +12,7 @@ import numpy as np
 from engine.backends import transfer
 from engine.backends.cuda import sampling
 from engine.backends.cuda.attention import AttentionOps
+from engine.backends.cuda.batches import filled_up, first_rows
 from engine.backends.cuda.cache import HostTable
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.draws import pack_draws
@@ -82,6 +83,8 @@ class CudaOps:
     map_parts = parallel_map
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+        rows, inputs = len(inputs[0]), filled_up(inputs)
+
         def on_device(*arrays: Array) -> Result:
             given = [
                 replace(host, device=array) if isinstance(host, HostTable) else array
@@ -90,7 +93,8 @@ class CudaOps:
             return work(*given)
 
         tables = [host.table if isinstance(host, HostTable) else np.ascontiguousarray(host) for host in inputs]
-        return self._device.run_graph((key, work), on_device, tables)
+        result = self._device.run_graph((key, work), on_device, tables)
+        return result if rows == len(inputs[0]) else first_rows(result, rows)
 
     def wait(self) -> None:
         self._device.wait()

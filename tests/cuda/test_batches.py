@@ -1,0 +1,93 @@
+"""Batches in buckets: rows that fill a batch up change no bit of the others' tokens, logits and K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.backends.cuda import batches, launch_configs
+from engine.backends.cuda.batches import bucket
+from engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
+from engine.backends.cuda.ops import CudaOps
+from engine.sampling.sample import Draw, Sampled
+from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.test_draws import everything
+from tests.cuda.test_model_emulated import GREEDY, model_of
+
+LENGTHS = [3, 40, 16, 1, 31]  # of prompts: blocks have 16 tokens
+
+
+def test_a_bucket_takes_the_kernels_of_its_batches() -> None:
+    """So the results of its rows do not depend on how many of them are empty."""
+
+    def kernels(rows: int) -> list[object]:
+        parts = [min(SMALL_ROWS, rows - first) for first in range(0, rows, SMALL_ROWS)]
+        made: list[object] = [len(parts)]
+        for part in parts:
+            made.append([part > most for most in (GEMV_ROWS, UNROUNDED_ROWS, GEMV_PACKED_ROWS)])
+            for out, width, machine in [(4096, 4096, (132, 228 << 10)), (640, 11008, (6, 100 << 10))]:
+                if part <= GEMV_ROWS:
+                    made.append(launch_configs.gemv(part, out, width, machine[0]))
+                if part <= GEMV_PACKED_ROWS:
+                    made.append(launch_configs.gemv_packed(part, out, *machine, 256, 148))
+                made.append(launch_configs.gemm_small(part, out, width, *machine))
+        return made
+
+    for rows in range(1, 300):
+        assert rows <= bucket(rows) < max(rows + 16, 4 / 3 * rows + 2)
+        assert bucket(bucket(rows)) == bucket(rows)
+        assert kernels(rows) == kernels(bucket(rows))
+    assert len({bucket(rows) for rows in range(1, 65)}) == 10
+
+
+def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -> list[object]:
+    """Steps of all sequences, of the last three, and of all again → tokens, logits and the bytes of all K/V."""
+    model, seen = model_of(ops, "qwen2_mixed_windows", types), []
+    rng, vocabulary = np.random.default_rng(8), model.config.vocab_size
+    sequences = [model.store.new_sequence() for _ in LENGTHS]
+    for sequence, length in zip(sequences, LENGTHS, strict=True):
+        span = model.store.open(sequence, length)
+        model.forward([span], rng.integers(5, vocabulary, length).tolist())
+        model.store.commit(span)
+    fetch = ops.fetch_tokens
+
+    def watched(chosen: np.ndarray, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+        seen.append(ops.to_host(logits).copy())
+        return fetch(chosen, logits, draws)
+
+    ops.fetch_tokens = watched  # type: ignore[method-assign]
+    for batch, given in zip([sequences, sequences[2:], sequences], draws, strict=True):
+        spans = [model.store.open_step(sequence) for sequence in batch]
+        seen.append(model.step(spans, rng.integers(5, vocabulary, len(batch)).tolist(), given[: len(batch)]))
+        model.store.commit_steps(spans)
+    for layer in range(model.config.layers):
+        cache = model.store.cache(layer)
+        seen += [pool.copy() for pool in (cache.keys.quantized, cache.values.quantized, *cache.full)]
+    return seen
+
+
+@pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant+dense", "f16")])
+@pytest.mark.parametrize("lists", [False, True])
+def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple[str, str], lists: bool) -> None:
+    """Signed Hadamard rotations and dense ones, two groups of layers, blocks that fill."""
+    vocabulary = 96
+    plain = [Draw(GREEDY, [], 0.5, vocabulary)] * len(LENGTHS)
+    full = [everything(vocabulary, number) for number in range(len(LENGTHS))]
+    full[1] = replace(full[1], sampling=replace(full[1].sampling, temperature=0.9))
+    draws = [full, [replace(draw, logprobs=2) for draw in full], plain] if lists else [plain] * 3
+    rows: list[int] = []
+
+    class Watched(EmulatedDevice):
+        def run_graph(self, key, work, inputs):
+            rows.append(len(inputs[0]))
+            return super().run_graph(key, work, inputs)
+
+    given = run(CudaOps(Watched(checked=False)), types, draws)
+    monkeypatch.setattr(batches, "bucket", lambda rows: rows)
+    wanted = run(CudaOps(Watched(checked=False)), types, draws)
+    assert rows == [8, 4, 8, 5, 3, 5]
+    for one, other in zip(given, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
