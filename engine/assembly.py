@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 import model_loaders
 from engine import codecs, weight_formats
-from engine.backends.ops import Load, Ops
+from engine.backends.ops import Load, Ops, Rehearsal
 from engine.backends.select import select, without_kernels
 from engine.calibration import load_or_calibrate
 from engine.config import AS_STORED, EngineConfig
@@ -34,7 +35,7 @@ from engine.kv.plan import (
 from engine.kv.store import KVStore, Metrics
 from engine.model.forward import ModelWeights, Transformer
 from engine.model.magnitudes import Variances, variances
-from engine.model.rehearsal import least_plan, rehearse
+from engine.model.rehearsal import least_plan, rehearse, rehearse_rows
 from engine.model.weights import left_out, load_weights, weight_bytes, weight_count
 from engine.progress import progress_bar
 from engine.quantization.conditioning import Conditioning
@@ -157,7 +158,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
             say(warning)
         rehearsal = ops.rehearsal()
         if rehearsal is not None:
-            _rehearse(config, encoding, rehearsal.ops, source, shape)
+            later = _rehearse(config, encoding, rehearsal, source, shape)
             for note in rehearsal.notes():
                 say(note)
         with progress_bar(
@@ -173,8 +174,11 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
         ops.set_aside(Load(source.config, shape.format(0), plan.tokens, config.parallel))
         store = _store(config, encoding, ops, source, weights, plan, say)
         if rehearsal is not None:
-            with progress_bar(verbose is not None, desc="Compiling kernels for this CPU (once)", delay=1) as bar:
+            what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"
+            with progress_bar(verbose is not None, desc=what, delay=1) as bar:
                 rehearsal.wait(partial(_show, bar))
+            for rehearse_more in later:
+                rehearse_more()
     except MemoryError:
         source.weights.close()
         raise EngineError(f"There is not enough memory for {source.name}", "out_of_memory") from None
@@ -201,10 +205,10 @@ def _show(bar: tqdm[Any] | None, done: int, total: int) -> None:
 
 
 def _rehearse(
-    config: EngineConfig, encoding: Encoding, ops: Ops, source: model_loaders.Model, shape: CacheShape
-) -> None:
-    """Rehearse the first requests of a model of these shapes, whose values do not matter. ops: of a `Rehearsal`."""
-    model = source.config
+    config: EngineConfig, encoding: Encoding, rehearsal: Rehearsal, source: model_loaders.Model, shape: CacheShape
+) -> list[Callable[[], None]]:
+    """Rehearse the first requests of a model of these shapes, whose values do not matter → what to rehearse later."""
+    model, ops = source.config, rehearsal.ops
     one = Variances(*np.ones((2, model.kv_heads, model.head_dim)))
     measured = neutral(model.kv_heads, model.head_dim, shape.block_size) if _is_calibrated(config, shape) else None
     output = np.tile(np.eye(model.head_dim, dtype=np.float32), model.heads)
@@ -214,8 +218,13 @@ def _rehearse(
             made[layer] = stored(encoding, layer, shape, one, measured, lambda: output)
     conditioning, metrics = zip(*(made[layer] for layer in shape.layers), strict=True)
     weights = load_weights(ops, model, source.weights, None, _weight_type(config))
-    store = KVStore(ops, least_plan(shape), conditioning, metrics)
-    rehearse(Transformer(ops, model, weights, store))
+    store = KVStore(ops, least_plan(shape, max(rehearsal.rows, default=0)), conditioning, metrics)
+    rehearsed = Transformer(ops, model, weights, store)
+    rehearse(rehearsed)
+    return [
+        partial(rehearse_rows, rehearsed, rows, in_steps=fewer < config.parallel)
+        for fewer, rows in itertools.pairwise((1, *rehearsal.rows))
+    ]
 
 
 def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:

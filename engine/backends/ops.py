@@ -43,6 +43,9 @@ class Rehearsal(NamedTuple):
     ops: Ops
     wait: Callable[[Callable[[int, int], None]], None]  # calls progress(done, all); raises KernelError
     notes: Callable[[], list[str]]  # afterwards: sentences for the user about what has no kernel
+    # Ascending numbers of rows with kernels of their own, each for as many rows or fewer, that no first request waits
+    # for: they are rehearsed when the model is loaded.
+    rows: Sequence[int]
 
 
 class Ops(Protocol):

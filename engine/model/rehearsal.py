@@ -10,12 +10,18 @@ from engine.model.forward import Transformer
 from engine.sampling.sample import Draw, Sampling
 
 _ROWS = 48  # of a prompt: kernels take 8, 4, 3 or 2 rows at a time, and all of these divide it
+_MANY_ROWS = 96  # of a prompt: at least as many are multiplied by a GPU's library
 _GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
-def least_plan(shape: CacheShape) -> StorePlan:
-    """The store that a rehearsal needs."""
-    return plan_for_tokens(shape, 2 * _ROWS + 1 + 2 * shape.block_size, 1)
+def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:
+    """The store for `rehearse`, and then `rehearse_rows` with at most `most_rows` rows."""
+    return plan_for_tokens(shape, 2 * _ROWS + 1 + _many_rows(shape) + 1 + most_rows, 1 + most_rows)
+
+
+def _many_rows(shape: CacheShape) -> int:
+    """Of a prompt that completes blocks."""
+    return max(2 * shape.block_size, _MANY_ROWS)
 
 
 def rehearse(model: Transformer) -> None:
@@ -28,8 +34,20 @@ def rehearse(model: Transformer) -> None:
     span = model.store.open_step(sequence)
     model.step([span], [0], [_draw(model)])
     model.store.commit(span)
-    _prompt(model, sequence, 2 * model.store.shape.block_size)
+    _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
+
+
+def rehearse_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
+    """Run a prompt of `rows` rows, and with `in_steps` a step of as many sequences before it."""
+    sequences = [model.store.new_sequence() for _ in range(rows if in_steps else 1)]
+    if in_steps:
+        spans = [model.store.open_step(sequence) for sequence in sequences]
+        model.step(spans, [0] * rows, [_draw(model)] * rows)
+        model.store.commit_steps(spans)
+    _prompt(model, sequences[0], rows)
+    for sequence in sequences:
+        model.store.release(sequence)
 
 
 def _prompt(model: Transformer, sequence: SequenceKV, tokens: int) -> None:

@@ -84,6 +84,7 @@ class Machine:
     malloc: Any = None  # of the pool in use; None: the common one
     recorded: list[Callable[[], None]] | None = None
     launches: list[str] = field(default_factory=list)
+    compiled: list[str] = field(default_factory=list)  # texts
     largest_shared: int = 0
     room: int = 1 << 30  # bytes that there are
     memories: weakref.WeakSet[Memory] = field(default_factory=weakref.WeakSet)
@@ -172,7 +173,9 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cupy.__version__ = "14.0"
     cupy.ascontiguousarray = lambda x: np.ascontiguousarray(x).view(Array)
     cupy.get_default_memory_pool = lambda: machine.common
-    cupy.RawModule = lambda code, options: SimpleNamespace(get_function=lambda name: _Kernel(machine, code, name))
+    cupy.RawModule = lambda code, options: SimpleNamespace(
+        compile=lambda: machine.compiled.append(code), get_function=lambda name: _Kernel(machine, code, name)
+    )
     cupy.RawKernel = _Kernel
     modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends.cuda.libs": libs}
     return machine, {**modules, "cupy_backends": ModuleType("cupy_backends"), "cupy_backends.cuda": ModuleType("cuda")}
@@ -203,6 +206,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         getDevice=lambda: 0,
+        setDevice=lambda number: None,
         getDeviceCount=count,
         getDeviceProperties=lambda device: properties,
         deviceGetAttribute=lambda of, device: 228 << 10 if of == 81 else machine.capability[of - 75],

@@ -18,6 +18,7 @@ from engine.backends.cuda.cupy_recording import Recordings, memory_errors, pinne
 from engine.backends.cuda.device import Addresses, Result
 from engine.backends.cuda.kernel_source import OPTIONS, source
 from engine.backends.cuda.launch import row_stride
+from engine.backends.cuda.modules import Modules, compiler_threads
 from engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
@@ -78,13 +79,13 @@ class CupyDevice:
     """The current GPU of the process; CUDA_VISIBLE_DEVICES chooses among several."""
 
     def __init__(self) -> None:
-        number = _runtime.getDevice()
+        self._number = number = _runtime.getDevice()
         properties = _runtime.getDeviceProperties(number)
         self.name = properties["name"].decode()
         self.processors = int(properties["multiProcessorCount"])
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._modules: dict[str, cupy.RawModule] = {}
+        self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], _Kernel] = {}
         self._uploads: deque[tuple[cupy.cuda.Event, Any]] = deque()
         self._recordings = Recordings(self._stream)
@@ -146,12 +147,23 @@ class CupyDevice:
         self._stream.use()
         compiled = self._kernels.get((kernel, text))
         if compiled is None:
-            if text not in self._modules:
-                self._modules[text] = cupy.RawModule(code=text, options=OPTIONS)
-            compiled = self._kernels[kernel, text] = _Kernel(self._modules[text].get_function(kernel))
+            compiled = self._kernels[kernel, text] = _Kernel(self._modules.get(text).get_function(kernel))
         compiled.allow(shared)
         given = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
         compiled.function(tuple(grid), tuple(block), tuple(given), shared_mem=shared)
+
+    def expect(self, text: str) -> None:
+        self._modules.expect(text)
+
+    def wait_for(self, text: str) -> None:
+        self._modules.wait(text)
+
+    def _compile(self, text: str) -> cupy.RawModule:
+        """Compiled, or read from CuPy's cache on disk, and loaded. NVRTC runs outside of Python's lock."""
+        _runtime.setDevice(self._number)  # of this thread
+        module = cupy.RawModule(code=text, options=OPTIONS)
+        module.compile()
+        return module
 
     def _upload_addresses(self, table: Addresses) -> cupy.ndarray:
         return self.from_host(np.array([[x.data.ptr if x is not None else 0 for x in row] for row in table.rows], "u8"))

@@ -66,6 +66,12 @@ class Device(Protocol):
         for any other argument.
         """
 
+    def expect(self, text: str) -> None:
+        """Compile the CUDA source `text` in the background, for later launches. Errors are those of the launches."""
+
+    def wait_for(self, text: str) -> None:
+        """Block until an expected text is compiled, or has been found to have errors."""
+
     def gemm(self, y: Array, x: Array, weight: Array, *, add: bool) -> None:
         """y (T, out) float32 = x (T, in) @ weight (out, in)ᵀ, or += with `add`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -76,7 +77,10 @@ class CacheOps:
     ) -> Side:
         """A pool of `quantized` records; the codec's tables are those of `like` (same layout) if given."""
         if like is None:
-            tables, nearest = self._upload(layout.tables if layout.tables.size else None), self._candidates(layout)
+            tables, nearest = (
+                self._upload(layout.tables if layout.tables.size else None),
+                self._upload(_nearest(layout)),
+            )
         else:
             tables, nearest = like.tables, like.candidates
         # Kernels write only the fields of a record; the padding stays zero, also in session files.
@@ -93,10 +97,6 @@ class CacheOps:
             mean_query=self._upload(metric.tilt_mean),
             token_feedback=self._upload(None if tokens is None else tokens[0, :, 0].T),
         )
-
-    def _candidates(self, layout: Layout) -> Array | None:
-        points = layout.record.points
-        return None if points is None or points.shape[1] == 1 else self._upload(candidates(points))
 
     def _upload(self, x: np.ndarray | None) -> Array | None:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
@@ -209,6 +209,13 @@ class CacheOps:
         moves = self._upload(np.stack([sources, targets], axis=1).astype(np.int32))
         bytes_each = to.shape[1] * to.shape[2]
         self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
+
+
+@functools.cache
+def _nearest(layout: Layout) -> np.ndarray | None:
+    """The candidates of the codec's points, if it has points in the plane. They take a while to find."""
+    points = layout.record.points
+    return None if points is None or points.shape[1] == 1 else candidates(points)
 
 
 def _layout(format: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:

@@ -17,6 +17,10 @@ GEMV_ROWS = 4
 GEMV_PACKED_ROWS = 16
 SMALL_ROWS = 64
 
+# Numbers of rows, beside 1 and those of prompts for cuBLAS, so that each kernel of products is compiled for one of them
+# and serves as many rows or fewer, down to the number before.
+ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
+
 # More rows than these are converted to the weights' type by `narrow` first. Otherwise every block of gemm_small would
 # convert them again, and 16 rows of float32 are as many bytes as the block's weights.
 UNROUNDED_ROWS = 8

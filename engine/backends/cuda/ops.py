@@ -19,10 +19,13 @@ from engine.backends.cuda.draws import pack_draws
 from engine.backends.cuda.heads import HeadOps
 from engine.backends.cuda.kv import CacheOps
 from engine.backends.cuda.launch import Launcher
+from engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from engine.backends.cuda.linear import LinearOps
 from engine.backends.cuda.memory import prompt_bytes, step_bytes
-from engine.backends.ops import Load, Result
+from engine.backends.cuda.rehearsal import FirstRow, RehearsalDevice
+from engine.backends.ops import Load, Rehearsal, Result
 from engine.errors import EngineError
+from engine.weight_formats import Matrix, StoredMatrix
 
 # Left free for memory that `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, and the
 # DEQUANTIZED_BYTES of products with packed matrices. Not yet checked on a GPU.
@@ -120,8 +123,19 @@ class CudaOps:
     def set_aside(self, load: Load) -> None:
         self._device.set_aside(step_bytes(load, self._device))
 
-    def rehearsal(self) -> None:
-        """Kernels are compiled when they are needed."""
+    def rehearsal(self) -> Rehearsal:
+        device = RehearsalDevice(self._device)
+        ops = CudaOps(device)
+        load = ops.load
+
+        def load_first_rows(matrices: Sequence[StoredMatrix]) -> tuple[Matrix, ...]:
+            loaded = load([FirstRow(matrix) for matrix in matrices])
+            for matrix in loaded:
+                ops.rows(matrix, slice(0, 1))  # the KV store's scales and the fingerprint read rows
+            return loaded
+
+        ops.load = load_first_rows
+        return Rehearsal(ops, device.wait_for_all, list, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
         x = np.asarray(x)

@@ -99,7 +99,7 @@ class NativeOps:
         ops._compose(self._plain, launch)
         ops.load = ops._matrices.load_shapes
         ops.copy_full = _no_copy
-        return Rehearsal(ops, launch.wait, ops._notes)
+        return Rehearsal(ops, launch.wait, ops._notes, ())
 
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)

@@ -1,0 +1,88 @@
+"""Compiled modules of CUDA texts, some of them compiled by threads before they are needed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Generic, TypeVar
+
+Module = TypeVar("Module")
+
+_MOST_THREADS = 8  # of one process: more texts than these are seldom missing, and each takes some 100 MiB
+
+
+def compiler_threads() -> int:
+    """Threads that compile while others load the model."""
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1))
+
+
+class Modules(Generic[Module]):
+    """The modules of a device. `expect` asks for one before it is needed, `get` waits for it.
+
+    compile: from a text to its module. It is called from several threads and should release Python's lock.
+    """
+
+    def __init__(self, compile: Callable[[str], Module], threads: int) -> None:
+        self._compile, self._most_threads = compile, threads
+        self._lock = threading.Lock()
+        self._asked: dict[str, Future[Module]] = {}
+        self._queue: deque[str] = deque()
+        self._running = 0
+
+    def expect(self, text: str) -> None:
+        """Compile a text soon, after those before it. Returns at once."""
+        with self._lock:
+            if text in self._asked:
+                return
+            self._asked[text] = Future()
+            self._queue.append(text)
+            if self._running < self._most_threads:
+                # Not a daemon: the compiler must not be at work while the process ends.
+                threading.Thread(target=self._work, name="compiler").start()
+                self._running += 1
+
+    def get(self, text: str) -> Module:
+        """The module of a text. Raises the compiler's error, and compiles the text again at the next call then."""
+        with self._lock:
+            future = self._asked.get(text)
+            is_ours = future is None or text in self._queue
+            if future is None:
+                future = self._asked[text] = Future()
+            elif is_ours:
+                self._queue.remove(text)
+        if is_ours:  # no thread has begun it: it does not wait for the texts before it
+            self._fill(text, future)
+        try:
+            return future.result()
+        except BaseException:
+            with self._lock:
+                if self._asked.get(text) is future:
+                    del self._asked[text]
+            raise
+
+    def wait(self, text: str) -> None:
+        """Block until an expected text is compiled, or cannot be."""
+        with self._lock:
+            future = self._asked.get(text)
+        if future is not None:
+            wait([future])
+
+    def _work(self) -> None:
+        """Compile what is in the queue, until it is empty or the program ends."""
+        while True:
+            with self._lock:
+                if not self._queue or not threading.main_thread().is_alive():
+                    self._running -= 1
+                    return
+                text = self._queue.popleft()
+                future = self._asked[text]
+            self._fill(text, future)
+
+    def _fill(self, text: str, future: Future[Module]) -> None:
+        try:
+            future.set_result(self._compile(text))
+        except BaseException as error:
+            future.set_exception(error)

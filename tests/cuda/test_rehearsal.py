@@ -1,0 +1,229 @@
+"""What a conversation launches is known, and expected of the device, before its first request."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+from engine import Engine, SamplingParams, assembly
+from engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.cuda.rehearsal import Blank, FirstRow, RehearsalDevice
+from engine.model.file_matrix import FileMatrix
+from engine.weight_formats import Linear, WeightFormat, get
+from tests.cuda.emulated import EmulatedDevice
+from tests.tiny import VOCABULARY, by_count, load_tiny
+
+PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 150).tolist()
+SETTINGS: dict[str, Any] = {"device": "cuda", "block_size": 16, "ctx_size": 512, "calibration": False}
+SOME = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+class Watched(EmulatedDevice):
+    """Notes the texts that are expected, those that are waited for, and those that are launched.
+
+    Once `computes` is False it runs nothing, and results are zeros: what is launched does not depend on values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(checked=False)
+        self.expected: list[str] = []
+        self.awaited: list[str] = []
+        self.launched: dict[str, None] = {}
+        self.kernels: dict[str, str] = {}
+        self.computes = True
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return super().empty(shape, dtype) if self.computes else np.zeros(shape, dtype)
+
+    def expect(self, text: str) -> None:
+        self.expected.append(text)
+
+    def wait_for(self, text: str) -> None:
+        self.awaited.append(text)
+
+    def launch(
+        self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
+    ) -> None:
+        self.launched[text] = None
+        self.kernels[text] = kernel
+        if self.computes:
+            super().launch(kernel, text, grid, block, args, shared)
+
+    def unexpected(self) -> set[str]:
+        """Names of the kernels that were launched so far from texts that were not expected; then they are forgotten."""
+        names = {self.kernels[text] for text in self.launched if text not in self.expected}
+        self.launched.clear()
+        return names
+
+
+def converse(engine: Engine, length: int) -> None:
+    """A prompt of `length` tokens, an answer that completes blocks, and a second turn that reads them."""
+    answer = engine.generate(PROMPT[:length], SOME)
+    assert len(answer.token_ids) == SOME.max_tokens
+    engine.generate([*PROMPT[:length], *answer.token_ids, *PROMPT[:length]], SOME)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_type": "f16"},
+        {"cache_type": "ring4/ring3.5", "calibration": True},
+        {"cache_type": "polarpair-m4n4/f16"},
+        {"cache_type": "polarquant", "block_size": 64},
+        {"cache_type": "turbo4", "weight_type": "q8_0", "parallel": 3},
+        {"weight_type": "q4_0"},
+    ],
+    ids=str,
+)
+def test_a_conversation_launches_nothing_unexpected(tiny_path: Path, settings: dict[str, Any]) -> None:
+    """Nor does loading the model, but for its calibration, once. Prompts of all lengths for which there are kernels."""
+    device = Watched()
+    with load_tiny(tiny_path, ops=CudaOps(device), **{**SETTINGS, **settings}) as engine:
+        once = {"transform_heads_kernel", "encode_blocks_kernel"} if settings.get("calibration") else set()
+        assert device.unexpected() == once
+        device.computes = False
+        for length in (1, 3, 7, 12, 20, 40, 60, 100, 150):
+            converse(engine, length)
+        assert not device.unexpected() - {"copy_full_kernel"}  # it takes over a part of a block
+
+
+def test_the_first_prompt_and_steps_are_waited_for_and_steps_of_batches_are_expected(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Watched()
+    with load_tiny(tiny_path, ops=CudaOps(device), **{**SETTINGS, "cache_type": "ring4", "parallel": 6}) as engine:
+        device.computes = False
+        device.launched.clear()
+        for length in (40, 100):
+            converse(engine, length)
+        few = set(device.launched)
+        assert few - {text for text in few if device.kernels[text] == "copy_full_kernel"} <= set(device.awaited)
+
+        streams = [engine.stream(PROMPT[number : number + 40], SOME) for number in range(6)]
+        for stream in streams:
+            next(stream)
+        by_count(engine, monkeypatch)
+        for _ in zip(*streams, strict=True):
+            pass
+        assert set(device.launched) - few - set(device.awaited)
+        assert not device.unexpected() - {"copy_full_kernel"}
+
+
+def test_there_are_no_kernels_for_numbers_of_rows_between(tiny_path: Path) -> None:
+    """Steps of every number of rows launch texts of the next greater one that is rehearsed."""
+    device = Watched()
+    device.computes = False
+    for out, width, format in ((512, 256, "f16"), (4096, 512, "bf16"), (512, 256, "q4_k"), (16384, 512, "q6_k")):
+        texts = {rows: product_texts(device, rows, out, width, format) for rows in range(1, SMALL_ROWS + 1)}
+        for fewer, rows in itertools.pairwise((0, 1, *ROWS_WITH_KERNELS)):
+            for between in range(fewer + 1, rows):
+                assert texts[between] <= texts[rows], (format, between, rows)
+    assert rows == SMALL_ROWS
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """The format and shape of a stored matrix."""
+
+    format: WeightFormat
+    shape: tuple[int, int]
+
+
+def product_texts(device: Watched, rows: int, out: int, width: int, format: str) -> set[str]:
+    """Of products in a step: plain, with a norm, added to a residual, and gated."""
+    device.launched.clear()
+    ops, x, norm = CudaOps(device), np.zeros((rows, width), np.float32), (np.ones(width, np.float32), 1e-5)
+    (matrix,) = ops.load([FirstRow(Zeros(get(format), (out, width)))])
+    w = Linear((matrix,))
+    ops.linear(x, w, norm=norm, recorded=True)
+    ops.linear(x, w, residual=np.zeros((rows, out), np.float32), recorded=True)
+    ops.linear(x, w, norm=norm, activation="silu", recorded=True)
+    return {text for text in device.launched if "repack" not in device.kernels[text]}
+
+
+def test_weights_are_read_once(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    slabs = FileMatrix.slabs
+
+    def watched(matrix: FileMatrix, nbytes: int) -> Any:
+        read.append(matrix.name)
+        return slabs(matrix, nbytes)
+
+    monkeypatch.setattr(FileMatrix, "slabs", watched)
+    with load_tiny(tiny_path, ops=CudaOps(Watched()), **SETTINGS):
+        assert read
+        assert len(read) == len(set(read))
+
+
+def test_what_weights_need_is_expected_before_they_are_read(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, before = Watched(), []
+    slabs = FileMatrix.slabs
+
+    def watched(matrix: FileMatrix, nbytes: int) -> Any:
+        before.append(len(device.expected))
+        return slabs(matrix, nbytes)
+
+    monkeypatch.setattr(FileMatrix, "slabs", watched)
+    with load_tiny(tiny_path, ops=CudaOps(device), **SETTINGS, weight_type="q8_0"):
+        assert before[0] > 15
+        assert "repack" in device.expected[0]
+
+
+def test_a_bar_shows_the_kernels_that_are_waited_for(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Any] = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self.settings = settings
+            super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    device = Watched()
+    monkeypatch.setattr(assembly, "select", lambda *args: (CudaOps(device), ""))
+    with Engine.load(tiny_path, verbose=print, **SETTINGS):
+        pass
+    compiling = bars[-1]
+    assert compiling.desc.startswith("Compiling kernels for this GPU (once)")
+    assert compiling.n == compiling.total == len(device.awaited) > 15
+    assert compiling.settings["delay"] == 1
+
+
+# -- the device of a rehearsal -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 16)])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
+def test_its_arrays_are_like_numpys(shape: tuple[int, ...], dtype: type) -> None:
+    blank, real = RehearsalDevice(EmulatedDevice()).empty(shape, dtype), np.empty(shape, dtype)
+    views: list[tuple[Any, Any]] = [(blank, real), (blank.reshape(-1), real.reshape(-1))]
+    if len(shape) > 1:
+        views += [(x[1:, :2], y[1:, :2]) for x, y in views[:1]]
+        views += [(x[0], y[0]) for x, y in views[:1]]
+        views += [(blank.view(np.uint16), real.view(np.uint16))]
+        views += [(blank.reshape(shape[0], -1, 2), real.reshape(shape[0], -1, 2))]
+    for x, y in views:
+        for name in ("shape", "strides", "dtype", "size", "nbytes", "itemsize", "ndim"):
+            assert getattr(x, name) == getattr(y, name), name
+        assert x.ndim == 0 or len(x) == len(y)
+
+
+def test_its_arrays_take_no_memory_and_cannot_be_read() -> None:
+    device = RehearsalDevice(EmulatedDevice())
+    x = device.empty((1 << 20, 1 << 30), np.float32)
+    x[:, :5] = 3  # lost
+    assert device.to_host(x[:2, :3]).tolist() == [[0.0] * 3] * 2
+    with pytest.raises(TypeError):
+        x + 1  # type: ignore[operator]
+    assert isinstance(x[3], Blank)
