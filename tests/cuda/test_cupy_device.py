@@ -348,6 +348,31 @@ def test_batches_that_grow_and_shrink_have_a_recording_for_each_bucket(device, m
     assert machine.allocated == held
 
 
+@pytest.mark.parametrize("types", [("ring4", "ring3.5"), ("polarquant+dense", "f16")])
+def test_recording_a_step_uploads_and_allocates_nothing(
+    device, machine: Machine, types: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotations are uploaded with the model; all else that kernels read, by the first step of a shape."""
+    model = model_of(CudaOps(device), "llama_gqa_linear", types)
+    model.ops.set_aside(Load(model.config, model.store.shape.format(0), 16, 4))
+    recording, uploads, recorded = sys.modules[RECORDING]._Recording, [], []
+    record, from_host = recording.record, device.from_host
+
+    def watched(self, work: Callable) -> None:
+        before = machine.allocated, len(uploads)
+        record(self, work)
+        recorded.append((machine.allocated, len(uploads)) == before)
+
+    monkeypatch.setattr(recording, "record", watched)
+    device.from_host = lambda x: uploads.append(x.nbytes) or from_host(x)
+    plain = Draw(resolve(SamplingParams(temperature=0), DEFAULTS), [], 0.5, model.config.vocab_size)
+    stepped(model, [plain])
+    assert max(uploads, default=0) < 4 * model.config.head_dim  # no rotation, only counts of attention
+    for count in (1, 4, 4, 2, 2):
+        stepped(model, [plain] * count)
+    assert recorded == [True] * 3
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------
 
 
