@@ -52,6 +52,16 @@ __device__ __forceinline__ unsigned movmatrix_transposed(unsigned v) {
     return r;
 }
 
+// `value` of the lane that has the caller's bits in SAME and those of `from` in the others; called by all lanes.
+template <int SAME>
+__device__ __forceinline__ unsigned shuffle_among(unsigned value, int from) {
+    unsigned r;
+    asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
+                 : "=r"(r)
+                 : "r"(value), "r"(from), "n"(SAME << 8 | 31));
+    return r;
+}
+
 // Loads 8 × 8 tiles of 16-bit values from shared memory; lane 8 · i + r has the address of row r of tile i.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&tiles)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

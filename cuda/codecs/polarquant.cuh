@@ -1,12 +1,11 @@
 // 16 values as a radius and angles of four levels; 8 values and three levels if the head dim is no multiple of 16.
 // Twin of engine/codecs/polarquant.py; engine/records/polarquant.py makes its words.
 //
-//     value = unit(code of level 1) · factor(row of 8 values, pair) · radius
+//     value = point(codes of levels 1, 2 and 3) · radius of 8 values,   radius of 8 values = factor(level 4) · radius
 //
 // The angles above level 1 are one byte for every 8 values, the *row*: level 2 of pairs 0, 1 << 6 | level 4 << 4 |
-// level 3 << 2 | level 2 of pairs 2, 3. For the second half of 16 values level 4 is complemented. So the upper or the
-// lower six bits of a row, and the number of a pair, select its factor. Bits per value: 2 of level 1, 1 of the row, and
-// 1 of the radius.
+// level 3 << 2 | level 2 of pairs 2, 3. For the second half of 16 values level 4 is complemented. Bits per value: 2 of
+// level 1, 1 of the row, and 1 of the radius.
 //
 // A part of a record is WORDS words for every lane, in chunks of four:
 //   ANGLES  byte r of word w: level 1 codes of c[r] in tile 2w (low four bits) and in tile 2w + 1.
@@ -15,11 +14,13 @@
 //   RADII   halves, RADIUS_WORDS words per tile. Keys: tokens g and g + 8; with three levels, one word for each half.
 //           Values: word h has tokens 8h + 2tg + {0, 1}. Lanes share them likewise; with four levels, the eight lanes
 //           of equal tg share those of values: word n is word n / 8 of the (n % 8)th lane.
-// tables: half [64][4] factors by six bits and pair; half2 [16] units; float [4] tan² of each level's first threshold.
-// Rows in shared memory: 64 of factors, twice in a word, in each lane's column that of its own pair; 16 of units.
+// tables: half2 [4][256], for each pair of a row the point of radius 1 by level 1 << 4 | four bits, which are level 2
+// << 2 | level 3 for pairs 0, 1 and level 3 << 2 | level 2 for pairs 2, 3; float [4] tan² of each level's first
+// threshold. Rows in shared memory: 256 of points, in each lane's column those of its own pair. A lane's pair in a row
+// is the same in all tiles: tg for keys, g % 4 for values.
 template <class L>
 struct polarquant {
-    static constexpr int ROWS = 80;
+    static constexpr int ROWS = 256;
     static constexpr bool NORMED = false;
     static constexpr int ROUNDED = 0;
     static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true;
@@ -33,21 +34,14 @@ struct polarquant {
     static_assert(WORDS == L::WORDS && ROWS == L::ROWS, "the record is laid out in another way");
 
     static __device__ void fill(unsigned char *shared, const unsigned char *tables) {
+        const unsigned *const points = reinterpret_cast<const unsigned *>(tables);
         for (int at = threadIdx.x; at < ROWS * 8; at += blockDim.x) {
-            const int row = at / 8, piece = at % 8;
-            uint4 four;
-            if (row < 64) {
-                const uint2 factors = __ldg(reinterpret_cast<const uint2 *>(tables) + row);
-                const unsigned twice[4] = {__byte_perm(factors.x, 0, 0x1010), __byte_perm(factors.x, 0, 0x3232),
-                                           __byte_perm(factors.y, 0, 0x1010), __byte_perm(factors.y, 0, 0x3232)};
-                // Four lanes have tg = 0 … 3, the pairs of keys, and one g, which says the pair of values.
-                const unsigned own = piece % 2 ? piece % 4 == 3 ? twice[3] : twice[1] : piece % 4 ? twice[2] : twice[0];
-                four = L::VALUES ? make_uint4(own, own, own, own) : make_uint4(twice[0], twice[1], twice[2], twice[3]);
-            } else {
-                const unsigned unit = __ldg(reinterpret_cast<const unsigned *>(tables + L::UNITS) + row - 64);
-                four = make_uint4(unit, unit, unit, unit);
-            }
-            *reinterpret_cast<uint4 *>(shared + row * ROW_BYTES + piece * 16) = four;
+            const int row = at / 8, piece = at % 8;  // four lanes: tg = 0 … 3 of g = piece
+            unsigned own[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) own[i] = __ldg(points + (L::VALUES ? piece % 4 : i) * 256 + row);
+            *reinterpret_cast<uint4 *>(shared + row * ROW_BYTES + piece * 16) =
+                make_uint4(own[0], own[1], own[2], own[3]);
         }
     }
 
@@ -64,47 +58,68 @@ struct polarquant {
         const Codes &codes;
         const unsigned char *table;
         int lane;
-        unsigned column, shift;  // address within a row; the lowest of the six bits of the lane's pair
+        unsigned column, shift;      // address within a row; where the four bits of the lane's pair begin in `uppers`
+        unsigned uppers, radii[2];   // what this lane stores of tiles 4 · group …: levels 2 and 3; radii of 8 values
+        int group;
 
         __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *shared, int lane)
-            : codes(codes), table(shared), lane(lane), column(lane * 4u), shift(lane & (L::VALUES ? 8 : 2) ? 0 : 2) {}
+            : codes(codes), table(shared), lane(lane), column(lane * 4u), shift(lane & (L::VALUES ? 8 : 2) ? 0 : 2),
+              group(-1) {}
 
         __device__ __forceinline__ void next(int t, unsigned (&a)[4]) {
-            const unsigned angles = (t % 2 ? codes.words[t / 2] >> 4 : codes.words[t / 2]) & 0x0f0f0f0fu;
-            const unsigned six = shared_word<4>(ANGLES, t) >> shift & 0x3f3f3f3fu;
-            unsigned radii[2];
-            radii[0] = shared_word<SHARERS>(ANGLES + UPPERS, RADIUS_WORDS * t);
-            radii[1] = RADIUS_WORDS == 2 ? shared_word<SHARERS>(ANGLES + UPPERS, RADIUS_WORDS * t + 1) : radii[0];
+            if (t / 4 != group) prepare(group = t / 4);
+            // The upper four bits are of level 1, the lower of levels 2 and 3.
+            const unsigned angles = t % 2 ? codes.words[t / 2] : codes.words[t / 2] << 4;
+            const unsigned numbers = (angles & 0xf0f0f0f0u) | (from<4>(uppers, t) >> shift & 0x0f0f0f0fu);
 #pragma unroll
             for (int h = 0; h < 4; h += 2) {
-                const __half2 radius = as_half2(radii[h / 2]);
-                const unsigned unit[2] = {entry(64, angles, h), entry(64, angles, h + 1)};
-                const unsigned factor[2] = {entry(0, six, h), entry(0, six, h + 1)};
+                const __half2 radius = as_half2(radius_word(t, h / 2));
+                const unsigned point[2] = {entry(numbers, h), entry(numbers, h + 1)};
                 if constexpr (L::VALUES) {
-                    const __half2 scale = __hmul2(as_half2(__byte_perm(factor[0], factor[1], 0x5410)), radius);
-                    a[h] = as_bits(__hmul2(as_half2(__byte_perm(unit[0], unit[1], 0x5410)), scale));
-                    a[h + 1] = as_bits(__hmul2(as_half2(__byte_perm(unit[0], unit[1], 0x7632)), scale));
+                    a[h] = as_bits(__hmul2(as_half2(__byte_perm(point[0], point[1], 0x5410)), radius));
+                    a[h + 1] = as_bits(__hmul2(as_half2(__byte_perm(point[0], point[1], 0x7632)), radius));
                 } else {
-                    const __half2 first = __hmul2(as_half2(factor[0]), __low2half2(radius));
-                    const __half2 second = __hmul2(as_half2(factor[1]), __high2half2(radius));
-                    a[h] = as_bits(__hmul2(as_half2(unit[0]), first));
-                    a[h + 1] = as_bits(__hmul2(as_half2(unit[1]), second));
+                    a[h] = as_bits(__hmul2(as_half2(point[0]), __low2half2(radius)));
+                    a[h + 1] = as_bits(__hmul2(as_half2(point[1]), __high2half2(radius)));
                 }
             }
         }
 
-        // Word n of those that COUNT lanes share from word `first` on.
-        template <int COUNT>
-        __device__ __forceinline__ unsigned shared_word(int first, int n) const {
-            const int others = L::VALUES ? lane & (COUNT == 4 ? 19 : 3) : lane & 28;
-            const int source = others | n % COUNT << (L::VALUES ? 2 : 0);
-            return __shfl_sync(0xffffffffu, codes.words[first + n / COUNT], source);
+        // Computes what the lane's sharers need of the tiles that it stores of four.
+        __device__ __forceinline__ void prepare(int i) {
+            const unsigned rows = codes.words[ANGLES + i];
+            uppers = (rows >> 2 & 0x30303030u) | (rows & 0x0f0f0f0fu);
+            if constexpr (L::LEVELS == 4) {
+                // Level 4 of byte r selects two bytes of the four factors.
+                const unsigned select = (rows >> 4 & 0x03030303u) * 0x22u + 0x10101010u;
+                const int first = ANGLES + UPPERS;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const unsigned radius =
+                        L::VALUES ? from<8>(codes.words[first + i], lane / 4 % 4 * 2 + h) : codes.words[first + i];
+                    const unsigned factors = __byte_perm(L::LEVEL4_LOW, L::LEVEL4_HIGH, select >> 16 * h);
+                    radii[h] = as_bits(__hmul2(as_half2(factors), as_half2(radius)));
+                }
+            }
         }
 
-        // The lane's entry of the table that begins at `row`; its number is byte r of `numbers`.
-        __device__ __forceinline__ unsigned entry(int row, unsigned numbers, int r) const {
-            const unsigned address = __byte_perm(numbers, column, 0x5504 | r << 4);
-            return *reinterpret_cast<const unsigned *>(table + row * ROW_BYTES + address);
+        // The radii of 8 values for c[2h] and c[2h + 1].
+        __device__ __forceinline__ unsigned radius_word(int t, int h) const {
+            if constexpr (L::LEVELS == 4) return from<4>(radii[h], t);
+            const int n = 2 * t + h;
+            return from<4>(codes.words[ANGLES + UPPERS + n / 4], n);
+        }
+
+        // `word` of the (n % COUNT)th of the COUNT lanes that share its kind.
+        template <int COUNT>
+        __device__ __forceinline__ unsigned from(unsigned word, int n) const {
+            constexpr int same = !L::VALUES ? 28 : COUNT == 4 ? 19 : 3;  // tg is the lowest two bits of a lane
+            return shuffle_among<same>(word, n % COUNT << (L::VALUES ? 2 : 0));
+        }
+
+        // The lane's entry; its number is byte r of `numbers`.
+        __device__ __forceinline__ unsigned entry(unsigned numbers, int r) const {
+            return *reinterpret_cast<const unsigned *>(table + __byte_perm(numbers, column, 0x5504 | r << 4));
         }
     };
 

@@ -24,8 +24,7 @@ from engine.codecs.polarquant import (
 )
 from engine.records.fragments import LANES, Geometry, pack_pairs, unpack_pairs
 
-_FACTOR_BYTES = 64 * 4 * 2  # halves, by six bits of a row and the four pairs of it
-_UNIT_BYTES = 16 * 4
+_POINT_BYTES = 4 * 256 * 4  # two halves, by the pair of a row and eight bits
 
 
 class _Sharing(NamedTuple):
@@ -64,7 +63,7 @@ class PolarRecord:
 
     geometry: Geometry
     codec = "polarquant"
-    rows = 80
+    rows = 256
     points = None
 
     @property
@@ -73,12 +72,13 @@ class PolarRecord:
 
     @property
     def constants(self) -> dict[str, int]:
-        offsets = {"UNITS": _FACTOR_BYTES, "TAN_SQUARED": _FACTOR_BYTES + _UNIT_BYTES}
-        return {"LEVELS": self._levels, "WORDS": sum(self._counts), **offsets}
+        low, high = np.cos(CENTRES[4]).astype(np.float16).view(np.uint32).tolist()
+        factors = {"LEVEL4_LOW": low, "LEVEL4_HIGH": high}
+        return {"LEVELS": self._levels, "WORDS": sum(self._counts), "TAN_SQUARED": _POINT_BYTES, **factors}
 
     @property
     def tables(self) -> np.ndarray:
-        return _tables(self._levels)
+        return _tables()
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         geometry = self.geometry
@@ -151,13 +151,14 @@ def record(codec: PolarQuant, geometry: Geometry) -> PolarRecord:
 
 
 @cache
-def _tables(levels: int) -> np.ndarray:
-    """Factors by six bits of a row and pair, units by code of level 1, tan² of the first threshold of each level."""
-    six = np.arange(64, dtype=np.uint8)
-    upper = np.stack([six << 4 | six >> 4] * 2 + [six << 2] * 2, -1)  # rows of the table for pairs 0 … 3
-    factors = upper_table(levels)[upper & 4**levels - 1, np.arange(0, 8, 2)]
+def _tables() -> np.ndarray:
+    """Points by pair of a row and codes of levels 1 to 3, and tan² of the first threshold of each level."""
+    four = np.arange(16, dtype=np.uint8)
+    # Codes of a half without level 4: level 3, second level 2, first level 2. Of the other level 2 any will do.
+    upper = np.stack([(four & 3) << 4 | four >> 2] * 2 + [four << 2] * 2)
+    factors = upper_table(3)[upper, [[0], [2], [4], [6]]]
     angles = np.array(CENTRES[1])
     units = np.stack([np.cos(angles), np.sin(angles)], -1)
+    points = units[:, None] * factors[:, None, :, None]
     thresholds = np.array([TAN_SQUARED[level] for level in sorted(TAN_SQUARED)], np.float32)
-    parts = (factors.astype(np.float16), units.astype(np.float16), thresholds)
-    return np.concatenate([part.ravel().view(np.uint8) for part in parts])
+    return np.concatenate([part.ravel().view(np.uint8) for part in (points.astype(np.float16), thresholds)])

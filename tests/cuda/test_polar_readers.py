@@ -66,7 +66,7 @@ def test_a_record_of_polarquant_unpacks_to_its_fields(values: bool, head_dim: in
 @every_shape
 @both_sides
 def test_the_polarquant_reader_decodes_as_its_codec(values: bool, block_size: int, head_dim: int) -> None:
-    """Up to the roundings of the unit, the factor and two products to half."""
+    """Up to the roundings of the point, the factor of level 4 and two products to half."""
     codec, of = codecs.get("polarquant"), side("polarquant", values, block_size, head_dim)
     fields = codec.encode(vectors(block_size, head_dim))
     exact = codec.decode(fields)

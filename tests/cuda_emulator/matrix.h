@@ -109,6 +109,15 @@ EMULATOR_PRIMITIVE static unsigned movmatrix_transposed(unsigned v) {
     return low | high << 16;
 }
 
+template <int SAME>
+EMULATOR_PRIMITIVE unsigned shuffle_among(unsigned value, int from) {
+    EMULATOR_AT_CALLER();
+    emulator::Slots slots = emulator::meet(~0u, "shuffle_among", 0, &value, sizeof value);
+    unsigned other;
+    __builtin_memcpy(&other, slots[(emulator::lane() & SAME) | (from & 31 & ~SAME)], sizeof other);
+    return other;
+}
+
 EMULATOR_PRIMITIVE static void ldmatrix_x4(unsigned (&tiles)[4], const void *row) {
     EMULATOR_AT_CALLER();
     emulator::load_tiles<4, false>("ldmatrix_x4", tiles, row);
