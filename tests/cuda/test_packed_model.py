@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.gpu.setup import LLAMA_8B
 from engine import EngineConfig, assembly
+from engine.backends.cuda.linear import _UPLOAD_BYTES
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
 from engine.encoding import WHOLE
+from engine.model.weights import load_weights as load_model_weights
 from engine.model.weights import weight_bytes
 from engine.weight_formats import Linear, Matrix, StoredMatrix, get
 from model_loaders import ModelConfig, families, load_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.cuda.fake_memory import MemoryPointer, Pool
 from tests.cuda.test_memory import Counting
 from tests.cuda.test_model_emulated import Rounded, close, model_from, talk
 from tests.random_weights import RandomWeights
@@ -115,6 +121,57 @@ class Shapes:
         return stored_type(name, more).upper()
 
 
+class Pooled(Counting):
+    """Arrays are pieces of a pool like CuPy's, which has addresses and no memory. allocated: bytes of the pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated = 0
+        self._pool = Pool(None, self._allocate)  # type: ignore[arg-type]
+
+    def _allocate(self, size: int) -> MemoryPointer:
+        block = SimpleNamespace(ptr=self.allocated, size=size)
+        self.allocated += size + 1  # so that no two blocks are neighbours
+        return MemoryPointer(block, 0)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        x = super().empty(shape, dtype)
+        weakref.finalize(x, lambda piece: None, self._pool.malloc(max(1, x.nbytes)).mem)
+        return x
+
+
+class Unread(Shapes):
+    """Its matrices have one type, or those of Q4_K_M; their bytes are whatever lies in memory."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self._kind = kind
+
+    def stored_dtype(self, name: str) -> str:
+        own = super().stored_dtype(name)
+        return own if own == "F32" or self._kind == "Q4_K_M" else self._kind
+
+    def read_into(self, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
+        """Nothing is read."""
+
+    def read_raw(self, name: str, rows: slice) -> np.ndarray:
+        size = get(self.stored_dtype(name).lower()).size(self.shape(name)[1])
+        return np.empty((rows.stop - rows.start, size), np.uint8)
+
+    def release(self, name: str, rows: slice) -> None:
+        """There is nothing to release."""
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "F32"])
+def test_loading_an_8b_model_takes_its_size_and_a_few_uploads(kind: str) -> None:
+    """Small arrays, such as norm weights, come to lie in the memory of earlier uploads, which then is too small for
+    the next one. The pool keeps what is left over."""
+    device = Pooled()
+    weights = load_model_weights(CudaOps(device), LLAMA_8B, Unread(kind))
+    assert device.live == weights.bytes
+    assert device.allocated <= weights.bytes + 4 * _UPLOAD_BYTES
+
+
 class EightGb(EmulatedDevice):
     """A GPU of 8 GB, which are 8188 MiB, of which driver and desktop take 600 MB."""
 
@@ -135,3 +192,10 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     plan = assembly._plan(config, ops, LLAMA_8B, shape, weights, said.append)
     assert plan.tokens == 32768
     assert not said
+    # Of the parts, the line takes no arrays.
+    source: Any = SimpleNamespace(name="llama-8b", dtype="Q4_K", config=LLAMA_8B)
+    model: Any = SimpleNamespace(ops=ops, weights=SimpleNamespace(bytes=weights))
+    line = assembly.fit_line(assembly.Parts(config, source, plan, model))
+    assert line.startswith("llama-8b: Q4_K weights as stored, 4.7 GiB on the emulated GPU; KV store ")
+    assert "as ring4/ring3.5" in line
+    assert "32,768 tokens fit" in line

@@ -27,7 +27,9 @@ from engine.backends.cuda.launch_configs import (
 from engine.errors import EngineError
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, find, get, stored_as
 
-_UPLOAD_BYTES = 64 << 20  # of a file at a time
+# Of a file at a time. Norm weights come to lie in the memory of earlier uploads, so that those of larger parts would
+# leave more memory unused.
+_UPLOAD_BYTES = 8 << 20
 # Formats that `Device.gemm` multiplies, and their dtype. Products with other formats take x in half precision.
 _PLAIN: dict[str, type[np.generic]] = {"f16": np.float16, "bf16": np.uint16}
 
