@@ -13,6 +13,7 @@ from engine.backends.native.compiler import Kernel
 from engine.backends.native.heads import NO_ROTATION, PreparedTransform
 from engine.backends.native.kernels.attention import Attention, attend, queries_at_once
 from engine.backends.native.kernels.partials import merge, partial_bytes
+from engine.backends.native.kernels.prefetch import PIECE, assign, list_pieces
 from engine.backends.native.launch import Launcher
 from engine.backends.native.prompts import PromptOps
 from engine.backends.native.spans import NO_WINDOW, StepTable, is_step
@@ -63,6 +64,7 @@ class AttentionOps:
         transform: PreparedTransform | None,
     ) -> np.ndarray:
         (rows, heads, dim), format, (attends, merges) = q.shape, cache.format, kernels
+        self._prefetch(cache, table, window)
         parts = self._partial_results(rows * heads * table.most_chunks * partial_bytes(dim))
         memory, means = cache.memory, [cache.mean.get(name) for name in ("mean", "mean_scale")]
         pointers: list[Any] = [q, parts, *memory, *(0 if mean is None else mean for mean in means)]
@@ -85,6 +87,23 @@ class AttentionOps:
         pointers += [0 if back.before is None else back.before, back.memory, out]
         self._launch(merges, rows * heads, pointers, (heads, table.most_chunks))
         return out
+
+    def _prefetch(self, cache: TileCache, table: StepTable, window: int | None) -> None:
+        """Let the products before this attention prefetch the blocks in full precision that it reads.
+
+        Before the first of the layers that attend to a table, the pieces are not known yet: they are listed then.
+        """
+        offers, lists = self._launch.take_offers(), list_pieces()
+        if not offers or not self._launch.has(lists):
+            return
+        if table.pieces is not None:
+            assign(offers, cache.full_k, cache.full_v, table.pieces)
+            return
+        block_bytes = cache.full_k[0, 0].nbytes
+        count, most_full, _ = table.full.shape
+        table.pieces = np.zeros(1 + count * most_full * cache.format.kv_heads * -(-block_bytes // PIECE), np.int64)
+        integers = count, most_full, cache.format.kv_heads, block_bytes, block_bytes // cache.format.block_size
+        self._launch(lists, 1, (table.headers, table.full, table.pieces), (*integers, window or NO_WINDOW))
 
     def _partial_results(self, nbytes: int) -> np.ndarray:
         """Memory for partial results. All layers use the same: none needs it beyond its own attention."""

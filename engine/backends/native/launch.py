@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.backends.native.buffers import Buffers, is_leased
 from engine.backends.native.compiler import Kernel
+from engine.backends.native.kernels.prefetch import NOTHING, Offer
 from engine.backends.native.library import library
 from engine.backends.native.target import Level, best
 from engine.backends.native.workers import Launch, Tape, workers
@@ -40,6 +41,7 @@ class Recording:
         self.launches: list[_Recorded] = []
         self.buffers = Buffers()
         self.result: Any = None
+        self.offers: list[Offer] = []  # of the products since the last attention
         self._tape: Tape | None = None
         self._varying: list[tuple[int, Callable[[], int]]] = []
 
@@ -105,6 +107,24 @@ class Launcher:
         if count:
             call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
             self._workers.run(Tape([call]), self.threads)
+
+    def offer_prefetch(self, pieces: int) -> np.ndarray:
+        """The words that tell a product what to prefetch, which has the time for a number of pieces.
+
+        Nothing but in a recording, where the attention that is launched next changes them.
+        """
+        if self._recording is None or not pieces:
+            return NOTHING
+        ahead = NOTHING.copy()
+        self._recording.offers.append(Offer(ahead, pieces))
+        return ahead
+
+    def take_offers(self) -> list[Offer]:
+        """The offers of the products that were recorded since the last call."""
+        if self._recording is None:
+            return []
+        offers, self._recording.offers = self._recording.offers, []
+        return offers
 
     def has(self, kernel: Kernel) -> bool:
         """Whether a kernel can be run: waits until it is compiled, or cannot be."""

@@ -12,7 +12,7 @@ from engine.backends.native.buffers import Arena
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from engine.backends.native.kernels.dequantize import dequantize_rows
-from engine.backends.native.kernels.product import Product, most_rows, product, rows_at_once
+from engine.backends.native.kernels.product import Product, most_rows, prefetched_pieces, product, rows_at_once
 from engine.backends.native.kernels.rows import gate, norm_rows
 from engine.backends.native.launch import Launcher
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
@@ -137,8 +137,10 @@ class LinearOps:
                 inputs[is_packed] = self._panels(x, norm, at_once, is_packed)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
             units = len(memory) // 2 if gates else len(memory)
-            integers = columns // part.format.values, memory.shape[1], given.strides[0], y.strides[0], len(x)
-            pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:]
+            blocks = columns // part.format.values
+            ahead = self._launch.offer_prefetch(prefetched_pieces(spec(part, at_once), lanes, units, blocks, len(x)))
+            integers = blocks, memory.shape[1], given.strides[0], y.strides[0], len(x)
+            pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:], ahead
             self._launch(kernel, units, pointers, (*integers, width if gates else outputs, units))
             first += outputs
         if activation is None or gates:

@@ -14,6 +14,7 @@ from tests.backends.native.levels import every_level, run
 from engine.backends.native import tiles  # isort: skip
 from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from engine.backends.native.kernels.dequantize import dequantize_rows
+from engine.backends.native.kernels.prefetch import NOTHING
 from engine.backends.native.kernels.product import Product, product, rows_at_once
 from engine.backends.native.target import Level
 
@@ -106,7 +107,7 @@ def test_product(name: str, level: Level, count: int) -> None:
     y = np.full((count + 1, 36), 7, np.float32)
     kernel = product(Product(format, at_once, adds=True, has_bias=True))
     integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36, 0
-    run(kernel, level, len(packed), (packed, given, y, bias), integers)
+    run(kernel, level, len(packed), (packed, given, y, bias, NOTHING), integers)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
@@ -131,7 +132,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     bias, y = rng.standard_normal(64).astype(np.float32), np.empty((count, 32), np.float32)
     kernel = product(Product(format, at_once, has_bias=True, activation=activation))
     integers = 256 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 32, 2
-    run(kernel, level, 2, (packed, given, y, bias), integers)
+    run(kernel, level, 2, (packed, given, y, bias, NOTHING), integers)
     both = bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     want = ACTIVATIONS[activation](both)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1).max()

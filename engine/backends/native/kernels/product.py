@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from engine.backends.native.byte_ops import Table, dot2
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.emit import Emitter
 from engine.backends.native.kernels.activations import GROUP, ROW_BYTES
+from engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from engine.backends.native.kernels.rows import gated
 from engine.backends.native.kernels.tile_reads import read_pair, read_plain, read_scale, times_sub
 from engine.backends.native.tiles import TileLayout, layout
 from engine.backends.native.values import F32, I8, I16, I32, Value, vector
 from engine.weight_formats import WeightFormat
+
+Size = TypeVar("Size", int, Value)
 
 _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), vector(I16, 32)
 
@@ -62,23 +66,33 @@ def product(spec: Product) -> Kernel:
 
     x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; `rows` of their rows count.
     x_stride: bytes of a panel. bias (outputs,). blocks: of a row of weights, inputs for formats without codes. up:
-    tiles from the gate to the up projection, if there is an activation.
+    tiles from the gate to the up projection, if there is an activation. ahead: what it prefetches
+    (`engine.backends.native.kernels.prefetch`), `prefetched_pieces` of it.
     """
-    body = _plain if spec.format.unpack is None else _packed
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        weights, x, y, bias, blocks, tile_bytes, x_stride, y_stride, rows, outputs, up = args
+        weights, x, y, bias, ahead, blocks, tile_bytes, x_stride, y_stride, rows, outputs, up = args
+        prefetch = Prefetch(e, ahead) if _prefetches(spec) else None
+        parts, steps = _parts(spec, e.level.lanes), _steps(spec, blocks)
         with e.loop(begin, end) as tile, e.loop(0, rows, spec.at_once) as first:
             numbers = [tile, tile + up] if spec.activation else [tile]
-            inputs = x, first, blocks, x_stride
             tiles = [weights + n * tile_bytes for n in numbers]
-            if spec.activation is None or 2 * spec.at_once <= most_rows(e.level.lanes):
-                sums = body(e, spec, tiles, *inputs)
-            else:  # The registers have room for the sums of one tile: those of the gate wait in scratch.
-                (gates,) = body(e, spec, tiles[:1], *inputs)
+            passed = tile * ((rows + spec.at_once - 1) // spec.at_once) + first // spec.at_once
+
+            def multiply(part: int) -> list[list[Value]]:
+                """The sums of each tile of a part, and row."""
+                own, inputs = tiles[part::parts], (x, first, blocks, x_stride)
+                if spec.format.unpack is None:
+                    return _plain(e, spec, own, *inputs)
+                return _packed(e, spec, own, *inputs, prefetch, (passed * parts + part) * steps)
+
+            if parts == 1:
+                sums = multiply(0)
+            else:  # Those of the gate wait in scratch.
+                (gates,) = multiply(0)
                 for row, total in enumerate(gates):
                     e.store(total, scratch, 128 + 64 * row)
-                (ups,) = body(e, spec, tiles[1:], *inputs)
+                (ups,) = multiply(1)
                 sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.at_once)], ups]
             biases, left = [bias + n * 64 for n in numbers], outputs - tile * 16
             for number, totals in enumerate(zip(*sums, strict=True)):
@@ -86,7 +100,29 @@ def product(spec: Product) -> Kernel:
                     _write(e, spec, totals, y + (first + number) * y_stride + tile * 64, biases, left, scratch)
 
     integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "outputs", "up"
-    return Kernel(spec.name, emit, ("weights", "x", "y", "bias"), integers)
+    return Kernel(spec.name, emit, ("weights", "x", "y", "bias", "ahead"), integers)
+
+
+def prefetched_pieces(spec: Product, lanes: int, units: int, blocks: int, rows: int) -> int:
+    """Pieces that a product has the time to prefetch; units, blocks and rows are those that it is launched with."""
+    if not _prefetches(spec):
+        return 0
+    return units * -(-rows // spec.at_once) * _parts(spec, lanes) * _steps(spec, blocks) // STEPS
+
+
+def _prefetches(spec: Product) -> bool:
+    """Whether it computes for longer than it reads: for several rows, with few bytes a weight."""
+    return spec.at_once > 1 and spec.format.unpack is not None
+
+
+def _steps(spec: Product, blocks: Size) -> Size:
+    """Steps of the inputs of a row: 32 each."""
+    return blocks * (spec.format.values // 32)
+
+
+def _parts(spec: Product, lanes: int) -> int:
+    """2 if gate and up projection are multiplied one after the other: where registers have no room for both's sums."""
+    return 2 if spec.activation is not None and 2 * spec.at_once > most_rows(lanes) else 1
 
 
 def _write(
@@ -140,7 +176,15 @@ def _plain(
 
 
 def _packed(
-    e: Emitter, spec: Product, tiles: Sequence[Value], x: Value, first: Value, blocks: Value, stride: Value
+    e: Emitter,
+    spec: Product,
+    tiles: Sequence[Value],
+    x: Value,
+    first: Value,
+    blocks: Value,
+    stride: Value,
+    prefetch: Prefetch | None,
+    first_step: Value,
 ) -> list[list[Value]]:
     """Weights of codes and scales; x from `quantize_rows`. Returns the sums of each tile and row."""
     format, place, rows = spec.format, layout(spec.format), range(spec.at_once)
@@ -154,6 +198,8 @@ def _packed(
         with e.loop(0, format.values // 32) as part:
             inputs = panel + (block * (format.values // GROUP) + part) * (ROW_BYTES * spec.at_once)
             sub = part * (16 * (32 // format.group))
+            if prefetch is not None:
+                prefetch.step(first_step + _steps(spec, block) + part)
             for at in starts:
                 e.prefetch(at + part * place.part_bytes + (place.codes + _AHEAD), place.part_bytes)
             for group in range(32 // format.group):

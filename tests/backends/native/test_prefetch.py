@@ -1,0 +1,162 @@
+"""Prefetches: of all that a step attends to in full precision, once, by the products right before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.backends.numpy.ops import NumpyOps
+from engine.weight_formats import Linear
+from tests import weights
+from tests.backends.native.attending import SCALE, Sequence_, Shape, step
+from tests.backends.native.levels import launcher, run
+from tests.backends.native.test_product import quantized, stored
+
+from engine.backends.native.attention import AttentionOps  # isort: skip
+from engine.backends.native.kernels import prefetch
+from engine.backends.native.kernels.prefetch import NOTHING, PIECE, Offer, Prefetch, assign, list_pieces
+from engine.backends.native.kernels.product import Product, prefetched_pieces, product, rows_at_once
+from engine.backends.native.linear import LinearOps
+from engine.backends.native.spans import NO_WINDOW, StepTable
+from engine.backends.native.target import best
+from engine.backends.native.values import I8, Value
+
+SEQUENCES = [Sequence_(5), Sequence_(64, 3), Sequence_(150), Sequence_(190, 4), Sequence_(63, 2), Sequence_(640)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 100, 200])
+@pytest.mark.parametrize("shape", [Shape(block_size=64), Shape(kv_heads=3, dim=8), Shape(dim=96, block_size=32)])
+def test_the_pieces_are_what_a_step_attends_to(shape: Shape, window: int | None) -> None:
+    case = step(shape, SEQUENCES, window)
+    table, keys = StepTable(case.views, shape.block_size), case.cache.full_k
+    block_bytes = keys[0, 0].nbytes
+    pieces = np.zeros(2 + keys.nbytes // min(block_bytes, PIECE), np.int64)
+    integers = len(table), table.full.shape[1], shape.kv_heads, block_bytes, block_bytes // shape.block_size
+    run(list_pieces(), best(), 1, (table.headers, table.full, pieces), (*integers, window or NO_WINDOW))
+    count, offsets = pieces[0], pieces[1 : 1 + pieces[0]]
+    assert len(set(offsets.tolist())) == count
+
+    token_bytes, listed = 4 * shape.dim, np.zeros(keys.nbytes + PIECE, bool)
+    for offset in offsets:
+        assert offset % block_bytes % PIECE == 0
+        assert not np.isnan(keys.reshape(-1)[offset // 4])  # a piece begins with a token
+        listed[offset : offset + PIECE] = True
+    seen = np.zeros(keys.shape[:3], bool)
+    for view in case.views:
+        end = view.position + view.rows.stop - view.rows.start
+        oldest = 0 if window is None else max(0, view.position - window + 1)
+        slots = [(view.sink, 0), *((s, view.current_start + i * shape.block_size) for i, s in enumerate(current(view)))]
+        for slot, start in slots:
+            if slot is not None:
+                seen[slot, :, max(0, oldest - start) : max(0, end - start)] = True
+    assert listed[: keys.nbytes].reshape(*keys.shape[:3], token_bytes).all(-1)[seen].all()
+
+
+def current(view: object) -> list[int]:
+    """The slots of the current block of a sequence and of those after it."""
+    return [view.current.block, *view.following]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q8_0"])
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("rows", [2, 3, 8, 13])
+def test_a_product_prefetches_each_of_its_pieces_once(
+    name: str, rows: int, activation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prefetches are replaced with counters in the memory that they go to."""
+    rng, level, columns = np.random.default_rng(0), best(), 768
+    format, packed, _ = stored(rng, name, 160, columns)
+    at_once = rows_at_once(rows, level.lanes)
+    spec = Product(format, at_once, activation=activation)
+    units, blocks = len(packed) // (2 if activation else 1), columns // format.values
+    can = prefetched_pieces(spec, level.lanes, units, blocks, rows)
+    first, count = 3, can // 2 * 2 + 8  # of keys and of values
+    pieces = np.concatenate([[count // 2], rng.permutation(count // 2) * PIECE])
+    keys, values = np.zeros((2, count // 2, PIECE), np.uint8)
+    ahead = np.array([keys.ctypes.data, values.ctypes.data, pieces.ctypes.data, first], np.int64)
+
+    def mark(self: Prefetch, step: Value) -> None:
+        def count_bytes(pointer: Value, nbytes: int) -> None:
+            for offset in range(nbytes):
+                e.store(e.load(pointer, I8, offset) + e.constant(I8, 1), pointer, offset)
+
+        e = self._e
+        with monkeypatch.context() as patch:
+            patch.setattr(e, "prefetch", count_bytes)
+            plain_step(self, step)
+
+    plain_step = Prefetch.step
+    monkeypatch.setattr(Prefetch, "step", mark)
+    marking = replace(product(spec), name=f"marking_{spec.name}")
+    x, *_ = quantized(rng.standard_normal((rows, columns)).astype(np.float32), at_once, level)
+    y = np.empty((rows, units * 16), np.float32)
+    integers = blocks, packed.shape[1], x.strides[0], y.strides[0], rows, units * 16, units if activation else 0
+    run(marking, level, units, (packed, x, y, y, ahead), integers)
+    marks = np.stack([keys, values], axis=1)[pieces[1:] // PIECE].reshape(count, PIECE)  # in order of their numbers
+    wanted = np.zeros(count, np.uint8)
+    wanted[first : first + can] = 1
+    assert (marks[: first + can] == wanted[: first + can, None]).all()
+    assert not marks[first + can + 1 :].any()  # a part of the next piece may be prefetched, too
+
+
+def test_products_that_read_as_long_as_they_compute_prefetch_nothing() -> None:
+    format, packed, _ = stored(np.random.default_rng(0), "q4_1", 64, 768)
+    assert prefetched_pieces(Product(format, 1), 16, len(packed), 24, 1) == 0
+    plain, packed, _ = stored(np.random.default_rng(0), "f16", 64, 768)
+    assert prefetched_pieces(Product(plain, 8), 16, len(packed), 768, 8) == 0
+
+
+def test_the_last_product_takes_the_first_pieces() -> None:
+    offers = [Offer(NOTHING.copy(), pieces) for pieces in (10, 20, 30)]
+    keys, values, pieces = np.zeros((3, 4), np.int64)
+    assign(offers, keys, values, pieces)
+    at = keys.ctypes.data, values.ctypes.data, pieces.ctypes.data
+    assert [tuple(offer.ahead) for offer in offers] == [(*at, 50), (*at, 30), (*at, 0)]
+    assert (NOTHING[[0, 1, 3]] == 0).all()
+
+
+def test_a_recorded_step_prefetches_before_the_attention_of_each_layer_but_the_first() -> None:
+    shape = Shape(block_size=64, types=("f16", "f16"))
+    cases = [step(shape, SEQUENCES, None, seed) for seed in range(3)]  # the same places in three layers
+    launch, rng = launcher(best()), np.random.default_rng(0)
+    linear, attention = LinearOps(launch), AttentionOps(launch, NumpyOps())
+    dim = cases[0].q[0].size
+    stored_matrix = weights.StoredBytes(weights.random_blocks(rng, "q4_1", dim, dim), "q4_1")
+    matrix, table = Linear(linear.load([stored_matrix])), StepTable(cases[0].views, shape.block_size)
+
+    def work() -> list[np.ndarray]:
+        results = []
+        for case in cases:
+            y = linear.linear(case.q.reshape(-1, dim), matrix, recorded=True)
+            q = linear.linear(y, matrix, recorded=True).reshape(case.q.shape)
+            results.append(attention.attention(q, case.cache, table, SCALE, None))
+        return results
+
+    wanted = [x.copy() for x in work()]
+    assert table.pieces is None
+    with launch.record() as recording:
+        results = work()
+    launch.replay(recording)
+    for result, x in zip(results, wanted, strict=True):
+        np.testing.assert_array_equal(result, x)
+
+    assert [r.kernel.name for r in recording.launches].count(list_pieces().name) == 1
+    assert table.pieces is not None
+    assert table.pieces[0] > 0
+    products = [r for r in recording.launches if r.kernel.name.startswith("product")]
+    given = [next(x for x in r.keep if isinstance(x, np.ndarray) and x.shape == NOTHING.shape) for r in products]
+    for ahead in given[:2]:
+        assert (ahead == NOTHING).all()
+    for case, before, last in zip(cases[1:], given[2::2], given[3::2], strict=True):
+        for ahead in (before, last):
+            assert ahead[0] == case.cache.full_k.ctypes.data
+            assert ahead[1] == case.cache.full_v.ctypes.data
+            assert ahead[2] == table.pieces.ctypes.data
+        assert before[3] > last[3] == 0
+
+
+def test_prefetched_lines_are_whole() -> None:
+    assert prefetch._STEP % 64 == 0
+    assert PIECE % prefetch._STEP == 0
