@@ -101,6 +101,9 @@ class TableGroup:
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
         """Add `growth` to a table whose sequence has `length` tokens now, and release what these do not need."""
         complete, rest = divmod(length, self.block_size)
+        if rest and not growth.quantized and not growth.new_slots:  # as most steps do, it only grows in its slot
+            self.leave_window(table, length)
+            return
         held = {slot for slot in (table.current, *growth.slots.values()) if slot is not None}
         table.current = growth.slots[complete] if rest else None
         if complete and 0 in growth.slots:
@@ -113,6 +116,8 @@ class TableGroup:
 
     def leave_window(self, table: BlockTable, length: int) -> None:
         """Release the blocks that no token after `length` tokens can see."""
+        if self.window is None:
+            return
         first = self.first_visible(length)
         if table.sink is not None and first > 0:
             self.full.release(table.sink)

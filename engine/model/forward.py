@@ -180,7 +180,7 @@ class Transformer:
 
     def _rope(self, spans: Sequence[Span]) -> list[Rope]:
         """cos and sin of the spans' positions, for each kind of RoPE."""
-        return self._ropes.tables(np.concatenate([np.arange(s.start, s.start + s.count) for s in spans]))
+        return self._ropes.tables(np.array([i for s in spans for i in range(s.start, s.start + s.count)]))
 
     def _embed(self, ids: Array) -> Array:
         """ids (T,) int32 → (T, E)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -59,30 +60,38 @@ class StepTable:
         self._memory, parts = _arrays(len(views), self.rows, width, n)
         self.headers, self.table, self.full, self.row_sequences, self.places, self.units = parts
         self.most_chunks = len(self.units) // len(views)
-        headers: list[SpanHeader] = []
+        headers: list[int] = []
+        ids: list[int] = []
+        full: list[int] = []
         sequences: list[int] = []
-        places: list[tuple[int, int]] = []
-        units = [(number, 0) for number in range(len(views))]
+        places: list[int] = []
+        units: list[int] = []
         for number, view in enumerate(views):
             rows, quantized = view.rows.stop - view.rows.start, len(view.table)
-            slots = [view.current.block, *view.following]
-            full = [(slot, view.current_start + n * i) for i, slot in enumerate(slots)]
-            if view.sink is not None:
-                full.insert(0, (view.sink, 0))
             chunk_blocks = max(_least_blocks(n), -(-quantized // MOST_CHUNKS))
             chunks = 1 + -(-quantized // chunk_blocks)
-            words = view.position, quantized, view.table_start, chunk_blocks, chunks, len(full)
-            headers.append(SpanHeader(len(sequences), rows, *words))
+            slots = [view.current.block, *view.following]
+            own_full = [] if view.sink is None else [view.sink, 0]
+            for i, slot in enumerate(slots):
+                own_full += slot, view.current_start + n * i
+            own = view.position, quantized, view.table_start, chunk_blocks, chunks, len(own_full) // FULL
+            headers += SpanHeader(len(sequences), rows, *own)
+            ids += view.table
+            ids += [0] * (width - quantized)
+            full += own_full
+            full += [0] * (self.full[0].size - len(own_full))
             sequences += [number] * rows
             first = view.position - view.current_start
-            places += [(slots[i // n], i % n) for i in range(first, first + rows)]
-            units += [(number, chunk) for chunk in range(1, chunks)]
-            self.table[number, :quantized] = view.table
-            self.full[number, : len(full)] = full
-        self.headers[:], self.row_sequences[:], self.places[:] = headers, sequences, places
+            for i in range(first, first + rows):
+                places += slots[i // n], i % n
+            for chunk in range(1, chunks):
+                units += number, chunk
         # The short units, of chunk 0, come last: those that begin last keep the other threads waiting.
-        self.unit_count = len(units)
-        self.units[: len(units)] = units[len(views) :] + units[: len(views)]
+        for number in range(len(views)):
+            units += number, 0
+        self.unit_count = len(units) // UNIT
+        words = array("q", [*headers, *ids, *full, *sequences, *places, *units])
+        self._memory[: len(words)] = words
 
     @property
     def key(self) -> tuple[int, ...]:
