@@ -24,7 +24,7 @@ from engine.errors import EngineError
 from engine.limits import MOST_LOGPROBS, PENALTY_WINDOW
 from engine.model.forward import Transformer
 from engine.outputs import TokenLogprob, fold
-from engine.sampling.sample import Draw, Penalties, Sampled, resolve, token_logprob
+from engine.sampling.sample import Draw, Penalties, Sampled, resolve
 from model_loaders.config import GenerationDefaults
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import model_of
@@ -218,8 +218,11 @@ def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> Non
     assert "constraint bans every token" in str(masked)
 
 
+@pytest.mark.parametrize("backend", ["NumPy", "device"])
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 30, 700]), st.sampled_from([0.0, 300.0, -3e4, 1e30]))
-def test_log_probabilities_are_normalised_over_the_whole_row(seed: int, vocabulary: int, offset: float) -> None:
+def test_log_probabilities_are_normalised_over_the_whole_row(
+    backend: str, seed: int, vocabulary: int, offset: float
+) -> None:
     """Flat and peaked rows, equal logits, logits of −inf, more log-probabilities than tokens."""
     rng = np.random.default_rng(seed)
     logits = (np.round(rng.standard_normal((3, vocabulary)) * 4) / rng.choice([1, 4, 64]) + offset).astype(np.float32)
@@ -227,12 +230,14 @@ def test_log_probabilities_are_normalised_over_the_whole_row(seed: int, vocabula
     logits[1, 0] = offset
     counts = rng.integers(0, MOST_LOGPROBS + 1, 3).tolist()
     draws = [replace(asking(temperature=0), vocabulary=vocabulary, recent=[], logprobs=count) for count in counts]
-    for row, count, told in zip(logits, counts, sampled(ops_of("device"), logits, draws), strict=True):
-        wanted = token_logprob(row, int(row.argmax()), count)
+    for row, count, told in zip(logits, counts, sampled(ops_of(backend), logits, draws), strict=True):
         assert isinstance(told, TokenLogprob)
-        assert [told.id, *(i for i, _ in told.top)] == [wanted.id, *(i for i, _ in wanted.top)]
-        assert told.logprob == pytest.approx(wanted.logprob, abs=1e-13)
-        assert [value for _, value in told.top] == pytest.approx([v for _, v in wanted.top], rel=1e-15, abs=1e-13)
+        x = row.astype(np.float64)
+        order = np.argsort(-x, kind="stable")[:count]
+        logprobs = x - x.max() - math.log(math.fsum(np.exp(x - x.max())))
+        assert [told.id, *(i for i, _ in told.top)] == [row.argmax(), *(i for i in order if np.isfinite(row[i]))]
+        values = [told.logprob, *(value for _, value in told.top)]
+        assert values == pytest.approx([logprobs[told.id], *(logprobs[i] for i, _ in told.top)], rel=1e-12, abs=1e-13)
 
 
 # -- what is brought to the device, and back -------------------------------------------------------------------------
@@ -306,8 +311,8 @@ def test_a_step_copies_no_logits_to_the_host() -> None:
     assert device.launches == launches  # and nothing more is launched for them
     device.back = 0
     device.launches.clear()
-    stepped(model, [replace(draws[0], logprobs=1), replace(draws[1], logprobs=2), draws[2]])
-    assert device.back == 3 * 4 + 2 * (16 + 2 * 8)
+    stepped(model, [replace(draws[0], logprobs=1), replace(draws[1], logprobs=MOST_LOGPROBS), draws[2]])
+    assert device.back == 3 * 4 + 2 * (16 + 20 * 8)  # two rows of the largest number of log-probabilities
     assert device.launches == [*launches, "logprobs_kernel"]
 
 
