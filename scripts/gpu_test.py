@@ -26,11 +26,14 @@ FOLDER = ROOT / "tests" / "cuda"
 _OPS, _MODELS = ("test_ops_emulated", "test_packed_weights"), ("test_packed_model", "test_model_emulated")
 FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules")
 # They would show nothing about the GPU: tests of the compiler for other architectures, of the emulator, of CuPy's
-# stand-in, of texts and counts.
-NEVER = ("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_shapes", "test_source")
+# stand-in, of threads, texts and counts.
+NEVER = (
+    *("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_modules", "test_rehearsal"),
+    *("test_shapes", "test_source"),
+)
 _MOST_WORKERS = 12
 _BUDGET = 340  # seconds
-_SANITIZED = 60  # seconds of each tool
+_SANITIZED = 60  # seconds of each tool of compute-sanitizer
 _NEEDED = ("pytest", "hypothesis")
 
 
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.resume is not None:
         given += ["--but-not", str(options.resume)]
     code = int(pytest.main([*map(str, files()), *given, *_workers(options.workers), *for_pytest]))
-    for tool, result, why in sanitize(_SANITIZED):
+    for tool, result, why in sanitize(options.sanitize):
         write(results, {"sanitizer": tool, "result": result, "why": why})
         print(f"compute-sanitizer {tool}: {result}" + (f": {why}" if why else ""), flush=True)
         code = code or int(result == "failed")
@@ -68,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_test", description=__doc__.split("\n\n")[0])
     parser.add_argument("--workers", type=int, default=min(_MOST_WORKERS, os.cpu_count() or 1), help="processes")
     parser.add_argument("--budget", type=int, default=_BUDGET, help="seconds after which no test begins")
+    parser.add_argument(
+        "--sanitize", type=int, default=_SANITIZED, metavar="SECONDS", help="most for each tool of compute-sanitizer"
+    )
     parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="leave out tests that passed in these results")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from engine.backends.cuda.batches import bucket
 from engine.backends.cuda.launch_configs import GEMV_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS, UNROUNDED_ROWS
 from engine.backends.cuda.ops import CudaOps
 from engine.sampling.sample import Draw, Sampled
-from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.emulated import open_device
 from tests.cuda.test_draws import everything
 from tests.cuda.test_model_emulated import GREEDY, model_of
 
@@ -65,7 +66,7 @@ def run(ops: CudaOps, types: tuple[str, str], draws: Sequence[Sequence[Draw]]) -
         model.store.commit_steps(spans)
     for layer in range(model.config.layers):
         cache = model.store.cache(layer)
-        seen += [pool.copy() for pool in (cache.keys.quantized, cache.values.quantized, *cache.full)]
+        seen += [ops._device.to_host(pool) for pool in (cache.keys.quantized, cache.values.quantized, *cache.full)]
     return seen
 
 
@@ -80,14 +81,20 @@ def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple
     draws = [full, [replace(draw, logprobs=2) for draw in full], plain] if lists else [plain] * 3
     rows: list[int] = []
 
-    class Watched(EmulatedDevice):
-        def run_graph(self, key, work, inputs):
-            rows.append(len(inputs[0]))
-            return super().run_graph(key, work, inputs)
+    def watched() -> CudaOps:
+        device = open_device(checked=False)
+        run_graph = device.run_graph
 
-    given = run(CudaOps(Watched(checked=False)), types, draws)
+        def noted(key: Any, work: Any, inputs: Sequence[np.ndarray]) -> Any:
+            rows.append(len(inputs[0]))
+            return run_graph(key, work, inputs)
+
+        device.run_graph = noted  # type: ignore[method-assign]
+        return CudaOps(device)
+
+    given = run(watched(), types, draws)
     monkeypatch.setattr(batches, "bucket", lambda rows: rows)
-    wanted = run(CudaOps(Watched(checked=False)), types, draws)
+    wanted = run(watched(), types, draws)
     assert rows == [8, 4, 8, 5, 3, 5]
     for one, other in zip(given, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
