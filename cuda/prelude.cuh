@@ -97,6 +97,20 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS_LEFT) : "memory");
 }
 
+// With OVERLAPS, a kernel that waits for the one before it on the stream is launched before that has ended. Until a
+// thread has waited it may only read what no kernel of a step writes, such as weights, and must write to no global
+// memory. After let_next_begin of all its blocks the next kernel may begin, if it waits as well.
+__device__ __forceinline__ void let_next_begin() {
+#ifdef OVERLAPS
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#ifdef OVERLAPS
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // (low, high) as halves, rounded to nearest; numbers beyond ±65504 become these, NaN stays NaN.
 __device__ __forceinline__ unsigned halves_within(float low, float high) {
     unsigned r;

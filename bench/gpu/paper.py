@@ -39,6 +39,7 @@ class PaperDevice:
     """See `engine.backends.cuda.device.Device`. Nothing is computed; every launch is noted."""
 
     name = "a GPU on paper"
+    overlaps = False
 
     def __init__(self, processors: int, shared_memory: int):
         self.processors, self.shared_memory = processors, shared_memory

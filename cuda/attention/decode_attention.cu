@@ -120,6 +120,8 @@ decode_attention_kernel(float *out, float *acc, float *ml, int *counts, const fl
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
                         const float *factors, const float *before, const float *behind, int sequences, int span_stride,
                         int kv_heads, int chunks, int window, float scale) {
+    let_next_begin();
+    wait_for_previous();
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = at_known_address(dynamic);
     int *const is_last = reinterpret_cast<int *>(shared + SHARED_BYTES);

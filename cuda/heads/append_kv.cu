@@ -78,6 +78,8 @@ __device__ __forceinline__ void append_values(unsigned *slot, const NewTokens &v
 extern "C" __global__ void __launch_bounds__(1024)
 append_kv_kernel(unsigned char *current_k, unsigned char *current_v, const float *k, const float *v, const int *spans,
                  int span_stride, int groups, int kv_heads, long long k_stride, long long v_stride) {
+    let_next_begin();
+    wait_for_previous();
     using Layout = FullKeyLayout;
     const int head = blockIdx.y;
     const Span &span = span_at(spans, span_stride, blockIdx.x / groups);

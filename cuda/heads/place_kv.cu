@@ -39,6 +39,8 @@ place_kv_kernel(float *q, unsigned char *current_k, unsigned char *current_v, co
                 const float *sin, const float *q_norm, const float *k_norm, const float *scale,
                 const float *key_before, const float *key_behind, const float *value_before, const float *value_behind,
                 const int *spans, int span_stride, int spans_count, int vectors, int heads, int kv_heads, float eps) {
+    let_next_begin();
+    wait_for_previous();
     using L = FullKeyLayout;
     const int vector = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (vector >= vectors) return;

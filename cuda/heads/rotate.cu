@@ -11,6 +11,8 @@ constexpr int OWN = (D + 31) / 32;
 // Grid (ceil(vectors / warps of a block)), block any.
 extern "C" __global__ void __launch_bounds__(256)
 rotate_kernel(ACT *y, const ACT *x, const float *signs_in, const float *signs_out, int vectors) {
+    let_next_begin();
+    wait_for_previous();
     const int vector = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (vector >= vectors) return;
     x += (long long)vector * D;
@@ -34,6 +36,8 @@ rotate_kernel(ACT *y, const ACT *x, const float *signs_in, const float *signs_ou
 // Grid (ceil(vectors / VECTORS)), block any.
 extern "C" __global__ void __launch_bounds__(256)
 rotate_dense_kernel(ACT *y, const ACT *x, const float *rotation, int vectors) {
+    let_next_begin();
+    wait_for_previous();
     __shared__ float tile[VECTORS][D];
     const int first = blockIdx.x * VECTORS;
     for (int i = threadIdx.x; i < VECTORS * D; i += blockDim.x)

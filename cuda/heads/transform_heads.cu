@@ -10,6 +10,8 @@ transform_heads_kernel(float *q, float *k, float *v, const float *qkv, const flo
                        const float *q_norm, const float *k_norm, const float *scale, const float *key_before,
                        const float *key_behind, const float *value_before, const float *value_behind, int vectors,
                        int heads, int kv_heads, float eps) {
+    let_next_begin();
+    wait_for_previous();
     const int vector = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (vector >= vectors) return;
     const int per_row = heads + kv_heads * (v ? 2 : 1), row = vector / per_row, head = vector % per_row;

@@ -5,6 +5,8 @@
 // PRECOND: E % 8 == 0; table and x aligned to 16 bytes; 0 <= ids < V.
 extern "C" __global__ void __launch_bounds__(1024)
 embed_kernel(ACT *x, const unsigned char *table, const int *ids, int E, float scale) {
+    let_next_begin();
+    wait_for_previous();
     const int row = ids[blockIdx.x];
     x += (long long)blockIdx.x * E;
     for (int i = threadIdx.x * 8; i < E; i += blockDim.x * 8) {

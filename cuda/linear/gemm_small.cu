@@ -131,6 +131,7 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
 extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
 gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
                   int in, int out, long long pitch, float eps) {
+    let_next_begin();
     DYNAMIC_SHARED(uint4, shared);
     __shared__ float partial[FRAGMENTS][8], factors[ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_k = warp / WARPS_OUT;
@@ -143,6 +144,7 @@ gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const flo
     const int all = (in + INPUTS - 1) / INPUTS;
     const int first = int(all * (long long)blockIdx.y / gridDim.y), last = int(all * (blockIdx.y + 1ll) / gridDim.y);
     for (int stage = first; stage < first + STAGES - 1; ++stage) weights.copy(stage, last);
+    wait_for_previous();
     float sums[2][TILES_N][4] = {};
     inputs.load(x, norm, first, rows, in);
     inputs.store(fragments + first % 2 * FRAGMENTS * 32);
@@ -168,6 +170,8 @@ gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const flo
 // Grid (ceil(rows · out / block)), block any.
 extern "C" __global__ void __launch_bounds__(1024)
 gemm_small_sum_kernel(float *y, const float *parts, const float *bias, int count, int rows, int out, long long pitch) {
+    let_next_begin();
+    wait_for_previous();
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= (long long)rows * out) return;
     const int width = GATED ? 2 * out : out;

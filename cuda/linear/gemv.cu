@@ -64,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows, int in,
             int out, long long pitch, float eps) {
     __shared__ float joined[WARPS][ROWS][OUTPUTS], squares[WARPS][ROWS];
+    let_next_begin();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = (blockIdx.x * (blockDim.x / 32 / SPLIT) + warp / SPLIT) * COLUMNS;  // column of y
     const int end = first < out ? in : 0;
@@ -79,6 +80,7 @@ gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias
     const int start = warp % SPLIT * 32 * 8 + lane * 8;
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) load(ahead[d], start + d * STEP);
+    wait_for_previous();
     for (int base = start; base < end; base += DEPTH * STEP) {
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {

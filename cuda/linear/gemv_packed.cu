@@ -102,6 +102,7 @@ __device__ __forceinline__ void unpack(uint4 (&w)[2], const unsigned char *unit,
 extern "C" __global__ void __launch_bounds__(256, 2)
 gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
                    int in, int out, long long pitch, float eps) {
+    let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);
     __shared__ float partial[WARPS][ROWS], factors[ROWS];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -127,6 +128,7 @@ gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const fl
     };
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) copy(i * BYTES, warp + i / TILES * WARPS, i % TILES);
+    wait_for_previous();
     float sums[TILES][COLUMNS_N][4] = {};
     int slots[TILES];  // of the unit's tiles
 #pragma unroll

@@ -7,6 +7,8 @@
 
 extern "C" __global__ void __launch_bounds__(1024)
 narrow_kernel(TO *y, const ACT *x, const float *norm, int n, float eps) {
+    let_next_begin();
+    wait_for_previous();
     x += (long long)blockIdx.x * n;
     y += (long long)blockIdx.x * n;
     float factor = 1.0f;

@@ -8,6 +8,8 @@
 
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm_kernel(ACT *y, const ACT *x, const float *norm, int n, long long y_stride, long long x_stride, float eps) {
+    let_next_begin();
+    wait_for_previous();
     __shared__ float partial[32];
     x += blockIdx.x * x_stride;
     y += blockIdx.x * y_stride;

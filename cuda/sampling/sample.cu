@@ -197,6 +197,8 @@ __device__ __forceinline__ int draw(Row row, const Params &p, bool possible) {
 
 extern "C" __global__ void __launch_bounds__(512)
 sample_kernel(int *ids, float *logits, const int *draws, float *saved, int V, long long stride) {
+    let_next_begin();
+    wait_for_previous();
     const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.x];
     const Lists lists = lists_of(draws, p);
     logits += blockIdx.x * stride;

@@ -27,6 +27,7 @@ class EmulatedDevice:
     name = "emulated GPU"
     processors = 6
     shared_memory = 228 << 10
+    overlaps = False
 
     def __init__(self, *, checked: bool = True):
         """checked: with the emulator's checks; launches take less than half the time without."""

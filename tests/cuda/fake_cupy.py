@@ -85,6 +85,9 @@ class Machine:
     recorded: list[Callable[[], None]] | None = None
     launches: list[str] = field(default_factory=list)
     compiled: list[str] = field(default_factory=list)  # texts
+    overlapped: list[str] = field(default_factory=list)  # launches that may begin before the one before them has ended
+    functions: dict[int, _Kernel] = field(default_factory=dict)  # by handle
+    cuda: int = 13000  # version of driver and runtime
     largest_shared: int = 0
     room: int = 1 << 30  # bytes that there are
     memories: weakref.WeakSet[Memory] = field(default_factory=weakref.WeakSet)
@@ -214,8 +217,8 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyAsync=copy,
         memsetAsync=clear,
         deviceSynchronize=lambda: None,
-        driverGetVersion=lambda: 13020,
-        runtimeGetVersion=lambda: 13000,
+        driverGetVersion=lambda: machine.cuda + 20,
+        runtimeGetVersion=lambda: machine.cuda,
     )
 
 
@@ -297,6 +300,12 @@ class _Kernel:
     name: str
     max_dynamic_shared_size_bytes: int = SHARED_WITHOUT_ASKING
 
+    @property
+    def kernel(self) -> Any:
+        """The function of the driver."""
+        self.machine.functions[id(self)] = self
+        return SimpleNamespace(ptr=id(self))
+
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int) -> None:
         assert all(type(sizes) is tuple and all(type(size) is int for size in sizes) for sizes in (grid, block))
         assert shared_mem <= self.max_dynamic_shared_size_bytes
@@ -310,6 +319,38 @@ class _Kernel:
             _program(self.text).launch(self.name, grid, block, *values, shared=shared_mem)
 
         self.machine.do(launch, *values)
+
+
+class Driver:
+    """The NVIDIA driver's library."""
+
+    def __init__(self, machine: Machine):
+        self._machine = machine
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, values: Any, extra: None) -> int:
+        given, kernel = config._obj, self._machine.functions[function.value]
+        assert given.stream == self._machine.stream.ptr
+        assert (given.count, given.attributes[0].id, given.attributes[0].is_allowed) == (1, 6, 1)
+        codes = _program(kernel.text).signature(kernel.name)
+        args = [self._value(code, value) for code, value in zip(codes, values, strict=True)]
+        kernel(tuple(given.grid), tuple(given.block), tuple(args), given.shared)
+        self._machine.overlapped.append(kernel.name)
+        return 0
+
+    def _value(self, code: str, address: int) -> Any:
+        """What lies at an address, as CuPy would pass it; code: of the parameter's type, as the emulator names it."""
+        kind = code.removeprefix("const ").removesuffix("*")
+        dtype = np.dtype({"b2": "u2"}.get(kind, kind))
+        if not code.endswith("*"):
+            return np.frombuffer((ctypes.c_ubyte * dtype.itemsize).from_address(address), dtype)[0]
+        target = ctypes.c_uint64.from_address(address).value
+        if target == 0:
+            return np.uintp(0)
+        (memory,) = (of for of in self._machine.memories if of.ptr <= target < of.ptr + of.size)
+        whole = Array((memory.size,), np.uint8, MemoryPointer(memory, 0))
+        whole.machine = self._machine
+        rest = whole[target - memory.ptr :]
+        return rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _gemm(machine: Machine, handle: int, transa: int, transb: int, m: int, n: int, k: int, *rest: int) -> None:

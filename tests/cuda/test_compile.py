@@ -47,6 +47,15 @@ def test_variants_compile_within_the_limits_of_each_architecture(variant: Varian
         assert not faults(variant, usage)
 
 
+WAITING = {file.stem for file in folder().rglob("*.cu") if "wait_for_previous();" in file.read_text(encoding="utf-8")}
+OVERLAPPING = [(variant.overlapping(), arch) for variant, arch in COVERING if arch >= 90 and variant.kernel in WAITING]
+
+
+@pytest.mark.parametrize(("variant", "arch"), OVERLAPPING, ids=lambda value: str(value).replace(" ", "-"))
+def test_kernels_that_wait_for_the_launch_before_compile_as_well(variant: Variant, arch: int) -> None:
+    test_variants_compile_within_the_limits_of_each_architecture(variant, arch)
+
+
 @pytest.mark.parametrize("weight", ["f16", "bf16"])
 def test_gemv_of_one_row_keeps_its_loads_in_registers(weight: str) -> None:
     """The variant with the fewest registers to spare: a few more would spill loads in flight."""

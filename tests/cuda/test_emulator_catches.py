@@ -398,3 +398,42 @@ def test_more_threads_than_the_launch_bounds_are_refused() -> None:
     planted.launch("planted", (1,), (64,), y)
     with pytest.raises(EmulatorError, match="96 threads in a block, its launch bounds are 64"):
         planted.launch("planted", (1,), (96,), y)
+
+
+OVERLAPPED = "#define OVERLAPS 1\n"
+WAITS = """
+    const float weight = x[threadIdx.x];  // here
+    {wait}
+    y[threadIdx.x] = weight;
+"""
+
+
+def overlapped(body: str, x: np.ndarray) -> None:
+    """Launches a kernel that may begin before the launch before it has ended."""
+    arguments = 'extern "C" __global__ void planted(float *y, const float *x)'
+    text = f'{OVERLAPPED}{prelude()}\n#line 1 "cuda/planted.cu"\n{arguments} {{{body}}}\n'
+    for seed in SEEDS:
+        Program(text).launch("planted", (1,), (64,), arrays()[0], x, seed=seed)
+
+
+def test_a_load_before_the_launch_before_has_ended() -> None:
+    x = arrays()[1]
+    message = r"planted.cu:2: .*load of global memory before the launch before has ended"
+    with pytest.raises(EmulatorError, match=message):
+        overlapped(WAITS.format(wait="wait_for_previous();"), x)
+    overlapped("wait_for_previous();" + WAITS.format(wait=""), x)
+    x.flags.writeable = False  # no launch writes it
+    overlapped(WAITS.format(wait="wait_for_previous();"), x)
+
+
+def test_a_store_of_a_thread_that_has_not_waited() -> None:
+    x = arrays()[1]
+    x.flags.writeable = False
+    with pytest.raises(EmulatorError, match="store of global memory before the launch before has ended"):
+        overlapped(WAITS.format(wait="if (threadIdx.x != 7) { wait_for_previous(); }"), x)
+
+
+def test_a_launch_whose_threads_all_end_without_waiting() -> None:
+    x = arrays()[1]
+    with pytest.raises(EmulatorError, match="no thread waits for the launch before"):
+        overlapped("if (blockIdx.x < 1) return;" + WAITS.format(wait="wait_for_previous();"), x)

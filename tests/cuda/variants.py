@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from engine import codecs, records, weight_formats
 from engine.backends.cuda import launch_configs, packed
 from engine.backends.cuda.heads import rotate_defines
-from engine.backends.cuda.kernel_source import can_read, source
+from engine.backends.cuda.kernel_source import OVERLAPS, can_read, source
 from engine.backends.ops import STEP_ROWS
 from engine.records import Layout
 from tests.cuda.nvrtc import SHARED_LIMIT
@@ -51,6 +51,10 @@ class Variant:
     def text(self) -> str:
         keys, values = self.cache.layouts() if self.cache else (None, None)
         return source(self.kernel, keys, values, **self.defines)
+
+    def overlapping(self) -> Variant:
+        """The same for a launch that begins before the one before it has ended."""
+        return replace(self, defines={**self.defines, OVERLAPS: 1})
 
     def __str__(self) -> str:
         values = " ".join(f"{name}={value}" for name, value in self.defines.items())

@@ -12,6 +12,8 @@ vote or matrix operation does), and blocks of one launch may share nothing but a
 a `__threadfence` and an atomic, and another reads after an atomic at the same address and a `__threadfence`
 (`fences.cpp`).
 
+A kernel that waits for the launch before it must not use what that may write or read until then (`Program.launch`).
+
 It can't show: speed; orders that only spinning, other fences or several launches establish; wgmma, bulk copies and
 clusters; that NVRTC fuses a * b + c into one rounding (where bits count, write __fmul_rn, __fadd_rn or __fmaf_rn); the
 error of approximate intrinsics (__expf, rsqrtf, exp2_fast are correct floats here); loads of global memory that has not

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.backends.cuda.device import Addresses
+from engine.backends.cuda.kernel_source import waits
 from tests.cuda_emulator.build import library
 
 # NumPy knows no bfloat16: its bits travel as uint16.
@@ -31,11 +32,17 @@ class Program:
     """
 
     def __init__(self, text: str, *, checked: bool = True):
-        self._path = library(text, checked)
+        self._text, self._path = text, library(text, checked)
         self._library = ctypes.CDLL(str(self._path))
         self._library.emulator_buffer.restype = ctypes.c_void_p
         self._library.emulator_error.restype = ctypes.c_char_p
         self._library.emulator_error_offset.restype = ctypes.c_size_t
+
+    def signature(self, name: str) -> list[str]:
+        """The types of a kernel's parameters, as `signature.h` writes them."""
+        signature = getattr(self._library, f"emulator_signature_{name}")
+        signature.restype = ctypes.c_char_p
+        return signature().decode().split(",")
 
     def launch(
         self, name: str, grid: Sequence[int], block: Sequence[int], *args: Any, shared: int = 0, seed: int = 0
@@ -46,11 +53,11 @@ class Program:
         null pointer, `Addresses` of arrays, NumPy scalars for numbers; bfloat16 as uint16. shared: bytes of dynamic
         shared memory.
         seed: the order of threads and blocks: 0 forward, 1 backward, others random.
+        A kernel that `waits` may use no array before it does, but those that are read-only in NumPy: no launch writes
+        them.
         EmulatorError when an argument does not fit the kernel's signature, or the kernel does something wrong.
         """
-        signature = getattr(self._library, f"emulator_signature_{name}")
-        signature.restype = ctypes.c_char_p
-        codes = signature().decode().split(",")
+        codes = self.signature(name)
         if len(codes) != len(args):
             raise EmulatorError(f"{name}: takes {len(codes)} arguments, not {len(args)}")
         most, threads = getattr(self._library, f"emulator_most_threads_{name}")(), math.prod(block)
@@ -64,8 +71,10 @@ class Program:
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         sizes = [(ctypes.c_uint * 3)(*size, *(1,) * (3 - len(size))) for size in (grid, block)]
-        call = getattr(self._library, f"emulator_call_{name}")
-        if self._library.emulator_launch(call, pointers, *sizes, ctypes.c_size_t(shared), ctypes.c_uint(seed)):
+        call, overlaps = getattr(self._library, f"emulator_call_{name}"), int(waits(self._text, name))
+        if self._library.emulator_launch(
+            call, pointers, *sizes, ctypes.c_size_t(shared), ctypes.c_uint(seed), overlaps
+        ):
             raise EmulatorError(f"{name}: {self._place()}{self._library.emulator_error().decode()}")
         memory.copy_back()
 
@@ -101,7 +110,8 @@ class _Memory:
             if not base.flags.forc:
                 raise EmulatorError(f"{where}: its base array is not contiguous")
             # A buffer is read-only for the kernel if no argument may write it; views of one base share the buffer.
-            address = self._library.emulator_buffer(ctypes.c_size_t(base.nbytes), int(constant))
+            fixed = int(not base.flags.writeable)
+            address = self._library.emulator_buffer(ctypes.c_size_t(base.nbytes), int(constant), fixed)
             if not address:
                 raise EmulatorError(f"{where}: the emulator's memory is full")
             ctypes.memmove(address, start, base.nbytes)

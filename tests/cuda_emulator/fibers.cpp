@@ -26,6 +26,7 @@ jmp_buf launcher;
 void (*kernel)(void **);
 void **arguments;
 
+bool overlaps, any_waited;  // this launch begins before the one before it has ended; a thread has waited for that
 uint64_t block_serial;
 unsigned order_seed;
 uint64_t random_state;
@@ -94,6 +95,7 @@ void prepare_thread(int id, const unsigned *block) {
     f.index = {id % block[0], id / block[0] % block[1], id / block[0] / block[1]};
     f.view = {block_serial, id, id / kLanes, id % kLanes};
     f.state = State::kReady;
+    f.waited = !overlaps;
     f.time = f.barrier_time = 1;
     if (!f.born) {
         getcontext(&f.birth);
@@ -138,6 +140,9 @@ void wake(Fiber &fiber) {
     if (&fiber != current) ready.push_back(fiber.view.id);
 }
 
+void wait_for_previous() { current->waited = any_waited = true; }
+bool has_waited() { return current->waited; }
+
 int lane() { return current->view.lane; }
 bool in_kernel() { return current; }
 const ThreadView &running() { return current->view; }
@@ -176,9 +181,9 @@ extern "C" size_t emulator_error_offset() {
     return error_address ? size_t(static_cast<const char *>(error_address) - &__ehdr_start) - 1 : 0;
 }
 
-// Runs every block; returns 0, or 1 with a message.
+// Runs every block; returns 0, or 1 with a message. overlapped: whether the launch before this one may still run.
 extern "C" int emulator_launch(void (*thunk)(void **), void **values, const unsigned *grid, const unsigned *block,
-                               size_t dynamic_bytes, unsigned seed) {
+                               size_t dynamic_bytes, unsigned seed, int overlapped) {
     message.clear();
     error_address = caller = nullptr;
     current = nullptr;
@@ -192,6 +197,7 @@ extern "C" int emulator_launch(void (*thunk)(void **), void **values, const unsi
                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     kernel = thunk;
     arguments = values;
+    overlaps = overlapped, any_waited = false;
     order_seed = seed;
     random_state = seed;
     begin_launch_fences();
@@ -203,6 +209,10 @@ extern "C" int emulator_launch(void (*thunk)(void **), void **values, const unsi
     for (unsigned b : blocks) {
         blockIdx = {b % grid[0], b / grid[0] % grid[1], b / grid[0] / grid[1]};
         if (!run_block(block, dynamic_bytes)) return 1;
+    }
+    if (overlaps && !any_waited) {
+        message = "no thread waits for the launch before: this one could end first";
+        return 1;
     }
     return 0;
 }

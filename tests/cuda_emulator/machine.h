@@ -18,6 +18,7 @@ struct Fiber {
     ucontext_t birth;
     bool born = false;
     State state;
+    bool waited;  // for the launch before this one
     uint3 index;
     ThreadView view;
     const char *operation;  // at which it waits

@@ -145,6 +145,9 @@ EMULATOR_PRIMITIVE void cp_async_wait() {
     emulator::wait_for_copies(GROUPS_LEFT);
 }
 
+EMULATOR_PRIMITIVE static void let_next_begin() {}
+EMULATOR_PRIMITIVE static void wait_for_previous() { emulator::wait_for_previous(); }
+
 EMULATOR_INLINE unsigned halves_within(float low, float high) {
     const __half2 most = __float2half2_rn(65504.0f);
     const __half2 pair = __hmax2_nan(__hmin2_nan(__floats2half2_rn(low, high), most), __hneg2(most));

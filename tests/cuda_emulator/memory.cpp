@@ -30,7 +30,8 @@ constexpr int16_t kSeveral = -1;
 struct Buffer {
     char *start;
     size_t bytes;
-    bool constant;
+    bool constant;  // this launch does not write it
+    bool fixed;     // no launch writes it
     Record *records;
 };
 
@@ -161,6 +162,7 @@ void check_global(const char *p, size_t bytes, Access kind) {
         if (p >= b.start - kGap / 2 && p < b.start + b.bytes + kGap / 2) nearest = &b;
         if (p < b.start || p + bytes > b.start + b.bytes) continue;
         if (b.constant && kind != Access::kLoad) fail("%s to an argument declared const", verb(kind));
+        if (!b.fixed && !has_waited()) fail("%s of global memory before the launch before has ended", verb(kind));
         if (!b.constant) check_bytes(b.records, p - b.start, bytes, kind, "global memory", false);
         return;
     }
@@ -257,10 +259,11 @@ extern "C" void emulator_reset() {
 }
 
 // Allocates global memory, aligned as CUDA aligns it; null when the arena is full.
-extern "C" void *emulator_buffer(size_t bytes, int constant) {
+extern "C" void *emulator_buffer(size_t bytes, int constant, int fixed) {
     using namespace emulator;
     if (arena_free + bytes + 2 * kGap > arena_end) return nullptr;
-    buffers.push_back({arena_free, bytes, constant != 0, constant || !kChecked ? nullptr : zeroed(bytes + 1)});
+    Record *const records = constant || !kChecked ? nullptr : zeroed(bytes + 1);
+    buffers.push_back({arena_free, bytes, constant != 0, fixed != 0, records});
     arena_free += (bytes + kGap + 255) & ~size_t(255);
     return buffers.back().start;
 }

@@ -60,6 +60,9 @@ void commit_copies();
 void wait_for_copies(int groups_left);
 bool copies_pending();
 
+// From here on the thread may use what the launch before this one writes or reads.
+void wait_for_previous();
+
 // Memory of the running block: poisoned before it starts.
 unsigned char *dynamic_shared();
 
@@ -68,6 +71,7 @@ struct ThreadView {
     uint64_t block;  // serial number, never used twice
     int id, warp, lane;
 };
+bool has_waited();  // for the launch before this one; true where this one need not
 bool in_kernel();  // false in the launcher's own code, which may be built with hooks too
 const ThreadView &running();
 uint32_t stamp();                       // the running thread's time

@@ -6,6 +6,7 @@ CuPy provides memory, compilation, launches, cuBLAS and graphs; all arithmetic b
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
+from engine.backends.cuda import overlap
 from engine.backends.cuda.cupy_recording import Recordings, memory_errors, pinned
 from engine.backends.cuda.device import Addresses, Result
-from engine.backends.cuda.kernel_source import OPTIONS, source
+from engine.backends.cuda.kernel_source import OPTIONS, source, waits
 from engine.backends.cuda.launch import row_stride
 from engine.backends.cuda.modules import Modules, compiler_threads
 from engine.errors import EngineError
@@ -48,7 +50,7 @@ def open_device() -> CupyDevice:
     if count == 0:
         raise _unavailable("The NVIDIA driver shows no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi")
     device = CupyDevice()
-    capability = tuple(_runtime.deviceGetAttribute(code, _runtime.getDevice()) for code in (_MAJOR, _MINOR))
+    capability = capability_of(_runtime.getDevice())
     if capability < _LEAST_CAPABILITY:
         raise _unavailable(
             f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"
@@ -65,6 +67,12 @@ def open_device() -> CupyDevice:
     except Exception as error:
         raise _unavailable(f"CUDA's compiler or libraries do not work ({_first_line(error)})") from error
     return device
+
+
+def capability_of(number: int) -> tuple[int, int]:
+    """The compute capability of a device."""
+    major, minor = (int(_runtime.deviceGetAttribute(code, number)) for code in (_MAJOR, _MINOR))
+    return major, minor
 
 
 def _unavailable(reason: str) -> EngineError:
@@ -85,6 +93,9 @@ class CupyDevice:
         self.processors = int(properties["multiProcessorCount"])
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
+        versions = _runtime.driverGetVersion(), _runtime.runtimeGetVersion()
+        self.overlaps = overlap.is_wanted() and overlap.is_there(capability_of(number), *versions)
+        self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], _Kernel] = {}
         self._uploads: deque[tuple[cupy.cuda.Event, Any]] = deque()
@@ -147,10 +158,17 @@ class CupyDevice:
         self._stream.use()
         compiled = self._kernels.get((kernel, text))
         if compiled is None:
-            compiled = self._kernels[kernel, text] = _Kernel(self._modules.get(text).get_function(kernel))
+            function = self._modules.get(text).get_function(kernel)
+            compiled = self._kernels[kernel, text] = _Kernel(function, waits(text, kernel))
         compiled.allow(shared)
         given = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
-        compiled.function(tuple(grid), tuple(block), tuple(given), shared_mem=shared)
+        if self._overlapped is None or not compiled.waits:
+            compiled.function(tuple(grid), tuple(block), tuple(given), shared_mem=shared)
+            return
+        values = [_c_value(arg) for arg in given]
+        status = self._overlapped(compiled.function.kernel.ptr, self._stream.ptr, grid, block, values, shared)
+        if status:
+            raise cupy.cuda.driver.CUDADriverError(status)
 
     def expect(self, text: str) -> None:
         self._modules.expect(text)
@@ -195,10 +213,10 @@ class CupyDevice:
 
 
 class _Kernel:
-    """A compiled kernel and its limit of dynamic shared memory."""
+    """A compiled kernel, whether it waits for the one before it, and its limit of dynamic shared memory."""
 
-    def __init__(self, function: cupy.RawKernel):
-        self.function = function
+    def __init__(self, function: cupy.RawKernel, waits: bool):
+        self.function, self.waits = function, waits
         self._allowed = _DEFAULT_SHARED
 
     def allow(self, shared: int) -> None:
@@ -214,3 +232,10 @@ def _argument(arg: Any) -> Any:
     if isinstance(arg, _ARGUMENTS):
         return arg
     raise TypeError(f"a kernel takes device arrays, None, np.int32, np.int64 and np.float32, not {type(arg).__name__}")
+
+
+def _c_value(arg: Any) -> Any:
+    """A result of `_argument` as a number of C."""
+    if isinstance(arg, cupy.ndarray):
+        return ctypes.c_void_p(arg.data.ptr)
+    return np.ctypeslib.as_ctypes_type(arg.dtype)(arg.item())

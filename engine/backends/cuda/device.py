@@ -38,6 +38,9 @@ class Device(Protocol):
     shared_memory: int
     """Bytes of shared memory of a multiprocessor, shared by its resident blocks."""
 
+    overlaps: bool
+    """Whether kernels are launched before the one before them has ended: those that wait for it by themselves."""
+
     def memory(self) -> tuple[int, int]:
         """Free bytes and total bytes; memory that this process has allocated but does not use counts as free."""
 

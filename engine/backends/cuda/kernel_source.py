@@ -17,6 +17,8 @@ from engine.records import Layout
 
 _JOINS = re.compile(r"^// JOINS: (.+)\.$", re.MULTILINE)  # in the head of a kernel: the files that precede it
 
+OVERLAPS = "OVERLAPS"  # the constant with which kernels wait for the one before them, see `waits`
+
 _TWINS = ("codecs", "weights")  # folders whose files have the names of their twins in Python
 
 # Compiler options beside the target architecture.
@@ -86,6 +88,14 @@ def _readers(sides: Mapping[str, Layout | None]) -> str:
         texts.append(f"using {side}Codec = {layout.codec}<{side}Layout>;\n")
         texts.append(f"using Full{side}s = f16<Full{side}Layout>;\n")
     return "".join(texts)
+
+
+def waits(text: str, kernel: str) -> bool:
+    """Whether `kernel` of a text waits for the kernel before it, so that it may be launched before that has ended."""
+    if not re.search(rf"^#define {OVERLAPS}\b", text, re.MULTILINE):
+        return False
+    _, _, behind = text.partition(f" {kernel}(" if f" {kernel}(" in text else f"\n{kernel}(")
+    return "wait_for_previous();" in behind.split("__global__", 1)[0]
 
 
 def prelude() -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.backends.cuda.device import Device
-from engine.backends.cuda.kernel_source import source
+from engine.backends.cuda.kernel_source import OVERLAPS, source
 from engine.records import Layout
 
 WARP = 32
@@ -32,6 +32,7 @@ class Launcher:
 
     def __init__(self, device: Device):
         self._device = device
+        self._defines = {OVERLAPS: 1} if device.overlaps else {}
 
     def __call__(
         self,
@@ -47,7 +48,7 @@ class Launcher:
         args: those of `Device.launch`; Python's int and float are passed as int32 and float32. layouts: of keys and
         values, for a kernel that reads or writes records.
         """
-        text = _source(file or kernel, *layouts, **config.defines)
+        text = _source(file or kernel, *layouts, **config.defines, **self._defines)
         numbers = [_number(arg) for arg in args]
         self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), numbers, config.shared)
 

@@ -43,7 +43,7 @@ class RehearsalDevice:
 
     def __init__(self, device: Device) -> None:
         self.name, self.processors, self.shared_memory = device.name, device.processors, device.shared_memory
-        self._device = device
+        self.overlaps, self._device = device.overlaps, device
         self._texts: dict[str, None] = {}  # in the order of need
 
     def wait(self) -> None:

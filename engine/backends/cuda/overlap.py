@@ -1,0 +1,92 @@
+"""Launches of kernels that begin before the kernel before them has ended: CUDA's programmatic dependent launch.
+
+CuPy has no call for them, so the driver's `cuLaunchKernelEx` is called directly. Such a kernel must wait by itself for
+what the kernels before it write and read, with `wait_for_previous` of `cuda/prelude.cuh`. Never run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Any
+
+VARIABLE = "POLARLM_OVERLAP_LAUNCHES"  # 1 turns these launches on, where the GPU and CUDA have them
+
+_LEAST_CAPABILITY = 9, 0
+_LEAST_CUDA = 12030  # from it on, graphs keep these launches
+
+_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+def is_wanted() -> bool:
+    """Whether the environment turns these launches on."""
+    return os.environ.get(VARIABLE) == "1"
+
+
+def is_there(capability: tuple[int, int], *cuda_versions: int) -> bool:
+    """Whether a GPU of this compute capability has these launches, with these versions of driver and runtime."""
+    return capability >= _LEAST_CAPABILITY and min(cuda_versions) >= _LEAST_CUDA
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with the member of its union that is used here."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("is_allowed", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+class OverlappedLaunch:
+    """Launches functions of the driver on a stream, which may begin before the kernel before them has ended."""
+
+    def __init__(self, driver: Any) -> None:
+        """driver: the driver's library."""
+        self._launch = driver.cuLaunchKernelEx
+        self._attribute = _Attribute(_SERIALIZATION, b"", 1, b"")
+
+    def __call__(
+        self,
+        function: int,
+        stream: int,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[ctypes._SimpleCData[Any]],
+        shared: int,
+    ) -> int:
+        """function, stream: handles. args: the values of the parameters. Returns the driver's status, 0 for success."""
+        config = _Config(
+            (ctypes.c_uint * 3)(*_three(grid)),
+            (ctypes.c_uint * 3)(*_three(block)),
+            shared,
+            stream,
+            ctypes.pointer(self._attribute),
+            1,
+        )
+        values = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
+        return int(self._launch(ctypes.byref(config), ctypes.c_void_p(function), values, None))
+
+
+def load_driver() -> ctypes.CDLL:
+    """The library of the NVIDIA driver. Raises OSError."""
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def _three(sizes: Sequence[int]) -> tuple[int, ...]:
+    return (*sizes, *(1,) * (3 - len(sizes)))

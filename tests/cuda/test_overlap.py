@@ -1,0 +1,229 @@
+"""Launches that begin before the one before them has ended: which kernels wait, for what, and how they are launched."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.gpu.sass import disassemble, disassembler
+from engine.backends.cuda import overlap
+from engine.backends.cuda.kernel_source import OVERLAPS, waits
+from engine.backends.cuda.ops import CudaOps
+from engine.errors import EngineError
+from engine.model.forward import ModelWeights, Transformer
+from engine.weight_formats import Linear, Matrix
+from tests.cuda import fake_cupy
+from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.fake_cupy import Driver, Machine
+from tests.cuda.nvrtc import compile_binary, compiler
+from tests.cuda.test_model_emulated import Talk, model_from, model_of
+from tests.cuda.test_packed_model import mixed_model
+from tests.cuda.variants import VARIANTS
+from tests.cuda_emulator.build import kernel_names
+
+# Kernels of steps and of prompts that wait; the others begin when the one before them has ended.
+WAITING = {
+    *("embed_kernel", "narrow_kernel", "rms_norm_kernel", "gemv_kernel", "gemv_packed_kernel", "gemm_small_kernel"),
+    *("gemm_small_sum_kernel", "place_kv_kernel", "transform_heads_kernel", "append_kv_kernel", "rotate_kernel"),
+    *("rotate_dense_kernel", "decode_attention_kernel", "sample_kernel"),
+}
+PRODUCTS = ("gemv", "gemv_packed", "gemm_small")  # whose loads of weights come first
+
+
+@pytest.fixture
+def _compiler() -> None:
+    try:
+        compiler()
+        disassembler()
+    except (FileNotFoundError, EngineError) as error:
+        pytest.skip(str(error))
+
+
+# -- texts ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_kernels_of_steps_wait_where_they_are_compiled_for_it() -> None:
+    seen = set()
+    for variants in VARIANTS.values():
+        text = variants[0].overlapping().text()
+        names = list(kernel_names(text))
+        seen |= {name for name in names if waits(text, name)}
+        assert not any(waits(variants[0].text(), name) for name in names)
+    assert seen == WAITING
+
+
+def test_a_kernel_waits_if_its_own_body_does() -> None:
+    kernels = '__global__ void a(int n) {\n wait_for_previous();\n}\nextern "C" __global__ void\nb(int n) {}\n'
+    text = f"#define {OVERLAPS} 1\nvoid wait_for_previous();\n{kernels}"
+    assert waits(text, "a")
+    assert not waits(text, "b")
+    assert not waits(kernels, "a")
+    assert not waits(text, "c")
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("kernel", VARIANTS)
+def test_compiled_kernels_wait_as_their_texts_say(kernel: str) -> None:
+    """And products load weights before, and store nothing."""
+    variant = VARIANTS[kernel][0].overlapping()
+    text = variant.text()
+    used, binary = compile_binary(text, 90)
+    assert not any(usage.spilled for usage in used)
+    for name, compiled in disassemble(binary).items():
+        opcodes = [instruction.name for instruction in compiled.instructions]
+        assert ("ACQBULK" in opcodes) == ("PREEXIT" in opcodes) == waits(text, name)
+        if not waits(text, name):
+            continue
+        before = opcodes[: opcodes.index("ACQBULK")]
+        assert opcodes.index("PREEXIT") < len(before)
+        assert not {"STG", "ATOM", "ATOMG", "RED", "REDG"} & set(before)
+        is_product = name.removesuffix("_kernel") in PRODUCTS
+        assert any(opcode in ("LDG", "LDGSTS") for opcode in before) == is_product
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("kernel", ["gemv", "gemv_packed", "gemm_small", "place_kv", "sample"])
+def test_without_the_constant_the_calls_change_no_instruction(kernel: str) -> None:
+    text = VARIANTS[kernel][0].text()
+    without = re.sub(r"^ +(let_next_begin|wait_for_previous)\(\);$", "", text, flags=re.MULTILINE)
+    assert without != text
+    assert compile_binary(text, 90)[1] == compile_binary(without, 90)[1]
+    assert compile_binary(VARIANTS[kernel][0].overlapping().text(), 90)[1] != compile_binary(text, 90)[1]
+
+
+# -- on the emulator -----------------------------------------------------------------------------------------------
+
+
+class OverlappingDevice(EmulatedDevice):
+    """Kernels may use nothing but weights before they wait."""
+
+    overlaps = True
+
+
+def fix(weights: ModelWeights) -> None:
+    """Make the matrices read-only: no launch writes them any more."""
+    layers = [getattr(layer, field.name) for layer in weights.layers for field in fields(layer)]
+    for held in (weights.embedding, weights.head, *layers):
+        parts = held.parts if isinstance(held, Linear) else (held,) if isinstance(held, Matrix) else ()
+        for part in parts:
+            part.data.flags.writeable = False
+
+
+def few_words(model: Transformer) -> list[np.ndarray]:
+    """Logits of two prompts, a step that is recorded and run again, and a step of two rows."""
+    dialogue = Talk(model, 2)
+    dialogue.prompt(range(5, 25))
+    dialogue.prompt(range(30, 34), outputs=1, index=1)
+    for token in (40, 43, 44):
+        dialogue.step([token])
+    dialogue.step([41, 42])
+    return dialogue.logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "types"), [("llama_gqa_llama3_tied", ("ring4", "ring3.5")), ("Q4_K_M", ("f16", "f16"))]
+)
+def test_a_model_uses_nothing_but_weights_before_it_waits(kind: str, types: tuple[str, str]) -> None:
+    """Prompts and steps; and its logits are the same."""
+
+    def made(device: EmulatedDevice) -> Transformer:
+        ops = CudaOps(device)
+        return model_from(ops, *mixed_model(), types) if kind == "Q4_K_M" else model_of(ops, kind, types)
+
+    device = OverlappingDevice()
+    model = made(device)
+    fix(model.weights)
+    logits = few_words(model)
+    assert {name for name in device.launches if name in WAITING} >= {"place_kv_kernel", "decode_attention_kernel"}
+    for given, wanted in zip(logits, few_words(made(EmulatedDevice(checked=False))), strict=True):
+        np.testing.assert_array_equal(given, wanted)
+
+
+# -- on the stand-in for CuPy --------------------------------------------------------------------------------------
+
+NAMES = [f"engine.backends.cuda.{name}" for name in ("cupy_device", "cupy_recording")]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]]:
+    machine, modules = fake_cupy.make()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in NAMES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(overlap, "load_driver", lambda: Driver(machine))
+    yield machine, importlib.import_module(NAMES[0])
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+def logits_of(device: Any) -> Sequence[np.ndarray]:
+    return few_words(model_of(CudaOps(device), "llama_gqa_linear", ("ring4", "ring3.5")))
+
+
+def test_a_model_answers_the_same(fake: tuple[Machine, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded or not; kernels that do not wait are launched as always."""
+    machine, module = fake
+    plain = logits_of(module.CupyDevice())
+    assert not machine.overlapped
+    names = set(machine.launches)
+    monkeypatch.setenv(overlap.VARIABLE, "1")
+    for given, wanted in zip(logits_of(module.CupyDevice()), plain, strict=True):
+        np.testing.assert_array_equal(given, wanted)
+    assert set(machine.overlapped) == names & WAITING
+    assert names - WAITING
+
+
+@pytest.mark.parametrize(
+    ("wanted", "capability", "cuda", "overlaps"),
+    [
+        ("1", (9, 0), 12030, True),
+        ("1", (12, 0), 13000, True),
+        ("1", (8, 9), 13000, False),
+        ("1", (9, 0), 12020, False),
+        ("", (9, 0), 13000, False),
+        ("0", (9, 0), 13000, False),
+        (None, (9, 0), 13000, False),
+    ],
+)
+def test_it_takes_the_variable_the_gpu_and_cuda(
+    fake: tuple[Machine, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str | None,
+    capability: tuple[int, int],
+    cuda: int,
+    overlaps: bool,
+) -> None:
+    machine, module = fake
+    machine.capability, machine.cuda = capability, cuda
+    if wanted is None:
+        monkeypatch.delenv(overlap.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(overlap.VARIABLE, wanted)
+    device = module.CupyDevice()
+    assert device.overlaps == overlaps
+    if not overlaps:
+        ops, x = CudaOps(device), np.ones((1, 16), np.float32)
+        ops.rms_norm(device.from_host(x), (device.from_host(x[0]), 1e-5))
+        assert machine.launches == ["rms_norm_kernel"]
+        assert not machine.overlapped
+        assert not any(f"#define {OVERLAPS}" in text for text in machine.compiled)
+
+
+def test_a_status_of_the_driver_is_its_error(fake: tuple[Machine, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fake[1]
+    monkeypatch.setenv(overlap.VARIABLE, "1")
+    monkeypatch.setattr(Driver, "cuLaunchKernelEx", lambda *args: 700)
+    device = module.CupyDevice()
+    x = device.from_host(np.ones((1, 16), np.float32))
+    with pytest.raises(fake_cupy.CUDADriverError) as caught:
+        CudaOps(device).rms_norm(x, (x[0], 1e-5))
+    assert caught.value.status == 700
