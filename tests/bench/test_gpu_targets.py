@@ -1,0 +1,67 @@
+"""What the compiled kernels are predicted to reach on an H200, and what the README says of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.command import CacheType
+from bench.gpu.cost import MACHINES, Prediction, predict
+from bench.gpu.paper import PaperDevice, step_parts
+from bench.gpu.sass import disassembler
+from bench.gpu.setup import LLAMA_8B
+from engine.errors import EngineError
+from tests.bench.test_gpu_sass import RECORDED_WITH
+from tests.cuda import nvrtc
+
+H200 = MACHINES["h200"]
+README = Path(__file__).parents[2] / "README.md"
+US = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _can_predict() -> None:
+    try:
+        nvrtc.compiler()
+        disassembler()
+    except (FileNotFoundError, EngineError) as error:
+        pytest.skip(str(error))
+    if nvrtc.version() != RECORDED_WITH:
+        pytest.skip(f"the predictions are those of NVRTC {RECORDED_WITH}, and this is {nvrtc.version()}")
+
+
+def predicted(weights: str, cache: str, context: int, batch: int, only: str = "") -> list[Prediction]:
+    """The parts of a step, or one of them."""
+    device = PaperDevice(H200.processors, H200.shared_memory)
+    parts = step_parts(LLAMA_8B, weights, CacheType.read(cache), context, batch, device)
+    return predict([part for part in parts if only in ("", part.name)], H200, LLAMA_8B, batch)
+
+
+def attention(cache: str, context: int, batch: int) -> float:
+    """Seconds of a layer."""
+    (part,) = predicted("bf16", cache, context, batch, "attention")
+    return part.seconds / part.repeats
+
+
+def test_a_step_with_4_bit_weights_takes_as_long_as_the_readme_says() -> None:
+    parts = predicted("q4_k_m", "balanced", 2048, 1)
+    seconds, floor = sum(part.seconds for part in parts), sum(part.floor for part in parts)
+    assert seconds <= 2.1e-3
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    said = re.search(
+        r"`python -m bench.gpu.predict --weights q4_k_m` .* says (\S+) ms for a step of an 8B model at 2,048 tokens on "
+        r"an H200, of which reading the bytes takes (\S+) ms",
+        text,
+    )
+    assert said is not None
+    assert said.groups() == (f"{1e3 * seconds:.1f}", f"{1e3 * floor:.1f}")
+
+
+def test_attention_of_16_sequences_takes_little_longer_than_reading_their_bytes() -> None:
+    assert attention("balanced", 32768, 16) <= 140 * US
+
+
+def test_attention_over_polarquant_is_nearly_three_times_as_fast_as_over_f16() -> None:
+    assert attention("f16", 131072, 1) >= 2.8 * attention("polarquant", 131072, 1)
