@@ -60,6 +60,9 @@ class PaperDevice:
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x.copy()
 
+    def to_host_later(self, x: np.ndarray) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
+        return x, x.copy
+
     def wait(self) -> None:
         """Nothing runs."""
 
@@ -79,7 +82,7 @@ class PaperDevice:
     def gemm(self, y: np.ndarray, x: np.ndarray, weight: np.ndarray, *, add: bool) -> None:
         raise NotImplementedError("a step has no product of a library")
 
-    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[np.ndarray]) -> Any:
+    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         return work(*inputs)
 
     def set_aside(self, size: int) -> None:

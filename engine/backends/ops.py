@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.backends.kv import Buffer, Cache, CacheFormat, FilledBlocks, HeadTransform, Place, SpanView
 from engine.outputs import Threads
-from engine.sampling.sample import Draw, Sampled
+from engine.sampling.sample import Draw, Fetch, Sampled
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
 from model_loaders.config import ModelConfig
 
@@ -185,6 +185,14 @@ class Ops(Protocol):
         error that left a row without a token.
 
         Only rows that ask for log-probabilities pay for them. CUDA: logprobs, for those rows.
+        """
+
+    @property
+    def fetch_later(self) -> Callable[[Array, Sequence[Draw]], Fetch] | None:
+        """fetch_later(chosen, draws) begins to fetch the tokens that `sample` chose, before another `run_graph`.
+
+        That one may be given their ids before they are waited for. No draw asks for log-probabilities. None where the
+        host would only wait for a step.
         """
 
     # -- the KV store --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from engine.backends.ops import Array, Draws, Ops, Spans
 from engine.errors import EngineError
 from engine.kv.store import KVStore, Span
 from engine.model.rope import Rope, RopeTables
-from engine.sampling.sample import NOT_FINITE, Draw, Sampled
+from engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
 from engine.weight_formats import Linear, Matrix
 from model_loaders.config import ModelConfig
 
@@ -156,12 +156,27 @@ class Transformer:
         ids, draws: of the T rows of all `spans`, in order. spans: from `KVStore.open_step`; the caller commits them.
         Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
-        seen = [self._spans(layers[0], spans, slice(0, len(ids))) for _, layers in self.store.shape.groups]
-        ropes = [table for rope in self._rope(spans) for table in rope]
-        inputs = [np.asarray(ids, np.int32), self.ops.pack_draws(draws), *ropes, *seen]
-        most = max(span.count for span in spans)
-        chosen, logits = self.ops.run_graph(("step", most), self._step, inputs)
+        chosen, logits = self._launch(spans, np.asarray(ids, np.int32), draws)
         return self.ops.fetch_tokens(chosen, logits, draws)
+
+    def step_ahead(self, spans: Sequence[Span], ids: Sequence[int] | Fetch, draws: Sequence[Draw]) -> Fetch:
+        """`step` for sequences of one row, without waiting for its tokens; for ops with `fetch_later`.
+
+        ids: of the rows, or the fetch of the step before, with the same sequences in the same order.
+        """
+        assert self.ops.fetch_later is not None
+        given = ids.ids if isinstance(ids, Fetch) else np.asarray(ids, np.int32)
+        chosen, _ = self._launch(spans, given, draws)
+        return self.ops.fetch_later(chosen, draws)
+
+    def _launch(self, spans: Sequence[Span], ids: Any, draws: Sequence[Draw]) -> tuple[Array, Array]:
+        """The tokens that follow the rows, on the device, and logits (T, V)."""
+        rows = slice(0, sum(span.count for span in spans))
+        seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
+        ropes = [table for rope in self._rope(spans) for table in rope]
+        inputs = [ids, self.ops.pack_draws(draws), *ropes, *seen]
+        most = max(span.count for span in spans)
+        return self.ops.run_graph(("step", most), self._step, inputs)
 
     def _step(self, ids: Array, draws: Draws, *tables: Any) -> tuple[Array, Array]:
         """ids (T,) int32 → tokens (T,), logits (T, V).

@@ -247,11 +247,25 @@ class Request:
             return cached if start < cached else prompt
         return min((start // block_size + 1) * block_size, self.sequence.computable)
 
-    def draw(self) -> Draw:
-        """How to draw the next token. Raises whatever the constraint raises."""
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether draws depend on the number of tokens only, so that a step can begin before the last one's are known.
+
+        Log-probabilities are read from the logits of the last step, which the next one overwrites.
+        """
+        is_free = self.constraint is None and self._dry is None and self.sampling.is_plain
+        return is_free and self.params.logprobs is None
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether more tokens may follow the next one."""
+        return not self.sequence.finished and self.sequence.generated + 1 < self.sequence.max_tokens
+
+    def draw(self, ahead: int = 0) -> Draw:
+        """How to draw the next token, or the one `ahead` tokens behind it. Raises whatever the constraint raises."""
         recent = self.sequence.ids[max(0, len(self.sequence.ids) - self.params.repeat_last_n) :]
         dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
-        may_end = self.sequence.generated >= self.params.min_tokens
+        may_end = self.sequence.generated + ahead >= self.params.min_tokens
         sampling = self.sampling if may_end else self._sampling_without_ends
         vocabulary = self.vocabulary.stop
         mask = None if self.constraint is None else self.constraint.allowed()

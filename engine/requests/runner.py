@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.kv.blocks import OutOfBlocks
@@ -13,7 +13,7 @@ from engine.model.forward import Transformer
 from engine.outputs import Status
 from engine.requests.request import Prefill, Request
 from engine.requests.scheduler import Scheduler, TokenSequence
-from engine.sampling.sample import Draw
+from engine.sampling.sample import Draw, Fetch
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,15 @@ class StoredSequence:
     salt: str = ""  # the cache salt that it is found with
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token."""
+
+    requests: Sequence[Request]
+    spans: dict[Request, Span]
+    fetch: Fetch
+
+
 class Runner:
     """All queued and running requests, and the unit of work that comes next. The caller holds the engine's lock."""
 
@@ -33,6 +42,7 @@ class Runner:
         self._scheduler = scheduler
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
+        self._begun: _Step | None = None  # the step behind the last one whose tokens were taken
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -41,7 +51,7 @@ class Runner:
 
     def run_unit(self) -> None:
         """Run the next unit of work, if there is one. An error fails the requests of the unit and no other."""
-        unit = self._scheduler.schedule()
+        unit = self._scheduler.schedule(in_step=self._begun is not None)
         if unit is None:
             return
         requests = [self.requests[sequence] for sequence in unit.sequences]
@@ -97,7 +107,10 @@ class Runner:
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Abort the request's prefill and release its K/V to the prefix cache; discard them if they are damaged."""
+        """Abort the request's spans and release its K/V to the prefix cache; discard them if they are damaged."""
+        if self._begun is not None and request in self._begun.spans:
+            self._store.abort(self._begun.spans.pop(request))  # its row is computed in vain, behind its last token
+            self._begun = self._begun if self._begun.spans else None
         prefill, kv, request.prefill, request.kv = request.prefill, request.kv, None, None
         if prefill is not None:
             self._store.abort(prefill.span)
@@ -178,7 +191,33 @@ class Runner:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def _step_all(self, requests: Sequence[Request]) -> None:
-        """Run a step: feed the newest token of each request, oldest request first, and take the next one."""
+        """Run a step: feed the newest token of each request, oldest request first, and take the next one.
+
+        Where every request allows it, the step after that begins first, with the tokens as they are on the device, so
+        that it is computed while these are taken. It is the next unit of work.
+        """
+        step, self._begun = self._begun or self._begin_step(requests), None
+        if step is None:
+            return
+        spans = list(step.spans.values())
+        try:
+            damaged = self._store.commit_steps(spans)
+        except BaseException:
+            for span in spans:
+                self._store.abort(span)
+            raise
+        found = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
+        for request, span in step.spans.items():
+            self._prefixes.insert(span.sequence, request.sequence.ids)
+        try:
+            self._begun = self._begin_next(step)
+        finally:  # an error in the next step takes no token of this one
+            for request, token in zip(step.requests, step.fetch.wait(), strict=True):
+                if request in step.spans:
+                    request.take(found.get(request, token))
+
+    def _begin_step(self, requests: Sequence[Request]) -> _Step | None:
+        """Begin a step of `requests`, except those that are preempted for it or fail; None if none is left."""
         spans: dict[Request, Span] = {}
         draws: list[Draw] = []
         try:
@@ -193,18 +232,40 @@ class Runner:
                     self._store.abort(spans.pop(request))
                     request.fail(error)
             if not spans:
-                return
+                return None
             ids = [request.sequence.ids[-1] for request in spans]
+            if self._may_step_ahead(spans):
+                return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, draws))
             tokens = self._model.step(list(spans.values()), ids, draws)
-            damaged = self._store.commit_steps(list(spans.values()))
+            return _Step([*spans], spans, Fetch(None, lambda: tokens))
         except BaseException:
             for span in spans.values():
                 self._store.abort(span)
             raise
-        for request, span in spans.items():
-            self._prefixes.insert(span.sequence, request.sequence.ids)
-        for number, (request, token) in enumerate(zip(spans, tokens, strict=True)):
-            request.take(damaged.get(number, token))
+
+    def _may_step_ahead(self, requests: Iterable[Request]) -> bool:
+        return self._model.ops.fetch_later is not None and all(request.draws_ahead for request in requests)
+
+    def _begin_next(self, step: _Step) -> _Step | None:
+        """Begin the step after `step`, whose tokens are not known yet; None where that has to wait for them."""
+        requests = step.requests
+        if step.fetch.ids is None or self._scheduler.has_prefill:
+            return None
+        if not all(request.expects_more for request in requests):  # as none that has left the step does
+            return None
+        spans: dict[Request, Span] = {}
+        try:
+            for request in requests:
+                assert request.kv is not None
+                spans[request] = self._store.open_step(request.kv)
+            draws = [request.draw(ahead=1) for request in requests]
+            return _Step(requests, spans, self._model.step_ahead(list(spans.values()), step.fetch, draws))
+        except BaseException as error:
+            for span in spans.values():
+                self._store.abort(span)
+            if not isinstance(error, OutOfBlocks):  # then some request has to give up its blocks
+                raise
+            return None
 
     def _open_step(self, request: Request) -> Span | None:
         """A span of one token, for which younger requests may be preempted.

@@ -88,12 +88,17 @@ class Scheduler:
         """The number of sequences that take part in steps."""
         return len(self._running)
 
-    def schedule(self) -> Unit | None:
-        """The next unit of work; None if there is none."""
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a prompt is being computed, or the next one may be."""
+        return self._prefilling is not None or self._next_waiting() is not None
+
+    def schedule(self, *, in_step: bool = False) -> Unit | None:
+        """The next unit of work; None if there is none. in_step: a step has begun, which comes before a prefill."""
         candidate = self._prefilling or self._next_waiting()
         if candidate is None or not self._running:  # prefill and steps do not compete
             self._prefill_ahead = 0.0
-        if candidate is not None and (not self._running or self._prefill_is_due):
+        if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
             return Unit(True, (candidate,))
         return Unit(False, tuple(self._running), self._step_fills_a_block) if self._running else None
 

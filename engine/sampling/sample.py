@@ -6,7 +6,7 @@ The order is llama.cpp's: bias, penalties, DRY, mask, top-k, top-p, min-p, tempe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -106,6 +106,14 @@ class Draw:
 
 Sampled = int | TokenLogprob | EngineError
 """A token id, with log-probabilities if its draw asks for them; or the error if none can be chosen."""
+
+
+class Fetch(NamedTuple):
+    """Tokens on their way to the host. ids: those on the device, as the next step takes them; None if they are not
+    there."""
+
+    ids: Any
+    wait: Callable[[], list[Sampled]]
 
 
 def sample_all(logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:

@@ -4,7 +4,7 @@ Arrays are NumPy's with an address; kernels run in the emulator; a graph holds t
 and does them again. As on a GPU it knows addresses, and owns nothing: what lies there when it is launched is what it
 works on. It is stricter than CuPy: whatever would go to another stream than the one in use, would take memory from the
 common pool while a graph is recorded, would work on memory that the machine has back, or is not allowed while a graph
-is recorded, is an AssertionError.
+is recorded, is an AssertionError. What is copied to the host is not there before it is waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -92,6 +93,8 @@ class Machine:
     room: int = 1 << 30  # bytes that there are
     memories: weakref.WeakSet[Memory] = field(default_factory=weakref.WeakSet)
     graphs: weakref.WeakSet[_Graph] = field(default_factory=weakref.WeakSet)
+    late: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)  # copies to the host, and their numbers
+    copies: int = 0  # to the host, so far
 
     def __post_init__(self) -> None:
         self.common = Pool(self)
@@ -99,6 +102,17 @@ class Machine:
     @property
     def allocated(self) -> int:
         return sum(memory.size for memory in self.memories)
+
+    def copy_late(self, to: int, content: bytes) -> None:
+        """Write `content` to an address when that is waited for."""
+        ctypes.memset(to, 0x7F, len(content))
+        self.late.append((self.copies, lambda: ctypes.memmove(to, content, len(content))))
+        self.copies += 1
+
+    def finish(self, copies: int) -> None:
+        """Do the first `copies` copies to the host."""
+        while self.late and self.late[0][0] < copies:
+            self.late.popleft()[1]()
 
     def do(self, work: Callable[..., None], *args: Any) -> None:
         """Run on the current stream, at once or when the graph is launched, with the arrays' contents at that time."""
@@ -193,7 +207,10 @@ def _runtime(machine: Machine) -> SimpleNamespace:
     def copy(to: int, of: int, size: int, kind: int, stream: int) -> None:
         assert machine.recorded is None, "a copy of the host's memory is recorded"
         assert stream == machine.stream.ptr
-        ctypes.memmove(to, of, size)
+        if kind == 2:
+            machine.copy_late(to, ctypes.string_at(of, size))
+        else:
+            ctypes.memmove(to, of, size)
 
     def clear(to: int, value: int, size: int, stream: int) -> None:
         assert machine.recorded is None, "memory is cleared again with every launch"
@@ -208,6 +225,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         CUDA_R_16BF=14,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
+        memcpyDeviceToDevice=3,
         getDevice=lambda: 0,
         setDevice=lambda number: None,
         getDeviceCount=count,
@@ -234,19 +252,27 @@ def _using(machine: Machine, malloc: object) -> Iterator[None]:
 class _Event:
     """Its time is the number of events before it."""
 
-    done = True
     _count = itertools.count()
 
     def __init__(self, disable_timing: bool = False):
         self.awaited, self.timing = True, not disable_timing
+        self._machine: Machine | None = None  # before it is recorded
+        self._copies = 0
+
+    @property
+    def done(self) -> bool:
+        return self._machine is None or not self._machine.late or self._machine.late[0][0] >= self._copies
 
     def synchronize(self) -> None:
         self.awaited = True
+        if self._machine is not None:
+            self._machine.finish(self._copies)
 
     def record(self, stream: _Stream) -> None:
         assert stream is stream.machine.stream
         assert stream.machine.recorded is None
         self.awaited, self.time = False, next(self._count)
+        self._machine, self._copies = stream.machine, stream.machine.copies
 
 
 def _elapsed(first: _Event, second: _Event) -> float:
@@ -271,6 +297,7 @@ class _Stream:
 
     def synchronize(self) -> None:
         assert self.machine.recorded is None, "recorded work waits"
+        self.machine.finish(self.machine.copies)
 
     def begin_capture(self) -> None:
         assert self.machine.recorded is None

@@ -6,12 +6,13 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from engine.backends.cuda.device import Addresses
+from engine.backends.cuda.device import Addresses, Carried
 from engine.backends.cuda.kernel_source import source
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.ops import Load
@@ -24,6 +25,7 @@ from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError,
 from tests.cuda.formats import STEP, read, store
 from tests.cuda.test_draws import everything, stepped
 from tests.cuda.test_model_emulated import model_of, talk
+from tests.cuda.test_schedules import compare_with_waiting
 from tests.sampling.constrained import mask_of
 
 SILU = source("activate_mul", ACT="float", ACTIVATION="silu")
@@ -293,6 +295,33 @@ def test_uploads_of_the_first_call_outlive_it(device, rng: np.random.Generator) 
     device.run_graph("key", first, [x])
     device.run_graph("before", work, [x])
     np.testing.assert_array_equal(device.to_host(kept[0]), np.arange(96))
+
+
+def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generator) -> None:
+    """Of the same shape and of others, whose inputs and results may take the place of the result."""
+
+    def work(ids, x):
+        between = device.empty((2, *x.shape), np.float32)
+        between[:] = x
+        y = device.empty(ids.shape, np.int32)
+        y[:] = ids
+        return y
+
+    ids = np.array([7, -1, 5], np.int32)
+    result = device.run_graph("key", work, [ids, rows(rng, 2)])
+    for turn in range(12):
+        copy, wait = device.to_host_later(result[:3])
+        carried = Carried(np.zeros(3 + turn % 2, np.int32), copy)
+        result = device.run_graph("key", work, [carried, rows(rng, 2 + turn % 3)])
+        np.testing.assert_array_equal(wait(), ids)
+        np.testing.assert_array_equal(device.to_host(result), [*ids, 0][: 3 + turn % 2])
+    assert len(device._recordings._kept) == 6
+
+
+def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
+    device, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_with_waiting(device, tiny_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kept", [24, 1])

@@ -136,7 +136,8 @@ def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
 def test_embed_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
     table, host = matrix(ops, rng, 11, 24, stored=stored)
     ids = np.array([10, 0, 3], np.int32)
-    np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(ids))), host[ids])
+    for given in (ids, np.array([10, -2, 3])):  # below 0: a token that could not be drawn
+        np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(given))), host[ids])
     scaled = ops.to_host(ops.embed(table, ops.to_device(ids), 50.5))
     np.testing.assert_array_equal(scaled, host[ids] * np.float32(50.5))
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from engine import Engine, PromptOptions, SamplingParams
+from engine.backends.cuda.device import Device
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.numpy.ops import NumpyOps
-from engine.outputs import Chunk, TokenLogprob
+from engine.outputs import Chunk, Completion, TokenLogprob, fold
+from engine.sampling.sample import Fetch
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
 from tests.sampling.constrained import InTurn
-from tests.tiny import VOCABULARY, assert_idle, blocks_left, load_tiny
+from tests.tiny import VOCABULARY, assert_idle, blocks_left, by_count, load_tiny
 
 BLOCK, CONTEXT, AT_ONCE = 16, 160, 4
 MOST_PROMPT, MOST_ANSWER = 70, 30
@@ -98,3 +101,43 @@ def test_answers_of_random_schedules_are_those_of_the_cpu(
     assert len(off) > 50
     assert max(off) <= most
     assert np.mean(off) <= mean
+
+
+def compare_with_waiting(device: Device, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that begin before the last one's tokens are known have the tokens of steps that wait for them.
+
+    Of requests that end at different times, the first by a stop token, behind which a step has begun.
+    """
+    settings = {"block_size": BLOCK, "ctx_size": 64, "cache_type": "balanced", "calibration": False, "parallel": 3}
+    begun: list[type] = []
+
+    def answers(*stop: int, ahead: bool) -> list[Completion]:
+        ops, outboxes = CudaOps(device), [[], [], []]
+        ops.fetch_later = ops.fetch_later if ahead else None
+        with load_tiny(path, ops=ops, **settings) as engine:
+            by_count(engine, monkeypatch)
+            step = engine._model.step_ahead
+            monkeypatch.setattr(
+                engine._model, "step_ahead", lambda *given: begun.append(type(given[1])) or step(*given)
+            )
+            for number, outbox in enumerate(outboxes):
+                params = SamplingParams(temperature=0.9, seed=number, max_tokens=8 + 3 * number, stop_token_ids=stop)
+                engine.submit([*range(5, 15 + 4 * number)], replace(params, ignore_eos=True), into=outbox)
+            while engine.work():
+                pass
+            assert_idle(engine)
+        return [fold(outbox) for outbox in outboxes]
+
+    whole = answers(ahead=False)
+    assert not begun
+    stop = whole[0].token_ids[5]
+    late, wanted = answers(stop, ahead=True), answers(stop, ahead=False)
+    assert [answer.token_ids for answer in late] == [answer.token_ids for answer in wanted]
+    assert late[0].finish_reason == "stop"
+    assert begun.count(Fetch) >= 8
+
+
+def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_with_waiting(open_device(checked=False), tiny_path, monkeypatch)

@@ -17,7 +17,7 @@ from cupy_backends.cuda.libs import cublas
 
 from engine.backends.cuda import overlap
 from engine.backends.cuda.cupy_recording import Recordings, memory_errors, pinned
-from engine.backends.cuda.device import Addresses, Result
+from engine.backends.cuda.device import Addresses, Carried, Result
 from engine.backends.cuda.kernel_source import OPTIONS, source, waits
 from engine.backends.cuda.launch import row_stride
 from engine.backends.cuda.modules import Modules, compiler_threads
@@ -98,7 +98,7 @@ class CupyDevice:
         self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], _Kernel] = {}
-        self._uploads: deque[tuple[cupy.cuda.Event, Any]] = deque()
+        self._copies: deque[tuple[cupy.cuda.Event, np.ndarray]] = deque()  # under way, and their pinned memory
         self._recordings = Recordings(self._stream)
         self._factors = np.array([0, 1], np.float32)  # of cuBLAS, on the host
 
@@ -127,12 +127,10 @@ class CupyDevice:
             self._copy_in(y, x.ctypes.data, x.nbytes)
             self._stream.synchronize()
         elif x.nbytes:
-            while self._uploads and self._uploads[0][0].done:
-                self._uploads.popleft()
-            staged = pinned(x.nbytes)  # kept in `_uploads` until the copy has finished
+            staged = pinned(x.nbytes)
             staged[:] = x.reshape(-1).view(np.uint8)
             self._copy_in(y, staged.ctypes.data, x.nbytes)
-            self._uploads.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), staged))
+            self._keep(self._stream.record(cupy.cuda.Event(disable_timing=True)), staged)
         return y
 
     def to_host(self, x: cupy.ndarray) -> np.ndarray:
@@ -143,6 +141,25 @@ class CupyDevice:
             _runtime.memcpyAsync(y.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
         self._stream.synchronize()
         return y
+
+    def to_host_later(self, x: cupy.ndarray) -> tuple[cupy.ndarray, Callable[[], np.ndarray]]:
+        copy, staged = self.empty(x.shape, x.dtype), pinned(x.nbytes)
+        copied = cupy.cuda.Event(disable_timing=True)
+        _runtime.memcpyAsync(copy.data.ptr, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
+        _runtime.memcpyAsync(staged.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
+        self._keep(self._stream.record(copied), staged)
+
+        def wait() -> np.ndarray:
+            copied.synchronize()
+            return staged.view(x.dtype).reshape(x.shape).copy()
+
+        return copy, wait
+
+    def _keep(self, copied: cupy.cuda.Event, staged: np.ndarray) -> None:
+        """Keep pinned memory until a copy has finished."""
+        while self._copies and self._copies[0][0].done:
+            self._copies.popleft()
+        self._copies.append((copied, staged))
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -207,7 +224,7 @@ class CupyDevice:
         self._stream.use()
         self._recordings.set_aside(size)
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
         self._stream.use()
         return self._recordings.run_graph(key, work, inputs)
 

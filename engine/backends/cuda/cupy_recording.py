@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from engine.backends.cuda.device import MOST_RECORDINGS, Result
+from engine.backends.cuda.device import MOST_RECORDINGS, Carried, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
@@ -33,22 +33,23 @@ class Recordings:
         with memory_errors(), cupy.cuda.using_allocator(self._memory.malloc):
             cupy.empty(size, np.uint8)  # freed at once: the pool keeps it and splits it for smaller arrays
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
         """The first call with a key runs `work`, which compiles kernels and allocates memory; the second records it."""
-        whole = key, tuple((x.shape, x.dtype.str) for x in inputs)
+        on_host = [x.filler if isinstance(x, Carried) else x for x in inputs]
+        whole = key, tuple((x.shape, x.dtype.str) for x in on_host)
         with memory_errors():
             recording = self._kept.pop(whole, None)
             if recording is None:
                 while len(self._kept) >= MOST_RECORDINGS:
                     self._kept.pop(next(iter(self._kept))).end()
-                recording = _Recording(self._stream, self._memory, inputs)
-                recording.take(inputs)
+                recording = _Recording(self._stream, self._memory, on_host)
+                recording.take(on_host, inputs)
                 with cupy.cuda.using_allocator(self._memory.malloc):
                     result = work(*recording.inputs)
                 self._kept[whole] = recording
                 return result
             self._kept[whole] = recording
-            recording.take(inputs)
+            recording.take(on_host, inputs)
             if recording.graph is None:
                 recording.record(work)
             return recording.launch()
@@ -74,14 +75,18 @@ class _Recording:
             self._buffer[place].view(x.dtype).reshape(x.shape) for place, x in zip(places, inputs, strict=True)
         ]
 
-    def take(self, inputs: Sequence[np.ndarray]) -> None:
-        """Copy the inputs of this call to the device."""
+    def take(self, on_host: Sequence[np.ndarray], inputs: Sequence[np.ndarray | Carried]) -> None:
+        """Copy the inputs of this call to the device: those on the host, then what is carried over from a result."""
         self._copied.synchronize()
-        for staged, x in zip(self._staged, inputs, strict=True):
+        for staged, x in zip(self._staged, on_host, strict=True):
             staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
+        for to, given in zip(self.inputs, inputs, strict=True):
+            if isinstance(given, Carried):
+                size, target, source = given.array.nbytes, to.data.ptr, given.array.data.ptr
+                _runtime.memcpyAsync(target, source, size, _runtime.memcpyDeviceToDevice, self._stream.ptr)
 
     def record(self, work: Callable[..., Any]) -> None:
         """Capture work(*self.inputs) as a graph without running it."""

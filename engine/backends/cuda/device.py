@@ -26,6 +26,13 @@ class Addresses(NamedTuple):
     written: int
 
 
+class Carried(NamedTuple):
+    """An input of `Device.run_graph`: `filler` on the host, whose beginning is replaced by `array` on the device."""
+
+    filler: np.ndarray
+    array: Array
+
+
 class Device(Protocol):
     """One GPU, or a stand-in for it. Work runs in the order of the calls."""
 
@@ -56,6 +63,9 @@ class Device(Protocol):
     def to_host(self, x: Array) -> np.ndarray:
         """A copy on the host, same dtype, after all earlier work has finished."""
 
+    def to_host_later(self, x: Array) -> tuple[Array, Callable[[], np.ndarray]]:
+        """A copy of a contiguous array, which no recorded work overwrites, and what waits for a copy on the host."""
+
     def wait(self) -> None:
         """Block until all earlier work has finished."""
 
@@ -82,7 +92,7 @@ class Device(Protocol):
         float32. Must not be called inside `run_graph`.
         """
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried]) -> Result:
         """work(*inputs on the device), or a replay of its launches for a key, shapes and dtypes seen before.
 
         The result, a contiguous array or a tuple of them, is valid until the next call. `work` may keep arrays that it

@@ -14,7 +14,7 @@ from engine.backends.cuda import sampling
 from engine.backends.cuda.attention import AttentionOps
 from engine.backends.cuda.batches import filled_up, first_rows
 from engine.backends.cuda.cache import HostTable
-from engine.backends.cuda.device import Array, Device
+from engine.backends.cuda.device import Array, Carried, Device
 from engine.backends.cuda.draws import pack_draws
 from engine.backends.cuda.heads import HeadOps
 from engine.backends.cuda.kv import CacheOps
@@ -76,6 +76,7 @@ class CudaOps:
         self.pack_draws = pack_draws
         self.sample = partial(sampling.sample, device, launch)
         self.fetch_tokens = partial(sampling.fetch_tokens, device, launch)
+        self.fetch_later = partial(sampling.fetch_later, device)
 
     def split_rows(self, rows: slice) -> list[slice]:
         return [rows]
@@ -86,6 +87,8 @@ class CudaOps:
     map_parts = parallel_map
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
+        carried = inputs[0] if isinstance(inputs[0], Carried) else None
+        inputs = inputs if carried is None else [carried.filler, *inputs[1:]]
         rows, inputs = len(inputs[0]), filled_up(inputs)
 
         def on_device(*arrays: Array) -> Result:
@@ -95,7 +98,11 @@ class CudaOps:
             ]
             return work(*given)
 
-        tables = [host.table if isinstance(host, HostTable) else np.ascontiguousarray(host) for host in inputs]
+        tables: list[Any] = [
+            host.table if isinstance(host, HostTable) else np.ascontiguousarray(host) for host in inputs
+        ]
+        if carried is not None:
+            tables[0] = carried._replace(filler=tables[0])
         result = self._device.run_graph((key, work), on_device, tables)
         return result if rows == len(inputs[0]) else first_rows(result, rows)
 

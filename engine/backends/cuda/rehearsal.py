@@ -64,6 +64,9 @@ class RehearsalDevice:
     def to_host(self, x: Blank) -> np.ndarray:
         return np.zeros(x.shape, x.dtype)
 
+    def to_host_later(self, x: Blank) -> tuple[Blank, Callable[[], np.ndarray]]:
+        return x, lambda: self.to_host(x)
+
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
@@ -88,7 +91,7 @@ class RehearsalDevice:
     def gemm(self, y: Blank, x: Blank, weight: Blank, *, add: bool) -> None:
         """Nothing of ours is compiled for it."""
 
-    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray]) -> Result:
+    def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*map(self.from_host, inputs))
 
     def set_aside(self, size: int) -> None:

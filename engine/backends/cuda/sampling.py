@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.backends.cuda.device import Array, Device
+from engine.backends.cuda.device import Array, Carried, Device
 from engine.backends.cuda.draws import Draws
 from engine.backends.cuda.launch import LaunchConfig, Launcher, row_stride
 from engine.errors import EngineError
 from engine.outputs import TokenLogprob
-from engine.sampling.sample import NOT_FINITE, Draw, Sampled, nothing_left
+from engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled, nothing_left
 
 _THREADS = 512
 _NOTHING_LEFT = -2  # instead of an id, from `cuda/sampling/sample.cu`
@@ -42,6 +42,16 @@ def fetch_tokens(device: Device, launch: Launcher, ids: Array, logits: Array, dr
     ]
     logprobs = _logprobs(device, launch, logits, asked, draws[0].vocabulary) if asked else {}
     return [logprobs.get(row) or _token_or_error(token, draws[row]) for row, token in enumerate(chosen)]
+
+
+def fetch_later(device: Device, ids: Array, draws: Sequence[Draw]) -> Fetch:
+    """See `Ops.fetch_later`. An id below 0 goes on as it is: `embed` reads row 0 for it, and that request ends."""
+    copy, wait = device.to_host_later(ids)
+
+    def tokens() -> list[Sampled]:
+        return [_token_or_error(token, draw) for token, draw in zip(wait().tolist(), draws, strict=True)]
+
+    return Fetch(Carried(np.zeros(len(ids), np.int32), copy), tokens)
 
 
 def _token_or_error(token: int, draw: Draw) -> int | EngineError:

@@ -36,6 +36,7 @@ class NativeOps:
     forkable = NumpyOps.forkable
     stored_as = NumpyOps.stored_as
     prefill_rows = NumpyOps.prefill_rows
+    fetch_later = NumpyOps.fetch_later
 
     def __init__(self, threads: int = 0) -> None:
         """Raises KernelError if kernels do not work here, EngineError if POLARLM_CPU_LEVEL names no level of this CPU.

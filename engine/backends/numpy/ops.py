@@ -45,6 +45,7 @@ class NumpyOps:
     forkable = True
     stored_as = transfer.FIELDS
     prefill_rows = 512  # the feed-forward activations stay near the cache
+    fetch_later = None
 
     def __init__(self, threads: int = 0):
         """threads: of BLAS and of `parallel_map`; 0 keeps BLAS's number, and lets steps choose one or all."""

@@ -1,0 +1,244 @@
+"""Steps that begin before the tokens of the last one are known: the same answers, and no trace of rows in vain.
+
+NumPy computes a step at once, so what these tests watch is what the engine does with tokens that it gets late.
+`tests/cuda/test_cupy_device.py` runs the same on a stand-in for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, EngineError, PromptOptions, SamplingParams
+from engine.backends.numpy.ops import NumpyOps
+from engine.outputs import Chunk, Completion, fold
+from engine.requests.request import Ticket
+from engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
+from tests.sampling.constrained import InTurn
+from tests.tiny import VOCABULARY, assert_idle, blocks_left, held, load_tiny, make_model, preemptions
+
+BLOCK, PARALLEL, CONTEXT = 8, 4, 160
+ANEW = PromptOptions(cache_prompt=False)
+SETTINGS = {"block_size": BLOCK, "cache_type": "f16", "parallel": PARALLEL, "ctx_size": CONTEXT, "calibration": False}
+
+
+class Ahead(NumpyOps):
+    """Fetches tokens late. events: what has happened, "begins" and "tokens" in turn where nothing is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.spoil: dict[int, EngineError] = {}  # number of a step → the error of its first row
+
+    def fetch_later(self, chosen: list[Sampled], draws: Sequence[Draw]) -> Fetch:
+        assert all(draw.logprobs is None for draw in draws)
+        number = self.events.count("begins")
+        self.events.append("begins")
+        given = [self.spoil[number], *chosen[1:]] if number in self.spoil else [*chosen]
+
+        def wait() -> list[Sampled]:
+            self.events.append("tokens")
+            return given
+
+        return Fetch(np.array([token if isinstance(token, int) else -1 for token in given], np.int32), wait)
+
+
+@pytest.fixture
+def ops() -> Ahead:
+    return Ahead()
+
+
+@pytest.fixture
+def engine(tiny_path: Path, ops: Ahead) -> Iterator[Engine]:
+    with load_tiny(tiny_path, ops=ops, **SETTINGS) as engine:
+        yield engine
+        assert_idle(engine)
+        assert engine._runner._begun is None
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine whose steps wait for the last one's tokens."""
+    with load_tiny(make_model(tmp_path_factory.mktemp("plain")), ops=NumpyOps(), **SETTINGS) as engine:
+        yield engine
+
+
+def drawn(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.5, "seed": 3, "max_tokens": 24, "ignore_eos": True, **more})
+
+
+def test_a_step_begins_before_the_last_ones_tokens_are_waited_for(engine: Engine, plain: Engine, ops: Ahead) -> None:
+    """Of 12 tokens the first comes from the prompt; no step begins behind the last."""
+    prompt = [*range(5, 25)]
+    answer = engine.generate(prompt, drawn(max_tokens=12))
+    assert answer.token_ids == plain.generate(prompt, drawn(max_tokens=12)).token_ids
+    assert ops.events == ["begins", *["begins", "tokens"] * 10, "tokens"]
+
+
+@pytest.mark.parametrize("number", [3, BLOCK, BLOCK + 1])
+def test_the_row_behind_a_stop_token_leaves_nothing(engine: Engine, plain: Engine, ops: Ahead, number: int) -> None:
+    """In the middle of a block and at its end. What the store keeps answers the next turn as if it had not been."""
+    prompt = [*range(5, 5 + BLOCK)]
+    whole = plain.generate(prompt, drawn()).token_ids
+    end = next(i for i in range(number, len(whole)) if whole[i] not in whole[:i])
+    answer = engine.generate(prompt, drawn(stop_token_ids=(whole[end],)))
+    assert (answer.token_ids, answer.finish_reason) == (whole[:end], "stop")
+    assert ops.events.count("begins") == ops.events.count("tokens") + 1  # in vain
+    assert not any(map(any, held(engine)))
+    turn = [*prompt, *answer.token_ids, 30, 31]
+    again, wanted = (one.generate(turn, drawn(seed=4)) for one in (engine, plain))
+    assert again.token_ids == wanted.token_ids
+    assert again.usage.cached_tokens >= len(prompt) + end - 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"logprobs": 0}, {"repeat_penalty": 1.3}, {"presence_penalty": 0.5}, {"dry_multiplier": 2.0}],
+    ids=["log-probabilities", "penalty", "presence", "DRY"],
+)
+def test_a_request_that_needs_the_last_token_waits_for_it(
+    engine: Engine, plain: Engine, ops: Ahead, more: dict[str, Any]
+) -> None:
+    prompt = [*range(5, 25)]
+    assert engine.generate(prompt, drawn(**more)).token_ids == plain.generate(prompt, drawn(**more)).token_ids
+    assert not ops.events
+
+
+def test_a_constraint_sees_every_token_before_the_next_step(engine: Engine, ops: Ahead) -> None:
+    sets = [range(5, 12), range(40, 60), range(5, 12)]
+    constraint = InTurn(sets, VOCABULARY)
+    answer = fold(engine.stream([9, 20, 33], drawn(max_tokens=3), constraint=constraint))
+    assert [token in among for token, among in zip(answer.token_ids, sets, strict=True)] == [True] * 3
+    assert not ops.events
+
+
+def test_ends_may_not_come_before_min_tokens(engine: Engine, plain: Engine) -> None:
+    """The draw of a token whose predecessor is not known counts that one."""
+    params = drawn(temperature=0, logit_bias={50: 1e5}, stop_token_ids=(50,), min_tokens=7)
+    for one in (engine, plain):
+        answer = one.generate([*range(5, 25)], params)
+        assert (len(answer.token_ids), answer.finish_reason) == (7, "stop")
+
+
+def test_an_error_in_the_next_step_takes_no_token_of_this_one(engine: Engine, plain: Engine, monkeypatch) -> None:
+    prompt, step, calls = [*range(5, 25)], engine._model.step_ahead, []
+
+    def failing(spans, ids, draws):
+        calls.append(1)
+        if len(calls) == 4:
+            raise ZeroDivisionError("broken")
+        return step(spans, ids, draws)
+
+    monkeypatch.setattr(engine._model, "step_ahead", failing)
+    outbox: list[Chunk | Exception] = []
+    engine.submit(prompt, drawn(), into=outbox)
+    while engine.work():
+        pass
+    assert isinstance(outbox.pop(), ZeroDivisionError)
+    tokens = tuple(token for chunk in outbox for token in chunk.token_ids)
+    assert tokens == plain.generate(prompt, drawn()).token_ids[:4]
+    assert not any(map(any, held(engine)))
+
+
+def test_a_row_without_a_token_fails_alone(engine: Engine, plain: Engine, ops: Ahead) -> None:
+    """Though its next row has begun."""
+    ops.spoil[5] = EngineError(NOT_FINITE, "model_damaged")
+    outboxes: list[list[Any]] = [[], []]
+    for number, outbox in enumerate(outboxes):
+        engine.submit([*range(5 + number, 25)], drawn(seed=number), into=outbox)
+    while engine.work():
+        pass
+    assert isinstance(outboxes[0][-1], EngineError)
+    assert fold(outboxes[1]).token_ids == plain.generate([*range(6, 25)], drawn(seed=1)).token_ids
+
+
+def test_the_next_prompt_waits_for_no_more_than_the_step_that_has_begun(engine: Engine, ops: Ahead) -> None:
+    first, second = [], []
+    engine.submit([*range(5, 25)], drawn(max_tokens=60), into=first)
+    for _ in range(6):
+        engine.work()
+    assert engine._runner._begun is not None
+    engine.submit([*range(40, 60)], drawn(max_tokens=5), into=second)
+    before = len(ops.events)
+    engine.work()
+    assert ops.events[before:] == ["tokens"]  # and no step begins
+    engine.work()
+    assert second  # its prompt is computed and has a token
+    while engine.work():
+        pass
+
+
+def request(rng: np.random.Generator) -> tuple[list[int], SamplingParams]:
+    """Most can step ahead, and they end for every reason that there is."""
+    more: list[dict[str, Any]] = [
+        {},
+        {"stop_token_ids": tuple(rng.integers(5, VOCABULARY, 6).tolist())},
+        {"stop": ("e",)},
+        {"ignore_eos": False, "min_tokens": int(rng.integers(6))},
+        {"temperature": 0},
+        {"logit_bias": {int(rng.integers(5, VOCABULARY)): 3.0}},
+        {"repeat_penalty": 1.2},
+        {"logprobs": 1},
+    ]
+    chosen = more[rng.choice(len(more), p=[0.1, 0.4, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05])]
+    prompt = rng.integers(5, VOCABULARY, rng.integers(1, 60)).tolist()
+    return prompt, drawn(seed=int(rng.integers(1000)), max_tokens=int(rng.integers(1, 40)), **chosen)
+
+
+def run(engine: Engine, rng: np.random.Generator, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[list[Any]]:
+    """The chunks of requests that come while others run; some are cancelled."""
+    outboxes: list[list[Any]] = [[] for _ in asked]
+    tickets: list[Ticket] = []
+    with ExitStack() as stack:
+        if rng.random() < 0.7:  # then not all requests find room at once
+            stack.enter_context(blocks_left(engine, 12 + int(rng.integers(3))))
+        for given, outbox in zip(asked, outboxes, strict=True):
+            tickets.append(engine.submit(*given, ANEW, into=outbox))
+            for _ in range(rng.integers(12)):
+                engine.work()
+            if rng.random() < 0.15:
+                tickets[rng.integers(len(tickets))].cancel()
+        while engine.work():
+            pass
+    assert engine._runner._begun is None
+    return outboxes
+
+
+def summary(answer: Completion) -> tuple[Any, ...]:
+    return answer.text, answer.token_ids, answer.finish_reason
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_schedules_have_the_answers_of_steps_that_wait(
+    tiny_path: Path, plain: Engine, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrivals, ends of all kinds, cancellations, and little room, so that some are preempted. No prefix is looked for:
+    it would be read as codes, and drawn tokens may hang on their rounding."""
+    seen: Counter[str] = Counter()
+    for number in range(part, 30, 3):
+        rng, ops = np.random.default_rng(number), Ahead()
+        asked = [request(rng) for _ in range(8)]
+        with load_tiny(tiny_path, ops=ops, **SETTINGS) as engine:
+            preempted = preemptions(engine, monkeypatch)
+            outboxes = run(engine, rng, asked)
+            assert_idle(engine)
+        seen["preempted"] += len(preempted)
+        for (prompt, params), outbox in zip(asked, outboxes, strict=True):
+            wanted = plain.generate(prompt, params, ANEW)
+            if outbox and outbox[-1].finish_reason is not None:
+                assert summary(fold(outbox)) == summary(wanted)
+                seen[str(wanted.finish_reason)] += 1
+            else:
+                tokens = tuple(token for chunk in outbox for token in chunk.token_ids)
+                assert tokens == wanted.token_ids[: len(tokens)]
+                seen["cancelled"] += 1
+        seen["begun"] += ops.events.count("begins")
+        seen["in vain"] += ops.events.count("begins") - ops.events.count("tokens")
+    assert seen["begun"] > 300
+    assert all(seen[what] > 1 for what in ("stop", "length", "cancelled", "preempted", "in vain")), seen
