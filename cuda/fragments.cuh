@@ -15,7 +15,8 @@
 // The sections of a record are codes, norms, mean and scale of the mean, each at a multiple of 16 bytes; then zeros up
 // to NBYTES, a multiple of 128.
 //   codes       part after part, each at a multiple of 128 bytes
-//     f16       16 bytes for every tile and lane, at (tile · 32 + lane) · 16: a[0] … a[3]
+//     f16       16 bytes for every tile and lane, at (tile · 32 + lane) · 16: a[0], a[2], a[1], a[3]. So the first and
+//               the last two are B operands of mma.m16n8k16 for 8 rows each, in neighbouring registers.
 //     pairs     WORDS words for every lane, in chunks of four: chunk c at c · 512 + lane · 16; a last chunk of n < 4
 //               words at c · 512 + lane · 4n. Byte r of a word belongs to c[r]. With m = 4, 6, 7 or 8 bits per pair,
 //               word t has the code of tile t in the upper m bits of its bytes. Codes of the remaining tiles are cut
@@ -88,6 +89,20 @@ __device__ __forceinline__ void load_words(unsigned (&words)[COUNT], const unsig
             }
         }
     }
+}
+
+// Which register of a tile word `i` of the lane's 16 bytes is, in a record of f16; and the word of register i.
+__device__ __forceinline__ constexpr int f16_order(int i) { return i % 2 * 2 + i / 2; }
+
+// A lane's 16 bytes of a tile.
+__device__ __forceinline__ uint4 f16_words(const unsigned (&a)[4]) { return make_uint4(a[0], a[2], a[1], a[3]); }
+
+// Loads a tile of f16, which is read once. p: the lane's 16 bytes.
+__device__ __forceinline__ void load_f16_tile(unsigned (&a)[4], const unsigned char *p) {
+    unsigned words[4];
+    load_words<16, 4, true>(words, p);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[f16_order(i)] = words[i];
 }
 
 // Loads a lane's words of a part, which are read once.

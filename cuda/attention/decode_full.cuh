@@ -67,10 +67,10 @@ __device__ __forceinline__ void attend_slice(ColumnState &state, const Slice &sl
     unsigned k[STEPS][4], v[STEPS][4];
     const auto load_values = [&] {
 #pragma unroll
-        for (int j = 0; j < STEPS; ++j) load_words<16, 4, true>(v[j], slice.value + j * Slice::VALUE_STEP);
+        for (int j = 0; j < STEPS; ++j) load_f16_tile(v[j], slice.value + j * Slice::VALUE_STEP);
     };
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) load_words<16, 4, true>(k[s], slice.key + s * Slice::KEY_STEP);
+    for (int s = 0; s < STEPS; ++s) load_f16_tile(k[s], slice.key + s * Slice::KEY_STEP);
     if constexpr (TOGETHER) load_values();
 
     float scores[1][4] = {};

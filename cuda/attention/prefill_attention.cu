@@ -56,8 +56,9 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     const int first = (gridDim.x - 1 - blockIdx.x) * WARPS * WARP_ROWS;  // the last rows first: they take longest
     const int last = min(first + WARPS * WARP_ROWS, span.rows * GROUP) - 1;
     if (first > last) return;
-    const VisibleParts parts(span, kv_heads, head, position + first / GROUP, position + last / GROUP, window);
-    const SidePools key_pools = {keys, full_k, current_k}, value_pools = {values, full_v, current_v};
+    const VisibleParts parts(span, position + first / GROUP, position + last / GROUP, window);
+    const SidePools key_pools = {keys, full_k, current_k, kv_heads};
+    const SidePools value_pools = {values, full_v, current_v, kv_heads};
     auto fetch_keys = [&](const Part &part) {
         fetch<KEYS_ARE_FULL, KeyLayout>(shared + KEYS, part, key_pools, [&](const unsigned char *record) {
             decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), warp, lane);

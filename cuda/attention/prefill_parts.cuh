@@ -13,6 +13,13 @@ constexpr int SHARED_BYTES = QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP 
 // One side's pools: quantized records, the sink's, those of the new rows.
 struct SidePools {
     const unsigned char *quantized, *sink, *current;
+    int kv_heads;
+
+    // The CTA's KV head in a pool whose records are those of `first` plus multiples of BYTES.
+    template <int BYTES>
+    __device__ const unsigned char *record(const unsigned char *first, int block) const {
+        return first + (block * (long long)kv_heads + blockIdx.y) * BYTES;
+    }
 };
 
 enum class Region { SINK, QUANTIZED, CURRENT };
@@ -20,26 +27,24 @@ enum class Region { SINK, QUANTIZED, CURRENT };
 // One part of a block of one KV head.
 struct Part {
     Region region;
-    long long record;  // in its pool
+    int block;         // in its pool
     int number;        // within the record
     int start;         // position of the first token
 
     __device__ const unsigned char *full(const SidePools &pools) const {
         const unsigned char *const pool =
             region == Region::SINK ? pools.sink : region == Region::QUANTIZED ? pools.quantized : pools.current;
-        return pool + record * FULL_BYTES + number * PART_BYTES;
+        return pools.record<FULL_BYTES>(pool, block) + number * PART_BYTES;
     }
 };
 
 // The parts that are visible to rows at positions `first` … `last`, in order.
 struct VisibleParts {
     const Span &span;
-    int kv_heads, head;
     // For each region, parts before the window (…_hidden) and visible parts.
     int sink_hidden, sink, quantized_hidden, quantized, current_hidden, current;
 
-    __device__ VisibleParts(const Span &span, int kv_heads, int head, int first, int last, int window)
-        : span(span), kv_heads(kv_heads), head(head) {
+    __device__ VisibleParts(const Span &span, int first, int last, int window) : span(span) {
         const int oldest = window > 0 ? max(0, first - window + 1) / PART : 0;  // part of the sequence
         sink = span.sink >= 0 ? PARTS : 0;
         quantized = span.quantized * PARTS;
@@ -60,9 +65,9 @@ struct VisibleParts {
         return part(Region::CURRENT, span.current + n / PARTS, span.current_block, n);
     }
 
-    // Part n of a region whose first block is block `block` of the sequence.
-    __device__ Part part(Region region, int record, int block, int n) const {
-        return {region, (long long)record * kv_heads + head, n % PARTS, block * N + n * PART};
+    // Part n of a region whose first block is block `first` of the sequence; block: in the pool.
+    __device__ Part part(Region region, int block, int first, int n) const {
+        return {region, block, n % PARTS, first * N + n * PART};
     }
 };
 
@@ -81,7 +86,7 @@ __device__ __forceinline__ void clear_values(unsigned char *values, int start, i
         unsigned *const a = reinterpret_cast<unsigned *>(values) + i * 4;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int token = start + i / 32 / STEPS * 16 + r / 2 * 8 + i % 4 * 2;
+            const int token = start + i / 32 / STEPS * 16 + f16_order(r) / 2 * 8 + i % 4 * 2;
             if (token > newest) a[r] = 0;
             else if (token == newest) a[r] &= 0xffffu;
         }
@@ -120,7 +125,7 @@ __device__ __forceinline__ void decode_keys(unsigned char *to, const unsigned ch
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 a[r] = decoded_key(a[r], norm[t % PT * 2 + r % 2], __hmul2(as_half2(mean[r / 2]), scale));
-            reinterpret_cast<uint4 *>(to)[t * 32 + lane] = make_uint4(a[0], a[1], a[2], a[3]);
+            reinterpret_cast<uint4 *>(to)[t * 32 + lane] = f16_words(a);
         }
     } else if constexpr (W + 1 < WARPS) {
         decode_keys<W + 1>(to, record, part, tables, warp, lane);
@@ -156,7 +161,7 @@ __device__ __forceinline__ void decode_values(unsigned char *to, const unsigned 
 #pragma unroll
                 for (int r = 0; r < 4; ++r) a[r] = as_bits(__hmul2(as_half2(a[r]), pair[r / 2]));
             }
-            reinterpret_cast<uint4 *>(to)[t * 32 + lane] = make_uint4(a[0], a[1], a[2], a[3]);
+            reinterpret_cast<uint4 *>(to)[t * 32 + lane] = f16_words(a);
         }
     } else if constexpr (W + 1 < WARPS) {
         decode_values<W + 1>(to, record, part, tables, warp, lane);
@@ -169,7 +174,7 @@ template <bool IS_FULL, class Layout, class Decode>
 __device__ __forceinline__ void fetch(unsigned char *to, const Part &part, const SidePools &pools,
                                       const Decode &decode) {
     if constexpr (!IS_FULL) {
-        if (part.region == Region::QUANTIZED) return decode(pools.quantized + part.record * Layout::NBYTES);
+        if (part.region == Region::QUANTIZED) return decode(pools.record<Layout::NBYTES>(pools.quantized, part.block));
     }
     copy_part(to, part.full(pools));
 }

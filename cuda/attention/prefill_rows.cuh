@@ -62,11 +62,12 @@ struct Queries {
     }
 };
 
-// Multiplies MT row tiles by one tile of shared memory, two B operands: into d[m][at] and d[m][at + 1].
+// Multiplies MT row tiles by one tile of shared memory, two B operands: into d[m][at] and d[m][at + 1]. An operand is
+// two neighbouring registers of one load, which need no copies.
 template <int COUNT>
 __device__ __forceinline__ void multiply(float (&d)[MT][COUNT][4], int at, const unsigned (&a)[MT][4],
                                          const uint4 &tile) {
-    const unsigned low[2] = {tile.x, tile.z}, high[2] = {tile.y, tile.w};
+    const unsigned low[2] = {tile.x, tile.y}, high[2] = {tile.z, tile.w};
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
         mma_m16n8k16_f16(d[m][at], a[m], low);

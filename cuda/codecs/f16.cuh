@@ -1,4 +1,4 @@
-// Half precision: a tile is stored as the registers of an A operand. Twin of engine/codecs/f16.py.
+// Half precision: a tile is stored as the registers of an A operand, in another order. Twin of engine/codecs/f16.py.
 
 template <class L>
 struct f16 {
@@ -22,7 +22,7 @@ struct f16 {
         const unsigned char *first;
 
         __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *, int) : first(codes.first) {}
-        __device__ __forceinline__ void next(int t, unsigned (&a)[4]) { load_words<16, 4, true>(a, first + t * 512); }
+        __device__ __forceinline__ void next(int t, unsigned (&a)[4]) { load_f16_tile(a, first + t * 512); }
     };
 
     static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *, int, int,
@@ -35,7 +35,7 @@ struct f16 {
     static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *,
                                   int thread, int threads) {
         for (int at = thread; at < L::PARTS * L::TILES * 128; at += threads) {
-            const int r = at % 4, lane = at / 4 % 32, tile = at / 128 % L::TILES, part = at / 128 / L::TILES;
+            const int r = f16_order(at % 4), lane = at / 4 % 32, tile = at / 128 % L::TILES, part = at / 128 / L::TILES;
             const int g = lane / 4, tg = lane % 4;
             float pair[2];
 #pragma unroll

@@ -56,7 +56,7 @@ __device__ void load_tokens(float *x, const unsigned char *full, int first, int 
             for (int h = 0; h < 2; ++h) {
                 const int t = token + (L::VALUES ? r / 2 * 8 + h : r % 2 * 8);
                 const int c = channel + (L::VALUES ? r % 2 : r / 2 * 8 + h);
-                if (c < L::D) x[t * ALONG + c * ACROSS] = to_float(chunk.at[2 * r + h]);
+                if (c < L::D) x[t * ALONG + c * ACROSS] = to_float(chunk.at[2 * f16_order(r) + h]);
             }
     }
 }
@@ -66,8 +66,8 @@ template <class L>
 __device__ __forceinline__ float full_value(const unsigned char *full, int token, int channel) {
     const int row = token % L::PART / 16, t = token % 16, c = channel % 16;
     const int tile = token / L::PART * L::TILES + row * L::STEPS + channel / 16;
-    const int lane = c / 2 * 4 + t % 8 / 2;
-    return to_float(reinterpret_cast<const __half *>(full)[(tile * 32 + lane) * 8 + t / 8 * 4 + c % 2 * 2 + t % 2]);
+    const int lane = c / 2 * 4 + t % 8 / 2, r = t / 8 * 2 + c % 2;
+    return to_float(reinterpret_cast<const __half *>(full)[(tile * 32 + lane) * 8 + f16_order(r) * 2 + t % 2]);
 }
 
 // Adds the tokens of x to sums (D), one after the other; `first` clears the sums before. x as in `load_tokens`.

@@ -42,12 +42,12 @@ __device__ __forceinline__ void append_keys(unsigned *slot, const NewTokens &k, 
         a[r] = clipped_halves(x.x, x.y);
     }
     if (k.has(g) && k.has(g + 8)) {
-        *reinterpret_cast<uint4 *>(slot) = make_uint4(a[0], a[1], a[2], a[3]);
+        *reinterpret_cast<uint4 *>(slot) = f16_words(a);
         return;
     }
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-        if (k.has(g + r % 2 * 8)) slot[r] = a[r];
+        if (k.has(g + r % 2 * 8)) slot[f16_order(r)] = a[r];
 }
 
 // Registers a[0..3] of lane 4 · g + tg in value tile `step`.
@@ -64,7 +64,7 @@ __device__ __forceinline__ void append_values(unsigned *slot, const NewTokens &v
         has[2 * half + 1] = v.has(token + 1);
     }
     if (has[0] && has[1] && has[2] && has[3]) {
-        *reinterpret_cast<uint4 *>(slot) = make_uint4(a[0], a[1], a[2], a[3]);
+        *reinterpret_cast<uint4 *>(slot) = f16_words(a);
         return;
     }
     unsigned short *const halves = reinterpret_cast<unsigned short *>(slot);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void append_values(unsigned *slot, const NewTokens &v
     for (int r = 0; r < 4; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (has[r / 2 * 2 + i]) halves[2 * r + i] = static_cast<unsigned short>(a[r] >> 16 * i);
+            if (has[r / 2 * 2 + i]) halves[2 * f16_order(r) + i] = static_cast<unsigned short>(a[r] >> 16 * i);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)

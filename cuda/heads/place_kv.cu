@@ -20,7 +20,7 @@ __device__ __forceinline__ int full_offset(int token, int channel) {
     const int tile = VALUES ? tokens * L::STEPS + step : step * L::PT + tokens;
     const int g = VALUES ? c / 2 : t % 8, tg = VALUES ? t % 8 / 2 : c % 8 / 2;
     const int r = VALUES ? c % 2 + t % 16 / 8 * 2 : t % 16 / 8 + c / 8 * 2;
-    return (token / L::PART * L::TILES + tile) * 512 + (4 * g + tg) * 16 + r * 4 + (VALUES ? t : c) % 2 * 2;
+    return (token / L::PART * L::TILES + tile) * 512 + (4 * g + tg) * 16 + f16_order(r) * 4 + (VALUES ? t : c) % 2 * 2;
 }
 
 // The sequence of a row: the last one whose first row is not behind it.

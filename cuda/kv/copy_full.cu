@@ -30,12 +30,12 @@ copy_full_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned char *
         if (is_key) {
             const int token = row + g;
             const unsigned low = kept_halves(token, token, tokens), high = kept_halves(token + 8, token + 8, tokens);
-            to[i] = make_uint4(a.x & low, a.y & high, a.z & low, a.w & high);
+            to[i] = make_uint4(a.x & low, a.y & low, a.z & high, a.w & high);  // a[0], a[2], a[1], a[3]
         } else {
             const int token = row + 2 * tg;
             const unsigned low = kept_halves(token, token + 1, tokens);
             const unsigned high = kept_halves(token + 8, token + 9, tokens);
-            to[i] = make_uint4(a.x & low, a.y & low, a.z & high, a.w & high);
+            to[i] = make_uint4(a.x & low, a.y & high, a.z & low, a.w & high);
         }
     }
 }

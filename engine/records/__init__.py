@@ -18,7 +18,7 @@ from engine import codecs
 from engine.codecs import Codec
 from engine.records.fragments import Geometry, Record, aligned, as_bytes, from_bytes
 
-VERSION = 1  # of the byte layout of records, which session files contain
+VERSION = 2  # of the byte layout of records, which session files contain
 
 _LINE = 128  # bytes; records are a multiple of it
 _LARGEST_HEAD_DIM = 256

@@ -133,7 +133,7 @@ class Geometry:
         return self._pair_order.invert(codes.reshape(*codes.shape[:-4], -1))[..., : self.head_dim // 2]
 
     def halves(self, x: np.ndarray) -> np.ndarray:
-        """x (..., N, D) → (..., PARTS · TILES · 32 · 8): the values in the registers of each lane and tile."""
+        """x (..., N, D) → (..., PARTS · TILES · 32 · 8): the values in registers 0, 2, 1, 3 of each lane and tile."""
         return self._half_order.apply(_padded(x, self.padded))
 
     def from_halves(self, x: np.ndarray) -> np.ndarray:
@@ -168,9 +168,9 @@ class Geometry:
     def _half_order(self) -> _Order:
         shape, rows, steps = (self.block_size, self.padded), self.part // 16, self.padded // 16
         if self.values:  # part, u, r >> 1, tg, half; j, g, r & 1
-            return _Order(shape, (self.parts, rows, 2, 4, 2, steps, 8, 2), (0, 1, 5, 6, 3, 2, 7, 4))
+            return _Order(shape, (self.parts, rows, 2, 4, 2, steps, 8, 2), (0, 1, 5, 6, 3, 7, 2, 4))
         # part, i, r & 1, g; s, r >> 1, tg, half
-        return _Order(shape, (self.parts, rows, 2, 8, steps, 2, 4, 2), (0, 4, 1, 3, 6, 5, 2, 7))
+        return _Order(shape, (self.parts, rows, 2, 8, steps, 2, 4, 2), (0, 4, 1, 3, 6, 2, 5, 7))
 
     @property
     def _token_order(self) -> _Order:

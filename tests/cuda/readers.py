@@ -8,7 +8,7 @@ from engine.backends.cuda.kernel_source import with_readers
 from engine.records import ROW_BYTES, Layout
 from tests.cuda.programs import Program
 
-# out (PARTS, TILES, 32, 4) words, norms (PARTS, 32, 2 · PT), means (STEPS, 32, 2) words and their scale (1).
+# out (PARTS, TILES, 32, 4) words, in the order of f16; norms (PARTS, 32, 2 · PT), means (STEPS, 32, 2), a scale (1).
 READ = """#line 2 "cuda/read.cu"
 extern "C" __global__ void __launch_bounds__(256) read_kernel(
     unsigned *out, float *norms, unsigned *means, float *scale, const unsigned char *record,
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(256) read_kernel(
             unsigned a[4];
             decoder.next(t, a);
 #pragma unroll
-            for (int r = 0; r < 4; ++r) out[((part * LAYOUT::TILES + t) * 32 + lane) * 4 + r] = a[r];
+            for (int r = 0; r < 4; ++r) out[((part * LAYOUT::TILES + t) * 32 + lane) * 4 + f16_order(r)] = a[r];
         }
         float norm[2 * LAYOUT::PT];
         Codec::norms(norm, record, part, lane, own);

@@ -93,7 +93,7 @@ def test_keys_are_in_fragment_order(head_dim: int, block_size: int) -> None:
     ):
         token, channel = p * part + 16 * i + g + 8 * (r & 1), 16 * s + 8 * (r >> 1) + 2 * tg
         expected = x[token, channel : channel + 2] if channel < head_dim else np.zeros(2)
-        np.testing.assert_array_equal(halves[p, s * (part // 16) + i, 4 * g + tg, r], expected)
+        np.testing.assert_array_equal(halves[p, s * (part // 16) + i, 4 * g + tg, [0, 2, 1, 3][r]], expected)
         assert codes[p, s * (part // 16) + i, 4 * g + tg, r] == expected[0]
 
 
@@ -110,7 +110,8 @@ def test_values_are_in_fragment_order(head_dim: int, block_size: int) -> None:
         range(block_size // part), range(part // 16), range(steps), range(8), range(4), range(4)
     ):
         tile, first = u * steps + j, p * part + 16 * u + 8 * (r >> 1) + 2 * tg
-        np.testing.assert_array_equal(halves[p, tile, 4 * g + tg, r], x[first : first + 2, 16 * j + 2 * g + (r & 1)])
+        expected = x[first : first + 2, 16 * j + 2 * g + (r & 1)]
+        np.testing.assert_array_equal(halves[p, tile, 4 * g + tg, [0, 2, 1, 3][r]], expected)
         assert codes[p, tile, 4 * g + tg, r] == x[first + (r & 1), 2 * (8 * j + g)]
 
 
