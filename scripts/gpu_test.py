@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench import report
 from engine import EngineError
+from engine.backends.cuda import overlap
 from engine.backends.select import select
 from scripts.sanitize import sanitize
 
@@ -28,11 +29,14 @@ FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules")
 # They would show nothing about the GPU: tests of the compiler for other architectures, of the emulator, of CuPy's
 # stand-in, of threads, texts and counts.
 NEVER = (
-    *("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_modules", "test_rehearsal"),
-    *("test_shapes", "test_source"),
+    *("test_compile", "test_cupy_device", "test_docs", "test_memory", "test_modules", "test_overlap"),
+    *("test_rehearsal", "test_shapes", "test_source"),
 )
+# Whole models and engines: they run once more with overlapped launches, where the GPU has them.
+AGAIN = (*_MODELS, "test_gpu", "test_schedules")
 _MOST_WORKERS = 12
 _BUDGET = 340  # seconds
+_OVERLAPPED = 60  # seconds of them that are left to tests with overlapped launches
 _SANITIZED = 60  # seconds of each tool of compute-sanitizer
 _NEEDED = ("pytest", "hypothesis")
 
@@ -56,10 +60,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = options.results or _results(ops.name)
     write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
     print(f"{ops.name}: results go to {results} as they come; no test begins after {options.budget} s")
-    given = ["-p", "tests.written_results", "--results", str(results), "--until", str(time.time() + options.budget)]
+    end, again = time.time() + options.budget, _can_overlap()
+    first_end = end - min(_OVERLAPPED, options.budget / 2) if again else end
+    given = ["-p", "tests.written_results", *_workers(options.workers), *for_pytest]
+    limits = ["--results", str(results), "--until", str(first_end)]
     if options.resume is not None:
-        given += ["--but-not", str(options.resume)]
-    code = int(pytest.main([*map(str, files()), *given, *_workers(options.workers), *for_pytest]))
+        limits += ["--but-not", str(options.resume)]
+    code = int(pytest.main([*map(str, files()), *limits, *given]))
+    if again:
+        os.environ[overlap.VARIABLE] = "1"
+        path = results.with_suffix(".overlapped.jsonl")
+        write(path, {"gpu": ops.name, "launches": "overlapped", "pytest": for_pytest})
+        print(f"Again with {overlap.VARIABLE}=1: results go to {path}")
+        some = [str(file) for file in files() if file.stem in AGAIN]
+        code = int(pytest.main([*some, "--results", str(path), "--until", str(end), *given])) or code
+        del os.environ[overlap.VARIABLE]
     for tool, result, why in sanitize(options.sanitize):
         write(results, {"sanitizer": tool, "result": result, "why": why})
         print(f"compute-sanitizer {tool}: {result}" + (f": {why}" if why else ""), flush=True)
@@ -77,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="leave out tests that passed in these results")
     return parser
+
+
+def _can_overlap() -> bool:
+    """Whether the GPU has overlapped launches, and the environment does not turn them on for all tests."""
+    from engine.backends.cuda.cupy_device import can_overlap  # it needs CuPy
+
+    return can_overlap() and not overlap.is_wanted()
 
 
 def files() -> list[Path]:

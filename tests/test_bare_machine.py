@@ -102,6 +102,13 @@ def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     assert memcheck == {"sanitizer": "memcheck", "result": "passed", "why": ""}, done.stdout
     assert racecheck == {"sanitizer": "racecheck", "result": "failed", "why": "a race in a kernel"}
     assert done.returncode != 0
+    about, *again = [json.loads(line) for line in results.with_suffix(".overlapped.jsonl").read_text().splitlines()]
+    assert about["launches"] == "overlapped"
+    assert {line["test"] for line in again if line["result"] == "passed"} < {line["test"] for line in lines}
+    assert {line["test"].split("::")[1].split("[")[0] for line in again if line["result"] == "passed"} >= {
+        "test_replayed_steps_equal_launched_steps",
+        "test_answers_of_random_schedules_are_those_of_the_cpu",
+    }
     assert {line["test"].split("::")[0].split("/")[-1] for line in lines} >= {"test_packed_weights.py"}
     skipped = {line["test"].split("::")[1]: line["why"] for line in lines if line["result"] != "passed"}
     demonstration = skipped.pop("test_the_text_equals_that_of_the_cpu[demonstration-The old lighthouse]")

@@ -88,6 +88,7 @@ class Machine:
     compiled: list[str] = field(default_factory=list)  # texts
     overlapped: list[str] = field(default_factory=list)  # launches that may begin before the one before them has ended
     functions: dict[int, _Kernel] = field(default_factory=dict)  # by handle
+    roots: weakref.WeakValueDictionary[int, np.ndarray] = field(default_factory=weakref.WeakValueDictionary)
     cuda: int = 13000  # version of driver and runtime
     largest_shared: int = 0
     room: int = 1 << 30  # bytes that there are
@@ -130,18 +131,25 @@ class Machine:
         size = int(np.prod(shape)) * dtype.itemsize
         array = Array(shape, dtype, (self.malloc or self.common.malloc)(max(1, size)))
         array.machine = self
+        root = _root(array)
+        self.roots[root.ctypes.data] = root  # by address
         kind = _KINDS.get(dtype.name)
         array.view(np.ndarray)[...] = poisoned((), kind) if kind else np.frombuffer(b"\x7f" * dtype.itemsize, dtype)[0]
         return array
+
+
+def _root(array: Any) -> np.ndarray:
+    """The array that all views of its memory are views of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 class _Address:
     """An array as a graph holds it; views of one array stay views of it."""
 
     def __init__(self, machine: Machine, array: Array):
-        root: Any = array
-        while isinstance(root.base, np.ndarray):
-            root = root.base
+        root = _root(array)
         self._machine, self._start, self._size = machine, root.ctypes.data, root.nbytes
         self._view = array.shape, array.dtype, array.ctypes.data - self._start, array.strides
 
@@ -373,10 +381,11 @@ class Driver:
         target = ctypes.c_uint64.from_address(address).value
         if target == 0:
             return np.uintp(0)
-        (memory,) = (of for of in self._machine.memories if of.ptr <= target < of.ptr + of.size)
-        whole = Array((memory.size,), np.uint8, MemoryPointer(memory, 0))
+        roots = list(self._machine.roots.items())
+        (start, root) = next((start, root) for start, root in roots if start <= target < start + root.nbytes)
+        whole = root.reshape(-1).view(np.uint8).view(Array)
         whole.machine = self._machine
-        rest = whole[target - memory.ptr :]
+        rest = whole[target - start :]
         return rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 

@@ -50,7 +50,7 @@ def open_device() -> CupyDevice:
     if count == 0:
         raise _unavailable("The NVIDIA driver shows no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi")
     device = CupyDevice()
-    capability = capability_of(_runtime.getDevice())
+    capability = _capability()
     if capability < _LEAST_CAPABILITY:
         raise _unavailable(
             f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"
@@ -69,9 +69,14 @@ def open_device() -> CupyDevice:
     return device
 
 
-def capability_of(number: int) -> tuple[int, int]:
-    """The compute capability of a device."""
-    major, minor = (int(_runtime.deviceGetAttribute(code, number)) for code in (_MAJOR, _MINOR))
+def can_overlap() -> bool:
+    """Whether the current GPU has overlapped launches."""
+    return overlap.is_there(_capability(), _runtime.driverGetVersion(), _runtime.runtimeGetVersion())
+
+
+def _capability() -> tuple[int, int]:
+    """The compute capability of the current GPU."""
+    major, minor = (int(_runtime.deviceGetAttribute(code, _runtime.getDevice())) for code in (_MAJOR, _MINOR))
     return major, minor
 
 
@@ -86,15 +91,15 @@ def _first_line(error: Exception) -> str:
 class CupyDevice:
     """The current GPU of the process; CUDA_VISIBLE_DEVICES chooses among several."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlaps: bool | None = None) -> None:
+        """overlaps: whether launches overlap, if they can; None for what the environment says."""
         self._number = number = _runtime.getDevice()
         properties = _runtime.getDeviceProperties(number)
         self.name = properties["name"].decode()
         self.processors = int(properties["multiProcessorCount"])
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        versions = _runtime.driverGetVersion(), _runtime.runtimeGetVersion()
-        self.overlaps = overlap.is_wanted() and overlap.is_there(capability_of(number), *versions)
+        self.overlaps = (overlap.is_wanted() if overlaps is None else overlaps) and can_overlap()
         self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], _Kernel] = {}
