@@ -252,6 +252,7 @@ def test_steps_of_one_long_sequence_among_short_ones(tmp_path: Path, monkeypatch
     ]
     long, short, ragged = (step["bytes"] for step in steps)
     assert 3 * (ragged - short) == long - short > 0
+    assert all(step["ahead"] > 0 for step in steps)
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,8 +331,8 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
             AttentionTime("ring4", 1024, 16, 10e-6, 10_000_000, 2e-4),
             AttentionTime("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
             AttentionTime("ring3", 1024, 1, 1e-6, 10_000_000, float("nan")),
-            StepTime("bf16", 1024, 1024, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000),
-            StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000),
+            StepTime("bf16", 1024, 1024, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.5e-3),
+            StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.0e-3),
             MatrixTime("bf16", "qkv", 1, 10e-6, 30_000_000),
             PrefillTime("bf16", 1000, 0.5, 200e12, 1e-3, 300e9),
             PromptPeerTime("torch flash", 1000, 2e-3, 300e9),
@@ -348,8 +349,8 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     assert ["ring4", "1,024", "16", "10.0", "1,000", "25 %", "—", "2.0e-04"] in lines
     assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
     assert ["ring3", "1,024", "1", "1.0", "10,000", "250 %", "—", "WRONG nan"] in lines
-    assert ["q4_k_m", "1,024, others 512", "4", "10.00", "9.00", "8.00", "5.00", "50 %", "400"] in lines
-    assert ["bf16", "1,024", "4", "10.00", "9.00", "8.00", "5.00", "50 %", "400"] in lines
+    assert ["q4_k_m", "1,024, others 512", "4", "10.00", "9.00", "8.00", "8.00", "5.00", "50 %", "500"] in lines
+    assert ["bf16", "1,024", "4", "10.00", "9.00", "8.50", "8.00", "5.00", "50 %", "471"] in lines
     assert ["bf16", "qkv", "1", "10.0", "3,000", "75 %"] in lines
     assert ["bf16", "1,000", "500.0", "2,000", "50 %", "300"] in lines
     assert ["torch flash", "1,000", "2.00", "150", ""] in lines
@@ -360,11 +361,11 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
 
 def test_without_limits_there_are_no_shares() -> None:
     results = Results(
-        [AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4), StepTime("bf16", 8, 8, 1, 1e-3, 1e-3, 1e-3, 9)]
+        [AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4), StepTime("bf16", 8, 8, 1, 1e-3, 1e-3, 1e-3, 9, 1e-3)]
     )
     lines = [cells(line) for line in format_tables(results).splitlines()]
     assert ["f16", "1,024", "1", "20.0", "2,000", "—", "1.00", "1.0e-04"] in lines
-    assert ["bf16", "8", "1", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
+    assert ["bf16", "8", "1", "1.00", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
 
 
 # -- other libraries -----------------------------------------------------------------------------------------------

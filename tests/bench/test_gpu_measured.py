@@ -34,7 +34,7 @@ def results(
 
 
 def step(seconds: float, **other: Any) -> StepTime:
-    row = StepTime("bf16", 2048, 2048, 1, seconds, seconds, 0.9 * seconds, 1 << 30)
+    row = StepTime("bf16", 2048, 2048, 1, seconds, seconds, 0.9 * seconds, 1 << 30, seconds)
     return replace(row, **other)
 
 
