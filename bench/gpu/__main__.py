@@ -198,6 +198,11 @@ class Plan:
                 for name in _MATRICES if rows == 1 else _MATRICES[:-1]:
                     work = partial(self._with_model, weights, measure_matrix, name, rows)
                     yield f"{name} × {rows} rows, {weights}", work
+        for weights in KINDS if self.gpu.open_overlapping else ():
+            for cell in self._cells():
+                if len(cell) == self.batches[0]:
+                    work = partial(self._with_model, weights, measure_steps, cell, overlapped=True)
+                    yield f"steps, {weights}, {_named(cell)}, launches overlapped", work
         self._model = None  # frees its memory
 
     def _cells(self) -> list[Cell]:
@@ -207,15 +212,17 @@ class Plan:
         cells += [(max(contexts), *(min(contexts),) * (batch - 1)) for batch in self.batches if batch > 1]
         return list(dict.fromkeys(cells))
 
-    def _with_model(self, weights: str, measure: Callable[..., Row], *given: Any) -> list[Row]:
+    def _with_model(
+        self, weights: str, measure: Callable[..., Row], *given: Any, overlapped: bool = False
+    ) -> list[Row]:
         """One measurement of the model, which is made on first use. Raises EngineError if it does not fit."""
         if weights in self._no_model:
             raise EngineError("there is no model")
-        if self._model is None or self._model.weights != weights:
+        if self._model is None or (self._model.weights, self._model.device.overlaps) != (weights, overlapped):
             self._model = None
             self.gpu.clock.free()
             try:
-                self._model = RandomModel(self.gpu, self.sizes, self._content, weights, self._cells())
+                self._model = RandomModel(self.gpu, self.sizes, self._content, weights, self._cells(), overlapped)
             except (EngineError, MemoryError) as error:
                 self._no_model.add(weights)
                 layers = self.sizes.config.layers

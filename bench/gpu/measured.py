@@ -121,7 +121,7 @@ def _predicted(
     name, shape = f"{context:,} × {batch}", shape_of(config)
     place: dict[str, Sequence[Any]] = {"context": [context], "batch": [batch]}
     if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):
-        equal = {**place, "shortest": [context], "weights": [weights]}
+        equal = {**place, "shortest": [context], "weights": [weights], "overlapped": [False, None]}
         seconds = sum(part.seconds for part in parts)
         yield Predicted(f"step, {name}, without the host", seconds, "steps", "device", shape, equal)
         yield Predicted(f"step, {name}, with the host and encoding", seconds, "steps", "seconds", shape, equal)

@@ -40,13 +40,17 @@ Cell = tuple[int, ...]  # tokens of each sequence
 class RandomModel:
     """Random weights, and a store of the default cache type with random records."""
 
-    def __init__(self, gpu: Gpu, sizes: Sizes, content: Content, weights: str, cells: Sequence[Cell]):
+    def __init__(
+        self, gpu: Gpu, sizes: Sizes, content: Content, weights: str, cells: Sequence[Cell], overlapped: bool = False
+    ):
         """weights: see `bench.gpu.weights`. cells: those that the store must hold, one at a time; those that do not
-        fit are left out.
+        fit are left out. overlapped: with overlapped launches.
 
         Raises EngineError or MemoryError if the weights do not fit.
         """
-        self.ops, self.device = gpu.open()
+        opened = gpu.open_overlapping if overlapped else gpu.open
+        assert opened is not None
+        self.ops, self.device = opened()
         self.config = sizes.config
         self.weights = weights
         self.ops.room_beside(weight_bytes(self.ops, self.config, weights))

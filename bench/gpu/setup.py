@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,11 +74,15 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Gpu:
-    """open: makes new ops and their device. Their recorded graphs keep memory for as long as they exist."""
+    """open: makes new ops and their device. Their recorded graphs keep memory for as long as they exist.
+
+    open_overlapping: the same with overlapped launches; None where the GPU has none.
+    """
 
     open: Callable[[], tuple[CudaOps, Device]]
     clock: Clock
     about: dict[str, str]
+    open_overlapping: Callable[[], tuple[CudaOps, Device]] | None = None
 
 
 class CupyClock:
@@ -119,13 +124,13 @@ class CupyClock:
 def open_gpu() -> Gpu:
     """The machine's GPU. Raises EngineError, with the reason, if there is none."""
     select("cuda", 0)
-    from engine.backends.cuda.cupy_device import CupyDevice
+    from engine.backends.cuda.cupy_device import CupyDevice, can_overlap
 
-    def fresh() -> tuple[CudaOps, Device]:
-        device = CupyDevice()
+    def fresh(overlaps: bool) -> tuple[CudaOps, Device]:
+        device = CupyDevice(overlaps=overlaps)
         return CudaOps(device), device
 
-    return Gpu(fresh, CupyClock(), about_gpu())
+    return Gpu(partial(fresh, False), CupyClock(), about_gpu(), partial(fresh, True) if can_overlap() else None)
 
 
 def about_gpu() -> dict[str, str]:

@@ -45,7 +45,7 @@ class StepTime:
     weights: see `bench.gpu.weights`. context, shortest: tokens of the first sequence and of the others. seconds: the
     mean over a whole block, with its encoding, where the host waits for each step's tokens; median: of these steps;
     device: the recorded graph alone, without the host; ahead: the mean over a whole block where each step begins
-    before the last one's tokens are on the host, as the engine's do.
+    before the last one's tokens are on the host, as the engine's do. overlapped: with overlapped launches.
     """
 
     weights: str
@@ -57,6 +57,7 @@ class StepTime:
     device: float
     bytes: int
     ahead: float
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def measure_steps(gpu: Gpu, sizes: Sizes, random: RandomModel, cell: Cell) -> St
     read = sum(matrix.nbytes for matrix in (*itertools.chain(*layers), model.weights.head))
     return StepTime(
         *(random.weights, cell[0], min(cell), len(cell), statistics.fmean(times), statistics.median(times)),
-        *(device, read + held, ahead),
+        *(device, read + held, ahead, random.device.overlaps),
     )
 
 

@@ -122,6 +122,7 @@ def _steps(results: Results) -> str:
         rows.append(
             (
                 row.weights,
+                "overlapped" if row.overlapped else "in turn",
                 f"{row.context:,}" + (f", others {row.shortest:,}" if row.shortest < row.context else ""),
                 str(row.batch),
                 *(f"{1e3 * seconds:.2f}" for seconds in (row.seconds, row.median, row.ahead, row.device)),
@@ -134,7 +135,7 @@ def _steps(results: Results) -> str:
     title = (
         "Whole steps; floor: the bytes of weights and K/V at the speed of a copy; tokens/s: of steps that begin ahead"
     )
-    return _table(title, ("weights", "context", "batch", *times, "tokens/s"), rows)
+    return _table(title, ("weights", "launches", "context", "batch", *times, "tokens/s"), rows)
 
 
 def _matrices(results: Results) -> str:

@@ -29,6 +29,7 @@ from bench.gpu.setup import LLAMA_8B, Gpu, Sizes, open_gpu
 from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from bench.gpu.tables import Limits, Results, format_tables
 from bench.gpu.weights import _random_rows, layer_parts, outer_parts, parameters, weight_bytes
+from engine.backends.cuda import overlap
 from engine.backends.cuda.attention import AttentionOps
 from engine.backends.cuda.ops import CudaOps
 from engine.errors import EngineError
@@ -91,6 +92,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in (DEVICE, RECORDING):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(setup, "select", lambda device, threads: importlib.import_module(DEVICE))
+    monkeypatch.setattr(overlap, "load_driver", lambda: fake_cupy.Driver(machine))
     yield machine
     for name in (DEVICE, RECORDING):
         sys.modules.pop(name, None)
@@ -123,7 +125,7 @@ def test_measurements_are_in_the_order_of_their_importance(
     attention = ["fp16 kernels of others", "attention", "attention"]
     products = ["qkv", "out", "gate_up", "down"]
     steps, products = ["steps", "steps", "prefill of 48 tokens"], [*products, "head", *products, *products, *products]
-    model = [*steps, *steps, "fp16 kernels of others", *products, *products]
+    model = [*steps, *steps, "fp16 kernels of others", *products, *products, "steps", "steps"]
     limits = "limits of the device"
     assert parts == [limits, *attention, *model, *attention, "encoding", limits]
 
@@ -135,7 +137,11 @@ def test_measurements_are_in_the_order_of_their_importance(
     ]
     assert all(0 < row["error"] < 4e-3 for row in found["attention"])
     kinds = ("bf16", "q4_k_m")
-    assert [(row["weights"], row["batch"]) for row in found["steps"]] == [(kind, n) for kind in kinds for n in (1, 2)]
+    assert [(row["weights"], row["batch"], row["overlapped"]) for row in found["steps"]] == [
+        *((kind, n, False) for kind in kinds for n in (1, 2)),
+        *((kind, 1, True) for kind in kinds),
+    ]
+    assert "place_kv_kernel" in fake_gpu.overlapped
     rows = 5 * [1] + 4 * [8] + 4 * [16] + 4 * [64]
     assert [(row["weights"], row["rows"]) for row in found["matrices"]] == [
         (kind, count) for kind in reversed(kinds) for count in rows
@@ -332,7 +338,7 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
             AttentionTime("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
             AttentionTime("ring3", 1024, 1, 1e-6, 10_000_000, float("nan")),
             StepTime("bf16", 1024, 1024, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.5e-3),
-            StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.0e-3),
+            StepTime("q4_k_m", 1024, 512, 4, 10e-3, 9e-3, 8e-3, 20_000_000_000, 8.0e-3, overlapped=True),
             MatrixTime("bf16", "qkv", 1, 10e-6, 30_000_000),
             PrefillTime("bf16", 1000, 0.5, 200e12, 1e-3, 300e9),
             PromptPeerTime("torch flash", 1000, 2e-3, 300e9),
@@ -349,8 +355,20 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     assert ["ring4", "1,024", "16", "10.0", "1,000", "25 %", "—", "2.0e-04"] in lines
     assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
     assert ["ring3", "1,024", "1", "1.0", "10,000", "250 %", "—", "WRONG nan"] in lines
-    assert ["q4_k_m", "1,024, others 512", "4", "10.00", "9.00", "8.00", "8.00", "5.00", "50 %", "500"] in lines
-    assert ["bf16", "1,024", "4", "10.00", "9.00", "8.50", "8.00", "5.00", "50 %", "471"] in lines
+    assert [
+        "q4_k_m",
+        "overlapped",
+        "1,024, others 512",
+        "4",
+        "10.00",
+        "9.00",
+        "8.00",
+        "8.00",
+        "5.00",
+        "50 %",
+        "500",
+    ] in lines
+    assert ["bf16", "in turn", "1,024", "4", "10.00", "9.00", "8.50", "8.00", "5.00", "50 %", "471"] in lines
     assert ["bf16", "qkv", "1", "10.0", "3,000", "75 %"] in lines
     assert ["bf16", "1,000", "500.0", "2,000", "50 %", "300"] in lines
     assert ["torch flash", "1,000", "2.00", "150", ""] in lines
@@ -365,7 +383,7 @@ def test_without_limits_there_are_no_shares() -> None:
     )
     lines = [cells(line) for line in format_tables(results).splitlines()]
     assert ["f16", "1,024", "1", "20.0", "2,000", "—", "1.00", "1.0e-04"] in lines
-    assert ["bf16", "8", "1", "1.00", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
+    assert ["bf16", "in turn", "8", "1", "1.00", "1.00", "1.00", "1.00", "—", "—", "1,000"] in lines
 
 
 # -- other libraries -----------------------------------------------------------------------------------------------
