@@ -188,9 +188,17 @@ class SamplingParams:
     )
     stop_token_ids: tuple[int, ...] = setting((), help="end the answer at these tokens, as at EOS tokens")
     min_tokens: int = setting(0, help="fewest tokens to generate before EOS or one of stop_token_ids may be drawn")
+    schema: dict[str, Any] | str | None = setting(
+        None, help="the answer is JSON of this JSON schema, a dict or its text; {} allows any JSON; extra json"
+    )
+    grammar: str | None = setting(
+        None, help="the answer is of this grammar, in llguidance's form of Lark or in llama.cpp's GBNF; extra json"
+    )
+    regex: str | None = setting(None, help="the answer matches this regular expression as a whole; extra json")
 
     def __post_init__(self) -> None:
         limits.check(limits.SAMPLING, vars(self))
+        limits.check_one(limits.CONSTRAINTS, vars(self))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from engine.requests.runner import Runner
 from engine.requests.scheduler import Scheduler, TokenSequence
 from engine.sampling.constraints import Constraint
 from engine.sampling.detokenizer import text_of
+from engine.sampling.grammars import Grammars
 from engine.sessions import Place, Progress, Session
 
 Chunks = Generator[Chunk, None, None]
@@ -49,6 +50,7 @@ class Engine:
         self._runner = Runner(parts.model, self._prefixes, self._scheduler)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         self._answers = Answers(parts.source, enabled=keeps)
+        self._grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
 
     @classmethod
@@ -83,9 +85,9 @@ class Engine:
 
         prompt: text for raw completion, messages for the chat template, or token ids, which are taken as they are.
         options: how the prompt is tokenized, and which cached tokens it may reuse. progress: also yield chunks without
-        text that report how much of the prompt is computed. constraint: restricts the tokens of this request; never
-        share one between requests. Closing the iterator cancels the request. Raises EngineError for a prompt that
-        cannot be served ("context_length_exceeded", "invalid_request").
+        text that report how much of the prompt is computed. constraint: restricts the tokens of this request in another
+        way than `params` can; never share one between requests. Closing the iterator cancels the request. Raises
+        EngineError for a prompt that cannot be served ("context_length_exceeded", "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
         request = self._request(prompt, params, options, outbox=outbox, wants_progress=progress, constraint=constraint)
@@ -241,7 +243,8 @@ class Engine:
         """A request that is not queued yet. more: the other keyword arguments of `Request.create`."""
         self._check_open()
         params, options = params or SamplingParams(), options or PromptOptions()
-        return Request.create(prompt, params, options, self.model, self.context, answers=self._answers, **more)
+        more |= {"answers": self._answers, "constraint": self._grammars.constraint(params, more.pop("constraint"))}
+        return Request.create(prompt, params, options, self.model, self.context, **more)
 
     def _drain(self, request: Request, outbox: deque[Chunk | Exception]) -> Chunks:
         """Submit `request`, then yield its chunks. While there is none, this thread runs the engine's next units."""

@@ -72,7 +72,16 @@ SAMPLING: Limits = {
         lambda value: value is None or _whole(value, 0, MOST_LOGPROBS),
         f"None, or a whole number from 0 to {MOST_LOGPROBS}",
     ),
+    "schema": (
+        lambda value: value is None or isinstance(value, (dict, str)),
+        "a JSON schema: a dict, or its text",
+    ),
+    "grammar": (lambda value: value is None or isinstance(value, str), "the text of a grammar"),
+    "regex": (lambda value: value is None or isinstance(value, str), "a regular expression"),
 }
+
+CONSTRAINTS = ("schema", "grammar", "regex")
+"""Fields of SamplingParams at most one of which is given."""
 
 
 OPTIONS: Limits = {
@@ -93,6 +102,13 @@ def check(limits: Limits, values: Mapping[str, Any]) -> None:
     for name in limits:
         if wrong := complaint(limits, name, values[name]):
             raise EngineError(f"{name} {wrong}")
+
+
+def check_one(names: Iterable[str], values: Mapping[str, Any]) -> None:
+    """Raises EngineError if more than one of the fields `names` is given."""
+    given = [name for name in names if values[name] is not None]
+    if len(given) > 1:
+        raise EngineError(f"{given[0]} and {given[1]} both constrain the answer; leave one of them out")
 
 
 def check_roles(messages: Iterable[Mapping[str, Any]]) -> None:

@@ -68,10 +68,6 @@ def _below_zero(value: Any, body: Body) -> bool:
     return value != 0 and _no_more_than_zero(value, body)
 
 
-def _is_text_format(value: Any, _: Body) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 def _is_where_bos_belongs(value: Any, body: Body) -> bool:
     return value is ("prompt" in body)
 
@@ -139,13 +135,25 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "n_cmpl", "L", "another name of `n`, which counts if both are given"
     yield "stream", "OLV", "[false]"
     yield "stream_options", "OLV", "`include_usage`; its other fields are ignored"
+    yield (
+        "response_format",
+        "OLV",
+        "`text`, `json_object`, or `json_schema`: the answer is JSON of that schema, which may also be llama-server's "
+        "`schema` beside `json_object`",
+    )
+    yield "json_schema", "L", "the answer is JSON of this schema; an object or its text"
+    yield "grammar", "L", "the answer is of this grammar, in GBNF or llguidance's form of Lark"
+    yield "guided_json", "V", "as `json_schema`"
+    yield "guided_regex", "V", "the answer matches this regular expression as a whole"
+    yield "guided_choice", "V", "the answer is one of at most 1,024 strings"
+    yield "guided_grammar", "V", "as `grammar`"
+    yield "structured_outputs", "V", "an object with one of `json`, `json_object`, `regex`, `choice` and `grammar`"
     yield "cache_prompt", "L", "false computes all of the prompt, whatever is in the cache [true]"
     yield "cache_salt", "V", "only requests with the same salt find the blocks that this one leaves in the cache"
 
 
 _NO_TOOLS = "this server calls no tools"
 _NO_REASONING = "reasoning is text like any other here"
-_NO_GRAMMAR = "nothing constrains the answer that it would apply to"
 _ONLY_SPEED = "it concerns speed, not the answer"
 _NO_SHIFT = "the answer ends where the context is full, and nothing is left out of it"
 _NO_MEDIA = "this server takes text alone, and refuses other parts in messages"
@@ -182,10 +190,10 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
     yield "adaptive_decay", "L", "it has an effect only with `adaptive_target`"
     yield "length_penalty", "V", "it has an effect only with `use_beam_search`"
     yield "truncation_side", "V", "it has an effect only with `truncate_prompt_tokens`"
-    for name in ("grammar_lazy", "grammar_triggers", "grammar_type", "preserved_tokens"):
-        yield name, "L", _NO_GRAMMAR
-    for name in ("guided_decoding_backend", "guided_whitespace_pattern"):
-        yield name, "V", _NO_GRAMMAR
+    for name in ("grammar_triggers", "preserved_tokens"):
+        yield name, "L", "it has an effect only with `grammar_lazy`"
+    yield "grammar_type", "L", "`grammar` says by itself what it is"
+    yield "guided_decoding_backend", "V", "llguidance constrains answers, and any name is taken"
     for name in (
         "reasoning_control",
         "reasoning_budget_start_tag",
@@ -210,8 +218,6 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     yield "functions", "O", _is([]), f"{_NO_TOOLS}; leave it out"
     yield "tool_choice", "OLV", _is("none"), f"{_NO_TOOLS}; leave it out"
     yield "function_call", "O", _is("none"), f"{_NO_TOOLS}; leave it out"
-    plain = Neutral('`{"type": "text"}`', _is_text_format)
-    yield "response_format", "OLV", plain, "this server writes plain text alone; leave it out"
     yield "modalities", "O", _is(["text"]), "this server writes text alone; leave it out"
     yield "audio", "O", None, "this server writes text alone; leave it out"
     yield "moderation", "O", None, "this server moderates nothing; leave it out"
@@ -220,14 +226,14 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     yield "suffix", "OV", _is(""), "this server does not write into the middle of a text"
     yield "echo", "OLV", _is(False), "this server does not repeat the prompt; leave it out"
     yield "best_of", "OV", _is(1), "this server does not rank answers"
-    constrained = "this server cannot constrain an answer; leave it out"
-    yield "grammar", "L", _is(""), constrained
-    for name, apis in (("json_schema", "L"), ("guided_json", "V"), ("structural_tag", "V")):
-        yield name, apis, None, constrained
-    yield "guided_regex", "V", _is(""), constrained
-    yield "guided_grammar", "V", _is(""), constrained
-    yield "guided_choice", "V", _is([]), constrained
-    yield "structured_outputs", "V", _is({}), constrained
+    yield "structural_tag", "V", None, "only whole answers are constrained here; leave it out"
+    yield "grammar_lazy", "L", _is(False), "a grammar is that of the whole answer here; leave it out"
+    yield (
+        "guided_whitespace_pattern",
+        "V",
+        None,
+        "the white space of JSON is of at most 40 characters here; leave it out",
+    )
     sampler = "this server has no such sampler; leave it out"
     yield "mirostat", "L", _is(0), sampler
     for name in ("typical_p", "typ_p"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine import SamplingParams
 from engine.limits import MOST_LOGPROBS, SAMPLING, complaint
+from server.constraints import read_constraint
 from server.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
@@ -70,7 +71,7 @@ def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logpr
         chosen["stop_token_ids"] = _ids("stop_token_ids", body["stop_token_ids"])
     if "ignore_eos" in body:
         chosen["ignore_eos"] = flag("ignore_eos", body["ignore_eos"])
-    return SamplingParams(**chosen, logprobs=_logprobs(body, switched_logprobs))
+    return SamplingParams(**chosen, **read_constraint(body), logprobs=_logprobs(body, switched_logprobs))
 
 
 def _within_limits(field: str, name: str, value: Any) -> Any:

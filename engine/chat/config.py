@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,12 @@ class ChatConfig:
         "-no-cnv",
         "--no-conversation",
         help="go on from the prompt as plain text, without a chat template, and exit",
+    )
+    json_schema: str | None = setting(
+        None,
+        "--json-schema",
+        metavar="FILE",
+        help="every answer is JSON of the JSON schema in FILE; needs the package llguidance (extra json)",
     )
     single_turn: bool = setting(False, "-st", "--single-turn", help="answer one message and exit")
     loop_check: bool = setting(
@@ -102,6 +108,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams
     settle(None, engine, {})
     if chat.prompt is not None and chat.file is not None:
         raise FlagError("-p/--prompt and -f/--file both give the prompt; leave one of them out")
+    if chat.json_schema is not None:
+        sampling = replace(sampling, schema=_read_text("--json-schema", chat.json_schema))
     return engine, sampling, chat
 
 
@@ -109,12 +117,17 @@ def read_prompt(chat: ChatConfig) -> str | None:
     """The text of -p, or of the file of -f without its last line end. Raises FlagError."""
     if chat.file is None:
         return chat.prompt
+    return _read_text("-f/--file", chat.file).removesuffix("\n")
+
+
+def _read_text(flag: str, file: str) -> str:
+    """The text in a file that a flag names. Raises FlagError."""
     try:
-        return Path(chat.file).read_text(encoding="utf-8").removesuffix("\n")
+        return Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise FlagError(f"-f/--file: {chat.file} cannot be read: {error.strerror}") from None
+        raise FlagError(f"{flag}: {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise FlagError(f"-f/--file: {chat.file} is not UTF-8 text") from None
+        raise FlagError(f"{flag}: {file} is not UTF-8 text") from None
 
 
 def ignored_flags(chat: ChatConfig) -> list[str]:

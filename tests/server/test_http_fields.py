@@ -189,5 +189,5 @@ def test_the_socket_hides_cached_tokens_too(start: Any) -> None:
             assert last["usage"]["prompt_tokens"] > 0
             _, last = client.ask(id=2, prompt=[7] * 300)
             assert last["error"]["n_ctx"] == CONTEXT
-            _, last = client.ask(id=3, prompt="the", n_predict=3, grammar="root")
-            assert last["error"]["field"] == "grammar"
+            _, last = client.ask(id=3, prompt="the", n_predict=3, mirostat=2)
+            assert last["error"]["field"] == "mirostat"

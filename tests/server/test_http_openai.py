@@ -221,8 +221,7 @@ def test_a_wrong_value_is_a_bad_request_that_names_the_field(
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
             "messages[0].content[0].type",
@@ -294,3 +293,25 @@ def test_more_answers_than_the_queue_can_hold_are_not_a_busy_error(tiny: Engine)
         assert f"room for {room} answer" in refused.json()["error"]["message"]
         assert "retry-after" not in refused.headers
         assert server.post("/v1/completions", body | {"n": room}).status_code == 200
+
+
+# -- answers of a schema -----------------------------------------------------------------------------------------------
+
+
+def test_answers_are_of_the_schema(server: Serving) -> None:
+    """The vocabulary of this model has no braces, but digits."""
+    schema = {"type": "integer", "minimum": 100, "maximum": 999}
+    format = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
+    for seed in range(4):
+        answer = chat(server, response_format=format, seed=seed, temperature=1, n=2)
+        for choice in answer.choices:
+            assert 100 <= int(choice.message.content or "") <= 999
+            assert choice.finish_reason == "stop"
+    answer = chat(server, extra_body={"guided_choice": ["yes", "no"]})
+    assert answer.choices[0].message.content in ("yes", "no")
+
+
+def test_an_impossible_schema_is_refused_with_the_reason(server: Serving) -> None:
+    schema = {"type": "integer", "minimum": 3, "maximum": 1}
+    with pytest.raises(openai.BadRequestError, match=r"minimum \(3\) is greater than maximum \(1\)"):
+        chat(server, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})

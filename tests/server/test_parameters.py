@@ -14,6 +14,7 @@ from engine import PromptOptions, SamplingParams, limits
 from engine.sampling.sample import resolve
 from model_loaders.config import GenerationDefaults
 from server import parameters
+from server.constraints import MAX_CHOICES
 from server.fields import FIELDS
 from server.prompts import MOST_SALT
 from server.sampling import MAX_BIAS_TEXT, MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
@@ -188,6 +189,10 @@ def test_unknown_fields_are_ignored() -> None:
         ("tools", []),
         ("tool_choice", "none"),
         ("response_format", {"type": "text"}),
+        ("grammar", ""),
+        ("guided_regex", ""),
+        ("guided_choice", []),
+        ("structured_outputs", {"regex": None, "json_object": False}),
         ("logprobs", False),
         ("top_logprobs", 0),
         ("modalities", ["text"]),
@@ -303,9 +308,15 @@ def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value:
         ("tool_choice", "auto"),
         ("functions", [{}]),
         ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("response_format", "text"),
+        ("json_schema", [3]),
+        ("grammar", 3),
+        ("guided_regex", ["a"]),
+        ("guided_choice", "a"),
+        ("guided_choice", ["a"] * (MAX_CHOICES + 1)),
+        ("structured_outputs", {"json": {}, "regex": "a"}),
+        ("structured_outputs", {"structural_tag": "a"}),
+        ("structured_outputs", "json"),
         *(("logprobs", bad) for bad in (True, -1, 21, 2.5, "2", [], 10**30)),
         *(("top_logprobs", bad) for bad in (1, True, "0", [])),
         ("modalities", ["text", "audio"]),
@@ -327,6 +338,16 @@ def test_a_wrong_field_is_named(name: str, value: Any) -> None:
     [
         ({}, "messages"),
         ({"prompt": "a", "messages": [USER]}, "messages"),
+        ({"prompt": "a", "response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"prompt": "a", "response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
+        ({"prompt": "a", "guided_choice": ["a", 3]}, "guided_choice[1]"),
+        ({"prompt": "a", "structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+        ({"prompt": "a", "guided_regex": "a", "grammar": 'root ::= "a"'}, "guided_regex"),
         ({"prompt": 1}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": {}}, "prompt"),
