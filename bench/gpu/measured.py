@@ -52,7 +52,7 @@ class Predicted:
         if not self.shape.items() <= run.shape.items():
             return None
         rows = (row for row in run.rows[self.kind] if all(row.get(name) in of for name, of in self.equal.items()))
-        return next((row[self.column] for row in rows), None)
+        return next((row.get(self.column) for row in rows), None)
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def _predicted(
         seconds = sum(part.seconds for part in parts)
         yield Predicted(f"step, {name}, without the host", seconds, "steps", "device", shape, equal)
         yield Predicted(f"step, {name}, with the host and encoding", seconds, "steps", "seconds", shape, equal)
+        yield Predicted(f"step, {name}, begun ahead, with encoding", seconds, "steps", "ahead", shape, equal)
     labels = [cache_type.label, *([cache_type.pair] if cache_type.key_conditioning else [])]
     heads = {field: shape[field] for field in _ATTENTION_SHAPE}
     for part in parts:

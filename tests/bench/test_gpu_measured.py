@@ -34,7 +34,7 @@ def results(
 
 
 def step(seconds: float, **other: Any) -> StepTime:
-    row = StepTime("bf16", 2048, 2048, 1, seconds, seconds, 0.9 * seconds, 1 << 30, seconds)
+    row = StepTime("bf16", 2048, 2048, 1, seconds, seconds, 0.9 * seconds, 1 << 30, 0.95 * seconds)
     return replace(row, **other)
 
 
@@ -60,10 +60,11 @@ def test_every_time_that_was_measured_has_its_prediction(tmp_path: Path) -> None
     whole = 32 * 9e-6 + 24 * 10e-6 + 8 * 14e-6
     assert list(pairs) == [
         *("step, 2,048 × 1, without the host", "step, 2,048 × 1, with the host and encoding"),
+        "step, 2,048 × 1, begun ahead, with encoding",
         *("attention of a layer, 2,048 × 1", "down, batch 1"),
     ]
     seconds = [value for pair in pairs.values() for value in (pair.predicted, pair.measured)]
-    assert seconds == pytest.approx([whole, 5.4e-3, whole, 6e-3, 9e-6, 12e-6, 11e-6, 22e-6])
+    assert seconds == pytest.approx([whole, 5.4e-3, whole, 6e-3, whole, 5.7e-3, 9e-6, 12e-6, 11e-6, 22e-6])
     assert {pair.file for pair in pairs.values()} == {"gpu.json"}
 
 
@@ -73,6 +74,7 @@ def test_every_time_that_was_measured_has_its_prediction(tmp_path: Path) -> None
         (step(6e-3, weights="q4_k_m"), {}),
         (step(6e-3, shortest=1024), {}),
         (step(6e-3, batch=2), {}),
+        (step(6e-3, overlapped=True), {}),
         (step(6e-3), {"config": replace(LLAMA_8B, layers=2)}),
         (step(6e-3), {"gpu": "NVIDIA A100-SXM4-80GB"}),
         (step(6e-3), {"kind": "gpu.predict"}),
@@ -128,7 +130,7 @@ def test_the_report_has_measured_times_beside_predicted_ones(
     (tmp_path / "local").mkdir()
     results(tmp_path / "local" / "gpu.json", step(4e-3))
     assert predict.main(["--output", str(output)]) == 0
-    *_, title, _, _, _, device, with_host = capsys.readouterr().out.splitlines()
+    *_, title, _, _, _, device, with_host, _ = capsys.readouterr().out.splitlines()
     assert title == "Measured on NVIDIA H200, beside the predictions"
     assert "step, 2,048 × 1, without the host" in device
     written = json.loads(output.read_text(encoding="utf-8"))
