@@ -4,7 +4,7 @@
 // have any. A row's lists begin at word `lists`, a multiple of 4:
 //   DRY         double amounts (dry), int ids (dry)
 //   biases      int ids (biases), float amounts (biases)
-//   penalties   int ids of the last tokens (recent); an id may be there several times
+//   penalties   int ids of the last tokens (recent); an id may be there several times; −1: the row's newest token
 //   mask        if `masked`: ceil(V / 32) words; bit i % 32 of word i / 32 allows token i.
 struct __align__(16) Params {
     float temperature, top_k, top_p, min_p, uniform, repeat;
@@ -60,11 +60,13 @@ struct Penalised {
 };
 
 // Penalises the recent tokens, one thread for each; of equal ones only the first is penalised, for all occurrences.
-__device__ __forceinline__ Penalised penalise(float *logits, const int *recent, const Params &p) {
+// newest: what -1 stands for in `recent`; null where there is none. It may be negative itself: then it is left out.
+__device__ __forceinline__ Penalised penalise(float *logits, const int *recent, const int *newest, const Params &p) {
     if (p.recent == 0) return {-1, NEGATIVE_INFINITY};
-    int token = threadIdx.x < p.recent ? recent[threadIdx.x] : -1, occurrences = 0;
+    const auto recent_at = [&](int i) { return recent[i] < 0 && newest ? *newest : recent[i]; };
+    int token = threadIdx.x < p.recent ? recent_at(threadIdx.x) : -1, occurrences = 0;
     for (int i = 0; token >= 0 && i < p.recent; ++i) {
-        const bool same = recent[i] == token;
+        const bool same = recent_at(i) == token;
         if (same && i < threadIdx.x) token = -1;
         occurrences += same;
     }

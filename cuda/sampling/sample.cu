@@ -2,7 +2,8 @@
 //
 // ids (B): the token; -1 where the logits are not finite, -2 where biases and mask leave no token. logits (B, V), rows
 // `stride` floats apart; biases, penalties and DRY change them in place and are undone at the end. draws: the table of
-// adjust.cuh. saved: scratch, as many floats as the table has words, where rows have lists.
+// adjust.cuh. saved: scratch, as many floats as the table has words, where rows have lists. newest (B), or null: the
+// token behind which each row's logits come, for lists that do not know it.
 //
 // Nothing is sorted. The order "largest first, equal ones by id" gives every token a rank, one integer. Top-k and
 // top-p keep all ranks up to a last one, which is found by radix selection: for one digit after the other, a histogram
@@ -196,7 +197,7 @@ __device__ __forceinline__ int draw(Row row, const Params &p, bool possible) {
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-sample_kernel(int *ids, float *logits, const int *draws, float *saved, int V, long long stride) {
+sample_kernel(int *ids, float *logits, const int *draws, float *saved, const int *newest, int V, long long stride) {
     let_next_begin();
     wait_for_previous();
     const Params &p = reinterpret_cast<const Params *>(draws)[blockIdx.x];
@@ -208,7 +209,7 @@ sample_kernel(int *ids, float *logits, const int *draws, float *saved, int V, lo
     float *saved_biased = saved + (lists.bias_ids - draws), *saved_dry = saved + (lists.dry_ids - draws);
     bool possible = change_logits(logits, lists.bias_ids, p.biases, saved_biased,
                                   [&](float x, int i) { return x + lists.biases[i]; });
-    const Penalised penalised = penalise(logits, lists.recent, p);
+    const Penalised penalised = penalise(logits, lists.recent, newest ? newest + blockIdx.x : nullptr, p);
     possible |= penalised.before > NEGATIVE_INFINITY;
     possible |= change_logits(logits, lists.dry_ids, p.dry, saved_dry,
                               [&](float x, int i) { return float(double(x) - lists.dry[i]); });

@@ -177,8 +177,12 @@ class Ops(Protocol):
     def pack_draws(self, draws: Sequence[Draw]) -> Draws:
         """`draws` (one for each row) as the argument of `sample`. All rows have the same vocabulary."""
 
-    def sample(self, logits: Array, draws: Draws) -> Array:
-        """Sample a token for each row of logits (B, V) → token ids on the device, for `fetch_tokens`."""
+    def sample(self, logits: Array, draws: Draws, newest: Array | None = None) -> Array:
+        """Sample a token for each row of logits (B, V) → token ids on the device, for `fetch_tokens`.
+
+        newest: ids (B,) int32 of the tokens that the rows were computed from, which stand for NEWEST in `Draw.recent`.
+        Only ops with `fetch_later` get draws that have it.
+        """
 
     def fetch_tokens(self, chosen: Array, logits: Array, draws: Sequence[Draw]) -> list[Sampled]:
         """The tokens that `sample` chose, on the host: ids, with log-probabilities where a draw asks for them, or the

@@ -189,7 +189,7 @@ class Transformer:
             cos, sin = tables[2 * kind : 2 * kind + 2]
             self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
         logits = self._head(x, recorded=True)
-        return self.ops.sample(logits, draws), logits
+        return self.ops.sample(logits, draws, ids), logits
 
     # -- one layer ----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from engine.requests.scheduler import TokenSequence
 from engine.sampling.constraints import Constraint, checked_mask
 from engine.sampling.detokenizer import Detokenizer, StopFilter
 from engine.sampling.dry import Dry
-from engine.sampling.sample import Draw, Sampled, Sampling, resolve
+from engine.sampling.sample import NEWEST, Draw, Sampled, Sampling, resolve
 from model_loaders.prompt import chat_ids
 from model_loaders.tokenizers import Tokenizer
 
@@ -249,21 +249,23 @@ class Request:
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether draws depend on the number of tokens only, so that a step can begin before the last one's are known.
-
-        Log-probabilities are read from the logits of the last step, which the next one overwrites.
-        """
-        is_free = self.constraint is None and self._dry is None and self.sampling.is_plain
-        return is_free and self.params.logprobs is None
+        """Whether a step can begin before the last one's token is known. It overwrites logits: of log-probabilities."""
+        return self.constraint is None and self._dry is None and self.params.logprobs is None
 
     @property
     def expects_more(self) -> bool:
         """Whether more tokens may follow the next one."""
         return not self.sequence.finished and self.sequence.generated + 1 < self.sequence.max_tokens
 
-    def draw(self, ahead: int = 0) -> Draw:
-        """How to draw the next token, or the one `ahead` tokens behind it. Raises whatever the constraint raises."""
-        recent = self.sequence.ids[max(0, len(self.sequence.ids) - self.params.repeat_last_n) :]
+    def draw(self, *, ahead: bool = False) -> Draw:
+        """How to draw the next token. Raises whatever the constraint raises.
+
+        ahead: how to draw the one behind that, which is not known yet.
+        """
+        window = self.params.repeat_last_n
+        recent = self.sequence.ids[max(0, len(self.sequence.ids) + ahead - window) :]
+        if ahead and window:
+            recent.append(NEWEST)
         dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
         may_end = self.sequence.generated + ahead >= self.params.min_tokens
         sampling = self.sampling if may_end else self._sampling_without_ends

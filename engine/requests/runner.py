@@ -258,7 +258,7 @@ class Runner:
             for request in requests:
                 assert request.kv is not None
                 spans[request] = self._store.open_step(request.kv)
-            draws = [request.draw(ahead=1) for request in requests]
+            draws = [request.draw(ahead=True) for request in requests]
             return _Step(requests, spans, self._model.step_ahead(list(spans.values()), step.fetch, draws))
         except BaseException as error:
             for span in spans.values():

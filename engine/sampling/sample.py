@@ -18,6 +18,7 @@ from engine.outputs import TokenLogprob
 from engine.sampling.constraints import allowed_bits
 from model_loaders.config import GenerationDefaults
 
+NEWEST = -1  # in `Draw.recent`: the token that the step before the draw is computed from
 NOT_FINITE = "The model's output is not finite: its weights are damaged or not meant for this engine"
 
 _DEFAULTS = {
@@ -96,7 +97,7 @@ class Draw:
     """
 
     sampling: Sampling
-    recent: Sequence[int]  # the last ids, PENALTY_WINDOW at most, oldest first
+    recent: Sequence[int]  # the last ids, PENALTY_WINDOW at most, oldest first; NEWEST for one that is not known yet
     uniform: float  # random, from [0, 1)
     vocabulary: int  # the number of ids; logits may have more
     logprobs: int | None = None  # number of most likely tokens to report log-probabilities of, besides the drawn one

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.backends.cuda.draws import pack_draws
 from engine.backends.cuda.kernel_source import source
 from engine.limits import PENALTY_WINDOW
-from engine.sampling.sample import Draw, Sampling, _adjust, sample
+from engine.sampling.sample import NEWEST, Draw, Sampling, _adjust, sample
 from tests.cuda.programs import Program
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -50,6 +50,7 @@ def launch(
     recent: Sequence[Sequence[int]],
     threads: int = 128,
     seed: int = 2,
+    newest: np.ndarray | None = None,
     **more: object,
 ) -> np.ndarray:
     """Ids for logits (B, V), whose rows lie further apart than they are long, as the kernel wants them: aligned.
@@ -65,7 +66,7 @@ def launch(
         [Draw(chain, last, drawn, vocab, **more) for (chain, drawn), last in zip(rows, recent, strict=True)]
     )
     saved = np.full(draws.table.shape, np.nan, np.float32) if draws.has_lists else None
-    args = (ids, held, draws.table, saved, np.int32(vocab), np.int64(stride))
+    args = (ids, held, draws.table, saved, newest, np.int32(vocab), np.int64(stride))
     program().launch("sample_kernel", (batch,), (threads,), *args, seed=seed)
     np.testing.assert_array_equal(held, before)
     return ids
@@ -170,6 +171,19 @@ EXACT_CASES = [
     ([4.0, 3.0, 1.5], replace(PLAIN, top_k=1, repeat_penalty=2.0), [0, 0, 1], 0.0, 0),
     ([-1.0, -1.5, -3.0], replace(PLAIN, top_k=1, repeat_penalty=2.0), [0, 0], 0.0, 1),
 ]
+
+
+def test_the_newest_token_may_come_from_the_device(rng: np.random.Generator) -> None:
+    """Once or several times among the recent tokens, and as one that could not be drawn, which no penalty counts."""
+    chain = Sampling(0.0, 0, 1.0, 0.0, 3.0, 0.5, 0.25, {})
+    logits = rng.standard_normal((5, 40)).astype(np.float32)
+    best = logits.argmax(1).astype(np.int32)
+    best[4] = -2
+    known = [[], [3, 4], [int(best[2])], [int(best[3]), 7, int(best[3])], [3]]
+    given = launch(logits, [(chain, 0.5)] * 5, [[*tokens, NEWEST] for tokens in known], newest=best)
+    whole = [[*tokens, int(token)] if token >= 0 else tokens for tokens, token in zip(known, best, strict=True)]
+    np.testing.assert_array_equal(given, launch(logits, [(chain, 0.5)] * 5, whole))
+    assert (given[:4] != best[:4]).any()
 
 
 @pytest.mark.parametrize(("logits", "chain", "recent", "drawn", "expected"), EXACT_CASES)

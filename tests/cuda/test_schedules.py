@@ -121,8 +121,9 @@ def compare_with_waiting(device: Device, path: Path, monkeypatch: pytest.MonkeyP
                 engine._model, "step_ahead", lambda *given: begun.append(type(given[1])) or step(*given)
             )
             for number, outbox in enumerate(outboxes):
-                params = SamplingParams(temperature=0.9, seed=number, max_tokens=8 + 3 * number, stop_token_ids=stop)
-                engine.submit([*range(5, 15 + 4 * number)], replace(params, ignore_eos=True), into=outbox)
+                params = SamplingParams(temperature=0.9, seed=number, max_tokens=8 + 3 * number, ignore_eos=True)
+                params = replace(params, stop_token_ids=() if number else stop, repeat_penalty=1 + number / 2)
+                engine.submit([*range(5, 15 + 4 * number)], params, into=outbox)
             while engine.work():
                 pass
             assert_idle(engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine import Engine, EngineError, PromptOptions, SamplingParams
 from engine.backends.numpy.ops import NumpyOps
 from engine.outputs import Chunk, Completion, fold
 from engine.requests.request import Ticket
-from engine.sampling.sample import NOT_FINITE, Draw, Fetch, Sampled
+from engine.sampling.sample import NEWEST, NOT_FINITE, Draw, Fetch, Sampled
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, held, load_tiny, make_model, preemptions
 
@@ -35,6 +36,12 @@ class Ahead(NumpyOps):
         super().__init__()
         self.events: list[str] = []
         self.spoil: dict[int, EngineError] = {}  # number of a step → the error of its first row
+
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> list[Sampled]:
+        if newest is not None:
+            known = [[i if i != NEWEST else int(new) for i in d.recent] for d, new in zip(draws, newest, strict=True)]
+            draws = [replace(draw, recent=recent) for draw, recent in zip(draws, known, strict=True)]
+        return super().sample(logits, draws)
 
     def fetch_later(self, chosen: list[Sampled], draws: Sequence[Draw]) -> Fetch:
         assert all(draw.logprobs is None for draw in draws)
@@ -99,8 +106,8 @@ def test_the_row_behind_a_stop_token_leaves_nothing(engine: Engine, plain: Engin
 
 @pytest.mark.parametrize(
     "more",
-    [{"logprobs": 0}, {"repeat_penalty": 1.3}, {"presence_penalty": 0.5}, {"dry_multiplier": 2.0}],
-    ids=["log-probabilities", "penalty", "presence", "DRY"],
+    [{"logprobs": 0}, {"dry_multiplier": 2.0}],
+    ids=["log-probabilities", "DRY"],
 )
 def test_a_request_that_needs_the_last_token_waits_for_it(
     engine: Engine, plain: Engine, ops: Ahead, more: dict[str, Any]
@@ -108,6 +115,17 @@ def test_a_request_that_needs_the_last_token_waits_for_it(
     prompt = [*range(5, 25)]
     assert engine.generate(prompt, drawn(**more)).token_ids == plain.generate(prompt, drawn(**more)).token_ids
     assert not ops.events
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 30, 64])
+@pytest.mark.parametrize("length", [1, 20])
+def test_penalties_count_the_token_that_is_not_known_yet(
+    engine: Engine, plain: Engine, ops: Ahead, window: int, length: int
+) -> None:
+    params = drawn(repeat_penalty=3.0, frequency_penalty=2.0, presence_penalty=1.0, repeat_last_n=window, temperature=0)
+    prompt = [*range(5, 5 + length)]
+    assert engine.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
+    assert ops.events.count("begins") > 20
 
 
 def test_a_constraint_sees_every_token_before_the_next_step(engine: Engine, ops: Ahead) -> None:

@@ -18,12 +18,12 @@ _NOTHING_LEFT = -2  # instead of an id, from `cuda/sampling/sample.cu`
 _SUMS = 4  # words before the pairs of `cuda/sampling/logprobs.cu`
 
 
-def sample(device: Device, launch: Launcher, logits: Array, draws: Draws) -> Array:
+def sample(device: Device, launch: Launcher, logits: Array, draws: Draws, newest: Array | None = None) -> Array:
     """logits (B, V) → token ids (B,) int32 on the device; below 0 where no token can be drawn."""
     rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
     # The kernel saves the logits that lists change here, and restores them.
     saved = device.empty(draws.table.shape, np.float32) if draws.has_lists else None
-    args = ids, rows, draws.on(device), saved, draws.vocabulary, np.int64(rows.shape[1])
+    args = ids, rows, draws.on(device), saved, newest, draws.vocabulary, np.int64(rows.shape[1])
     launch("sample", (len(logits),), LaunchConfig({}, _THREADS), *args)
     return ids
 

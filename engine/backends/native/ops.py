@@ -140,7 +140,7 @@ class NativeOps:
     def weight_type(self, stored: str) -> str:
         return stored
 
-    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> None:
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> None:
         """Nothing yet: `fetch_tokens` samples, on the logits of a step that has run."""
 
     def fetch_tokens(self, chosen: None, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:

@@ -177,7 +177,7 @@ class NumpyOps:
     def pack_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
         return draws
 
-    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> list[Sampled]:
         return sample_all(logits, draws)
 
     def fetch_tokens(self, chosen: list[Sampled], logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
