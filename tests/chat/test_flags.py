@@ -261,3 +261,11 @@ def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path):
         with pytest.raises(FlagError) as error:
             read_prompt(ChatConfig(file=str(path)))
         assert str(path) in str(error.value)
+
+
+def test_a_schema_comes_from_a_file(tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}', encoding="utf-8")
+    assert read_command_line(["--json-schema", str(file)])[1].schema == '{"type": "integer"}'
+    with pytest.raises(FlagError, match=r"--json-schema: .*none\.json cannot be read: No such file"):
+        read_command_line(["--json-schema", str(tmp_path / "none.json")])
