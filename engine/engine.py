@@ -18,7 +18,8 @@ from engine.model import score
 from engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
 from engine.requests.answers import Answers
 from engine.requests.fair_lock import FairLock
-from engine.requests.request import Outbox, Prompt, Request, Ticket, checked_ids, is_chat, prompt_ids
+from engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
+from engine.requests.request import Outbox, Request, Ticket
 from engine.requests.runner import Runner
 from engine.requests.scheduler import Scheduler, TokenSequence
 from engine.sampling.constraints import Constraint

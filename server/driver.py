@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from engine.outputs import Status
-from engine.requests.request import Prompt, Ticket
+from engine.requests.prompts import Prompt
+from engine.requests.request import Ticket
 from server import journal, refused
 from server.config import ServerConfig
 from server.counters import Totals

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from engine import Chunk
-from engine.requests.request import Prompt
+from engine.requests.prompts import Prompt
 
 _REQUESTS = logging.getLogger("server.requests")
 _MOST_PATH = 200  # characters of a path, which clients choose

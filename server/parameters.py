@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import PromptOptions, SamplingParams
-from engine.requests.request import Prompt
+from engine.requests.prompts import Prompt
 from server.fields import complaint
 from server.prompts import read_options, read_prompt
 from server.sampling import Tokenize, read_sampling

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine import PromptOptions
-from engine.requests.request import Prompt
+from engine.requests.prompts import Prompt
 from server.values import LARGEST, BadRequest, count, flag, shown, text, wrong
 
 MOST_SALT = 1024  # characters

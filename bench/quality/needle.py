@@ -20,7 +20,7 @@ from bench.quality.reference import Reference
 from bench.quality.scores import SCORINGS
 from engine import Engine
 from engine.flags import FlagError
-from engine.requests.request import prompt_ids
+from engine.requests.prompts import prompt_ids
 
 _PLACES = ("harbour", "lighthouse", "library", "castle", "bakery", "observatory", "museum", "monastery")
 

@@ -4,106 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 import numpy as np
 
 import model_loaders
 from engine.config import PromptOptions, SamplingParams
-from engine.errors import EngineError, shown
+from engine.errors import EngineError
 from engine.kv.store import SequenceKV, Span
-from engine.limits import check_roles
 from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from engine.requests.answers import Answers
+from engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
 from engine.requests.scheduler import TokenSequence
 from engine.sampling.constraints import Constraint, checked_mask
 from engine.sampling.detokenizer import Detokenizer, StopFilter
 from engine.sampling.dry import Dry
 from engine.sampling.sample import NEWEST, Draw, Sampled, Sampling, resolve
-from model_loaders.prompt import chat_ids
 from model_loaders.tokenizers import Tokenizer
 
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
-
 _EMPTY = Chunk("", ())
-_MOST_CHARACTERS = 16  # per token of the context: a longer text has its least number of tokens checked first
-
-
-def prompt_ids(
-    prompt: Prompt,
-    model: model_loaders.Model,
-    answers: Answers | None = None,
-    options: PromptOptions = PromptOptions(),  # noqa: B008 - frozen
-    *,
-    context: int | None = None,
-) -> list[int]:
-    """Token ids of a prompt: of text, with BOS if the model has one; of messages; or the ids given, unchecked.
-
-    Answers in messages that `answers` knows become the ids that they were generated as. Raises EngineError for anything
-    that is not a prompt, and for text that cannot fit into `context`, before it is tokenized.
-    """
-    tokenizer = model.tokenizer
-    check = partial(_check_fits, model, context)
-    if isinstance(prompt, str):
-        check(prompt)
-        ids = tokenizer.tokenize(prompt, control=options.parse_special)
-        return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
-    if is_chat(prompt):
-        check_roles(prompt)
-        try:
-            messages = answers.with_ids(prompt, options.cache_salt) if answers else prompt
-            return chat_ids(messages, model.template, tokenizer, check)
-        except ValueError as error:
-            raise EngineError(str(error)) from None
-    if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
-        raise EngineError(f"A prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
-    return list(cast(Sequence[int], prompt))
-
-
-def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:
-    """Raises EngineError for a long text that has more tokens than `context` in every tokenization."""
-    if context is None or len(text) <= _MOST_CHARACTERS * context:
-        return
-    least = model.tokenizer.least_tokens(text)
-    if least > context:
-        problem = f"The prompt, of {least} tokens or more, exceeds the available context size of {context} tokens"
-        raise _too_long(problem, least, model, context)
-
-
-def _too_long(problem: str, tokens: int, model: model_loaders.Model, context: int) -> EngineError:
-    is_largest = context >= model.config.max_context
-    advice = "; the model was not trained on more" if is_largest else ", or raise ctx_size or kv_memory"
-    return EngineError(
-        f"{problem}: shorten it{advice}",
-        "context_length_exceeded",
-        () if is_largest else ("ctx_size", "kv_memory"),
-        n_prompt_tokens=tokens,
-        n_ctx=context,
-    )
-
-
-def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    """Whether a prompt is a list of messages."""
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
-    """`ids` as ints. Raises EngineError for none, for unknown ones, and for more than `context` less `room` tokens."""
-    known = model.vocabulary
-    if len(ids) == 0:
-        raise EngineError("The prompt is empty: give at least one token")
-    for i in ids:
-        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
-            raise EngineError(f"The prompt holds {shown(i)}, which is not a token id below {known.stop}")
-    if len(ids) > context - room:
-        problem = f"The prompt of {len(ids)} tokens exceeds the available context size of {context} tokens"
-        problem += f", {room} of them for the answer" if room else ""
-        raise _too_long(problem, len(ids), model, context)
-    return [int(i) for i in ids]
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
