@@ -184,7 +184,9 @@ def step_parts(
         blocks=len(ids_of_blocks),
     )
     product("out", mixed.reshape(batch, -1), (e,), residual=x)
-    activated = product("gate_up", x, (2 * config.ffn_size,), norm=norm, activation=config.activation)
+    ((_, (taken, *_)), *_) = matrix_formats(weight, "down", config.layers)
+    down = Linear((_matrix(taken, e, config.ffn_size),))
+    activated = product("gate_up", x, (2 * config.ffn_size,), norm=norm, activation=config.activation, then=down)
     product("down", activated, (e,), residual=x)
     logits = product("head", x, (config.vocab_size,), norm=norm)
     draw = Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, config.vocab_size)

@@ -1,7 +1,7 @@
 // The op `linear` for up to 64 rows on tensor cores, with RMS norm before it and the residual sum after it:
 // y = x @ weightᵀ + bias.
 //
-// y: rows of `out` floats, `pitch` floats apart; x (rows, in), weight (out, in), bias (out) float or null. x, and
+// y: rows of `out` numbers, `pitch` numbers apart; x (rows, in), weight (out, in), bias (out) float or null. x, and
 // weights of a format that is not plain, are rounded to the format's Product (halves are clipped to ±65504, except
 // those of packed weights and of x that comes as halves); sums are float.
 // With NORMED, x is replaced by x / rms(x) · norm, norm (in) float: x · norm is rounded, and 1 / rms(x), one number per
@@ -16,10 +16,10 @@
 // Of the 8 warps, WARPS_OUT take different rows of weights and the others different inputs of a stage; their sums are
 // added in shared memory.
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal
-// blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights); gemm_small_sum_kernel adds
-// the parts.
+// blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights), TO float;
+// gemm_small_sum_kernel adds the parts.
 // DEFINES: ACT (of x: float or the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4,
-// 8), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined).
+// 8), NORMED, ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (of y, see output_tile.cuh).
 // JOINS: activation.cuh, output_tile.cuh, weight_stages.cuh.
 // Dynamic shared memory: max(5 · 16384 + 128 · ROWS · WARPS_K, 4 · WARPS_K · ROWS · (TILE + 4)) bytes, where
 // WARPS_K = 8 / WARPS_OUT: at most 96 KB.
@@ -129,7 +129,7 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
 }
 
 extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
-gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
+gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
                   int in, int out, long long pitch, float eps) {
     let_next_begin();
     DYNAMIC_SHARED(uint4, shared);
@@ -169,7 +169,7 @@ gemm_small_kernel(float *y, const ACT *x, const unsigned char *weight, const flo
 // Adds parts (count, rows, rows of weights) in their order, then bias, into y, as gemm_small_kernel does with one part.
 // Grid (ceil(rows · out / block)), block any.
 extern "C" __global__ void __launch_bounds__(1024)
-gemm_small_sum_kernel(float *y, const float *parts, const float *bias, int count, int rows, int out, long long pitch) {
+gemm_small_sum_kernel(TO *y, const float *parts, const float *bias, int count, int rows, int out, long long pitch) {
     let_next_begin();
     wait_for_previous();
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
@@ -182,6 +182,6 @@ gemm_small_sum_kernel(float *y, const float *parts, const float *bias, int count
     };
     float total = product(i % out);
     if (GATED) total = ACTIVATION(total) * product(out + i % out);
-    float *const at = y + i / out * pitch + i % out;
-    *at = ADD ? *at + total : total;
+    TO *const at = y + i / out * pitch + i % out;
+    *at = from_float<TO>(within<TO>(ADD ? to_float(*at) + total : total));
 }

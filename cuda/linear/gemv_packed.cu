@@ -1,10 +1,10 @@
 // The op `linear` for up to 16 rows and packed weights on tensor cores, with RMS norm before it and the residual sum
 // after it: y = x @ weightᵀ + bias.
 //
-// y: rows of `out` floats, `pitch` floats apart; x (rows, in), weight (out, in), bias (out) float or null. x is rounded
-// to half precision, clipped to ±65504; sums are float. With NORMED, x is replaced by x / rms(x) · norm, norm (in)
-// float: x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of y =.
-// With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
+// y: rows of `out` numbers, `pitch` numbers apart; x (rows, in), weight (out, in), bias (out) float or null. x is
+// rounded to half precision, clipped to ±65504; sums are float. With NORMED, x is replaced by x / rms(x) · norm, norm
+// (in) float: x · norm is rounded, and 1 / rms(x), one number per row, multiplies the sums. With ADD, y += instead of y
+// =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate) · up.
 //
 // A block multiplies TILES tiles of 16 rows of weights; with GATED they are in turn one of gate and the matching one of
 // up. Of the inputs, its 8 warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
@@ -15,7 +15,7 @@
 // Grid (ceil(rows of weights / (16 · TILES))), 256 threads.
 // DEFINES: ACT (of x: float, or __half with 16 rows), WEIGHT (a packed format), ROWS (most rows: 1, 2, 4, 8, 16), TILES
 // (even if GATED), SLOTS (more than TILES), NORMED (0 or 1; 0 with 16 rows), ADD (0 or 1), ACTIVATION (a function of
-// activation.cuh, or not defined).
+// activation.cuh, or not defined), TO (of y, see output_tile.cuh).
 // JOINS: activation.cuh, output_tile.cuh.
 // Dynamic shared memory: 8 · max(SLOTS · BYTES + X, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile; X:
 // 2 · ROWS · UNIT, or 0 from 8 rows on.
@@ -100,7 +100,7 @@ __device__ __forceinline__ void unpack(uint4 (&w)[2], const unsigned char *unit,
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-gemv_packed_kernel(float *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
+gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
                    int in, int out, long long pitch, float eps) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);

@@ -1,4 +1,8 @@
 // What a block of gemm_small or gemv_packed writes to y: the rows of weights that it multiplied, bias and activation.
+// TO: the type of y, float if it is not defined; halves are clipped to ±65504, NaN stays.
+#ifndef TO
+#define TO float
+#endif
 
 // The rows of weights that a block multiplies; c is a row's number among these.
 struct Tile {
@@ -15,7 +19,7 @@ constexpr int pitch_of(int tile) { return tile + 4; }
 
 // Adds the sums of COUNT warps, `joined` [COUNT][ROWS][pitch_of(TILE_ROWS)], and writes them to y.
 template <int COUNT, int TILE_ROWS>
-__device__ __forceinline__ void store_tile(float *y, const float *joined, const float *factors, const Tile &tile,
+__device__ __forceinline__ void store_tile(TO *y, const float *joined, const float *factors, const Tile &tile,
                                            const float *bias, int rows, long long pitch) {
     constexpr int COLUMNS_OF_Y = GATED ? TILE_ROWS / 2 : TILE_ROWS;
     const auto sum_of = [&](int row, int c) {
@@ -29,7 +33,7 @@ __device__ __forceinline__ void store_tile(float *y, const float *joined, const 
         for (int i = threadIdx.x; i < rows * TILE_ROWS; i += blockDim.x) {
             const int row = i / TILE_ROWS, c = i % TILE_ROWS;
             if (tile.column_of(c) < tile.out)
-                y[(blockIdx.y * (long long)rows + row) * width + tile.row_of(c)] = sum_of(row, c);
+                y[(blockIdx.y * (long long)rows + row) * width + tile.row_of(c)] = from_float<TO>(sum_of(row, c));
         }
         return;
     }
@@ -41,7 +45,7 @@ __device__ __forceinline__ void store_tile(float *y, const float *joined, const 
         if (tile.column_of(c) >= tile.out) continue;
         float total = product(row, c);
         if (GATED) total = ACTIVATION(total) * product(row, c + 16);
-        float *const at = y + row * pitch + tile.column_of(c);
-        *at = ADD ? *at + total : total;
+        TO *const at = y + row * pitch + tile.column_of(c);
+        *at = from_float<TO>(within<TO>(ADD ? to_float(*at) + total : total));
     }
 }

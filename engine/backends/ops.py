@@ -145,6 +145,7 @@ class Ops(Protocol):
         norm: tuple[Array, float] | None = None,
         residual: Array | None = None,
         activation: str | None = None,
+        then: Linear | None = None,
         recorded: bool = False,
     ) -> Array:
         """x (T, in) @ w (out, in)ᵀ + its bias → (T, out).
@@ -152,6 +153,7 @@ class Ops(Protocol):
         norm: weight (in,) and eps of an RMS norm of x before the product: x / rms(x) * weight. residual (T, out): the
         result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
         excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned.
+        then: the only product that takes the result; it may come in the type in which that takes x.
         recorded: the call is inside `run_graph`.
         CUDA: gemv up to 4 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
         packed formats after dequantize. A recorded call with more rows takes gemm_small for 64 rows at a time.

@@ -286,7 +286,7 @@ class Transformer:
             self.taps("attention", layer, position, mixed)
         self._add(x, mixed, w.out, w.attention_post_norm, recorded)
         norm = self._norm(w.ffn_norm)
-        activated = ops.linear(x, w.gate_up, norm=norm, activation=config.activation, recorded=recorded)
+        activated = ops.linear(x, w.gate_up, norm=norm, activation=config.activation, then=w.down, recorded=recorded)
         self._add(x, activated, w.down, w.ffn_post_norm, recorded)
 
     def _add(self, x: Array, y: Array, w: Linear, post_norm: Array | None, recorded: bool) -> None:

@@ -57,7 +57,7 @@ class Rounded(SameWeights):
     def attention(self, q, cache, spans, scale, window, transform=None) -> np.ndarray:
         return super().attention(_half(q), cache, spans, scale, window, transform)
 
-    def linear(self, x, w, *, norm=None, residual=None, activation=None, recorded=False) -> np.ndarray:
+    def linear(self, x, w, *, norm=None, residual=None, activation=None, then=None, recorded=False) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
         if len(x) > GEMV_ROWS:
             x = read(store(x, self.kind), self.kind)

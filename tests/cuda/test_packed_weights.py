@@ -167,3 +167,40 @@ def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, n
     off_gate, off_up = np.split(off + 1e-5, 2, axis=1)
     allowed = 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(gate) * off_up
     assert (np.abs(y - wanted) <= allowed).all()
+
+
+@pytest.mark.parametrize(("rows", "rounded"), [(8, False), (12, True), (40, True), (70, True)])
+@pytest.mark.parametrize(
+    ("name", "half", "blocks", "following"),
+    [("q4_k", 512, 8, "f16"), ("q8_0", 24, 4, "bf16"), ("f16", 32, 4, "q8_0"), ("q4_k", 16, 256, "bf16")],
+)
+def test_an_activation_comes_in_the_type_of_the_next_product(
+    ops: CudaOps, rng: np.random.Generator, rows: int, rounded: bool, name: str, half: int, blocks: int, following: str
+) -> None:
+    """To the bit as `narrow` would make it; infinities are clipped as well, and NaN stays."""
+    half = -(-half // get(following).values) * get(following).values
+    width = width_of(name, blocks)
+    files = [stored(rng, name, 2 * half, width), stored(rng, following, 40, half)]
+    gate_up, down = (Linear(ops.load([file])) for file in files)
+    x = rng.standard_normal((rows, width)).astype(np.float32)
+    x[0], x[1, 3] = 3e4, np.nan
+    given = ops.to_device(x)
+    plain = ops.linear(given, gate_up, activation="silu")
+    before = len(ops._device.launches) if isinstance(ops._device, EmulatedDevice) else 0
+    y = ops.linear(given, gate_up, activation="silu", then=down)
+    assert y.dtype == (np.float32 if not rounded else np.uint16 if following == "bf16" else np.float16)
+    out = ops.to_host(ops.linear(y, down))
+    if isinstance(ops._device, EmulatedDevice):
+        assert ops._device.launches[before:].count("narrow_kernel") == rounded  # of x
+        if blocks == 256 and rows == 40:  # with few rows of weights, blocks share the inputs
+            assert "gemm_small_sum_kernel" in ops._device.launches[before:]
+    np.testing.assert_array_equal(out, ops.to_host(ops.linear(plain, down)))
+    assert np.isnan(out[1]).all()
+    assert np.isfinite(out[2:]).all()
+
+
+def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> StoredBytes:
+    raw = (
+        random_blocks(rng, name, rows, columns) if name in BLOCKS else pack(rng.standard_normal((rows, columns)), name)
+    )
+    return StoredBytes(raw, name)

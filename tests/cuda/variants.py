@@ -172,7 +172,15 @@ def _gemm_small() -> list[Variant]:
             for variant in _linear("gemm_small", ACT=(act,), WEIGHT=(weight,), **constants)
             if not (rounded and variant.defines["NORMED"])
         ]
-    return variants
+    return [*variants, *_rounded_results(variants)]
+
+
+def _rounded_results(variants: list[Variant]) -> list[Variant]:
+    """Those with an activation and rounded x, for results in the type in which the next product takes them."""
+    rounded = [v for v in variants if "ACTIVATION" in v.defines and v.defines["ACT"] != "float"]
+    return [
+        replace(v, defines={**v.defines, "TO": to}) for v, to in zip(rounded, itertools.cycle(_SHORT), strict=False)
+    ]
 
 
 def _gemv_packed() -> list[Variant]:
@@ -189,7 +197,7 @@ def _gemv_packed() -> list[Variant]:
                 if config.defines["TILES"] != 1 or "ACTIVATION" not in variant.defines
                 if not (act == "__half" and variant.defines["NORMED"])
             ]
-    return variants
+    return [*variants, *_rounded_results(variants)]
 
 
 def _gemv() -> list[Variant]:
@@ -199,7 +207,10 @@ def _gemv() -> list[Variant]:
 
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
-    "activate_mul": _all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh")),
+    "activate_mul": [
+        *_all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh")),
+        *_all("activate_mul", ACT=("float",), ACTIVATION=("silu", "gelu_tanh"), TO=_SHORT),
+    ],
     "add_bias": _all("add_bias", ACT=("float",)),
     "append_kv": _exact("append_kv"),
     "transform_heads": _heads("transform_heads"),

@@ -43,9 +43,9 @@ class _Product(NamedTuple):
     add: bool
     activation: str | None
 
-    def with_types(self, x: Array, config: LaunchConfig) -> LaunchConfig:
-        """`config` of one of our own kernels with the DEFINES of this product with x."""
-        flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add)}
+    def with_types(self, x: Array, y: Array, config: LaunchConfig) -> LaunchConfig:
+        """`config` of one of our own kernels with the DEFINES of this product with x into y."""
+        flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add), **_result_type(y)}
         if self.activation is not None:
             flags["ACTIVATION"] = self.activation
         types = {"ACT": type_of(x), "WEIGHT": self.weight.format.name}
@@ -145,16 +145,19 @@ class LinearOps:
         norm: tuple[Array, float] | None = None,
         residual: Array | None = None,
         activation: str | None = None,
+        then: Linear | None = None,
         recorded: bool = False,
     ) -> Array:
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
-        y = self._device.empty((rows, out), np.float32) if residual is None else residual
+        is_whole = rows <= SMALL_ROWS or not recorded  # all rows at once
+        is_rounded = rows > UNROUNDED_ROWS and is_whole and activation is not None
+        dtype = _common_type(then) if then is not None and is_rounded else np.float32
+        y = self._device.empty((rows, out), dtype) if residual is None else residual
         if len(w.parts) == 1 and (activation is None or _gates(w.parts[0])):
             self._multiply(y, x, _Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
             return y
         # A product for each part; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
-        is_whole = rows <= SMALL_ROWS or not recorded  # all rows at once
         if rows > UNROUNDED_ROWS and is_whole and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
             x, norm = self._narrowed(x, _Product(w.parts[0], None, norm, False, None)), None
         end = 0
@@ -191,7 +194,7 @@ class LinearOps:
         norm_weight, eps = product.norm or (None, 0.0)
         config, blocks = launch_configs.gemv(rows, weight.shape[0], width, processors)
         sizes = rows, width, y.shape[1], row_stride(y)
-        config = product.with_types(x, config)
+        config = product.with_types(x, y, config)
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
     def _packed(self, y: Array, x: Array, product: _Product) -> None:
@@ -202,7 +205,7 @@ class LinearOps:
         machine, gated = (device.processors, device.shared_memory), product.activation is not None
         config, blocks = launch_configs.gemv_packed(rows, weight.shape[0], *machine, *block, gated)
         operands, sizes = (y, x, weight.data, product.bias, norm_weight), (rows, width, y.shape[1], row_stride(y))
-        self._launch("gemv_packed", (blocks,), product.with_types(x, config), *operands, *sizes, float(eps))
+        self._launch("gemv_packed", (blocks,), product.with_types(x, y, config), *operands, *sizes, float(eps))
 
     def _tensor_cores(self, y: Array, x: Array, product: _Product) -> None:
         """`linear` of at most SMALL_ROWS rows into y. x is float32, or of the type in which this product takes x."""
@@ -210,16 +213,28 @@ class LinearOps:
         norm_weight, eps = product.norm or (None, 0.0)
         machine = device.processors, device.shared_memory, packed.is_packed(weight.format)
         config, blocks, parts = launch_configs.gemm_small(rows, weight.shape[0], width, *machine)
-        config, sizes = product.with_types(x, config), (rows, width, out, row_stride(y))
+        sizes = rows, width, out, row_stride(y)
         if parts == 1 or product.norm is not None:
             operands = y, x, weight.data, product.bias, norm_weight
-            self._launch("gemm_small", (blocks, 1), config, *operands, *sizes, float(eps))
+            self._launch("gemm_small", (blocks, 1), product.with_types(x, y, config), *operands, *sizes, float(eps))
             return
         sums = device.empty((parts, rows, weight.shape[0]), np.float32)
-        self._launch("gemm_small", (blocks, parts), config, sums, x, weight.data, None, None, *sizes, 0.0)
+        self._launch(
+            "gemm_small",
+            (blocks, parts),
+            product.with_types(x, sums, config),
+            sums,
+            x,
+            weight.data,
+            None,
+            None,
+            *sizes,
+            0.0,
+        )
         grid = (-(-rows * out // config.threads),)
         args = (y, sums, product.bias, parts, rows, out, row_stride(y))
-        self._launch("gemm_small_sum", grid, config._replace(shared=0), *args, file="gemm_small")
+        config = product.with_types(x, y, config)._replace(shared=0)
+        self._launch("gemm_small_sum", grid, config, *args, file="gemm_small")
 
     def _large(self, y: Array, x: Array, product: _Product) -> None:
         """`linear` of any number of rows into y, by cuBLAS."""
@@ -251,7 +266,7 @@ class LinearOps:
     def _activate(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""
         (rows, half), threads = y.shape, threads_for(-(-y.shape[1] // 8))
-        config = LaunchConfig({"ACT": "float", "ACTIVATION": activation}, threads)
+        config = LaunchConfig({"ACT": "float", "ACTIVATION": activation, **_result_type(y)}, threads)
         self._launch("activate_mul", (-(-half // (8 * threads)), rows), config, y, gate_up, half)
 
     def _narrowed(self, x: Array, product: _Product) -> Array:
@@ -276,6 +291,17 @@ class LinearOps:
 def _narrow_type(matrix: Matrix) -> type[np.generic]:
     """The dtype in which products of more than UNROUNDED_ROWS rows with `matrix` take x."""
     return _PLAIN.get(matrix.format.name, np.float16)
+
+
+def _common_type(w: Linear) -> type[np.generic]:
+    """The dtype in which products of more than UNROUNDED_ROWS rows with all parts of `w` take x, else float32."""
+    types = {_narrow_type(part) for part in w.parts}
+    return types.pop() if len(types) == 1 else np.float32
+
+
+def _result_type(y: Array) -> dict[str, str]:
+    """The DEFINES of a kernel that writes y: none if that is float32."""
+    return {} if y.dtype == np.float32 else {"TO": type_of(y)}
 
 
 def _gates(gate_up: Matrix) -> bool:

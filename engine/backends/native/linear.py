@@ -104,6 +104,7 @@ class LinearOps:
         norm: tuple[np.ndarray, float] | None = None,
         residual: np.ndarray | None = None,
         activation: str | None = None,
+        then: Linear | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
         gates = activation if activation is not None and _is_gated(w) else None

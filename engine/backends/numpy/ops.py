@@ -136,6 +136,7 @@ class NumpyOps:
         norm: tuple[np.ndarray, float] | None = None,
         residual: np.ndarray | None = None,
         activation: str | None = None,
+        then: Linear | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
         x, weight = x if norm is None else rms_norm(x, *norm), _whole(w)
