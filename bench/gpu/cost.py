@@ -1,8 +1,9 @@
 """Predicted times of a step's parts, from the instructions of the compiled kernels and from their bytes.
 
-A multiprocessor takes as long as its busiest unit: memory, instruction issue, the integer pipe, the port of shared
-memory and L1, or tensor cores. Latencies are hidden, except at the start and end of a kernel. Traffic between L2 and
-the multiprocessors is not counted, nor are bank conflicts or cache misses of activations. No GPU was asked.
+A multiprocessor takes as long as its busiest unit: memory, the L2 cache, instruction issue, the integer pipe, the port
+of shared memory and L1, or tensor cores. Latencies are hidden, except at the start and end of a kernel. Every block of
+a product reads its activations from L2 once; what blocks of a multiprocessor may share in L1 is not counted, nor are
+bank conflicts. No GPU was asked.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
 
 @dataclass(frozen=True)
 class Machine:
-    """clock: Hz. bandwidth: bytes a second of a copy, read and written. shared_memory: bytes of a multiprocessor.
-    product_clocks: of m16n8k16 with float32 sums, on a multiprocessor."""
+    """clock: Hz. bandwidth: bytes a second of a copy, read and written. cache: bytes a second that multiprocessors read
+    from L2, an estimate. shared_memory: bytes of a multiprocessor. product_clocks: of m16n8k16 with float32 sums, on a
+    multiprocessor."""
 
     name: str
     arch: int
     processors: int
     clock: float
     bandwidth: float
+    cache: float
     shared_memory: int
     product_clocks: float
     source: str
@@ -49,9 +52,9 @@ class Machine:
 
 _SHEET = "bandwidth: 0.9 of the data sheet's"
 MACHINES = {
-    "h200": Machine("NVIDIA H200", 90, 132, 1.98e9, 4.3e12, 228 << 10, 2, "bandwidth: a measured copy"),
-    "a100": Machine("NVIDIA A100 80GB", 80, 108, 1.41e9, 0.9 * 2.039e12, 164 << 10, 2, _SHEET),
-    "4090": Machine("NVIDIA GeForce RTX 4090", 89, 128, 2.52e9, 0.9 * 1.008e12, 100 << 10, 8, _SHEET),
+    "h200": Machine("NVIDIA H200", 90, 132, 1.98e9, 4.3e12, 5.5e12, 228 << 10, 2, "bandwidth: a measured copy"),
+    "a100": Machine("NVIDIA A100 80GB", 80, 108, 1.41e9, 0.9 * 2.039e12, 3.9e12, 164 << 10, 2, _SHEET),
+    "4090": Machine("NVIDIA GeForce RTX 4090", 89, 128, 2.52e9, 0.9 * 1.008e12, 4.5e12, 100 << 10, 8, _SHEET),
 }
 
 
@@ -118,7 +121,8 @@ def _product_time(launch: Launch, weights: int, nbytes: int, machine: Machine) -
     """Seconds of a product with one matrix, its limit, registers, instructions of a weight."""
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     units = _units(launch, loop)
-    clocks, limit = _busiest(loop, weights / units / machine.processors, nbytes / machine.processors, machine)
+    iterations, own, cached = (all_ / machine.processors for all_ in (weights / units, nbytes, _cached(launch, nbytes)))
+    clocks, limit = _busiest(loop, iterations, own, cached, machine)
     return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, 32 * loop.common / units
 
 
@@ -138,14 +142,21 @@ def _attention_time(
     per_block = part.bytes / max(1, batch * config.kv_heads * part.blocks)
     # The other multiprocessors read less while the last round is half empty, which leaves more to this one.
     most = min(blocks * per_block, part.bytes / machine.processors + warps * per_block)
-    clocks, limit = _busiest(loop, blocks * values / units, most, machine)
+    clocks, limit = _busiest(loop, blocks * values / units, most, most, machine)
     return clocks / machine.clock + _BEGIN + _ATTENTION_RAMP, limit, registers, 32 * loop.common / units
 
 
-def _busiest(loop: Counts, iterations: float, nbytes: float, machine: Machine) -> tuple[float, str]:
-    """Clocks of a multiprocessor for so many iterations of its warps and bytes, and the unit that takes them."""
+def _cached(launch: Launch, nbytes: int) -> int:
+    """Bytes that a product reads through L2: its weights, and x for every column of its grid."""
+    return nbytes + launch.grid[0] * launch.inputs
+
+
+def _busiest(loop: Counts, iterations: float, nbytes: float, cached: float, machine: Machine) -> tuple[float, str]:
+    """Clocks of a multiprocessor for so many iterations of its warps, bytes of memory and bytes through L2, and the
+    unit that takes them."""
     clocks = {
         "memory": nbytes / machine.bytes_per_clock,
+        "L2": cached / machine.bytes_per_clock * machine.bandwidth / machine.cache,
         "issue": iterations * loop.common / _SCHEDULERS,
         "integers": iterations * loop.alu * _ALU_CLOCKS / _SCHEDULERS,
         "shared memory and L1": iterations * loop.port,

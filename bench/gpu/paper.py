@@ -26,13 +26,15 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Launch:
-    """kernel: its name without `_kernel`. activations: bytes of the float32 arrays among its arguments."""
+    """kernel: its name without `_kernel`. activations: bytes of the float32 arrays among its arguments. inputs: bytes
+    of the first array that it reads, which in a product is x; blocks of one column of the grid read all of it."""
 
     kernel: str
     text: str
     grid: tuple[int, ...]
     threads: int
     activations: int
+    inputs: int = 0
 
 
 class PaperDevice:
@@ -71,7 +73,8 @@ class PaperDevice:
     ) -> None:
         arrays = [arg for arg in args if isinstance(arg, np.ndarray) and arg.dtype == np.float32]
         activations = sum(array.nbytes for array in arrays)
-        self.launches.append(Launch(kernel.removesuffix("_kernel"), text, tuple(grid), block[0], activations))
+        inputs = next((arg.nbytes for arg in args[1:] if isinstance(arg, np.ndarray)), 0)
+        self.launches.append(Launch(kernel.removesuffix("_kernel"), text, tuple(grid), block[0], activations, inputs))
 
     def expect(self, text: str) -> None:
         """Nothing is compiled."""

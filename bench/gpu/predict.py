@@ -31,8 +31,8 @@ _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current bloc
 # The largest batch whose products are the engine's own kernels in one launch.
 _MOST_BATCH = launch_configs.SMALL_ROWS
 _NOT_COUNTED = (
-    "Not counted: activations that many blocks read from the L2 cache (with 4 rows, about as many bytes as packed\n"
-    "weights), bank conflicts, and multiprocessors that wait for the last blocks of a product."
+    "Estimated: the speed of the L2 cache, from which each block of a product reads its activations.\n"
+    "Not counted: bank conflicts, and multiprocessors that wait for the last blocks of a product."
 )
 
 

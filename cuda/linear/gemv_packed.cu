@@ -20,13 +20,14 @@
 // Dynamic shared memory: 8 · max(SLOTS · BYTES + X, 4 · ROWS · (16 · TILES + 4)) bytes, BYTES: of a unit of a tile; X:
 // 2 · ROWS · UNIT, or 0 from 8 rows on.
 // Cost: bytes of the weights, of which at least 8 · (SLOTS − TILES) units per block are in flight; each block reads all
-// rows of x from L2 or L1, which for 8 rows of floats is about twice the bytes of two tiles of 4-bit weights.
+// rows of x from L2 or L1, which for 8 rows of floats is about the bytes of four tiles of 4-bit weights.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED.
 
 constexpr int WARPS = 8, TILE = 16 * TILES;
 constexpr int UNIT = WEIGHT::VALUES > 128 ? WEIGHT::VALUES : 128, BYTES = UNIT / WEIGHT::VALUES * WEIGHT::BLOCK;
 constexpr int COLUMNS_N = ROWS > 8 ? ROWS / 8 : 1;  // tiles of 8 rows of x
 constexpr int OCTETS = ROWS * UNIT / 8;             // 8 inputs of a row each
+constexpr bool CONSTANTS_KEPT = TILES <= 2 || WEIGHT::HIGH == 0;  // in registers, of which more planes need more
 static_assert((8 % ROWS == 0 || ROWS == 16 && !NORMED) && SLOTS > TILES && !(GATED && TILES % 2), "as the head says");
 
 // A warp's share of x as B operands.
@@ -146,7 +147,7 @@ gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float
 #pragma unroll
             for (int m = 0; m < TILES; ++m) {
                 uint4 w[2];
-                unpack(w, places + slots[m], k, unsigned(rows) >> 31);
+                unpack(w, places + slots[m], k, CONSTANTS_KEPT ? unsigned(rows) >> 31 : 0);
 #pragma unroll
                 for (int n = 0; n < COLUMNS_N; ++n) {
                     mma_m16n8k16_f16(sums[m][n], {w[0].x, w[1].x, w[0].y, w[1].y}, {x[n].x, x[n].y});

@@ -94,6 +94,21 @@ def test_the_busiest_unit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slower.seconds - fixed == pytest.approx(2 * (slow.seconds - fixed), rel=0.01)
 
 
+def test_every_column_of_blocks_reads_x_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
+    gate_up = parts_of(2048, 16)["gate_up"]
+    assert gate_up.launches[-1].inputs == 16 * 4096 * 2  # rounded
+    through = gate_up.bytes + gate_up.launches[-1].grid[0] * 16 * 4096 * 2
+
+    def predicted(machine: cost.Machine) -> cost.Prediction:
+        return cost.predict([gate_up], machine, LLAMA_8B, 16)[0]
+
+    assert predicted(H200).limit == "memory"
+    slow, slower = (predicted(replace(H200, cache=cache)) for cache in (2e12, 1e12))
+    assert slow.limit == slower.limit == "L2"
+    assert slower.seconds - slow.seconds == pytest.approx(32 * through * (1e-12 - 0.5e-12))
+
+
 def test_all_instructions_of_a_product_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its branches skip the unpacking of weights, not a mask."""
     kernels = {
@@ -121,7 +136,7 @@ def test_the_report_says_that_it_is_a_prediction(
     assert predict.main(["--weights", "q4_k_m", "--batch", "1,16", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("PREDICTION, not measured: NVIDIA H200")
-    assert "Not counted: activations that many blocks read from the L2 cache" in printed
+    assert "Estimated: the speed of the L2 cache" in printed
     assert "\n| 2,048 × 16" in printed.split("Steps, predicted")[1]
     rows = json.loads(output.read_text(encoding="utf-8"))
     assert rows["kind"] == "prediction: no GPU was measured"

@@ -83,6 +83,8 @@ CASES = [
     ("__half", "__half", 64, 8, (64, 264, 8), 0, False),
     ("float", "__half", 8, 1, (1, 8, 1), 1, True),
     ("float", "__half", 8, 1, (8, 2568, 33), 1, True),
+    ("float", "__nv_bfloat16", 8, 2, (8, 1288, 70), 1, True),
+    ("__nv_bfloat16", "__nv_bfloat16", 64, 8, (50, 328, 260), 0, True),
     ("float", "float", 8, 1, (7, 520, 35), 1, True),
     ("__half", "float", 32, 2, (20, 264, 40), 0, False),
 ]

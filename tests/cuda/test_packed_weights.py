@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine import weight_formats
-from engine.backends.cuda import packed
+from engine.backends.cuda import launch_configs, packed
 from engine.backends.cuda.ops import CudaOps
 from engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -154,6 +154,24 @@ def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, 
 @pytest.mark.parametrize("name", ["q8_0", "q4_k"])
 def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, half: int) -> None:
     """In the product where gate and up are whole tiles, and after it where they share one; with a norm before."""
+    check_activation(ops, rng, name, rows, half)
+
+
+@pytest.mark.parametrize("rows", [8, 13])
+@pytest.mark.parametrize("name", ["q3_k", "q4_k", "q8_0"])
+def test_products_of_large_matrices_share_x_among_four_tiles(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+) -> None:
+    """A GPU of one multiprocessor has many blocks for a small matrix. The last block's tiles are not all there."""
+    monkeypatch.setattr(EmulatedDevice, "processors", 1)
+    block = get(name).values, packed.block_bytes(get(name))
+    assert launch_configs.gemv_packed(rows, 70, 1, 228 << 10, *block)[0].defines["TILES"] == 4
+    check_product(ops, rng, name, rows, 70, width_of(name, 11))
+    check_activation(ops, rng, name, rows, 48)
+
+
+def check_activation(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, half: int) -> None:
+    """activation(gate) * up, x normed, against float64."""
     width = width_of(name, 4)
     file = StoredBytes(random_blocks(rng, name, 2 * half, width), name)
     x, norm = rng.standard_normal((rows, width)).astype(np.float32), rng.uniform(0.5, 2, width).astype(np.float32)

@@ -63,7 +63,8 @@ def test_packed_products_of_few_rows_fit_shared_memory(machine: tuple[int, int],
         most, tiles, slots = (config.defines[name] for name in ("ROWS", "TILES", "SLOTS"))
         assert most in (1, 2, 4, 8, 16)
         assert rows <= most < 2 * rows
-        assert tiles in ((2,) if gated else (1, 2))
+        assert tiles in ((2, 4) if gated else (1, 2, 4))
+        assert tiles < 4 or (most >= 8 and blocks >= 2 * 0.875 * machine[0] - 2)
         assert (blocks - 1) * 16 * tiles < out <= blocks * 16 * tiles
         resident = 2 if most <= 2 else 0.875  # blocks a multiprocessor
         assert tiles == 1 or gated or blocks >= resident * machine[0] - 1
@@ -82,7 +83,7 @@ H100, A100, RTX_4090 = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)
 
 @pytest.mark.parametrize(
     ("machine", "blocks_each", "parts"),
-    [(H100, 2, (2, 4, 8, 4)), (A100, 1, (1, 1, 3, 3)), (RTX_4090, 1, (1, 2, 4, 4))],
+    [(H100, 2, (4, 8, 16, 8)), (A100, 1, (1, 3, 6, 6)), (RTX_4090, 1, (2, 4, 8, 8))],
     ids=["H100", "A100", "RTX 4090"],
 )
 def test_all_parts_of_a_product_are_resident_at_once(
@@ -96,6 +97,17 @@ def test_all_parts_of_a_product_are_resident_at_once(
         resident = 1 if rows == 64 else blocks_each
         assert blocks * chosen <= max(blocks, resident * machine[0])
         assert resident * (config.shared + 1024) <= machine[1]
+
+
+def test_x_is_fewer_bytes_of_the_cache_than_weights_are_of_memory() -> None:
+    """Every block reads x from L2, which is little faster than memory. Weights of 16 bits."""
+    for rows, size in (8, 4), (16, 2), (32, 2), (64, 2):  # bytes of a number of x: of more than 8 rows it is rounded
+        config, _, parts = launch_configs.gemm_small(rows, 28672, 4096, *H100)
+        assert rows * size <= 32 * config.defines["WARPS_OUT"] * 2 / 4
+        assert parts == 1
+        assert launch_configs.gemm_small(rows, 6144, 4096, *H100)[1:] in ((96, 1), (48, 5), (24, 5))
+    # A small matrix is cut into more blocks, since parts of inputs cannot be normalised one by one.
+    assert launch_configs.gemm_small(8, 960, 576, *H100)[1] == 30
 
 
 def test_up_to_eight_rows_are_not_padded_to_sixteen() -> None:

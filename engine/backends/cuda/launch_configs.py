@@ -67,9 +67,14 @@ def gemv_packed(
     unit = max(128, values)  # UNIT
     copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
     inputs = 2 * most * unit if most < 8 else 0  # bytes of x in shared memory; else it is in registers
+    # Of many rows, blocks read more bytes of x from the L2 cache than weights: four tiles share them, where two blocks
+    # of so many slots are resident.
+    beside = _SYSTEM_BYTES + _GEMV_PACKED_STATIC_BYTES
+    if most >= 8 and out >= 64 * 2 * blocks and warps * 5 * copied + beside <= min(SHARED_BYTES, shared_memory // 2):
+        tiles = 4
     slots = 0
     for resident in (2, 1):  # blocks of a multiprocessor
-        free = min(SHARED_BYTES, shared_memory // resident) - _SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
+        free = min(SHARED_BYTES, shared_memory // resident) - beside
         slots = slots if slots > tiles else (free // warps - inputs) // copied
     slots = max(tiles + 1, min(slots, _SLOT_BYTES // (warps * copied)))
     shared = warps * max(slots * copied + inputs, 4 * most * (16 * tiles + 4))
@@ -84,7 +89,11 @@ def gemm_small(
     one block has enough of them in flight for a multiprocessor, and adding parts costs more than a second one brings.
     """
     most = 8 if rows <= 8 else -(-rows // 16) * 16
-    deep = 8 if most <= 16 else 4 if most == 32 else 2  # warps that share a tile's outputs
+    # Warps that share a tile's outputs. Every block reads x from the L2 cache: with tiles of half this size, x would be
+    # as many bytes as 16-bit weights, and L2 slower than memory. Few rows of a small matrix need many blocks instead.
+    deep = 4 if most <= 16 else 2 if most == 32 else 1
+    if most == 8 and out < 16 * processors:
+        deep = 8
     tile = 32 * 8 // deep
     shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
     blocks = -(-out // tile)
@@ -92,6 +101,8 @@ def gemm_small(
     by_memory = shared_memory // (shared + _GEMM_STATIC_BYTES + _SYSTEM_BYTES)
     at_once = processors * (1 if packed else max(1, min(by_registers, by_memory)))
     parts = max(1, min(at_once // blocks, width // (_LEAST_STAGES * 32 * deep)))
+    if 3 * blocks >= 2 * processors:  # these read as fast as all of them would, and a second launch adds no parts
+        parts = 1
     return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep}, 256, shared), blocks, parts
 
 
