@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.backends.cuda.device import Addresses
-from engine.backends.cuda.kernel_source import prelude
+from engine.backends.cuda.kernel_source import prelude, source
 from tests.cuda_emulator import EmulatorError, Program
 
 SEEDS = [0, 1, 2, 3]
@@ -437,3 +437,24 @@ def test_a_launch_whose_threads_all_end_without_waiting() -> None:
     x = arrays()[1]
     with pytest.raises(EmulatorError, match="no thread waits for the launch before"):
         overlapped("if (blockIdx.x < 1) return;" + WAITS.format(wait="wait_for_previous();"), x)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_missing_barrier_in_a_kernel_of_the_engine_is_caught(number: int) -> None:
+    """`logprobs` without one of its barriers."""
+    text, barrier = source("logprobs"), "__syncthreads();"
+    own = text.index('"cuda/sampling/logprobs.cu"')
+    places = [place.start() for place in re.finditer(re.escape(barrier), text) if place.start() > own]
+    assert len(places) == 3
+    broken = text[: places[number]] + text[places[number] + len(barrier) :]
+    logits = np.random.default_rng(0).standard_normal((2, 300), np.float32)
+    asked = np.array([[0, 5, 20], [1, 7, 3]], np.int32)
+
+    def launch(text: str) -> None:
+        out = np.zeros((2, 44), np.int32)
+        sizes = np.int32(300), np.int64(300), np.int32(44)
+        Program(text).launch("logprobs_kernel", (2,), (128,), out, logits, asked, *sizes)
+
+    launch(text)
+    with pytest.raises(EmulatorError, match=r"logprobs\.cu"):
+        launch(broken)
