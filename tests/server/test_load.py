@@ -59,11 +59,11 @@ def jobs(weights: Path) -> list[Job]:
         ops, margins = engine._model.ops, []
         sample = ops.sample
 
-        def watched(logits: np.ndarray, draws: Any) -> Any:
+        def watched(logits: np.ndarray, draws: Any, *more: Any) -> Any:
             (row,) = logits
             second, best = np.partition(row[: draws[0].vocabulary], -2)[-2:]
             margins.append(best - second)
-            return sample(logits, draws)
+            return sample(logits, draws, *more)
 
         ops.sample = watched
         found = []
