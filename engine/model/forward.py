@@ -195,7 +195,10 @@ class Transformer:
 
     def _rope(self, spans: Sequence[Span]) -> list[Rope]:
         """cos and sin of the spans' positions, for each kind of RoPE."""
-        return self._ropes.tables(np.array([i for s in spans for i in range(s.start, s.start + s.count)]))
+        counts = [span.count for span in spans]
+        rows = np.arange(sum(counts))
+        firsts = np.cumsum([0, *counts[:-1]])
+        return self._ropes.tables(rows + np.repeat([span.start for span in spans] - firsts, counts))
 
     def _embed(self, ids: Array) -> Array:
         """ids (T,) int32 → (T, E)."""

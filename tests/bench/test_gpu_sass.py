@@ -123,15 +123,20 @@ BUDGETS = [
 ]
 
 
-def compiled(kernel: str, variant: Variant) -> tuple[int, Counts]:
-    """Registers and hot loop. Skips the test where they cannot be compared with what was recorded."""
+def skip_without_the_recorded_compiler() -> None:
+    """Skips the test where counts of instructions cannot be compared with what was recorded."""
     try:
         nvrtc.compiler()
         disassembler()
     except (FileNotFoundError, EngineError) as error:
         pytest.skip(str(error))
     if nvrtc.version() != RECORDED_WITH:
-        pytest.skip(f"the budgets were recorded with NVRTC {RECORDED_WITH}, and this is {nvrtc.version()}")
+        pytest.skip(f"the figures were recorded with NVRTC {RECORDED_WITH}, and this is {nvrtc.version()}")
+
+
+def compiled(kernel: str, variant: Variant) -> tuple[int, Counts]:
+    """Registers and hot loop."""
+    skip_without_the_recorded_compiler()
     used, binary = nvrtc.compile_binary(variant.text(), ARCH)
     name = f"{kernel}_kernel"
     (registers,) = [usage.registers for usage in used if usage.kernel == name]

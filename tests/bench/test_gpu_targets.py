@@ -10,11 +10,8 @@ import pytest
 from bench.command import CacheType
 from bench.gpu.cost import MACHINES, Prediction, predict
 from bench.gpu.paper import PaperDevice, step_parts
-from bench.gpu.sass import disassembler
 from bench.gpu.setup import LLAMA_8B
-from engine.errors import EngineError
-from tests.bench.test_gpu_sass import RECORDED_WITH
-from tests.cuda import nvrtc
+from tests.bench.test_gpu_sass import skip_without_the_recorded_compiler
 
 H200 = MACHINES["h200"]
 README = Path(__file__).parents[2] / "README.md"
@@ -23,13 +20,7 @@ US = 1e-6
 
 @pytest.fixture(autouse=True)
 def _can_predict() -> None:
-    try:
-        nvrtc.compiler()
-        disassembler()
-    except (FileNotFoundError, EngineError) as error:
-        pytest.skip(str(error))
-    if nvrtc.version() != RECORDED_WITH:
-        pytest.skip(f"the predictions are those of NVRTC {RECORDED_WITH}, and this is {nvrtc.version()}")
+    skip_without_the_recorded_compiler()
 
 
 def predicted(weights: str, cache: str, context: int, batch: int, only: str = "") -> list[Prediction]:
