@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine import Engine, assembly
 from engine.backends.ops import Ops
 from engine.encoding import WHOLE, Encoding
+from engine.model.file_matrix import FileMatrix
 from engine.requests.request import Request
 from tests.conftest import FIXTURES
 from tests.kv import fed
@@ -106,6 +107,14 @@ def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     choose = engine._scheduler.preempt
     monkeypatch.setattr(engine._scheduler, "preempt", lambda: seen.append(choose()) or seen[-1])
+    return seen
+
+
+def matrices_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that gets the name of every matrix that is read later."""
+    seen: list[str] = []
+    slabs = FileMatrix.slabs
+    monkeypatch.setattr(FileMatrix, "slabs", lambda matrix, nbytes: seen.append(matrix.name) or slabs(matrix, nbytes))
     return seen
 
 

@@ -21,7 +21,7 @@ from engine.backends.cuda.rehearsal import Blank, FirstRow, RehearsalDevice
 from engine.model.file_matrix import FileMatrix
 from engine.weight_formats import Linear, WeightFormat, get
 from tests.cuda.emulated import EmulatedDevice
-from tests.tiny import VOCABULARY, by_count, load_tiny
+from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 150).tolist()
 SETTINGS: dict[str, Any] = {"device": "cuda", "block_size": 16, "ctx_size": 512, "calibration": False}
@@ -152,14 +152,7 @@ def product_texts(device: Watched, rows: int, out: int, width: int, format: str)
 
 
 def test_weights_are_read_once(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    slabs = FileMatrix.slabs
-
-    def watched(matrix: FileMatrix, nbytes: int) -> Any:
-        read.append(matrix.name)
-        return slabs(matrix, nbytes)
-
-    monkeypatch.setattr(FileMatrix, "slabs", watched)
+    read = matrices_read(monkeypatch)
     with load_tiny(tiny_path, ops=CudaOps(Watched()), **SETTINGS):
         assert read
         assert len(read) == len(set(read))

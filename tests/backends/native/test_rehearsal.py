@@ -25,8 +25,7 @@ from engine.backends.native.library import Library
 from engine.backends.native.ops import NativeOps
 from engine.backends.native.target import best
 from engine.backends.select import select
-from engine.model.file_matrix import FileMatrix
-from tests.tiny import VOCABULARY, by_count, load_tiny
+from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
 
 PROMPT = np.random.default_rng(0).integers(5, VOCABULARY, 72).tolist()
 SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "calibration": False}
@@ -114,14 +113,7 @@ def test_they_are_announced_in_the_order_of_need(tiny_path: Path, monkeypatch: p
 
 
 def test_weights_are_read_once(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    slabs = FileMatrix.slabs
-
-    def watched(matrix: FileMatrix, nbytes: int) -> Any:
-        read.append(matrix.name)
-        return slabs(matrix, nbytes)
-
-    monkeypatch.setattr(FileMatrix, "slabs", watched)
+    read = matrices_read(monkeypatch)
     with load_tiny(tiny_path, ops=NativeOps(1), **SETTINGS):
         assert read
         assert len(read) == len(set(read))
