@@ -91,24 +91,16 @@ def _read(file: Path) -> Run | None:
         return None
 
 
-def pairs(
-    runs: Sequence[Run],
-    config: ModelConfig,
-    weights: str,
-    cache_type: CacheType,
-    context: int,
-    batch: int,
-    parts: Sequence[Prediction],
-) -> list[Pair]:
-    """Predicted times of a step that have been measured, each with its newest measurement."""
+def pairs(runs: Sequence[Run], predicted: Iterable[Predicted]) -> list[Pair]:
+    """Predicted times that have been measured, each with its newest measurement."""
     found: list[Pair] = []
-    for time in _predicted(config, weights, cache_type, context, batch, parts):
+    for time in predicted:
         measured = ((time.measured(run), run.file) for run in runs)
         found += [Pair(time.what, time.seconds, seconds, file) for seconds, file in measured if seconds][:1]
     return found
 
 
-def _predicted(
+def times_of_step(
     config: ModelConfig,
     weights: str,
     cache_type: CacheType,
@@ -116,8 +108,8 @@ def _predicted(
     batch: int,
     parts: Sequence[Prediction],
 ) -> Iterator[Predicted]:
-    """The times that `bench.gpu` measures. Its steps have the default cache type, and the time of a product is the mean
-    of all layers."""
+    """The predicted times of a step that `bench.gpu` measures. Its steps have the default cache type, and the time of a
+    product is the mean of all layers."""
     name, shape = f"{context:,} × {batch}", shape_of(config)
     place: dict[str, Sequence[Any]] = {"context": [context], "batch": [batch]}
     if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):

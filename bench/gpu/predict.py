@@ -14,7 +14,7 @@ from typing import Any
 from bench import report
 from bench.command import CacheType, note, run
 from bench.gpu.cost import MACHINES, Machine, Prediction, predict
-from bench.gpu.measured import Pair, Run, pairs, runs_of
+from bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_step
 from bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
 from bench.gpu.setup import LLAMA_8B
 from bench.report import Output
@@ -94,7 +94,8 @@ def _predict_and_report(argv: Sequence[str]) -> None:
     ]
     runs = runs_of(options.gpu, (report.RESULTS, report.LOCAL))
     shape = config, options.weights, cache_type
-    measured = [pair for step in steps for pair in pairs(runs, *shape, step.context, step.batch, step.parts)]
+    times = [time for step in steps for time in times_of_step(*shape, step.context, step.batch, step.parts)]
+    measured = pairs(runs, times)
     result: dict[str, Any] = {
         "kind": "prediction: no GPU was measured",
         "gpu": asdict(machine),

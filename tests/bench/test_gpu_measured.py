@@ -51,7 +51,7 @@ PARTS = [part("attention", 32, 9e-6), part("down (q4_k)", 24, 10e-6), part("down
 
 def found(folder: Path, cache: str = "balanced", weights: str = "bf16", batch: int = 1) -> dict[str, Pair]:
     runs, shape = runs_of("h200", [folder]), (LLAMA_8B, weights, CacheType.read(cache))
-    return {pair.what: pair for pair in measured.pairs(runs, *shape, 2048, batch, PARTS)}
+    return {pair.what: pair for pair in measured.pairs(runs, measured.times_of_step(*shape, 2048, batch, PARTS))}
 
 
 def test_every_time_that_was_measured_has_its_prediction(tmp_path: Path) -> None:
