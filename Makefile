@@ -43,11 +43,11 @@ $(VENV)/.installed-serve: $(VENV)/.installed
 serve: $(VENV)/.installed-serve  ## serve an HTTP API (ARGS="…" adds flags)
 	@$(PY) -m server $(ARGS)
 
-# One BLAS thread: two test processes with two threads each on two cores are many times slower than one.
+# One process for each core, with one BLAS thread: two threads each on two cores are many times slower than one.
 test: export OMP_NUM_THREADS = 1
 test: export OPENBLAS_NUM_THREADS = 1
 test: $(VENV)/.installed-dev lint  ## run every check
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n auto --maxprocesses 8 $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	@$(PY) -m ruff check .

@@ -20,6 +20,7 @@ from engine.backends.cuda.ops import CudaOps
 from engine.backends.cuda.rehearsal import Blank, FirstRow, RehearsalDevice
 from engine.model.file_matrix import FileMatrix
 from engine.weight_formats import Linear, WeightFormat, get
+from model_loaders.user_dirs import CACHE_VARIABLE
 from tests.cuda.emulated import EmulatedDevice
 from tests.tiny import VOCABULARY, by_count, load_tiny, matrices_read
 
@@ -85,8 +86,11 @@ def converse(engine: Engine, length: int) -> None:
     ],
     ids=str,
 )
-def test_a_conversation_launches_nothing_unexpected(tiny_path: Path, settings: dict[str, Any]) -> None:
+def test_a_conversation_launches_nothing_unexpected(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
     """Nor does loading the model, but for its calibration, once. Prompts of all lengths for which there are kernels."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))  # other tests may have calibrated this model
     device = Watched()
     with load_tiny(tiny_path, ops=CudaOps(device), **{**SETTINGS, **settings}) as engine:
         once = {"transform_heads_kernel", "encode_blocks_kernel"} if settings.get("calibration") else set()
