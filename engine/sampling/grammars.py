@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.config import SamplingParams
 from engine.errors import EngineError, shown
+from engine.sampling import gbnf
 from engine.sampling.constraints import Constraint
 
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
@@ -160,7 +161,7 @@ def _source(field: str, text: str) -> str:
         return str(library.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _SPACE}))
     if field == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))
-    return str(library.grammar_from("grammar", text))
+    return str(library.LLMatcher.grammar_from_lark(gbnf.to_lark(text) if gbnf.is_gbnf(text) else text))
 
 
 def _library() -> Any:

@@ -1,0 +1,234 @@
+"""llama.cpp's grammars (GBNF) as Lark grammars for llguidance.
+
+GBNF: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. A rule from which no rule that refers to
+itself can be reached is a regular expression, and becomes a terminal; the others become rules. Answers are always of
+the grammar, but not every text of it can be an answer where rules refer to themselves: llguidance reads as much text as
+it can as one terminal, so that `[a-z]+` in such a rule takes all letters that follow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+
+MOST_DEPTH = 64  # of parentheses
+MOST_REPEATS = 2000  # as in llama.cpp
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
+_HEX = set("0123456789ABCDEFabcdef")
+_DIGITS = {"x": 2, "u": 4, "U": 8}
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]?start\s*(\[[^\]]*\]\s*)?:(?!:=))")
+_SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+_SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_REPEATS = re.compile(r"\{\s*(\d{1,9})\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
+
+
+class GbnfError(ValueError):
+    """What is wrong with a grammar, and where."""
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Whether a grammar is in GBNF: it has no rule `start` in Lark's form."""
+    return _LARK.search(grammar) is None
+
+
+def to_lark(grammar: str) -> str:
+    """The Lark grammar that stands for `grammar` in GBNF. Raises GbnfError."""
+    return _Reader(grammar).lark()
+
+
+class _Name(str):
+    """The name of a rule, among parts of Lark's text."""
+
+
+@dataclass
+class _Rule:
+    """A rule's right side: Lark's text, cut where names of rules are."""
+
+    parts: list[str] = field(default_factory=list)
+    is_terminal: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        return {part for part in self.parts if isinstance(part, _Name)}
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+        self._rules: dict[str, _Rule] = {}
+        self._rule = _Rule()
+
+    def lark(self) -> str:
+        self._skip(_SPACE_AND_LINES)
+        while self._at < len(self._text):
+            self._read_rule()
+        if "root" not in self._rules:
+            raise GbnfError("it has no rule named root")
+        self._find_terminals()
+        names = {name: f"{'T' if rule.is_terminal else 'r'}{i}" for i, (name, rule) in enumerate(self._rules.items())}
+        lines = [f"start: {names['root']}"]
+        for name, rule in self._rules.items():
+            right = "".join(names[part] if isinstance(part, _Name) else part for part in rule.parts)
+            lines.append(f"{names[name]}: {right}")
+        return "\n".join(lines) + "\n"
+
+    def _find_terminals(self) -> None:
+        """Rules from which no rule can be reached that leads back to itself. Each rule is looked at once."""
+        users: dict[str, list[str]] = {name: [] for name in self._rules}
+        left: dict[str, int] = {}  # rules that a rule refers to and that are not known to be terminals
+        for name, rule in self._rules.items():
+            for other in rule.names:
+                if other not in users:
+                    raise GbnfError(f"the rule {name} refers to {other}, which there is not")
+                users[other].append(name)
+            left[name] = len(rule.names)
+        found = [name for name, count in left.items() if not count]
+        while found:
+            name = found.pop()
+            self._rules[name].is_terminal = True
+            for user in users[name]:
+                left[user] -= 1
+                if not left[user]:
+                    found.append(user)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def _read_rule(self) -> None:
+        name = self._name()
+        self._skip(_SPACE)
+        if not self._take("::="):
+            raise self._error("::= should follow a rule's name")
+        if name in self._rules:
+            raise GbnfError(f"it has two rules named {name}")
+        self._skip(_SPACE_AND_LINES)
+        self._rule = self._rules[name] = _Rule()
+        self._alternatives(0)
+        if self._at < len(self._text) and self._text[self._at] not in "\r\n":
+            raise self._error("this belongs to no rule")
+        self._skip(_SPACE_AND_LINES)
+
+    def _alternatives(self, depth: int) -> None:
+        """Read alternatives up to the end of the line, or of the parentheses."""
+        if depth > MOST_DEPTH:
+            raise GbnfError(f"its parentheses are nested deeper than {MOST_DEPTH} times")
+        space = _SPACE_AND_LINES if depth else _SPACE
+        self._write("(")
+        self._sequence(depth, space)
+        while self._take("|"):
+            self._skip(_SPACE_AND_LINES)
+            self._write(" | ")
+            self._sequence(depth, space)
+        self._write(")")
+
+    def _sequence(self, depth: int, space: re.Pattern[str]) -> None:
+        self._write('""')
+        while self._at < len(self._text) and self._text[self._at] not in "|)\r\n":
+            self._write(" ")
+            self._item(depth)
+            self._skip(space)
+            self._repeat()
+            self._skip(space)
+
+    def _item(self, depth: int) -> None:
+        if self._take('"'):
+            text = "".join(iter(lambda: self._character('"'), ""))
+            self._write(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f"))
+        elif self._take("["):
+            self._write(f"/{self._class()}/")
+        elif self._take("("):
+            self._skip(_SPACE_AND_LINES)
+            self._alternatives(depth + 1)
+            if not self._take(")"):
+                raise self._error(") is missing")
+        elif self._take("."):
+            self._write(r"/[\x{0}-\x{10FFFF}]/")
+        elif self._text[self._at] in "<!":
+            raise self._error("tokens in angle brackets are not taken: write their text, or a grammar in Lark")
+        else:
+            self._rule.parts.append(_Name(self._name()))
+
+    def _class(self) -> str:
+        """The rest of a class of characters, as a regular expression."""
+        written, first = ("[^" if self._take("^") else "["), True
+        for low in iter(lambda: self._character("]"), ""):
+            high = low
+            if self._text[self._at : self._at + 1] == "-" and self._text[self._at + 1 : self._at + 2] != "]":
+                self._at += 1
+                high = self._character("]")
+            if high < low:
+                raise self._error("the range before this ends before it begins")
+            written, first = f"{written}\\x{{{ord(low):X}}}-\\x{{{ord(high):X}}}", False
+        if first:
+            raise self._error("the class of characters before this has none")
+        return f"{written}]"
+
+    def _character(self, end: str) -> str:
+        """The next character, which may be escaped; empty for `end`."""
+        if self._at >= len(self._text):
+            raise self._error(f"{end} is missing")
+        character = self._text[self._at]
+        self._at += 1
+        if character == end:
+            return ""
+        if character != "\\":
+            return character
+        kind = self._text[self._at : self._at + 1]
+        digits = self._text[self._at + 1 : self._at + 1 + _DIGITS.get(kind, 0)]
+        if kind in _DIGITS and len(digits) == _DIGITS[kind] and set(digits) <= _HEX:
+            code = int(digits, 16)
+            if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+                raise self._error("there is no character of this number")
+            self._at += 1 + len(digits)
+            return chr(code)
+        if kind not in _ESCAPES:
+            raise self._error("there is no such escape")
+        self._at += 1
+        return _ESCAPES[kind]
+
+    def _repeat(self) -> None:
+        """What says how often the last item comes."""
+        for sign in "*+?":
+            if self._take(sign):
+                self._write(sign)
+                return
+        if self._text[self._at : self._at + 1] != "{":
+            return
+        found = _REPEATS.match(self._text, self._at)
+        if found is None:
+            raise self._error("this should be {2}, {2,} or {2,3}, with numbers of yours")
+        least, comma, most = found.groups()
+        most = most if comma else least
+        if int(least) > MOST_REPEATS or (most is not None and not int(least) <= int(most) <= MOST_REPEATS):
+            raise self._error(f"an item comes from 0 to {MOST_REPEATS} times, the smaller number first")
+        self._at = found.end()
+        self._write(f"{{{least},{most or ''}}}")
+
+    def _name(self) -> str:
+        found = _NAME.match(self._text, self._at)
+        if found is None:
+            raise self._error("a rule's name should be here")
+        self._at = found.end()
+        return found[0]
+
+    # -- text --------------------------------------------------------------------------------------------------
+
+    def _write(self, lark: str) -> None:
+        self._rule.parts.append(lark)
+
+    def _take(self, text: str) -> bool:
+        """Whether `text` comes next; then it is read."""
+        found = self._text.startswith(text, self._at)
+        self._at += len(text) * found
+        return found
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        found = pattern.match(self._text, self._at)
+        assert found is not None
+        self._at = found.end()
+
+    def _error(self, problem: str) -> GbnfError:
+        line = self._text.count("\n", 0, self._at) + 1
+        rest = self._text[self._at : self._at + 20]
+        return GbnfError(f"{problem}, in line {line} at {json.dumps(rest, ensure_ascii=False)}")
