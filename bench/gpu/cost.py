@@ -1,7 +1,9 @@
 """Predicted times of a step's parts, from the instructions of the compiled kernels and from their bytes.
 
 A multiprocessor takes as long as its busiest unit: memory, the L2 cache, instruction issue, the integer pipe, the port
-of shared memory and L1, or tensor cores. Latencies are hidden, except at the start and end of a kernel. Every block of
+of shared memory and L1, or tensor cores. Latencies of memory are hidden, except at the start and end of a kernel, and
+all others are in a product; a warp of attention takes as long as it would alone, by the compiler's own stalls and
+estimated delays of shared memory and shuffles, or longer. Every block of
 a product reads its activations from L2 once; what blocks of a multiprocessor may share in L1 is not counted, nor are
 bank conflicts. No GPU was asked.
 """
@@ -12,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from bench.gpu.paper import BLOCK_SIZE, Launch, Part
+from bench.gpu.paper import Launch, Part
 from bench.gpu.sass import Counts, disassemble
-from engine.backends.cuda.launch_configs import decode_cells
 from engine.errors import EngineError
 from model_loaders.config import ModelConfig
 from tests.cuda.nvrtc import compile_binary
@@ -90,12 +91,12 @@ def _compiled(kernel: str, text: str, arch: int) -> tuple[int, Counts]:
     return registers, loop if kernel == "decode_attention" else replace(loop, seldom=0)
 
 
-def predict(parts: Sequence[Part], machine: Machine, config: ModelConfig, batch: int) -> list[Prediction]:
+def predict(parts: Sequence[Part], machine: Machine, config: ModelConfig) -> list[Prediction]:
     """The predicted times of parts. Raises EngineError where nothing can be compiled."""
-    return [_predict(part, machine, config, batch) for part in parts]
+    return [_predict(part, machine, config) for part in parts]
 
 
-def _predict(part: Part, machine: Machine, config: ModelConfig, batch: int) -> Prediction:
+def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
     counted = [launch for launch in part.launches if launch.kernel in _UNITS]
     beside = sum(_small(launch, machine) for launch in part.launches if launch.kernel not in _UNITS)
     times: list[tuple[float, str, int, float]] = []
@@ -103,7 +104,7 @@ def _predict(part: Part, machine: Machine, config: ModelConfig, batch: int) -> P
         for launch, (weights, nbytes) in zip(counted, part.products, strict=True):
             times.append(_product_time(launch, weights, nbytes, machine))
     else:
-        times += [_attention_time(launch, part, machine, config, batch) for launch in counted]
+        times += [_attention_time(launch, part, machine, config) for launch in counted]
     _, limit, registers, instructions = max(times, default=(0.0, "latency", 0, 0.0))
     return Prediction(
         part=part.name,
@@ -126,23 +127,21 @@ def _product_time(launch: Launch, weights: int, nbytes: int, machine: Machine) -
     return clocks / machine.clock + _BEGIN + _RAMP, limit, registers, 32 * loop.common / units
 
 
-def _attention_time(
-    launch: Launch, part: Part, machine: Machine, config: ModelConfig, batch: int
-) -> tuple[float, str, int, float]:
+def _attention_time(launch: Launch, part: Part, machine: Machine, config: ModelConfig) -> tuple[float, str, int, float]:
     """Seconds of attention of a layer, its limit, registers, instructions of a coded value.
 
-    The busiest multiprocessor counts. Its warps take whole blocks, and the last round may be half empty.
+    The busiest multiprocessor counts, and of its warps the one with most units, which computes them one after another.
     """
     registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
     units = _units(launch, loop)
     (ctas,), warps = launch.grid, launch.threads // 32
-    cells = batch * config.kv_heads * decode_cells(config.heads // config.kv_heads)[0]
-    blocks = warps * -(-cells * part.blocks // (ctas * warps))
-    values = 2 * config.head_dim * BLOCK_SIZE
-    per_block = part.bytes / max(1, batch * config.kv_heads * part.blocks)
-    # The other multiprocessors read less while the last round is half empty, which leaves more to this one.
-    most = min(blocks * per_block, part.bytes / machine.processors + warps * per_block)
-    clocks, limit = _busiest(loop, blocks * values / units, most, most, machine)
+    most = -(-part.units // ctas)
+    iterations = 2 * config.head_dim * part.unit_tokens / units  # of a unit
+    nbytes = part.bytes * most / part.units
+    clocks, limit = _busiest(loop, most * iterations, nbytes, nbytes, machine)
+    one_by_one = -(-most // warps) * iterations * loop.latency
+    if one_by_one > clocks:
+        clocks, limit = one_by_one, "latency"
     return clocks / machine.clock + _BEGIN + _ATTENTION_RAMP, limit, registers, 32 * loop.common / units
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from bench.command import CacheType
 from bench.gpu.weights import MIXED, has_larger_types
 from engine import codecs
-from engine.backends.cuda import packed
+from engine.backends.cuda import launch_configs, packed
 from engine.backends.cuda.kernel_source import can_read
 from engine.backends.cuda.ops import CudaOps
 from engine.backends.kv import CacheFormat, HeadTransform, Place, SpanView
@@ -20,6 +20,7 @@ from engine.config import SamplingParams
 from engine.sampling.sample import Draw, resolve
 from engine.weight_formats import Linear, Matrix, available, get
 from model_loaders.config import GenerationDefaults, ModelConfig
+from tests.cuda.shares import SLICE, Plan
 
 BLOCK_SIZE = 64
 
@@ -95,8 +96,8 @@ class PaperDevice:
 @dataclass(frozen=True)
 class Part:
     """A part of a step. repeats: how often a step has it. bytes: what one of them must read from memory: weights, or
-    codes and full-precision blocks. products: the number of weights and the bytes of each matrix. blocks: quantized
-    blocks of a sequence and KV head.
+    codes and full-precision blocks. products: the number of weights and the bytes of each matrix. units: of attention,
+    which all multiprocessors share (see cuda/attention/shares.cuh); unit_tokens: of one.
     """
 
     name: str
@@ -104,7 +105,8 @@ class Part:
     launches: Sequence[Launch]
     bytes: int
     products: Sequence[tuple[int, int]] = ()
-    blocks: int = 0
+    units: int = 0
+    unit_tokens: int = BLOCK_SIZE
 
 
 def known_weights() -> tuple[str, ...]:
@@ -179,12 +181,23 @@ def step_parts(
     rope = np.zeros((batch, dim // 2), np.float32), np.zeros((batch, dim // 2), np.float32)
     q = note("place_kv", config.layers, lambda: ops.place_kv(qkv, rope, transform, cache, spans))
     held = batch * (len(ids_of_blocks) * quantized_bytes + 2 * full_bytes)
+    group, all_full = config.heads // config.kv_heads, not any(side.is_quantized for side in cache.layouts)
+    plan = Plan(
+        [spans.header(row) for row in range(batch)],
+        config.kv_heads,
+        group,
+        launch_configs.decode_cells(group)[1],
+        BLOCK_SIZE,
+        device.processors,
+        all_full=all_full,
+    )
     mixed = note(
         "attention",
         config.layers,
         lambda: ops.attention(q, cache, spans, dim**-0.5, None, transform),
         held,
-        blocks=len(ids_of_blocks),
+        units=plan.total,
+        unit_tokens=SLICE if all_full else BLOCK_SIZE,
     )
     product("out", mixed.reshape(batch, -1), (e,), residual=x)
     ((_, (taken, *_)), *_) = matrix_formats(weight, "down", config.layers)

@@ -123,7 +123,7 @@ def _step(machine: Machine, config: ModelConfig, weights: str, cache_type: Cache
     """Raises EngineError for a cache type without kernels, and where the compiler or nvdisasm is missing."""
     device = PaperDevice(machine.processors, machine.shared_memory)
     parts = step_parts(config, weights, cache_type, context, batch, device)
-    return Step(context, batch, predict(parts, machine, config, batch))
+    return Step(context, batch, predict(parts, machine, config))
 
 
 def format_steps(machine: Machine, options: Options, steps: Sequence[Step]) -> str:

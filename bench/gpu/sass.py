@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +21,7 @@ _LABEL = re.compile(r"^(?P<label>\.L_\w+):$")
 _INSTRUCTION = re.compile(
     r"^\s*/\*(?P<offset>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<rest>[^;]*);"
 )
+_CONTROL = re.compile(r"^\s*/\* 0x(?P<word>[0-9a-f]{16}) \*/$")  # the upper half of an instruction, a line of its own
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 # Instructions of the pipe for integers, logic, comparisons and permutes, which takes two clocks for a warp.
@@ -47,14 +48,31 @@ _ALU = frozenset(
 )
 _SHARED = frozenset({"LDS", "STS", "LDSM", "STSM", "ATOMS"})
 
+# Clocks until a result is there, of instructions that others wait for by a scoreboard: estimates. Global memory is left
+# out, since loops load the next iteration's data.
+_DELAYS = {"LDS": 29, "SHFL": 24, "MUFU": 20, "MOVM": 33, "LDG": 0, "LDGSTS": 0}
+_DELAY = 24  # of all others
+_SCOREBOARDS = 6
+
 
 @dataclass(frozen=True)
 class Instruction:
-    """target: the offset that a branch goes to."""
+    """target: the offset that a branch goes to. stall: clocks until the warp issues its next instruction. sets: the
+    scoreboard that its result clears, if any. waits: a bit for each scoreboard that must be clear."""
 
     offset: int
     opcode: str
     target: int | None = None
+    stall: int = 1
+    sets: int | None = None
+    waits: int = 0
+
+    def with_control(self, word: int) -> Instruction:
+        """The instruction with what the compiler wrote into its upper 64 bits."""
+        sets = word >> 46 & 7
+        return replace(
+            self, stall=max(1, word >> 41 & 15), sets=sets if sets < _SCOREBOARDS else None, waits=word >> 52 & 63
+        )
 
     @property
     def name(self) -> str:
@@ -75,7 +93,8 @@ class Counts:
     """Instructions of one warp. seldom: how many of `total` lie in branches that hardly ever run.
 
     alu: of the integer pipe. port: clocks of the port that shared memory and the L1 cache share. hmma: products on
-    tensor cores. wide_loads: loads from global memory of 16 bytes a lane.
+    tensor cores. wide_loads: loads from global memory of 16 bytes a lane. latency: clocks of a warp that runs alone,
+    outside of seldom branches.
     """
 
     total: int
@@ -89,6 +108,7 @@ class Counts:
     special: int
     moves: int
     wide_loads: int
+    latency: int
 
     @property
     def common(self) -> int:
@@ -146,9 +166,10 @@ def counts(instructions: Sequence[Instruction]) -> Counts:
     def number(*names: str) -> int:
         return sum(i.name in names for i in instructions)
 
+    seldom = _seldom(instructions)
     return Counts(
         total=len(instructions),
-        seldom=len(_seldom(instructions)),
+        seldom=len(seldom),
         alu=sum(i.name in _ALU for i in instructions),
         port=sum(_port(i) for i in instructions),
         hmma=sum(map(_is_product, instructions)),
@@ -158,7 +179,21 @@ def counts(instructions: Sequence[Instruction]) -> Counts:
         special=number("MUFU"),
         moves=number("MOV") + sum(i.opcode.startswith("IMAD.MOV") for i in instructions),
         wide_loads=sum(map(_is_wide_load, instructions)),
+        latency=_latency([i for i in instructions if i.offset not in seldom]),
     )
+
+
+def _latency(instructions: Sequence[Instruction]) -> int:
+    """Clocks of one pass through a loop, the second, of a warp that waits for nothing but its own results."""
+    now, begun, clear = 0, 0, [0] * _SCOREBOARDS
+    for _ in range(2):
+        begun = now
+        for i in instructions:
+            now = max([now, *(at for number, at in enumerate(clear) if i.waits >> number & 1)])
+            if i.sets is not None:
+                clear[i.sets] = max(clear[i.sets], now + _DELAYS.get(i.name, _DELAY))
+            now += i.stall
+    return now - begun
 
 
 def _seldom(instructions: Sequence[Instruction]) -> set[int]:
@@ -183,17 +218,16 @@ def _port(instruction: Instruction) -> int:
 
 
 def parse(text: str) -> dict[str, Kernel]:
-    """The kernels of nvdisasm's output, by name."""
+    """The kernels of nvdisasm's output, by name. Only with its option -hex do instructions have their stalls."""
     kernels: dict[str, Kernel] = {}
-    lines: list[tuple[int, str, str | None]] = []
+    lines: list[tuple[Instruction, str | None]] = []
     labels: dict[str, int] = {}
     waiting: list[str] = []
     name = ""
 
     def finish() -> None:
         if lines:
-            found = [Instruction(at, opcode, labels.get(label) if label else None) for at, opcode, label in lines]
-            kernels[name] = Kernel(name, found)
+            kernels[name] = Kernel(name, [replace(i, target=labels.get(label or "")) for i, label in lines])
 
     for line in text.splitlines():
         if function := _FUNCTION.match(line):
@@ -206,7 +240,10 @@ def parse(text: str) -> dict[str, Kernel]:
             labels |= dict.fromkeys(waiting, offset)
             waiting = []
             target = _TARGET.search(found["rest"]) if found["opcode"].startswith("BRA") else None
-            lines.append((offset, found["opcode"], target[1] if target else None))
+            lines.append((Instruction(offset, found["opcode"]), target[1] if target else None))
+        elif (control := _CONTROL.match(line)) and lines:
+            instruction, label_of_target = lines[-1]
+            lines[-1] = instruction.with_control(int(control["word"], 16)), label_of_target
     finish()
     return kernels
 
@@ -217,7 +254,7 @@ def disassemble(binary: bytes) -> dict[str, Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary)
-        done = subprocess.run([str(program), "-c", str(path)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([str(program), "-c", "-hex", str(path)], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise EngineError(f"{program} cannot read what NVRTC compiled: {done.stderr.strip() or 'it gave no reason'}")
     return parse(done.stdout)

@@ -21,7 +21,18 @@ H200 = MACHINES["h200"]
 ATTENTION = "decode_attention"
 # Of a loop that computes next to nothing, whatever the kernel.
 IDLE = Counts(
-    total=64, seldom=0, alu=8, port=8, hmma=64, lds=0, shuffles=0, permutes=0, special=0, moves=0, wide_loads=32
+    total=64,
+    seldom=0,
+    alu=8,
+    port=8,
+    hmma=64,
+    lds=0,
+    shuffles=0,
+    permutes=0,
+    special=0,
+    moves=0,
+    wide_loads=32,
+    latency=64,
 )
 
 
@@ -35,7 +46,8 @@ def test_a_part_has_the_kernels_that_the_engine_launches(batch: int, product: li
     parts = parts_of(2048, batch)
     assert [launch.kernel for launch in parts["gate_up"].launches] == product
     assert [launch.kernel for launch in parts["attention"].launches] == ["decode_attention"]
-    assert parts["attention"].blocks == 30  # of 32, without sink and current block
+    # 30 of 32 blocks are quantized; of sink and current block 16 tokens are a unit.
+    assert (parts["attention"].units, parts["attention"].unit_tokens) == (batch * 8 * (30 + 2 * 4), 64)
     assert all(part.launches for part in parts.values())
 
 
@@ -72,7 +84,7 @@ def test_packed_weights_have_their_own_kernel_and_the_bytes_of_their_tiles() -> 
 def test_rows_of_x_by_8_share_their_weights(monkeypatch: pytest.MonkeyPatch, batch: int, weights_each: int) -> None:
     """Each has its own products on tensor cores with them."""
     monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
-    (down,) = cost.predict([parts_of(2048, batch, weights="q4_k")["down"]], H200, LLAMA_8B, batch)
+    (down,) = cost.predict([parts_of(2048, batch, weights="q4_k")["down"]], H200, LLAMA_8B)
     assert down.instructions == 32 * IDLE.total / (weights_each * IDLE.hmma)
 
 
@@ -81,7 +93,7 @@ def test_the_busiest_unit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def predicted(loop: Counts) -> cost.Prediction:
         monkeypatch.setattr(cost, "_compiled", lambda *given: (168, loop))
-        return cost.predict([attention], H200, LLAMA_8B, 16)[0]
+        return cost.predict([attention], H200, LLAMA_8B)[0]
 
     idle = predicted(IDLE)
     assert idle.limit == "memory"
@@ -90,8 +102,7 @@ def test_the_busiest_unit_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, slower = (predicted(replace(IDLE, total=total)) for total in (4000, 8000))
     assert slow.limit == slower.limit == "issue"
     assert slow.instructions == pytest.approx(32 * 4000 / (2 * 64 * 128))
-    fixed = 32 * (1.3e-6 + 4.0e-6)
-    assert slower.seconds - fixed == pytest.approx(2 * (slow.seconds - fixed), rel=0.01)
+    assert slower.seconds - 32 * FIXED == pytest.approx(2 * (slow.seconds - 32 * FIXED), rel=0.01)
 
 
 def test_every_column_of_blocks_reads_x_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +112,7 @@ def test_every_column_of_blocks_reads_x_from_the_cache(monkeypatch: pytest.Monke
     through = gate_up.bytes + gate_up.launches[-1].grid[0] * 16 * 4096 * 2
 
     def predicted(machine: cost.Machine) -> cost.Prediction:
-        return cost.predict([gate_up], machine, LLAMA_8B, 16)[0]
+        return cost.predict([gate_up], machine, LLAMA_8B)[0]
 
     assert predicted(H200).limit == "memory"
     slow, slower = (predicted(replace(H200, cache=cache)) for cache in (2e12, 1e12))
@@ -121,11 +132,34 @@ def test_all_instructions_of_a_product_count(monkeypatch: pytest.MonkeyPatch) ->
     assert cost._compiled(ATTENTION, "any text", 90)[1].common == 4
 
 
-def test_a_machine_that_is_not_full_waits_for_its_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4,080 blocks for 132 multiprocessors of 12 warps: 2.6 blocks for each warp take as long as 3."""
+FIXED = 1.3e-6 + 4.0e-6  # seconds of an attention without units
+
+
+@pytest.mark.parametrize(("context", "most"), [(2048, 3), (32768, 32), (131072, 125)])
+def test_the_busiest_multiprocessor_reads_its_equal_share(
+    monkeypatch: pytest.MonkeyPatch, context: int, most: int
+) -> None:
+    """Of 8 KV heads' units, on 132 multiprocessors. Its 12 warps may have unequal shares; memory has equal ones."""
     monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
-    (prediction,) = cost.predict([parts_of(32768, 1)["attention"]], H200, LLAMA_8B, 1)
-    assert 13e-6 < prediction.seconds / prediction.repeats < 15.5e-6
+    attention = parts_of(context, 1)["attention"]
+    (prediction,) = cost.predict([attention], H200, LLAMA_8B)
+    assert most == -(-attention.units // 132)
+    assert prediction.limit == "memory"
+    mean = prediction.floor / attention.units
+    assert prediction.seconds - 32 * FIXED == pytest.approx(132 * most * mean, rel=1e-6)
+
+
+def test_a_warp_computes_its_units_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 units on 12 warps, 8 warps have 3. With exact keys and values a unit is 16 tokens."""
+    slow = replace(IDLE, latency=40_000)
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (168, slow))
+    (prediction,) = cost.predict([parts_of(32768, 1)["attention"]], H200, LLAMA_8B)
+    assert prediction.limit == "latency"
+    assert prediction.seconds == pytest.approx(32 * (3 * 40_000 / H200.clock + FIXED))
+    exact = parts_of(32768, 1, "f16")["attention"]
+    assert (exact.units, exact.unit_tokens) == (8 * 512 * 4, 16)
+    (prediction,) = cost.predict([exact], H200, LLAMA_8B)  # IDLE's loop has the products of 64 tokens
+    assert prediction.seconds == pytest.approx(32 * (11 * 10_000 / H200.clock + FIXED))
 
 
 def test_the_report_says_that_it_is_a_prediction(

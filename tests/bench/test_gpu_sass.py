@@ -50,6 +50,31 @@ def test_a_loop_is_counted_by_pipe_and_by_branch() -> None:
     assert loop.port == 4 + 1 + 2  # 512 bytes, a shuffle, 256 bytes
 
 
+# As with nvdisasm's option -hex: the lookup clears scoreboard 1, for which the addition waits.
+WITH_CONTROL = """
+.text.small_kernel:
+.L_x_1:
+        /*0000*/                   LDS R4, [R140+0x400] ;                        /* 0x000400008c047984 */
+                                                                                 /* 0x000e620000000800 */
+        /*0010*/                   FADD R5, R4, R4 ;                             /* 0x0000000404057221 */
+                                                                                 /* 0x002fe80000000000 */
+        /*0020*/                   HMMA.16816.F32 R8, R4, R6, R8 ;               /* 0x000000060408723c */
+                                                                                 /* 0x000fe200000018ff */
+        /*0030*/                   BRA `(.L_x_1) ;                               /* 0xfffffffc00c87947 */
+                                                                                 /* 0x000fea000383ffff */
+"""
+
+
+def test_a_warp_alone_waits_for_stalls_and_for_results() -> None:
+    kernel = parse(WITH_CONTROL)["small_kernel"]
+    lookup, addition, product, branch = kernel.instructions
+    assert (lookup.stall, lookup.sets, lookup.waits) == (1, 1, 0)
+    assert (addition.stall, addition.sets, addition.waits) == (4, None, 0b10)
+    assert (product.stall, branch.stall, branch.target) == (1, 5, 0)
+    assert kernel.hot_loop().latency == 29 + 4 + 1 + 5
+    assert parse(TEXT)["small_kernel"].hot_loop().latency == 6  # without control words, a clock each
+
+
 def test_a_kernel_without_a_loop_is_named() -> None:
     with pytest.raises(EngineError, match="other_kernel"):
         parse(TEXT)["other_kernel"].hot_loop()
