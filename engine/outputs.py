@@ -51,6 +51,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None  # on the last chunk: "stop", "length" or "cancelled"
     usage: Usage | None = None  # on the last chunk
+    stopped_by: str | None = None  # on the last chunk: the stop string before which the answer ends
     prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id if `SamplingParams.logprobs` is set

@@ -234,7 +234,8 @@ class Request:
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
-        self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage()))
+        stopped_by = self._stop_filter.stopped_by
+        self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage(), stopped_by=stopped_by))
 
     def fail(self, error: Exception) -> None:
         """Finish the request with an error, which its reader gets in place of a last chunk."""

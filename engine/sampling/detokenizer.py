@@ -44,17 +44,23 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self.stopped_by is not None
 
     def push(self, text: str) -> str:
         if not self._stops:
             return text
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             # The stop string that is complete first, so that the result does not depend on how the text is cut.
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            _, at, self.stopped_by = min(found)
+            self._held = ""
+            return text[:at]
         keep = max(self._overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

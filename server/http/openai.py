@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine import Chunk, Completion, EngineError, SamplingParams, Usage
-from engine.outputs import fold
+from engine import EngineError, Usage
 from server.driver import Driver
 from server.http.bodies import read_body
 from server.http.errors import api_error
 from server.http.shapes import Dialect, Writer
 from server.http.streams import Event, EventStream, Pieces, merged, while_there
 from server.parameters import Asked, read
+from server.pieces import Piece, answer, fold
 from server.refused import Refused
 from server.values import BadRequest
 
@@ -52,17 +51,14 @@ class Generation:
         return JSONResponse(await while_there(request.receive, self._whole(asked, writer)))
 
     def _pieces(self, asked: Asked) -> Pieces:
-        return merged(
-            [self._driver.stream(asked.prompt, _params(asked.params, index), asked.options) for index in range(asked.n)]
-        )
+        return merged([answer(self._driver, asked, index) for index in range(asked.n)])
 
     async def _whole(self, asked: Asked, writer: Writer) -> dict[str, object]:
-        chunks: list[list[Chunk]] = [[] for _ in range(asked.n)]
+        given: list[list[Piece]] = [[] for _ in range(asked.n)]
         async with aclosing(self._pieces(asked)) as pieces:
-            async for index, chunk in pieces:
-                chunks[index].append(chunk)
-        answers: list[Completion] = [fold(of_answer) for of_answer in chunks]
-        return writer.whole(answers)
+            async for index, piece in pieces:
+                given[index].append(piece)
+        return writer.whole([fold(pieces_of_one) for pieces_of_one in given])
 
     async def _events(self, asked: Asked, writer: Writer) -> AsyncGenerator[Event, None]:
         """The events of a streamed response. An error before the first one is raised; a later one is the last event."""
@@ -71,13 +67,13 @@ class Generation:
         usages: list[Usage] = []
         try:
             async with aclosing(self._pieces(asked)) as pieces:
-                async for index, chunk in pieces:
-                    for event in writer.events(index, chunk, first=index not in begun):
+                async for index, piece in pieces:
+                    for event in writer.events(index, piece, first=index not in begun):
                         sent = True
                         yield event
                     begun.add(index)
-                    if chunk.usage is not None:
-                        usages.append(chunk.usage)
+                    if piece.usage is not None:
+                        usages.append(piece.usage)
         except (Refused, EngineError) as error:
             if not sent:
                 raise
@@ -86,8 +82,3 @@ class Generation:
         if asked.include_usage:
             yield writer.usage(usages)
         yield None
-
-
-def _params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of answer `index`: each has a seed of its own, so that answers differ and can be repeated."""
-    return params if params.seed < 0 else replace(params, seed=params.seed + index)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import Chunk, Completion, TokenLogprob, Usage
+from engine import TokenLogprob, Usage
 from model_loaders.tokenizers import Tokenizer
 from server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
+from server.pieces import Answer, Piece
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,43 @@ class Dialect:
     whole: str  # names of the objects
     part: str
     switched_logprobs: bool  # whether log-probabilities are requested by true and a count beside it
-    answer: Callable[[str], dict[str, Any]]  # fields of a choice for a whole answer
+    answer: Callable[[Answer], dict[str, Any]]  # fields of a choice for a whole answer
     opening: dict[str, Any] | None  # of a streamed answer's first choice, before any text; None for no such choice
-    piece: Callable[[str], dict[str, Any]]  # of a choice for some text of a streamed answer; for its end without text
+    piece: Callable[[Piece, int], dict[str, Any]]  # of a choice for a piece and the number of the call that it is in
     logprobs: Callable[[Tokenizer], Logprobs]  # writes those of one answer
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    """An assistant's message."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in answer.calls
+    ]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not answer.text else answer.text,
+        "refusal": None,
+    }
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def _delta(piece: Piece, number: int) -> dict[str, Any]:
+    """What a piece adds to an assistant's message."""
+    delta: dict[str, Any] = {}
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.text:
+        delta["content"] = piece.text
+    if piece.call is not None:
+        function = {"name": piece.call.name, "arguments": piece.arguments}
+        delta["tool_calls"] = [{"index": number, "id": piece.call.id, "type": "function", "function": function}]
+    elif piece.arguments:
+        delta["tool_calls"] = [{"index": number, "function": {"arguments": piece.arguments}}]
+    return {"delta": delta}
 
 
 CHAT = Dialect(
@@ -34,9 +68,9 @@ CHAT = Dialect(
     whole="chat.completion",
     part="chat.completion.chunk",
     switched_logprobs=True,
-    answer=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    answer=_message,
     opening={"delta": {"role": "assistant", "content": ""}},
-    piece=lambda text: {"delta": {"content": text} if text else {}},
+    piece=_delta,
     logprobs=ChatLogprobs,
 )
 """/v1/chat/completions"""
@@ -47,9 +81,9 @@ TEXT = Dialect(
     whole="text_completion",
     part="text_completion",
     switched_logprobs=False,
-    answer=lambda text: {"text": text},
+    answer=lambda answer: {"text": answer.text},
     opening=None,
-    piece=lambda text: {"text": text},
+    piece=lambda piece, _: {"text": piece.text},
     logprobs=TextLogprobs,
 )
 """/v1/completions"""
@@ -66,26 +100,30 @@ class Writer:
     tells_cached: bool = True  # whether the usage has the number of cached tokens
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    _calls: dict[int, int] = field(default_factory=dict)  # of each answer, the number of the call that began last
 
-    def whole(self, answers: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
         choices = [
-            self._choice(index, self.dialect.answer(answer.text), answer.finish_reason, answer.logprobs)
+            self._choice(index, self.dialect.answer(answer), answer.finish_reason, answer.logprobs)
             for index, answer in enumerate(answers)
         ]
         return self._object(self.dialect.whole, choices) | {"usage": self._usage([answer.usage for answer in answers])}
 
-    def events(self, index: int, chunk: Chunk, *, first: bool) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer's chunk; the answer's `first` one has the opening before it.
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer's piece; the answer's `first` one has the opening before it.
 
         A token whose text is held back has an event where it has log-probabilities.
         """
         if first and self.dialect.opening is not None:
             yield self._part(self._choice(index, self.dialect.opening))
-        if chunk.text or chunk.logprobs:
-            yield self._part(self._choice(index, self.dialect.piece(chunk.text), tokens=chunk.logprobs or None))
-        if chunk.finish_reason is not None:
-            yield self._part(self._choice(index, self.dialect.piece(""), chunk.finish_reason))
+        if piece.call is not None:
+            self._calls[index] = piece.call.index
+        number = self._calls.get(index, 0)
+        if piece.text or piece.reasoning or piece.call or piece.arguments or piece.logprobs:
+            yield self._part(self._choice(index, self.dialect.piece(piece, number), tokens=piece.logprobs or None))
+        if piece.finish_reason is not None:
+            yield self._part(self._choice(index, self.dialect.piece(Piece(), number), piece.finish_reason))
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """The event after the end of the last answer."""

@@ -12,31 +12,31 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine import Chunk
+from server.pieces import Piece
 
 T = TypeVar("T")
-Pieces = AsyncGenerator[tuple[int, Chunk], None]
-"""Chunks of several answers, each with its answer's number."""
+Pieces = AsyncGenerator[tuple[int, Piece], None]
+"""Those of several answers, each with its answer's number."""
 
 Event = dict[str, Any] | None
 
 SLOW_READER_SECONDS = 10.0  # for which a client may read nothing while its end of the connection is full
 
 
-async def merged(answers: Sequence[AsyncGenerator[Chunk, None]]) -> Pieces:
-    """The chunks of all `answers` as they come. The first error ends them all; so does closing the generator."""
+async def merged(answers: Sequence[AsyncGenerator[Piece, None]]) -> Pieces:
+    """The pieces of all `answers` as they come. The first error ends them all; so does closing the generator."""
     if len(answers) == 1:  # nothing to merge: no queue, and no task that fills it
-        async with aclosing(answers[0]) as chunks:
-            async for chunk in chunks:
-                yield 0, chunk
+        async with aclosing(answers[0]) as pieces:
+            async for piece in pieces:
+                yield 0, piece
         return
-    arrived: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
 
-    async def read(index: int, answer: AsyncGenerator[Chunk, None]) -> None:
+    async def read(index: int, answer: AsyncGenerator[Piece, None]) -> None:
         try:
             async with aclosing(answer):
-                async for chunk in answer:
-                    arrived.put_nowait((index, chunk))
+                async for piece in answer:
+                    arrived.put_nowait((index, piece))
             arrived.put_nowait(None)
         except Exception as error:
             arrived.put_nowait(error)

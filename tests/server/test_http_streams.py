@@ -11,8 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from engine import Chunk, Engine
+from engine import Engine
 from server.http import bodies, streams
+from server.pieces import Piece
 from tests.server.http_server import Serving, eventually, serving
 from tests.tiny import held
 
@@ -225,9 +226,9 @@ def test_events_are_closed_when_sending_takes_too_long(monkeypatch: pytest.Monke
 
 
 def test_one_answer_takes_no_task_of_its_own_for_a_piece() -> None:
-    async def answer() -> AsyncGenerator[Chunk, None]:
-        for token in range(10):
-            yield Chunk("a", (token,))
+    async def answer() -> AsyncGenerator[Piece, None]:
+        for _ in range(10):
+            yield Piece("a")
 
     async def tasks_of(answers: int) -> int:
         made = 0
@@ -238,8 +239,8 @@ def test_one_answer_takes_no_task_of_its_own_for_a_piece() -> None:
             return asyncio.Task(coroutine, loop=loop, **more)
 
         async def events() -> AsyncGenerator[streams.Event, None]:
-            async for index, chunk in streams.merged([answer() for _ in range(answers)]):
-                yield {"index": index, "text": chunk.text}
+            async for index, piece in streams.merged([answer() for _ in range(answers)]):
+                yield {"index": index, "text": piece.text}
 
         async def send(message: Any) -> None:
             pass

@@ -1,0 +1,105 @@
+"""The stream of an answer inside the server: pieces of text, of reasoning and of calls of tools.
+
+Every API writes pieces, or the whole answer that they fold into, in its own shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from engine import Chunk, SamplingParams, TokenLogprob, Usage
+from server.driver import Driver
+from server.parameters import Asked
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """The beginning of a call of a tool."""
+
+    index: int  # among the calls of its answer
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer. Of its parts, reasoning comes before text, text before a call, a call before arguments."""
+
+    text: str = ""
+    reasoning: str = ""
+    call: CallStart | None = None
+    arguments: str = ""  # a fragment of the JSON text of the call that began last
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None  # of the last piece: "stop", "length" or "tool_calls"
+    usage: Usage | None = None  # of the last piece
+    stopped_by: str | None = None  # of the last piece: the stop string of the client's that ended the answer
+
+
+@dataclass(frozen=True)
+class Call:
+    """A whole call of a tool; `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    reasoning: str
+    calls: tuple[Call, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str
+    usage: Usage
+    stopped_by: str | None = None
+
+
+def fold(pieces: Iterable[Piece]) -> Answer:
+    """The answer that consists of `pieces`."""
+    given = list(pieces)
+    last = given[-1]
+    assert last.finish_reason is not None
+    assert last.usage is not None
+    calls: list[tuple[CallStart, list[str]]] = []
+    for piece in given:
+        if piece.call is not None:
+            calls.append((piece.call, []))
+        if piece.arguments:
+            calls[-1][1].append(piece.arguments)
+    return Answer(
+        text="".join(piece.text for piece in given),
+        reasoning="".join(piece.reasoning for piece in given),
+        calls=tuple(Call(start.id, start.name, "".join(arguments)) for start, arguments in calls),
+        logprobs=tuple(token for piece in given for token in piece.logprobs),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        stopped_by=last.stopped_by,
+    )
+
+
+async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator[Piece, None]:
+    """Answer `index` of a request, piece by piece. Closing the generator cancels it; errors are those of the driver."""
+    params = _params(asked.params, index)
+    async with aclosing(driver.stream(asked.prompt, params, asked.options)) as chunks:
+        async for chunk in chunks:
+            yield _piece(chunk, params.stop)
+
+
+def _params(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of answer `index`: each has a seed of its own, so that answers differ and can be repeated."""
+    return params if params.seed < 0 else replace(params, seed=params.seed + index)
+
+
+def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
+    return Piece(
+        text=chunk.text,
+        logprobs=chunk.logprobs,
+        finish_reason=chunk.finish_reason,
+        usage=chunk.usage,
+        stopped_by=chunk.stopped_by if chunk.stopped_by in stops else None,
+    )
