@@ -117,28 +117,32 @@ class Fetch(NamedTuple):
     wait: Callable[[], list[Sampled]]
 
 
-def sample_all(logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
-    """`sample` for each row of logits (B, V), with log-probabilities if asked for, or the error that it raises."""
+def sample_all(logits: np.ndarray, draws: Sequence[Draw], best: Sequence[int | None] | None = None) -> list[Sampled]:
+    """`sample` for each row of logits (B, V), with log-probabilities if asked for, or the error that it raises.
 
-    def one(row: np.ndarray, draw: Draw) -> Sampled:
+    best: for each row, as for `sample`.
+    """
+
+    def one(row: np.ndarray, draw: Draw, best: int | None) -> Sampled:
         try:
-            token = sample(row, draw)
+            token = sample(row, draw, best)
         except EngineError as error:
             return error
         return token if draw.logprobs is None else token_logprob(row[: draw.vocabulary], token, draw.logprobs)
 
-    return [one(row, draw) for row, draw in zip(logits, draws, strict=True)]
+    return [one(*given) for given in zip(logits, draws, best or [None] * len(draws), strict=True)]
 
 
-def sample(logits: np.ndarray, draw: Draw) -> int:
-    """Draw a token id from logits (V,).
+def sample(logits: np.ndarray, draw: Draw, best: int | None = None) -> int:
+    """Draw a token id from logits (V,). best: the id of the largest logit, where it is known; all are finite then.
 
     Cost: one pass over V, plus a sort of the top-k. Raises EngineError if no token can be chosen.
     """
     params, given = draw.sampling, logits[: draw.vocabulary]
-    best = int(given.argmax())
-    if not math.isfinite(given[best]):  # the argmax of an array with NaN is that of a NaN
-        raise EngineError(NOT_FINITE, "model_damaged")
+    if best is None:
+        best = int(given.argmax())
+        if not math.isfinite(given[best]):  # the argmax of an array with NaN is that of a NaN
+            raise EngineError(NOT_FINITE, "model_damaged")
     logits = _adjust(given, params, draw.recent)
     if draw.dry is not None:
         logits = _subtract(logits, draw.dry)

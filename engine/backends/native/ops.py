@@ -13,6 +13,7 @@ from engine.backends.native.cache import CacheOps
 from engine.backends.native.encoding import EncodingOps
 from engine.backends.native.graphs import Graphs
 from engine.backends.native.heads import HeadOps
+from engine.backends.native.kernels.best import NONE, best_of_rows
 from engine.backends.native.launch import Launcher
 from engine.backends.native.linear import LinearOps
 from engine.backends.native.rehearsal import RehearsalLauncher
@@ -140,11 +141,15 @@ class NativeOps:
     def weight_type(self, stored: str) -> str:
         return stored
 
-    def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> None:
-        """Nothing yet: `fetch_tokens` samples, on the logits of a step that has run."""
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> np.ndarray:
+        """The ids of the largest logits (B,) int32: `fetch_tokens` samples, on the logits of a step that has run."""
+        best = self._launch.empty((len(logits),), np.int32)
+        sizes = draws[0].vocabulary, logits.strides[0]
+        self._launch(best_of_rows(), len(logits), (logits, best), sizes, grain=1)
+        return best
 
-    def fetch_tokens(self, chosen: None, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
-        return sample_all(logits, draws)
+    def fetch_tokens(self, chosen: np.ndarray, logits: np.ndarray, draws: Sequence[Draw]) -> list[Sampled]:
+        return sample_all(logits, draws, [None if best == NONE else best for best in chosen.tolist()])
 
 
 def _no_copy(cache: LayerCache, target: Place, source: Place, tokens: int) -> None:

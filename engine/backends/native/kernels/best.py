@@ -1,0 +1,72 @@
+"""The best token of each row of logits."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from engine.backends.native.compiler import Kernel
+from engine.backends.native.emit import Emitter
+from engine.backends.native.values import F32, I32, Value, vector
+
+NONE = -1
+
+_TOGETHER = 2  # vectors with maxima of their own: with one alone, each comparison would wait for the one before
+_LANES = 16
+_LOWEST = -3.4028234663852886e38  # of float32
+
+
+@cache
+def best_of_rows() -> Kernel:
+    """The column of the maximum of each row, the first of equal ones, unit by row.
+
+    x: float32 rows of `columns`, `stride` bytes from each other. best (rows,) int32: NONE where a number of the row is
+    not finite. There may be 2²⁴ columns.
+    """
+
+    def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
+        x, best, columns, stride = args
+        with e.loop(begin, end) as row:
+            e.store(_best(e, x + row * stride, columns), best + row * 4)
+
+    return Kernel("best_of_rows", emit, ("x", "best"), ("columns", "stride"))
+
+
+def _best(e: Emitter, x: Value, columns: Value) -> Value:
+    step = _TOGETHER * _LANES
+    whole = columns // step * step
+    widths = [*([_LANES] * _TOGETHER), 0]  # of those that take whole steps, and of the one that takes the rest
+    floats, integers = zip(*((vector(F32, n), vector(I32, n)) if n else (F32, I32) for n in widths), strict=True)
+    tops = [e.variable(e.constant(kind, _LOWEST)) for kind in floats]
+    columns_of = [e.variable(e.constant(kind, 0)) for kind in integers]
+    infinite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # NaN after a number that is not finite
+
+    def see(number: int, column: Value) -> None:
+        value = e.load(x + column * 4, floats[number], 4 * _LANES * number if widths[number] else 0)
+        own = e.like(column.trunc(I32), columns_of[number].get())
+        better = value > tops[number].get()
+        tops[number].set(e.select(better, value, tops[number].get()))
+        columns_of[number].set(e.select(better, own, columns_of[number].get()))
+        infinite[number].set(e.fma(value, e.like(0.0, value), infinite[number].get()))
+
+    with e.loop(0, whole, step) as column:
+        for number in range(_TOGETHER):
+            see(number, column)
+    with e.loop(whole, columns) as column:
+        see(_TOGETHER, column)
+
+    def over_lanes(values: list[Value]) -> Value:
+        highest = values[-1]
+        for value in values[:-1]:
+            highest = e.maximum(highest, e.maximum_lanes(value))
+        return highest
+
+    top = over_lanes([own.get() for own in tops])
+    places = []
+    for number, (own, column_of, lanes) in enumerate(zip(tops, columns_of, widths, strict=True)):
+        first = tuple(range(_LANES * number, _LANES * (number + 1))) if lanes else 0
+        place = (column_of.get() + e.constant(integers[number], first)).to_float()
+        places.append(e.select(own.get().equals(top), -place, e.like(_LOWEST, place)))
+    total = infinite[-1].get()
+    for own in infinite[:-1]:
+        total = total + e.sum_lanes(own.get())
+    return e.select(total.equals(0.0), (-over_lanes(places)).to_int(), e.constant(I32, NONE))
