@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -34,12 +35,12 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
     """The ASGI application: OpenAI's endpoints over `driver`, and those for sessions, tokens, status and the page."""
     api = _Api(driver, config)
     routes = [
-        Route("/v1/chat/completions", Generation(driver, CHAT).serve, methods=["POST"]),
-        Route("/v1/completions", Generation(driver, TEXT).serve, methods=["POST"]),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
+        *_with_and_without_v1("/chat/completions", Generation(driver, CHAT).serve, methods=["POST"]),
+        *_with_and_without_v1("/completions", Generation(driver, TEXT).serve, methods=["POST"]),
+        *_with_and_without_v1("/models", api.models),
+        *_with_and_without_v1("/models/{name:path}", api.model),
+        *_with_and_without_v1("/health", api.health),
         *Tokens(driver).routes(),
-        Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),
         *Sessions(driver).routes(),
@@ -51,6 +52,11 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         middleware=[*_cors(config), Middleware(Guard, config=config)],
         exception_handlers={**dict.fromkeys(errors, handle), ClientDisconnect: _no_response},
     )
+
+
+def _with_and_without_v1(path: str, endpoint: Callable[[Request], Awaitable[Response]], **more: Any) -> list[Route]:
+    """The routes of an endpoint of OpenAI's: clients are given base URLs that end with /v1, and others that do not."""
+    return [Route(prefix + path, endpoint, **more) for prefix in ("/v1", "")]
 
 
 def _cors(config: ServerConfig) -> list[Middleware]:

@@ -12,7 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.config import ServerConfig
 from server.http.errors import CLOSE, ApiError
 
-_OPEN = {"/health", "/"}  # need no key: monitors ask the first, and the page asks its user for the key
+_OPEN = {
+    "/health",
+    "/v1/health",
+    "/",
+}  # need no key: monitors ask the first two, and the page asks its user for the key
 
 
 class Guard:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Engine
 from server.http import tokens as tokens_of_texts
-from tests.server.http_server import Serving, eventually, serving
+from tests.server.http_server import KEY, Serving, eventually, serving
 from tests.tiny import CHARACTERS, VOCABULARY
 
 
@@ -254,3 +255,31 @@ def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
         parts = sum(running[f"polarlm_kv_blocks_{part}"] for part in ("used", "kept", "free"))
         assert parts == running["polarlm_kv_blocks"]
     eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
+
+
+# -- paths -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/models", "/health"])
+def test_paths_without_v1_are_those_with_it(shared: Serving, path: str) -> None:
+    with_v1, without = shared.http.get(f"/v1{path}"), shared.http.get(path)
+    assert with_v1.status_code == without.status_code == 200
+    assert with_v1.json() == without.json()
+
+
+def test_a_client_may_leave_v1_out_of_its_base_url(shared: Serving) -> None:
+    client = shared.openai.with_options(base_url=str(shared.http.base_url))
+    given: Any = {"model": "any", "temperature": 0, "max_tokens": 8}
+    for one in (client, shared.openai):
+        assert one.models.retrieve(shared.engine.model.name).id == one.models.list().data[0].id
+    messages: Any = [{"role": "user", "content": "then he ran on"}]
+    chats = [one.chat.completions.create(messages=messages, **given) for one in (client, shared.openai)]
+    assert chats[0].choices[0].message == chats[1].choices[0].message
+    texts = [one.completions.create(prompt="the rain", **given) for one in (client, shared.openai)]
+    assert texts[0].choices[0].text == texts[1].choices[0].text
+
+
+def test_health_needs_no_key_with_v1_either(tiny: Engine) -> None:
+    with serving(tiny, api_key=KEY) as server:
+        bare = httpx.Client(base_url=server.http.base_url)
+        assert [bare.get(path).status_code for path in ("/health", "/v1/health", "/models")] == [200, 200, 401]
