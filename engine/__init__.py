@@ -9,13 +9,14 @@
 from engine.config import EngineConfig, PromptOptions, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.outputs import CacheStats, Chunk, Completion, Score, TokenLogprob, Usage
+from engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, TokenLogprob, Usage
 from engine.sessions import Session
 
 __all__ = [
     "CacheStats",
     "Chunk",
     "Completion",
+    "Embedding",
     "Engine",
     "EngineConfig",
     "EngineError",

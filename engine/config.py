@@ -186,6 +186,11 @@ class SamplingParams:
         None,
         help="return the log-probability of each generated token, and of this many most likely tokens (0 to 20)",
     )
+    prompt_logprobs: int | None = setting(
+        None,
+        help="return the log-probability of each token of the prompt after the first, and of this many most likely "
+        "tokens (0 to 20); the whole prompt is computed for it",
+    )
     stop_token_ids: tuple[int, ...] = setting((), help="end the answer at these tokens, as at EOS tokens")
     min_tokens: int = setting(0, help="fewest tokens to generate before EOS or one of stop_token_ids may be drawn")
     schema: dict[str, Any] | str | None = setting(
@@ -203,7 +208,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How a prompt is tokenized, and which cached tokens it may reuse.
+    """How a prompt is tokenized, which cached tokens it may reuse, and what else is returned.
 
     Raises EngineError, naming the field, for a value of a wrong type.
     """
@@ -211,6 +216,10 @@ class PromptOptions:
     parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
     cache_prompt: bool = True  # False: compute the whole prompt, without the prefix cache
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
+    # Return the prompt's embedding: of the final hidden states, which the model's head sees, the "mean" over all tokens
+    # or that of the "last" one, scaled to length 1. A token's state depends on the tokens before it and itself. The
+    # whole prompt is computed, and nothing of it can be found later.
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         limits.check(limits.OPTIONS, vars(self))

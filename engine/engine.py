@@ -6,16 +6,16 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 from engine import assembly, sessions
 from engine.config import EngineConfig, PromptOptions, SamplingParams
 from engine.errors import EngineError
-from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
 from engine.model import score
-from engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
+from engine.outputs import CacheStats, Chunk, Completion, Embedding, Score, Status, embedding, fold
 from engine.requests.answers import Answers
 from engine.requests.fair_lock import FairLock
 from engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
@@ -106,6 +106,11 @@ class Engine:
         """
         return fold(self.stream(messages, params, options))
 
+    def embed(self, prompt: Prompt, pooling: str = "mean", options: Options = None) -> Embedding:
+        """The embedding of `prompt`, a vector of the model's hidden size; see `PromptOptions.pooling`."""
+        options = replace(options or PromptOptions(), pooling=pooling)
+        return embedding(self.stream(prompt, SamplingParams(max_tokens=0), options))
+
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2), with the cache read as steps read it.
 
@@ -122,22 +127,8 @@ class Engine:
         while True:
             with self._exclusive():
                 if before.isdisjoint(self._runner.requests):
-                    return self._score(ids, every_token_coded, logits)
+                    return score.score_alone(self._model, ids, every_token_coded=every_token_coded, logits=logits)
                 self._runner.run_unit()
-
-    def _score(self, ids: list[int], every_token_coded: bool, logits: bool) -> Score:
-        kv = self._store.new_sequence()
-        try:
-            return score.score(self._model, kv, ids, every_token_coded=every_token_coded, logits=logits)
-        except MemoryError:
-            advice = "score fewer tokens" + (", or without their logits" if logits else "")
-            raise EngineError(
-                f"There is not enough memory to score {len(ids)} tokens: {advice}", "out_of_memory"
-            ) from None
-        except OutOfBlocks:
-            raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
-        finally:
-            self._store.release(kv)
 
     def tokenize(self, text: str, *, control: bool = False) -> list[int]:
         """Ids of `text`, without BOS; with `control`, names of control tokens in it become those tokens."""

@@ -72,6 +72,10 @@ SAMPLING: Limits = {
         lambda value: value is None or _whole(value, 0, MOST_LOGPROBS),
         f"None, or a whole number from 0 to {MOST_LOGPROBS}",
     ),
+    "prompt_logprobs": (
+        lambda value: value is None or _whole(value, 0, MOST_LOGPROBS),
+        f"None, or a whole number from 0 to {MOST_LOGPROBS}",
+    ),
     "schema": (
         lambda value: value is None or isinstance(value, (dict, str)),
         "a JSON schema: a dict, or its text",
@@ -88,6 +92,7 @@ OPTIONS: Limits = {
     "parse_special": (_is_flag, "True or False"),
     "cache_prompt": (_is_flag, "True or False"),
     "cache_salt": (lambda value: isinstance(value, str), "a string"),
+    "pooling": (lambda value: value in (None, "mean", "last"), "None, mean or last"),
 }
 
 

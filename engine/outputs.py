@@ -55,6 +55,9 @@ class Chunk:
     prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id if `SamplingParams.logprobs` is set
+    # In one chunk before the first token, one per token of the prompt after the first, if requested:
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: np.ndarray | None = None  # in one chunk of a request for it: (E,) float32, of length 1
 
 
 class Outbox(Protocol):
@@ -73,6 +76,15 @@ class Completion:
     finish_reason: str
     usage: Usage
     logprobs: tuple[TokenLogprob, ...] = ()  # as in the chunks
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The embedding of a text."""
+
+    vector: np.ndarray  # (E,) float32, of length 1
+    usage: Usage
 
 
 def fold(chunks: Iterable[Chunk]) -> Completion:
@@ -83,7 +95,17 @@ def fold(chunks: Iterable[Chunk]) -> Completion:
     assert last.usage is not None
     ids = tuple(i for piece in pieces for i in piece.token_ids)
     logprobs = tuple(token for piece in pieces for token in piece.logprobs)
-    return Completion("".join(piece.text for piece in pieces), ids, last.finish_reason, last.usage, logprobs)
+    prompt_logprobs = tuple(token for piece in pieces for token in piece.prompt_logprobs)
+    text = "".join(piece.text for piece in pieces)
+    return Completion(text, ids, last.finish_reason, last.usage, logprobs, prompt_logprobs)
+
+
+def embedding(chunks: Iterable[Chunk]) -> Embedding:
+    """The embedding that one of `chunks` has."""
+    pieces = list(chunks)
+    usage = pieces[-1].usage
+    assert usage is not None
+    return Embedding(next(piece.embedding for piece in pieces if piece.embedding is not None), usage)
 
 
 @dataclass(frozen=True)

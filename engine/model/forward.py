@@ -143,6 +143,17 @@ class Transformer:
             raise EngineError(NOT_FINITE, "model_damaged")
         return logits
 
+    def final_states(self, hidden: Array) -> np.ndarray:
+        """Hidden states (T, E), which are overwritten → those that the head sees, (T, E) float32 on the host.
+
+        Raises EngineError if they are not finite.
+        """
+        self.ops.rms_norm(hidden, (self.weights.norm, self.config.norm_eps))
+        states: np.ndarray = self.ops.to_host(hidden)
+        if not np.isfinite(states).all():
+            raise EngineError(NOT_FINITE, "model_damaged")
+        return states
+
     def choose(self, hidden: Array, draws: Sequence[Draw]) -> list[Sampled]:
         """Hidden states (B, E) → the token that follows each, or the error for which none can be chosen."""
         logits = self._head(hidden)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.errors import EngineError
+from engine.kv.blocks import OutOfBlocks
 from engine.kv.store import SequenceKV
 from engine.model.forward import Transformer
 from engine.outputs import Score
@@ -43,6 +45,20 @@ def score(
             following = ids[at + 1 : at + 1 + len(rows)]
             logprobs[at : at + len(following)] = logprobs_of(rows[: len(following)], following)
     return Score(logprobs, kept)
+
+
+def score_alone(model: Transformer, ids: Sequence[int], *, every_token_coded: bool, logits: bool) -> Score:
+    """`score`, with a sequence of its own. Raises EngineError where memory or blocks run out."""
+    kv = model.store.new_sequence()
+    try:
+        return score(model, kv, ids, every_token_coded=every_token_coded, logits=logits)
+    except MemoryError:
+        advice = "score fewer tokens" + (", or without their logits" if logits else "")
+        raise EngineError(f"There is not enough memory to score {len(ids)} tokens: {advice}", "out_of_memory") from None
+    except OutOfBlocks:
+        raise EngineError("The KV store is in use by other requests; score again later", "out_of_memory") from None
+    finally:
+        model.store.release(kv)
 
 
 def logprobs_of(logits: np.ndarray, ids: Sequence[int]) -> np.ndarray:

@@ -16,6 +16,7 @@ import model_loaders
 from engine.config import PromptOptions, SamplingParams
 from engine.errors import EngineError
 from engine.kv.store import SequenceKV, Span
+from engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader
 from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from engine.requests.answers import Answers
 from engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
@@ -49,6 +50,7 @@ class Prefill:
 
     span: Span
     units: Generator[int, None, Any]
+    reader: PromptReader | None = None  # of the prompt's hidden states
     rows: int = 0  # rows done, summed over layers
 
 
@@ -109,6 +111,8 @@ class Request:
         constraint: Constraint | None = None,
     ) -> Request:
         """A request for the continuation of `prompt`. Raises EngineError if it cannot be served."""
+        if options.pooling is not None and params.prompt_logprobs is not None:
+            raise EngineError("pooling and prompt_logprobs are both given: send one request for each")
         sampling = resolve(params, model.generation, model.vocabulary.stop)
         ids = checked_ids(prompt_ids(prompt, model, answers, options, context=context), model, context, room=1)
         keep = None
@@ -169,6 +173,20 @@ class Request:
         if start < prompt:
             return cached if start < cached else prompt
         return min((start // block_size + 1) * block_size, self.sequence.computable)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the hidden states of the whole prompt are needed, so that no part of it can come from the cache."""
+        return self.options.pooling is not None or self.params.prompt_logprobs is not None
+
+    def reader(self) -> PromptReader | None:
+        """What reads the prompt's hidden states in its prefill; None for a later one, after preemption."""
+        if not self.reads_prompt or self.sequence.generated:
+            return None
+        if self.options.pooling is not None:
+            return Pooling(self.options.pooling)
+        assert self.params.prompt_logprobs is not None
+        return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
 
     @property
     def draws_ahead(self) -> bool:

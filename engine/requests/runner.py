@@ -10,6 +10,7 @@ from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
 from engine.kv.store import SequenceKV, Span
 from engine.model.forward import Transformer
+from engine.model.prompt_readers import forward_and_read
 from engine.outputs import Status
 from engine.requests.request import Prefill, Request
 from engine.requests.scheduler import Scheduler, TokenSequence
@@ -118,6 +119,8 @@ class Runner:
             return
         if request.damaged:
             self._prefixes.discard(kv)
+        elif request.options.pooling is not None:  # texts to be embedded are no beginnings of conversations
+            self._store.release(kv)
         else:
             self.release(request.sequence.ids, kv, request.options.cache_salt)
 
@@ -151,7 +154,7 @@ class Runner:
     def _match_prefix(self, request: Request) -> SequenceKV:
         """The longest stored prefix of a request's tokens from which it can go on. Raises OutOfBlocks."""
         options = request.options
-        ids = request.sequence.ids[:-1] if options.cache_prompt else ()
+        ids = request.sequence.ids[:-1] if options.cache_prompt and not request.reads_prompt else ()
         kv = self._prefixes.match_prefix(ids, options.cache_salt)
         if request.reproduces(kv.length):
             return kv
@@ -164,7 +167,11 @@ class Runner:
         start = request.kv.length
         stop = request.span_end(start, self._store.shape.block_size)
         span = self._store.open(request.kv, stop - start)
-        return Prefill(span, self._model.forward_units([span], request.sequence.ids[start:stop], outputs=1))
+        ids = request.sequence.ids[start:stop]
+        reader = request.reader()
+        if reader is not None:
+            return Prefill(span, forward_and_read(self._model, span, ids, reader), reader)
+        return Prefill(span, self._model.forward_units([span], ids, outputs=1))
 
     def _advance(self, request: Request, prefill: Prefill) -> None:
         """Run one unit of a prefill. After the last unit, commit its span and take the first token."""
@@ -176,8 +183,11 @@ class Runner:
                 next(prefill.units)  # returns the hidden states, as StopIteration's value
         except StopIteration as end:
             self._store.commit(prefill.span)
-            self._prefixes.insert(prefill.span.sequence, request.sequence.ids)
+            if request.options.pooling is None:
+                self._prefixes.insert(prefill.span.sequence, request.sequence.ids)
             request.prefill = None
+            if prefill.reader is not None:
+                request.outbox.append(prefill.reader.chunk())
             if request.sequence.generated:
                 return
             if request.sequence.max_tokens == 0:

@@ -1,0 +1,81 @@
+"""What is read from the hidden states of a whole prompt: log-probabilities of its tokens, or an embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engine.backends.ops import Array
+from engine.kv.store import Span
+from engine.model.forward import Transformer
+from engine.outputs import Chunk, TokenLogprob
+from engine.sampling.sample import token_logprob
+
+_ROWS = 64  # read in a unit of work: 32 MiB of logits for a vocabulary of 128 K
+
+
+class PromptReader(Protocol):
+    """Reads the hidden states of a prompt, some rows at a time, in order."""
+
+    def read(self, model: Transformer, hidden: Array, first: int) -> None:
+        """Read the rows hidden (T, E) of the positions from `first` on; may overwrite them."""
+
+    def chunk(self) -> Chunk:
+        """What was read, once all rows have been."""
+
+
+def forward_and_read(
+    model: Transformer, span: Span, ids: Sequence[int], reader: PromptReader
+) -> Generator[int, None, Array]:
+    """`Transformer.forward_units` of a whole prompt, with further units, of no rows, that read its hidden states.
+
+    Returns the hidden state of the last token, (1, E).
+    """
+    hidden = yield from model.forward_units([span], ids)
+    last = hidden[-1:].copy()
+    for first in range(0, len(ids), _ROWS):
+        reader.read(model, hidden[first : first + _ROWS], first)
+        yield 0
+    return last
+
+
+class PromptLogprobs:
+    """The log-probability of each token of a prompt after the first, and of the most likely ones in its place."""
+
+    def __init__(self, ids: Sequence[int], count: int, vocabulary: int) -> None:
+        """count: number of most likely tokens. vocabulary: the number of ids; logits may have more."""
+        self._ids, self._count, self._vocabulary = ids, count, vocabulary
+        self._found: list[TokenLogprob] = []
+
+    def read(self, model: Transformer, hidden: Array, first: int) -> None:
+        following = self._ids[first + 1 : first + 1 + len(hidden)]
+        if len(following) == 0:
+            return
+        logits = model.logits(hidden[: len(following)])[:, : self._vocabulary]
+        self._found += [token_logprob(row, token, self._count) for row, token in zip(logits, following, strict=True)]
+
+    def chunk(self) -> Chunk:
+        return Chunk("", (), prompt_logprobs=tuple(self._found))
+
+
+class Pooling:
+    """The embedding of a prompt: the mean of its tokens' final hidden states, or the last one, of length 1."""
+
+    def __init__(self, kind: str) -> None:
+        """kind: "mean" or "last"."""
+        self._sums = kind == "mean"
+        self._total: np.ndarray | None = None  # (E,) float64
+
+    def read(self, model: Transformer, hidden: Array, first: int) -> None:
+        states = model.final_states(hidden).astype(np.float64)
+        if not self._sums:
+            self._total = states[-1]
+        else:
+            self._total = states.sum(axis=0) + (0 if self._total is None else self._total)
+
+    def chunk(self) -> Chunk:
+        assert self._total is not None
+        length = np.linalg.norm(self._total)  # that of a sum is in the direction of the mean
+        return Chunk("", (), embedding=(self._total / (length or 1.0)).astype(np.float32))
