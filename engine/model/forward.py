@@ -207,6 +207,8 @@ class Transformer:
     def _rope(self, spans: Sequence[Span]) -> list[Rope]:
         """cos and sin of the spans' positions, for each kind of RoPE."""
         counts = [span.count for span in spans]
+        if sum(counts) == len(spans):  # as in most steps
+            return self._ropes.tables(np.array([span.start for span in spans]))
         rows = np.arange(sum(counts))
         firsts = np.cumsum([0, *counts[:-1]])
         return self._ropes.tables(rows + np.repeat([span.start for span in spans] - firsts, counts))

@@ -6,6 +6,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -57,9 +58,9 @@ class StepTable:
         """The pieces of the blocks in full precision, which a recorded step lists and prefetches."""
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
         width = table_width(max(len(view.table) for view in views))
-        self._memory, parts = _arrays(len(views), self.rows, width, n)
-        self.headers, self.table, self.full, self.row_sequences, self.places, self.units = parts
-        self.most_chunks = len(self.units) // len(views)
+        self.key = n, len(views), self.rows, self.most_rows, width
+        """Equal for tables whose contents can be copied into each other."""
+        most_full = FULL * _most_full(n)
         headers: list[int] = []
         ids: list[int] = []
         full: list[int] = []
@@ -79,7 +80,7 @@ class StepTable:
             ids += view.table
             ids += [0] * (width - quantized)
             full += own_full
-            full += [0] * (self.full[0].size - len(own_full))
+            full += [0] * (most_full - len(own_full))
             sequences += [number] * rows
             first = view.position - view.current_start
             for i in range(first, first + rows):
@@ -90,18 +91,47 @@ class StepTable:
         for number in range(len(views)):
             units += number, 0
         self.unit_count = len(units) // UNIT
-        words = array("q", [*headers, *ids, *full, *sequences, *places, *units])
-        self._memory[: len(words)] = words
+        self._words = array("q", [*headers, *ids, *full, *sequences, *places, *units])
+
+    @cached_property
+    def _arrays(self) -> _Arrays:
+        """The tables, made when they are first asked for: a recorded step copies the words into those that it has."""
+        arrays = _Arrays.of_key(*self.key)
+        arrays.memory[: len(self._words)] = self._words
+        return arrays
 
     @property
-    def key(self) -> tuple[int, ...]:
-        """Equal for tables whose contents can be copied into each other."""
-        return self._block_size, len(self.headers), self.rows, self.most_rows, self.table.shape[1]
+    def headers(self) -> np.ndarray:
+        return self._arrays.headers
+
+    @property
+    def table(self) -> np.ndarray:
+        return self._arrays.table
+
+    @property
+    def full(self) -> np.ndarray:
+        return self._arrays.full
+
+    @property
+    def row_sequences(self) -> np.ndarray:
+        return self._arrays.row_sequences
+
+    @property
+    def places(self) -> np.ndarray:
+        return self._arrays.places
+
+    @property
+    def units(self) -> np.ndarray:
+        return self._arrays.units
+
+    @property
+    def most_chunks(self) -> int:
+        return len(self.units) // len(self.views)
 
     def copy_from(self, other: StepTable) -> None:
         """Take the contents of another table with the same `key`."""
         assert self.key == other.key
-        self._memory[:] = other._memory
+        self._arrays.memory[: len(other._words)] = other._words
         self.unit_count, self.views = other.unit_count, other.views
 
     def __len__(self) -> int:
@@ -114,24 +144,39 @@ class StepTable:
         return self.views[number]
 
 
-def _arrays(count: int, rows: int, width: int, block_size: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The memory of a table, and the arrays in it."""
-    most_full = 2 + (STEP_ROWS + block_size - 2) // block_size
-    most_chunks = 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
-    shapes: tuple[tuple[int, ...], ...] = (
-        (count, HEADER),
-        (count, width),
-        (count, most_full, FULL),
-        (rows,),
-        (rows, PLACE),
-        (count * most_chunks, UNIT),
-    )
-    sizes = [math.prod(shape) for shape in shapes]
-    memory = aligned(8 * sum(sizes)).view(np.int64)
-    ends = itertools.accumulate(sizes)
-    return memory, [
-        memory[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)
-    ]
+class _Arrays(NamedTuple):
+    """The arrays of a `StepTable`, all of them in `memory`."""
+
+    memory: np.ndarray
+    headers: np.ndarray
+    table: np.ndarray
+    full: np.ndarray
+    row_sequences: np.ndarray
+    places: np.ndarray
+    units: np.ndarray
+
+    @staticmethod
+    def of_key(block_size: int, count: int, rows: int, _most_rows: int, width: int) -> _Arrays:
+        """Zeros, for `count` sequences of `rows` rows with up to `width` quantized blocks."""
+        most_chunks = 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
+        shapes: tuple[tuple[int, ...], ...] = (
+            (count, HEADER),
+            (count, width),
+            (count, _most_full(block_size), FULL),
+            (rows,),
+            (rows, PLACE),
+            (count * most_chunks, UNIT),
+        )
+        sizes = [math.prod(shape) for shape in shapes]
+        memory = aligned(8 * sum(sizes)).view(np.int64)
+        ends = itertools.accumulate(sizes)
+        parts = [memory[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
+        return _Arrays(memory, *parts)
+
+
+def _most_full(block_size: int) -> int:
+    """F: blocks in full precision that a sequence may have in a step."""
+    return 2 + (STEP_ROWS + block_size - 2) // block_size
 
 
 def is_step(views: Sequence[SpanView]) -> bool:
