@@ -205,6 +205,11 @@ class SamplingParams:
         limits.check(limits.SAMPLING, vars(self))
         limits.check_one(limits.CONSTRAINTS, vars(self))
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a schema, a grammar or a regular expression constrains the answer."""
+        return any(getattr(self, name) is not None for name in limits.CONSTRAINTS)
+
 
 @dataclass(frozen=True)
 class PromptOptions:

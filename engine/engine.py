@@ -310,6 +310,7 @@ class Engine:
 
     def close(self) -> None:
         """Free weights and KV store; requests under way and later calls raise EngineError. Closing twice is fine."""
+        self._grammars.close()
         with self._lock.hold():
             if self._closed or self._lock.lost:
                 return

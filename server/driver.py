@@ -60,6 +60,9 @@ class Driver:
         self._wake = threading.Event()
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
         self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # delays no prompt
+        # One is compiled at a time. The others wait in threads, as do requests whose constraint is known: these do not
+        # stay there.
+        self._grammar_pool = ThreadPoolExecutor(self._answers.room, thread_name_prefix="grammars")
         self._disk = Worker("sessions")
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -86,7 +89,7 @@ class Driver:
         self._end_all(refused.closing())
         self._wake.set()
         await self._loop.run_in_executor(None, self._thread.join)
-        for pool in (self._pool, self._text_pool):
+        for pool in (self._pool, self._text_pool, self._grammar_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
             _LOG.warning(
@@ -120,7 +123,8 @@ class Driver:
         """
         with self._job(self._answers) as (entry, job):
             entry.prompt = prompt if self.config.log_prompts else None
-            ticket = await self._aside(self._submit, job, prompt, self._limited(params), options)
+            submit = partial(self._submit, job, prompt, self._limited(params), options)
+            ticket = await self._aside(submit, self._grammar_pool if params.is_constrained else self._pool)
             self._totals.prompt_tokens += ticket.prompt_tokens
             entry.prompt_tokens += ticket.prompt_tokens
             last = False
@@ -262,7 +266,7 @@ class Driver:
 
     async def status(self) -> Status:
         """The engine's load; waits for the current unit of work."""
-        return await self._aside(self.engine.status)
+        return await self._aside(self.engine.status, self._pool)
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
         """The result of `work`, run in a thread for texts and counted as `outcome`. Raises its errors and Refused."""
@@ -275,10 +279,10 @@ class Driver:
             job.outcome = outcome
             return result
 
-    async def _aside(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor) -> T:
         """The result of `function`, run in a thread of the pool. Raises its EngineErrors, and Refused for others."""
         try:
-            return await self._loop.run_in_executor(self._pool, function, *arguments)
+            return await self._loop.run_in_executor(pool, function)
         except EngineError:
             raise
         except Exception as error:

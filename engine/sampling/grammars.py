@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,11 +21,14 @@ from engine.config import SamplingParams
 from engine.errors import EngineError, shown
 from engine.sampling import gbnf
 from engine.sampling.constraints import Constraint
+from model_loaders.forks import renew_in_children
+from model_loaders.limited_process import LimitedProcess, ProcessFailed
 
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
 _KEPT = 32  # compiled grammars
 _SPACE = r"[ \t\r\n]{1,40}"  # between the parts of JSON: without an end to it, some models write nothing else
-_FUEL = 500_000  # of llguidance's compiler of regular expressions, some 50,000 a millisecond by its documentation
+_KEPT_SECONDS = 2.0  # that all of these took to compile, for the memory that they take
+_WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
 class Vocabulary(Protocol):
@@ -43,8 +48,19 @@ class Grammars:
     def __init__(self, tokenizer: Vocabulary, size: int) -> None:
         """size: of the vocabulary, with the rows of the embedding that are padding."""
         self._tokenizer, self._size = tokenizer, size
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()  # least recently used first
+        self._closed = False
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Replace the locks in a forked child: a thread of the parent may hold them."""
+        self._lock = threading.Lock()  # of what is compiled
+        self._compiling = threading.Lock()
+
+    def close(self) -> None:
+        """Let threads that wait to compile a constraint end, with an EngineError, instead of compiling it."""
+        self._closed = True
 
     def constraint(self, params: SamplingParams, own: Constraint | None = None) -> Constraint | None:
         """The constraint of one request: a new one, or its own; None if it asks for none. Raises EngineError."""
@@ -53,39 +69,70 @@ class Grammars:
             return own
         if own is not None:
             raise EngineError(f"constraint and {given[0]} both constrain the answer; leave one of them out")
-        with self._lock:
-            matcher = self._compiled.get(given)
-            if matcher is None:
-                matcher = self._compile(*given)
-                self._compiled[given] = matcher
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(given)
-            return _Matched(matcher.deep_copy())
+        if (known := self._known(given)) is None:
+            with self._compiling:
+                if self._closed:
+                    raise EngineError("The engine is closed", "closed")
+                if (known := self._known(given)) is None:  # another thread may have compiled it
+                    known = self._compile(*given)
+                    self._keep(given, known)
+        return _Matched(known.matcher.deep_copy())
 
-    def _compile(self, field: str, text: str) -> Any:
-        """llguidance's matcher for the text of a field of SamplingParams, before the first token."""
+    def _known(self, given: tuple[str, str]) -> _Compiled | None:
+        with self._lock:
+            if (found := self._compiled.get(given)) is not None:
+                self._compiled.move_to_end(given)
+            return found
+
+    def _keep(self, given: tuple[str, str], compiled: _Compiled) -> None:
+        with self._lock:
+            self._compiled[given] = compiled
+            while len(self._compiled) > _KEPT or sum(one.seconds for one in self._compiled.values()) > _KEPT_SECONDS:
+                self._compiled.popitem(last=False)
+
+    def _compile(self, field: str, text: str) -> _Compiled:
+        """The constraint that the text of a field of SamplingParams asks for, which the worker has compiled before."""
         if len(text) > MOST_TEXT:
             raise EngineError(f"{field} has {len(text):,} characters, but at most {MOST_TEXT:,} are taken")
-        library = _library()
+        _library()
+        from engine.sampling.grammar_worker import matcher
+
         try:
             source = _source(field, text)
-        except ValueError as error:
+            reason = self._worker.ask(source)
+        except (ValueError, ProcessFailed) as error:
             raise _unusable(field, str(error)) from None
-        limits = library.LLParserLimits(initial_lexer_fuel=_FUEL, verbose_errors=False)
-        matcher = library.LLMatcher(self._library_tokenizer, source, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some reasons show only here
-        if matcher.is_error():
-            raise _unusable(field, matcher.get_error())
-        return matcher
+        if reason:
+            raise _unusable(field, reason)
+        began = time.perf_counter()
+        compiled = matcher(self._library_tokenizer, source)
+        if compiled.is_error():
+            raise _unusable(field, compiled.get_error())
+        return _Compiled(compiled, time.perf_counter() - began)
+
+    @cached_property
+    def _adapter(self) -> _Adapter:
+        return _Adapter(self._tokenizer, max(self._size, self._tokenizer.vocab_size))
+
+    @cached_property
+    def _worker(self) -> LimitedProcess:
+        tokens = [token.decode("latin-1") for token in self._adapter.tokens]
+        special, ends = self._adapter.special_token_ids, self._adapter.ends
+        return LimitedProcess(_WORKER, {"tokens": tokens, "special": special, "ends": ends})
 
     @cached_property
     def _library_tokenizer(self) -> Any:
-        library = _library()
-        adapter = _Adapter(self._tokenizer, max(self._size, self._tokenizer.vocab_size))
+        library, adapter = _library(), self._adapter
         adapter.library = library.LLTokenizer(library.TokenizerWrapper(adapter), eos_token=adapter.ends)
         return adapter.library
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """llguidance's matcher before the first token, and how long it took to make."""
+
+    matcher: Any
+    seconds: float
 
 
 class _Adapter:

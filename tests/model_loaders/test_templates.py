@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from model_loaders import template_process, template_worker
+from model_loaders import limited_process, template_worker
 from model_loaders.errors import LoadError
 from model_loaders.templates import ChatTemplate, for_folder, for_gguf
 from tests.model_loaders import vocabularies as vocab
@@ -196,7 +196,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
         command = [sys.executable, "-c", program, template_worker.__file__]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
             worker.communicate(b'"fine"\n[{}]\n', 60)
-        assert template_process._reason(worker) == "it needs too much memory"
+        assert limited_process._reason(worker) == "it needs too much memory"
 
     def test_a_worker_that_was_killed_while_idle_is_replaced(self) -> None:
         usable = template("fine")

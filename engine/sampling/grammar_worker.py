@@ -1,0 +1,100 @@
+"""Compiles grammars for its parent process, which learns that they can be: JSON lines in, JSON lines out.
+
+llguidance limits the work of its compiler, but not all of it: a chain of 2,500 `$ref` kills the process at the end of
+its stack, and `{"multipleOf": 999983}` takes seconds and half a gigabyte. So grammars are compiled here first, with
+the parent's vocabulary, a smaller stack, and limits of time and memory. This file is run by itself and imports nothing
+of the package.
+
+The first line has the vocabulary; each further one is a grammar as llguidance compiles it and is answered by the reason
+why it cannot be used, or by "". Where a limit ends the process, the pipe closes instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import llguidance
+
+MEMORY_BYTES = 1 << 30  # address space of this process
+CPU_SECONDS = 1.5  # of one line
+STACK_BYTES = 1 << 20  # the parent's threads have more
+OUT_OF_MEMORY = 3  # exit code
+FUEL = 500_000  # of the compiler of regular expressions, some 50,000 a millisecond by its documentation
+
+
+def matcher(tokenizer: Any, grammar: str) -> Any:
+    """llguidance's matcher before the first token; it may be in its error state."""
+    limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
+    found = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not found.is_error():
+        found.compute_bitmask()  # some reasons show only here
+    return found
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance reads it. In which tokens a text is cut is of no concern here."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[str], special: list[int], ends: list[int]) -> None:
+        self.tokens = [token.encode("latin-1") for token in tokens]
+        self.special_token_ids, self.eos_token_id = special, ends[0]
+        self.library: Any = None  # llguidance's tokenizer, once it is made
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [] if self.library is None else list(self.library.greedy_tokenize(text.decode()))
+
+
+def _limit_memory() -> None:
+    if sys.platform == "win32":
+        return
+    import resource
+
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ValueError, OSError):  # macOS has the limit but may refuse to set it
+        return
+
+
+def _limit_time(seconds: float) -> None:
+    """Have the system end this process after `seconds` of processor time from now; 0 removes the limit."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe."""
+    _limit_memory()
+    given = json.loads(sys.stdin.buffer.readline() or "null")
+    if given is None:
+        return
+    vocabulary = _Vocabulary(**given)
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=given["ends"])
+    vocabulary.library = tokenizer
+    for line in sys.stdin.buffer:
+        _limit_time(CPU_SECONDS)
+        found = matcher(tokenizer, json.loads(line))
+        reason = found.get_error() if found.is_error() else ""
+        sys.stdout.buffer.write(json.dumps(reason).encode() + b"\n")
+        sys.stdout.buffer.flush()
+        _limit_time(0)
+
+
+def _serve() -> None:
+    try:
+        main()
+    except MemoryError:  # too little is left for an answer
+        os._exit(OUT_OF_MEMORY)
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()

@@ -1,0 +1,146 @@
+"""Work in a process of its own, with limits of time and memory: what a model or a client brings can be hostile.
+
+The process runs a file by itself, which reads lines of JSON and answers each but the first with one. It limits its own
+memory, and its processor time for each line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from model_loaders.forks import renew_in_children
+
+OUT_OF_MEMORY = 3  # exit code of a worker
+# The worker has this process's path, without the folder of its own script.
+_START = "import runpy, sys; worker, *sys.path = sys.argv[1:]; runpy.run_path(worker, run_name='__main__')"
+
+# The worker's own limit counts processor time. These count seconds, for systems without that limit; they are generous,
+# since the worker may have to wait on a busy machine.
+_START_SECONDS = 60.0
+_ANSWER_SECONDS = 10.0
+_EXIT_SECONDS = 5.0  # until a worker that has closed its pipe is gone
+
+
+class ProcessFailed(Exception):
+    """There is no answer; the message says why, without naming what was asked for."""
+
+
+class LimitedProcess:
+    """A worker process, started at the first request and ended with this object. Threads may share it."""
+
+    def __init__(self, worker: Path, first: object) -> None:
+        """worker: the file that it runs. first: its first line, which must be JSON."""
+        self._file, self._first = worker, first
+        self._lock = threading.Lock()
+        self._worker: subprocess.Popen[bytes] | None = None
+        renew_in_children(self)
+
+    def ask(self, request: object) -> Any:
+        """The answer to a request, which must be JSON. Raises ProcessFailed where a limit ends the process."""
+        with self._lock:
+            if self._worker is not None and self._worker.poll() is not None:  # it was killed while idle
+                self._stop()
+            if self._worker is None:
+                self._start()
+                return self._ask([self._first, request], _START_SECONDS)
+            return self._ask([request], _ANSWER_SECONDS)
+
+    def renew(self) -> None:
+        """Forget the parent's worker and its pipes in a forked child, which starts a worker of its own."""
+        self._lock = threading.Lock()
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        self._end.detach()
+        worker.returncode = 0  # it is not this process's child
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for pipe in (worker.stdin, worker.stdout):
+            # Not closed: that would send what another thread of the parent was about to write a second time.
+            if pipe is not None and not pipe.closed:
+                os.dup2(nothing, pipe.fileno(), inheritable=False)
+        os.close(nothing)
+
+    def _start(self) -> None:
+        try:
+            worker = subprocess.Popen(
+                [sys.executable, "-c", _START, str(self._file), *sys.path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C goes to this process alone
+            )
+        except (OSError, ValueError, TypeError) as error:  # TypeError: a program without an interpreter's path
+            raise ProcessFailed(f"no process could be started for it ({error})") from error
+        self._end = weakref.finalize(self, _end, worker)
+        self._worker = worker
+
+    def _stop(self) -> None:
+        self._end()
+        self._worker = None
+
+    def _ask(self, requests: Sequence[object], seconds: float) -> Any:
+        """The answer to the last of `requests`; a worker that sends none is ended."""
+        worker = self._worker
+        assert worker is not None
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            worker.kill()
+
+        deadline = threading.Timer(seconds, end)
+        deadline.start()
+        try:
+            worker.stdin.write(b"".join(json.dumps(request).encode() + b"\n" for request in requests))
+            worker.stdin.flush()
+            line = worker.stdout.readline()
+        except OSError:
+            line = b""
+        except BaseException:  # Ctrl-C: the next request must not read this one's answer
+            self._stop()
+            raise
+        finally:
+            deadline.cancel()
+        if not line.endswith(b"\n"):
+            reason = "it needs too much time" if late.is_set() else _reason(worker)
+            self._stop()
+            raise ProcessFailed(reason)
+        return json.loads(line)
+
+
+def _reason(worker: subprocess.Popen[bytes]) -> str:
+    """The reason why a worker that this process did not kill has closed its pipe."""
+    try:
+        code = worker.wait(_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "its process does not answer"
+    if code in (OUT_OF_MEMORY, -getattr(signal, "SIGABRT", 0)):  # as Rust ends where it gets no memory
+        return "it needs too much memory"
+    if code in (-getattr(signal, "SIGSEGV", 0), -getattr(signal, "SIGBUS", 0)):  # the end of the stack
+        return "it is nested too deeply"
+    if code == -getattr(signal, "SIGPROF", 0):
+        return "it needs too much time"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+    return f"its process ended without an answer ({name})"
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except OSError:  # unwritten data is lost
+                continue
+    worker.wait()
