@@ -19,9 +19,10 @@ from engine import EngineError
 from server.config import ServerConfig
 from server.driver import Driver
 from server.http.errors import ApiError, handle
+from server.http.generation import Generation
 from server.http.guard import Guard
 from server.http.metrics import exposition
-from server.http.openai import Generation
+from server.http.openai import OpenAI
 from server.http.page import page
 from server.http.sessions import Sessions
 from server.http.shapes import CHAT, TEXT
@@ -35,8 +36,8 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
     """The ASGI application: OpenAI's endpoints over `driver`, and those for sessions, tokens, status and the page."""
     api = _Api(driver, config)
     routes = [
-        *_with_and_without_v1("/chat/completions", Generation(driver, CHAT).serve, methods=["POST"]),
-        *_with_and_without_v1("/completions", Generation(driver, TEXT).serve, methods=["POST"]),
+        *_with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
+        *_with_and_without_v1("/completions", Generation(driver, OpenAI(TEXT)).serve, methods=["POST"]),
         *_with_and_without_v1("/models", api.models),
         *_with_and_without_v1("/models/{name:path}", api.model),
         *_with_and_without_v1("/health", api.health),

@@ -10,12 +10,14 @@ from typing import Any
 
 from engine import TokenLogprob, Usage
 from model_loaders.tokenizers import Tokenizer
+from server.http.errors import ApiError
 from server.http.logprobs import ChatLogprobs, Logprobs, TextLogprobs
+from server.http.streams import Event
 from server.pieces import Answer, Piece
 
 
 @dataclass(frozen=True)
-class Dialect:
+class Shapes:
     """The difference between the endpoints for conversations and for plain prompts."""
 
     takes: str  # field of the prompt
@@ -62,7 +64,7 @@ def _delta(piece: Piece, number: int) -> dict[str, Any]:
     return {"delta": delta}
 
 
-CHAT = Dialect(
+CHAT = Shapes(
     takes="messages",
     prefix="chatcmpl",
     whole="chat.completion",
@@ -75,7 +77,7 @@ CHAT = Dialect(
 )
 """/v1/chat/completions"""
 
-TEXT = Dialect(
+TEXT = Shapes(
     takes="prompt",
     prefix="cmpl",
     whole="text_completion",
@@ -93,7 +95,7 @@ TEXT = Dialect(
 class Writer:
     """Makes the JSON objects of one response."""
 
-    dialect: Dialect
+    shapes: Shapes
     model: str
     with_usage: bool  # whether a streamed response ends with the usage; it is null in all events before
     logprobs: Sequence[Logprobs] = ()  # one for each answer, if requested
@@ -105,40 +107,46 @@ class Writer:
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
         choices = [
-            self._choice(index, self.dialect.answer(answer), answer.finish_reason, answer.logprobs)
+            self._choice(index, self.shapes.answer(answer), answer.finish_reason, answer.logprobs)
             for index, answer in enumerate(answers)
         ]
-        return self._object(self.dialect.whole, choices) | {"usage": self._usage([answer.usage for answer in answers])}
+        return self._object(self.shapes.whole, choices) | {"usage": self._usage([answer.usage for answer in answers])}
 
-    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[dict[str, Any]]:
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         """The events of a streamed answer's piece; the answer's `first` one has the opening before it.
 
         A token whose text is held back has an event where it has log-probabilities.
         """
-        if first and self.dialect.opening is not None:
-            yield self._part(self._choice(index, self.dialect.opening))
+        if first and self.shapes.opening is not None:
+            yield self._part(self._choice(index, self.shapes.opening))
         if piece.call is not None:
             self._calls[index] = piece.call.index
         number = self._calls.get(index, 0)
         if piece.text or piece.reasoning or piece.call or piece.arguments or piece.logprobs:
-            yield self._part(self._choice(index, self.dialect.piece(piece, number), tokens=piece.logprobs or None))
+            yield self._part(self._choice(index, self.shapes.piece(piece, number), tokens=piece.logprobs or None))
         if piece.finish_reason is not None:
-            yield self._part(self._choice(index, self.dialect.piece(Piece(), number), piece.finish_reason))
+            yield self._part(self._choice(index, self.shapes.piece(Piece(), number), piece.finish_reason))
 
-    def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """The event after the end of the last answer."""
-        return self._part() | {"usage": self._usage(usages)}
+    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
+        """The events after the end of the last answer."""
+        if self.with_usage:
+            yield self._part() | {"usage": self._usage(usages)}
+        yield None
+
+    def failure(self, error: ApiError) -> Event:
+        """The last event of a stream that an error ends."""
+        return error.body()
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         return usage(usages) | ({} if self.tells_cached else {"prompt_tokens_details": None})
 
     def _part(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        part = self._object(self.dialect.part, choices)
+        part = self._object(self.shapes.part, choices)
         return part | {"usage": None} if self.with_usage else part
 
     def _object(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"{self.dialect.prefix}-{self.id}",
+            "id": f"{self.shapes.prefix}-{self.id}",
             "object": name,
             "created": self.created,
             "model": self.model,

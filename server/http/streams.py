@@ -1,11 +1,12 @@
-"""Several answers at once, clients that disconnect, and server-sent events."""
+"""Several answers at once, clients that disconnect, and responses that are sent event by event."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -19,6 +20,7 @@ Pieces = AsyncGenerator[tuple[int, Piece], None]
 """Those of several answers, each with its answer's number."""
 
 Event = dict[str, Any] | None
+"""A JSON object; None for the mark at the end of OpenAI's streams."""
 
 SLOW_READER_SECONDS = 10.0  # for which a client may read nothing while its end of the connection is full
 
@@ -80,20 +82,44 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass(frozen=True)
+class Framing:
+    """How the events of a stream follow each other in the body of its response."""
+
+    media_type: str
+    frame: Callable[[Event], bytes]
+
+
+def _json(event: Event) -> str:
+    """An event in ASCII alone: some clients take Unicode's line separators for the end of a line."""
+    return "[DONE]" if event is None else json.dumps(event, separators=(",", ":"))
+
+
+_SERVER_SENT = "text/event-stream"
+
+DATA = Framing(_SERVER_SENT, lambda event: f"data: {_json(event)}\n\n".encode("ascii"))
+"""Server-sent events, and "[DONE]" for None."""
+
+NAMED = Framing(_SERVER_SENT, lambda event: f"event: {(event or {})['type']}\ndata: {_json(event)}\n\n".encode("ascii"))
+"""Server-sent events, each with its "type" for a name."""
+
+LINES = Framing("application/x-ndjson", lambda event: f"{_json(event)}\n".encode("ascii"))
+"""A line for each event."""
+
+
 class EventStream(Response):
-    """Server-sent events, one for each JSON value or, for None, "[DONE]".
+    """A response that is sent event by event.
 
     `first` has been taken from `events` already, so that an error before it has a status of its own. `events` is closed
     when the client disconnects or does not read.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: Event, events: AsyncGenerator[Event, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-store"})
+    def __init__(self, first: Event, events: AsyncGenerator[Event, None], framing: Framing) -> None:
+        super().__init__(headers={"Cache-Control": "no-store"}, media_type=framing.media_type)
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._frame = framing.frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -102,9 +128,9 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_soon(send, _framed(self._first))
+        await _send_soon(send, self._frame(self._first))
         async for event in self._events:
-            await _send_soon(send, _framed(event))
+            await _send_soon(send, self._frame(event))
         await _send_soon(send, b"", last=True)
 
 
@@ -130,9 +156,3 @@ async def _send_soon(send: Send, data: bytes, last: bool = False) -> None:
         raise
     finally:
         timer.cancel()
-
-
-def _framed(event: Event) -> bytes:
-    """An event in ASCII alone: some clients take Unicode's line separators for the end of a line."""
-    data = "[DONE]" if event is None else json.dumps(event, separators=(",", ":"))
-    return f"data: {data}\n\n".encode("ascii")

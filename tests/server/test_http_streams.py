@@ -217,7 +217,7 @@ def test_events_are_closed_when_sending_takes_too_long(monkeypatch: pytest.Monke
 
     async def main() -> None:
         each = events()
-        await streams.EventStream(await anext(each), each)({"type": "http"}, receive, send)
+        await streams.EventStream(await anext(each), each, streams.DATA)({"type": "http"}, receive, send)
 
     asyncio.run(main())
     assert closed == [True]
@@ -250,7 +250,7 @@ def test_one_answer_takes_no_task_of_its_own_for_a_piece() -> None:
 
         asyncio.get_running_loop().set_task_factory(counting)
         each = events()
-        await streams.EventStream(await anext(each), each)({"type": "http"}, receive, send)
+        await streams.EventStream(await anext(each), each, streams.DATA)({"type": "http"}, receive, send)
         return made
 
     sending_and_watching = 2

@@ -1,0 +1,117 @@
+"""The path of every request for an answer, in any API's shapes: the body in, the answers out, whole or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine import EngineError, Usage
+from model_loaders import Model
+from server.driver import Driver
+from server.http.bodies import read_body
+from server.http.errors import ApiError, api_error
+from server.http.streams import Event, EventStream, Framing, Pieces, merged, while_there
+from server.parameters import Asked
+from server.pieces import Answer, Piece, answer, fold
+from server.refused import Refused
+from server.values import BadRequest
+
+
+@dataclass(frozen=True)
+class About:
+    """What an endpoint may know of the server that it is part of."""
+
+    model: Model
+    parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
+    tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
+
+
+def about(driver: Driver) -> About:
+    """What endpoints may know of the server that `driver` belongs to."""
+    return About(driver.engine.model, driver.config.parse_special, not driver.config.hide_cached_tokens)
+
+
+class Writer(Protocol):
+    """Makes the JSON objects of one response."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterable[Event]:
+        """The events of a piece of answer `index`; `first`: it is the answer's first one."""
+
+    def ending(self, usages: Sequence[Usage]) -> Iterable[Event]:
+        """The events after the end of the last answer; usages: one for each answer."""
+
+    def failure(self, error: ApiError) -> Event:
+        """The last event of a stream that an error ends."""
+
+
+class Endpoint(Protocol):
+    """How one endpoint reads its requests, and how it writes the answers."""
+
+    @property
+    def framing(self) -> Framing:
+        """How the events of a streamed answer follow each other."""
+
+    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+        """The request in the body of an HTTP request. Raises BadRequest."""
+
+
+class Generation:
+    """One endpoint: requests in, answers out, whole or as they come."""
+
+    def __init__(self, driver: Driver, endpoint: Endpoint) -> None:
+        self._driver = driver
+        self._endpoint = endpoint
+        self._about = about(driver)
+
+    async def serve(self, request: Request) -> Response:
+        """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
+        body = await read_body(request, self._driver.config.max_body)
+        asked, writer = self._endpoint.read(body, self._about)
+        if asked.n > (room := self._driver.room):
+            sentence = f"n is {asked.n}, and this server has room for {room} answers, those included that wait"
+            raise BadRequest("n", f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
+        if asked.stream:
+            events = self._events(asked, writer)
+            first = await while_there(request.receive, anext(events))
+            return EventStream(first, events, self._endpoint.framing)
+        return JSONResponse(await while_there(request.receive, self._whole(asked, writer)))
+
+    def _pieces(self, asked: Asked) -> Pieces:
+        return merged([answer(self._driver, asked, index) for index in range(asked.n)])
+
+    async def _whole(self, asked: Asked, writer: Writer) -> dict[str, Any]:
+        given: list[list[Piece]] = [[] for _ in range(asked.n)]
+        async with aclosing(self._pieces(asked)) as pieces:
+            async for index, piece in pieces:
+                given[index].append(piece)
+        return writer.whole([fold(pieces_of_one) for pieces_of_one in given])
+
+    async def _events(self, asked: Asked, writer: Writer) -> AsyncGenerator[Event, None]:
+        """The events of a streamed response. An error before the first one is raised; a later one is the last event."""
+        begun: set[int] = set()
+        sent = False
+        usages: list[Usage] = []
+        try:
+            async with aclosing(self._pieces(asked)) as pieces:
+                async for index, piece in pieces:
+                    for event in writer.events(index, piece, first=index not in begun):
+                        sent = True
+                        yield event
+                    begun.add(index)
+                    if piece.usage is not None:
+                        usages.append(piece.usage)
+        except (Refused, EngineError) as error:
+            if not sent:
+                raise
+            yield writer.failure(api_error(error))
+            return
+        for event in writer.ending(usages):
+            yield event
