@@ -125,6 +125,18 @@ def test_the_server_speaks_to_the_engine(name: str) -> None:
         assert not any(within(imported, f"engine.{room}") for room in BEHIND_THE_ENGINE), f"{name} imports {imported}"
 
 
+DIALECTS = "server.http.dialects"
+
+
+@pytest.mark.parametrize("name", sorted(n for n in ALL if n.startswith("server.")))
+def test_a_dialect_is_a_file_by_itself(name: str) -> None:
+    """It imports no other one, and only the application knows that there are any."""
+    for imported in imports(ALL[name]):
+        if within(imported, DIALECTS):
+            helper = imported.startswith(f"{DIALECTS}._") and name.startswith(f"{DIALECTS}.")
+            assert helper or (name == "server.http.app" and imported == DIALECTS), f"{name} imports {imported}"
+
+
 @pytest.mark.parametrize("name", sorted(n for n in ALL if n.startswith("engine.")))
 def test_a_room_imports_only_rooms_it_may(name: str) -> None:
     room = name.split(".")[1]

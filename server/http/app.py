@@ -18,7 +18,8 @@ from starlette.routing import Route
 from engine import EngineError
 from server.config import ServerConfig
 from server.driver import Driver
-from server.http.errors import ApiError, handle
+from server.http.dialects import dialects
+from server.http.errors import ApiError, ErrorShapes
 from server.http.generation import Generation
 from server.http.guard import Guard
 from server.http.metrics import exposition
@@ -33,7 +34,7 @@ from server.values import BadRequest
 
 
 def create_app(driver: Driver, config: ServerConfig) -> Starlette:
-    """The ASGI application: OpenAI's endpoints over `driver`, and those for sessions, tokens, status and the page."""
+    """The ASGI application over `driver`: OpenAI's endpoints, the dialects, sessions, tokens, status and the page."""
     api = _Api(driver, config)
     routes = [
         *_with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
@@ -45,13 +46,15 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),
         *Sessions(driver).routes(),
+        *(route for dialect in dialects() for route in dialect.routes(driver)),
         Route("/", page),
     ]
+    shapes = ErrorShapes({first: dialect.error_body for dialect in dialects() for first in dialect.PATHS})
     errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
     return Starlette(
         routes=routes,
-        middleware=[*_cors(config), Middleware(Guard, config=config)],
-        exception_handlers={**dict.fromkeys(errors, handle), ClientDisconnect: _no_response},
+        middleware=[*_cors(config), Middleware(Guard, config=config, errors=shapes)],
+        exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: _no_response},
     )
 
 

@@ -1,8 +1,8 @@
-"""The errors that clients may see, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""The errors that clients may see: OpenAI's shape, {"error": {"message", "type", "param", "code"}}, or a dialect's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,24 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server could not answer this request", "internal", headers=CLOSE)
 
 
-async def handle(_request: Request, error: Exception) -> Response:
-    """An exception handler of Starlette's."""
-    return api_error(error).response()
+ErrorBody = Callable[[ApiError], dict[str, Any]]
+"""The body of the response with an error, in the shape of an API."""
+
+
+class ErrorShapes:
+    """The shapes of errors by the paths that requests are for."""
+
+    def __init__(self, bodies: Mapping[str, ErrorBody] | None = None) -> None:
+        """bodies: first part of a path, such as "/api" → shape of the errors there; elsewhere it is OpenAI's."""
+        self._bodies = bodies or {}
+
+    def response(self, path: str, error: ApiError) -> Response:
+        """The response with an error to a request for `path`."""
+        for first, body in self._bodies.items():
+            if path == first or path.startswith(f"{first}/"):
+                return JSONResponse(body(error), error.status, error.headers)
+        return error.response()
+
+    async def handle(self, request: Request, error: Exception) -> Response:
+        """An exception handler of Starlette's."""
+        return self.response(request.url.path, api_error(error))

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.config import ServerConfig
-from server.http.errors import CLOSE, ApiError
+from server.http.errors import CLOSE, ApiError, ErrorShapes
 
 _OPEN = {
     "/health",
@@ -27,8 +27,9 @@ class Guard:
     With an API key, Host may have any name: such a page does not know the key.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, errors: ErrorShapes | None = None) -> None:
         self._app = app
+        self._errors = errors or ErrorShapes()
         self._host = _bare(config.host)
         self._names = {"localhost", self._host, *map(_bare, config.allowed_host)}
         self._key = None if config.api_key is None else config.api_key.encode()
@@ -38,7 +39,7 @@ class Guard:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await error.response()(scope, receive, send)
+            await self._errors.response(scope["path"], error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -52,8 +53,8 @@ class Guard:
                 "this name, or with an API key to let clients call it by any"
             )
             return ApiError(421, sentence, "misdirected_request", "Host")
-        if not self._knows_key(headers.getlist("authorization")) and scope["path"] not in _OPEN:
-            sentence = "This server needs its API key, as in 'Authorization: Bearer KEY'"
+        if not self._knows_key(headers) and scope["path"] not in _OPEN:
+            sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST" and not _is_json(headers.getlist("content-type")):
             return ApiError(415, "Content-Type must be application/json", "unsupported_media_type", "Content-Type")
@@ -72,12 +73,16 @@ class Guard:
         everywhere = _address(self._host)
         return address is not None and (address.is_loopback or (everywhere is not None and everywhere.is_unspecified))
 
-    def _knows_key(self, given: list[str]) -> bool:
-        if self._key is None:
-            return True
-        scheme, _, key = (given[0] if len(given) == 1 else "").partition(" ")
+    def _knows_key(self, headers: Headers) -> bool:
+        """Whether the key comes as a bearer token, or as Anthropic's clients send it; a client may send both."""
+        bearer, bare = headers.getlist("authorization"), headers.getlist("x-api-key")
+        scheme, _, key = (bearer[0] if len(bearer) == 1 else "").partition(" ")
+        is_bearer = self._is_key(key.strip()) and scheme.lower() == "bearer"
+        return self._is_key(bare[0] if len(bare) == 1 else "") or is_bearer
+
+    def _is_key(self, given: str) -> bool:
         # In constant time, so that no client can find the key byte by byte.
-        return hmac.compare_digest(key.strip().encode(), self._key) and scheme.lower() == "bearer"
+        return self._key is None or hmac.compare_digest(given.encode(), self._key)
 
 
 def _is_json(content_types: list[str]) -> bool:

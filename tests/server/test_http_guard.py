@@ -221,6 +221,9 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
         [(b"Authorization", b"Bearer \xff\xfe")],
         [(b"Authorization", b"Bearer")],
         [(b"Authorization", f"Bearer {KEY}".encode()), (b"Authorization", f"Bearer {KEY}".encode())],
+        [(b"X-Api-Key", b"")],
+        [(b"X-Api-Key", f"Bearer {KEY}".encode())],
+        [(b"X-Api-Key", KEY.encode()), (b"X-Api-Key", KEY.encode())],
     ],
 )
 def test_without_the_key_there_is_only_the_health(tiny: Engine, given: list[tuple[bytes, bytes]]) -> None:
@@ -239,6 +242,12 @@ def test_with_the_key_everything_is_served(tiny: Engine) -> None:
     with serving(tiny, api_key=KEY) as server:
         assert server.http.get("/metrics").status_code == 200
         assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_the_key_may_come_as_anthropics_clients_send_it(tiny: Engine) -> None:
+    with serving(tiny, api_key=KEY) as server, httpx.Client(base_url=server.http.base_url) as bare:
+        for more in ({}, {"Authorization": "Bearer sk-of-another-server"}):
+            assert bare.get("/v1/models", headers={"X-Api-Key": KEY, **more}).status_code == 200
 
 
 # -- size and form ---------------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ def test_a_client_may_leave_at_the_very_moment_something_is_sent() -> None:
             return {"type": "http.disconnect"}
 
         each = events()
-        stream = streams.EventStream(await anext(each), each)
+        stream = streams.EventStream(await anext(each), each, streams.DATA)
         asyncio.get_running_loop().call_later(0.05, now.set)
         await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
         assert closed.is_set()
