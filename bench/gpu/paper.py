@@ -191,10 +191,12 @@ def step_parts(
         device.processors,
         all_full=all_full,
     )
+    ((_, formats),) = matrix_formats(weight, "out", config.layers)
+    out = Linear((_matrix(formats[0], e, config.heads * dim),))
     mixed = note(
         "attention",
         config.layers,
-        lambda: ops.attention(q, cache, spans, dim**-0.5, None, transform),
+        lambda: ops.attention(q, cache, spans, dim**-0.5, None, transform, out),
         held,
         units=plan.total,
         unit_tokens=SLICE if all_full else BLOCK_SIZE,

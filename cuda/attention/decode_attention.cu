@@ -10,9 +10,9 @@
 // spans (B, span_stride): a Span for each sequence, whose `current` and `next` are in full_k and full_v; one of zeros
 // sees no token. window: tokens that a query sees, itself included; 0 for all. Behind the newest token a
 // full-precision record may hold anything, also NaN.
-// DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER. PRECOND: records aligned to 128
-// bytes, acc and tables to 16, ml and q to 8; STEP_ROWS <= N where it is above 1; ORDER divides D, and is at most 32 or
-// D % 32 == 0.
+// DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, TO (of out; float if it is not
+// defined; halves are clipped to ±65504, NaN stays). PRECOND: records aligned to 128 bytes, acc and tables to 16, ml
+// and q to 8; STEP_ROWS <= N where it is above 1; ORDER divides D, and is at most 32 or D % 32 == 0.
 //
 // Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED_BYTES + 4 (2 B + 7 WARPS + 3) + 1024.
 // chunks: CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence. No part of the launch depends on lengths,
@@ -105,17 +105,17 @@ __device__ __forceinline__ void finish(unsigned char *shared, int *is_last, cons
 }
 
 // Zeros for the rows of sequences that see no token.
-__device__ __forceinline__ void clear_unseen(const Plan &plan, float *out) {
+__device__ __forceinline__ void clear_unseen(const Plan &plan, TO *out) {
     if (STEP_ROWS > 1) return;  // such a sequence has no rows
     const int size = plan.kv_heads * GROUP * D;
     for (int sequence = blockIdx.x; sequence < plan.sequences; sequence += gridDim.x) {
         if (plan.stretches[sequence].size > 0) continue;
-        for (int i = threadIdx.x; i < size; i += WARPS * 32) out[(long long)sequence * size + i] = 0.0f;
+        for (int i = threadIdx.x; i < size; i += WARPS * 32) out[(long long)sequence * size + i] = from_float<TO>(0.0f);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-decode_attention_kernel(float *out, float *acc, float *ml, int *counts, const float *q, const unsigned char *keys,
+decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float *q, const unsigned char *keys,
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
                         const float *factors, const float *before, const float *behind, int sequences, int span_stride,

@@ -2,6 +2,9 @@
 //
 // A sum of a cell is acc [HEADS][row], Σ 2^(score − max) v, and ml [HEADS][2], max and Σ 2^(score − max). acc is
 // undefined from channel D on.
+#ifndef TO
+#define TO float
+#endif
 
 // Sums in global memory: one for each cell, of the one warp that goes on behind the cell's last unit; then one for each
 // cell and each CTA that has a part of it, at the sum of both numbers, which no other pair has since both only grow
@@ -74,7 +77,7 @@ struct HeadSum {
 
 // The end of the op: the mean of values, times the head's factor, rotated back.
 struct Result {
-    float *out;
+    TO *out;
     const float *factors, *before, *behind;
 
     __device__ __forceinline__ void write(HeadSum &head, long long vector, int heads) const {
@@ -90,7 +93,10 @@ struct Result {
         if constexpr (ORDER > 1) hadamard<ORDER>(v);
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i)
-            if (lane + 32 * i < D) out[vector * D + lane + 32 * i] = ORDER > 1 ? v[i] * behind[lane + 32 * i] : v[i];
+            if (lane + 32 * i < D) {
+                const float value = ORDER > 1 ? v[i] * behind[lane + 32 * i] : v[i];
+                out[vector * D + lane + 32 * i] = from_float<TO>(within<TO>(value));
+            }
     }
 };
 

@@ -246,13 +246,14 @@ class Ops(Protocol):
         scale: float,
         window: int | None,
         transform: PreparedTransform | None = None,
+        then: Linear | None = None,
     ) -> Array:
         """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
         → (T, H, D).
 
         scale: multiplies the scores. Query head h reads KV head h // (H // K). With a window, position p sees only
         positions > p − window. transform: its scale_back and inverse value rotation are applied to the result; None
-        leaves the result in the space of the stored values.
+        leaves the result in the space of the stored values. then: as in `linear`.
         CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
         rotation is dense.
         """

@@ -296,7 +296,7 @@ class Transformer:
         """
         ops, config, w, recorded = self.ops, self.config, self.weights.layers[layer], position is None
         cache, window = self.store.cache(layer), config.window(layer)
-        mixed = ops.attention(q, cache, spans, self.attention_scale, window, self._transforms[layer])
+        mixed = ops.attention(q, cache, spans, self.attention_scale, window, self._transforms[layer], w.out)
         mixed = mixed.reshape(len(x), config.heads * config.head_dim)
         if self.taps is not None and position is not None:
             self.taps("attention", layer, position, mixed)

@@ -49,6 +49,9 @@ def test_a_part_has_the_kernels_that_the_engine_launches(batch: int, product: li
     # 30 of 32 blocks are quantized; of sink and current block 16 tokens are a unit.
     assert (parts["attention"].units, parts["attention"].unit_tokens) == (batch * 8 * (30 + 2 * 4), 64)
     assert all(part.launches for part in parts.values())
+    # From 9 rows on attention writes what the product takes, as the activation does.
+    assert ("#define TO __nv_bfloat16" in parts["attention"].launches[0].text) == (batch == 16)
+    assert all("narrow" not in [launch.kernel for launch in parts[name].launches] for name in ("out", "down"))
 
 
 def test_the_floor_is_the_bytes_of_weights_and_cache() -> None:

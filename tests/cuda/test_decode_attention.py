@@ -18,10 +18,11 @@ import pytest
 from engine.backends.cuda import launch_configs
 from engine.backends.cuda.cache import HEADER, SpanHeader
 from engine.backends.cuda.kernel_source import source
+from engine.backends.cuda.linear import result_type
 from engine.codecs._rotation import twice_signed_hadamard
 from engine.records import table_bytes
 from tests.cuda.caches import PagedCache, random_cache
-from tests.cuda.formats import EPS32
+from tests.cuda.formats import EPS32, poisoned, read, store
 from tests.cuda.nvrtc import SHARED_LIMIT, compile_text
 from tests.cuda.programs import Program
 from tests.cuda.test_kernels_basic import hadamard_signs
@@ -46,8 +47,10 @@ def attend(
     seed: int = 0,
     rotation: tuple[Any, ...] = (1, None, None),
     factors: np.ndarray | None = None,
+    kind: str = "float",
 ) -> np.ndarray:
-    """q (T, H, D) → (T, H, D). rotation: order of Hadamard's matrix, signs (D) around it. factors: (H,)."""
+    """q (T, H, D) → (T, H, D). rotation: order of Hadamard's matrix, signs (D) around it. factors: (H,). kind: CUDA
+    type of the result."""
     _, heads, dim = q.shape
     group, most = heads // cache.kv_heads, max(1, *(span.rows for span in cache.headers))
     chunks, columns = launch_configs.decode_cells(group, most)
@@ -55,9 +58,10 @@ def attend(
     shared = table_bytes(*layouts) + (512 * warps if cache.key_layout.mean_bits else 0)
     shared = max(shared, 4 * warps * columns * (-(-dim // 16) * 16 + 6)) + 4 * (2 * len(cache.spans) + 7 * warps + 3)
     order, before, behind = rotation
-    text = source("decode_attention", *layouts, GROUP=group, WARPS=warps, STEP_ROWS=1 if most == 1 else 16, ORDER=order)
+    rows: dict[str, Any] = {"GROUP": group, "WARPS": warps, "STEP_ROWS": 1 if most == 1 else 16, "ORDER": order}
     cells = len(cache.spans) * cache.kv_heads * chunks
-    out = np.full(q.shape, np.nan, np.float32)
+    out = poisoned(q.shape, kind)
+    text = source("decode_attention", *layouts, **rows, **result_type(out))
     acc = np.full((2 * cells + ctas, columns, -(-dim // 16) * 16), np.nan, np.float32)
     ml = np.full((2 * cells + ctas, columns, 2), np.nan, np.float32)
     counts = np.zeros(cells, np.int32)
@@ -245,6 +249,30 @@ def test_the_result_is_scaled_and_rotated(rng: np.random.Generator, keys: str, d
     factors = np.array([0.125, 4, 1024, 1, 2, 0.5], np.float32)
     scaled = attend(cache, q, ctas=ctas, warps=2, rotation=(order, *signs), factors=factors)
     np.testing.assert_array_equal(scaled, turned * factors[:, None])
+
+
+@pytest.mark.parametrize("step_rows", [None, [5, 1]])
+def test_the_result_comes_in_the_type_of_the_next_product(
+    rng: np.random.Generator, step_rows: list[int] | None
+) -> None:
+    """Rounded to nearest, and zeros for a sequence without rows. Halves are clipped to their largest finite numbers;
+    NaN stays."""
+    shape = {"step_rows": step_rows} if step_rows else {}
+    cache = random_cache(rng, "ring4", "ring3", [16 * 9 - 5, 16], **SMALL, **shape)
+    q = queries(rng, cache, 3)
+    if not step_rows:
+        cache.spans[1] = 0
+    factors = np.resize(np.array([1, 2.0**20, np.nan], np.float32), q.shape[1])
+    exact, halves, shorts = (
+        attend(cache, q, ctas=5, warps=2, factors=factors, kind=kind) for kind in ("float", "__half", "__nv_bfloat16")
+    )
+    unknown = np.isnan(exact)
+    assert step_rows or (exact[1] == 0).all()
+    assert unknown.any()
+    assert np.abs(exact[~unknown]).max() > 65504
+    np.testing.assert_array_equal(halves, np.clip(exact, -65504, 65504).astype(np.float16))
+    wanted = read(store(np.where(unknown, 0, exact), "__nv_bfloat16"), "__nv_bfloat16")
+    np.testing.assert_array_equal(read(shorts, "__nv_bfloat16"), np.where(unknown, np.nan, wanted))
 
 
 @pytest.mark.parametrize("keys", ["ring4", "f16"])

@@ -54,7 +54,7 @@ class Rounded(SameWeights):
     def append_kv(self, cache, spans, k, v) -> None:
         super().append_kv(cache, spans, _half(k), _half(v))
 
-    def attention(self, q, cache, spans, scale, window, transform=None) -> np.ndarray:
+    def attention(self, q, cache, spans, scale, window, transform=None, then=None) -> np.ndarray:
         return super().attention(_half(q), cache, spans, scale, window, transform)
 
     def linear(self, x, w, *, norm=None, residual=None, activation=None, then=None, recorded=False) -> np.ndarray:

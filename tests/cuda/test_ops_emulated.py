@@ -571,6 +571,45 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
         assert np.abs(given - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize(
+    ("rows", "rotation", "formats", "dtype"),
+    [
+        (4, "signs", ["f16"], np.float32),
+        (5, "signs", ["f16"], np.float16),
+        (5, "none", ["bf16", "bf16"], np.uint16),
+        (5, "signs", ["f16", "bf16"], np.float32),
+        (5, "dense", ["f16"], np.float32),
+    ],
+)
+def test_attention_of_9_rows_comes_in_the_type_of_the_next_product(
+    ops: CudaOps, rng: np.random.Generator, rows: int, rotation: str, formats: list[str], dtype: type[np.generic]
+) -> None:
+    """Of two sequences in a step: the product has the same bits as of float32, and takes a kernel less."""
+    store = store_of(ops, ("f16", "f16"), (None,))
+    kept = [store.new_sequence() for _ in range(2)]
+    feed(store, kept[:1], 20, 0)
+    feed(store, kept[1:], 5, 1)
+    (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, ROTATIONS[rotation](D))])
+    out = Linear(tuple(matrix(ops, rng, 24, HEADS * D, stored=stored)[0] for stored in formats))
+    spans = [store.open_step(kv, rows) for kv in kept]
+    views = [store.view(0, span, slice(i * rows, (i + 1) * rows), span.start) for i, span in enumerate(spans)]
+    described, cache = ops.spans(views, N), store.cache(0)
+    q, k, v = (ops.to_device(normal(rng, 2 * rows, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    ops.append_kv(cache, described, k, v)
+    given = q, cache, described, D**-0.5, None, transform
+    exact, seen = ops.attention(*given), ops.attention(*given, out)
+    assert (exact.dtype, seen.dtype) == (np.float32, dtype)
+    launches = ops._device.launches
+    results, kernels = [], []
+    for x in (exact, seen):
+        before = len(launches)
+        results.append(ops.to_host(ops.linear(x.reshape(2 * rows, -1), out)))
+        kernels.append(launches[before:].count("narrow_kernel"))
+    np.testing.assert_array_equal(*results)
+    if dtype != np.float32:
+        assert (kernels[0] > 0, kernels[1]) == (True, 0)
+
+
 @pytest.mark.parametrize("count", [N, 5, 1])
 def test_round_trip_replaces_tokens_by_their_decoded_block(ops: CudaOps, count: int) -> None:
     pair = []

@@ -105,12 +105,14 @@ def _decode_attention() -> list[Variant]:
     caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
     caches += [Cache("polarquant", "ring5", 128), Cache("ring4", "polarquant", 128), Cache("ring5", "polarquant", 128)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
-    variants = []
+    variants, results = [], itertools.cycle(_TYPES)
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
         for rows in (1, STEP_ROWS):
             order = 1 if len(variants) % 4 == 3 else cache.head_dim & -cache.head_dim
             config = launch_configs.decode_attention(*cache.layouts(), group, rows, _MOST_SEQUENCES, order)
-            variants.append(Variant("decode_attention", config.defines, cache, config.shared))
+            to = next(results)
+            defines = {**config.defines, "TO": to} if to != "float" else config.defines
+            variants.append(Variant("decode_attention", defines, cache, config.shared))
     return variants
 
 

@@ -11,7 +11,10 @@ from engine.backends.cuda.cache import Buffer, LayerCache, SpanTable
 from engine.backends.cuda.device import Array, Device
 from engine.backends.cuda.heads import HeadOps
 from engine.backends.cuda.launch import Launcher, row_stride
+from engine.backends.cuda.launch_configs import SMALL_ROWS
+from engine.backends.cuda.linear import input_type, result_type
 from engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
+from engine.weight_formats import Linear
 
 
 class _Parameters(NamedTuple):
@@ -37,14 +40,17 @@ class AttentionOps:
         scale: float,
         window: int | None,
         transform: DeviceTransform | None = None,
+        then: Linear | None = None,
     ) -> Array:
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
         parameters = _Parameters(float(scale), window or 0, scale_back)
         if spans.buffer is not None:
             out = self._prefill(q, cache, spans, spans.buffer, parameters)
             return self._heads.rotate(out, back)
-        signed = back if back.matrix is None else NO_ROTATION
-        return self._heads.rotate_dense(self._decode(q, cache, spans, parameters, signed), back)
+        if back.matrix is not None:
+            return self._heads.rotate_dense(self._decode(q, cache, spans, parameters, NO_ROTATION, np.float32), back)
+        dtype = input_type(then, len(q)) if len(q) <= SMALL_ROWS else np.float32
+        return self._decode(q, cache, spans, parameters, back, dtype)
 
     def _prefill(
         self, q: Array, cache: LayerCache, spans: SpanTable, current: Buffer, parameters: _Parameters
@@ -68,19 +74,27 @@ class AttentionOps:
         return out
 
     def _decode(
-        self, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters, back: DeviceRotation
+        self,
+        q: Array,
+        cache: LayerCache,
+        spans: SpanTable,
+        parameters: _Parameters,
+        back: DeviceRotation,
+        dtype: type[np.generic],
     ) -> Array:
-        """Attention of a step's rows, whose K/V are in full-precision slots. back: a rotation without a matrix."""
+        """Attention of a step's rows, whose K/V are in full-precision slots. back: a rotation without a matrix.
+        dtype: of the result."""
         (_, heads, _), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
         group, most = heads // kv_heads, spans.most_rows
         chunks, columns = launch_configs.decode_cells(group, most)
         cells, blocks = count * kv_heads * chunks, self._device.processors
         sums = 2 * cells + blocks, columns
-        out = self._device.empty(q.shape, np.float32)
+        out = self._device.empty(q.shape, dtype)
+        config = launch_configs.decode_attention(*cache.layouts, group, most, count, back.order)
         self._launch(
             "decode_attention",
             (blocks,),
-            launch_configs.decode_attention(*cache.layouts, group, most, count, back.order),
+            config._replace(defines={**config.defines, **result_type(out)}),
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
             *(self._zeros(cells), q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables),

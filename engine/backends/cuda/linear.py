@@ -45,7 +45,7 @@ class _Product(NamedTuple):
 
     def with_types(self, x: Array, y: Array, config: LaunchConfig) -> LaunchConfig:
         """`config` of one of our own kernels with the DEFINES of this product with x into y."""
-        flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add), **_result_type(y)}
+        flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add), **result_type(y)}
         if self.activation is not None:
             flags["ACTIVATION"] = self.activation
         types = {"ACT": type_of(x), "WEIGHT": self.weight.format.name}
@@ -150,8 +150,7 @@ class LinearOps:
     ) -> Array:
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
         is_whole = rows <= SMALL_ROWS or not recorded  # all rows at once
-        is_rounded = rows > UNROUNDED_ROWS and is_whole and activation is not None
-        dtype = _common_type(then) if then is not None and is_rounded else np.float32
+        dtype = input_type(then, rows) if is_whole and activation is not None else np.float32
         y = self._device.empty((rows, out), dtype) if residual is None else residual
         if len(w.parts) == 1 and (activation is None or _gates(w.parts[0])):
             self._multiply(y, x, _Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
@@ -266,7 +265,7 @@ class LinearOps:
     def _activate(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""
         (rows, half), threads = y.shape, threads_for(-(-y.shape[1] // 8))
-        config = LaunchConfig({"ACT": "float", "ACTIVATION": activation, **_result_type(y)}, threads)
+        config = LaunchConfig({"ACT": "float", "ACTIVATION": activation, **result_type(y)}, threads)
         self._launch("activate_mul", (-(-half // (8 * threads)), rows), config, y, gate_up, half)
 
     def _narrowed(self, x: Array, product: _Product) -> Array:
@@ -293,13 +292,14 @@ def _narrow_type(matrix: Matrix) -> type[np.generic]:
     return _PLAIN.get(matrix.format.name, np.float16)
 
 
-def _common_type(w: Linear) -> type[np.generic]:
-    """The dtype in which products of more than UNROUNDED_ROWS rows with all parts of `w` take x, else float32."""
-    types = {_narrow_type(part) for part in w.parts}
+def input_type(w: Linear | None, rows: int) -> type[np.generic]:
+    """The dtype in which all products of `rows` rows at once with `w` take x: float32 where they convert x themselves,
+    where they differ, and without `w`."""
+    types = {_narrow_type(part) for part in w.parts} if w is not None and rows > UNROUNDED_ROWS else set()
     return types.pop() if len(types) == 1 else np.float32
 
 
-def _result_type(y: Array) -> dict[str, str]:
+def result_type(y: Array) -> dict[str, str]:
     """The DEFINES of a kernel that writes y: none if that is float32."""
     return {} if y.dtype == np.float32 else {"TO": type_of(y)}
 

@@ -20,6 +20,7 @@ from engine.backends.native.spans import NO_WINDOW, StepTable, is_step
 from engine.backends.native.workers import aligned
 from engine.backends.numpy.attention import LayerCache
 from engine.backends.numpy.ops import NumpyOps
+from engine.weight_formats import Linear
 
 
 class AttentionOps:
@@ -42,6 +43,7 @@ class AttentionOps:
         scale: float,
         window: int | None,
         transform: PreparedTransform | None = None,
+        then: Linear | None = None,
     ) -> np.ndarray:
         """In NumPy for a step in a layer without tiles, or whose kernels cannot be compiled."""
         if not isinstance(spans, StepTable):

@@ -242,6 +242,7 @@ class NumpyOps:
         scale: float,
         window: int | None,
         transform: HeadTransform | None = None,
+        then: Linear | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.format.kv_heads
