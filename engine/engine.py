@@ -109,7 +109,10 @@ class Engine:
     def embed(self, prompt: Prompt, pooling: str = "mean", options: Options = None) -> Embedding:
         """The embedding of `prompt`, a vector of the model's hidden size; see `PromptOptions.pooling`."""
         options = replace(options or PromptOptions(), pooling=pooling)
-        return embedding(self.stream(prompt, SamplingParams(max_tokens=0), options))
+        found = embedding(self.stream(prompt, SamplingParams(max_tokens=0), options))
+        if found is None:
+            raise EngineError("The request for an embedding was cancelled", "closed")
+        return found
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2), with the cache read as steps read it.

@@ -100,12 +100,12 @@ def fold(chunks: Iterable[Chunk]) -> Completion:
     return Completion(text, ids, last.finish_reason, last.usage, logprobs, prompt_logprobs)
 
 
-def embedding(chunks: Iterable[Chunk]) -> Embedding:
-    """The embedding that one of `chunks` has."""
+def embedding(chunks: Iterable[Chunk]) -> Embedding | None:
+    """The embedding that one of `chunks` has; None if the request was cancelled before."""
     pieces = list(chunks)
     usage = pieces[-1].usage
     assert usage is not None
-    return Embedding(next(piece.embedding for piece in pieces if piece.embedding is not None), usage)
+    return next((Embedding(piece.embedding, usage) for piece in pieces if piece.embedding is not None), None)
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,22 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
-from engine.outputs import Status
+from engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
+from engine.outputs import Status, embedding
 from engine.requests.prompts import Prompt
 from engine.requests.request import Ticket
 from server import journal, refused
 from server.config import ServerConfig
 from server.counters import Totals
 from server.job import Job
-from server.refused import Refused
+from server.refused import Refused, for_clients
 from server.sessions import Saved, SessionFolder
 from server.worker import Worker
 
@@ -122,11 +122,7 @@ class Driver:
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
         """
         with self._job(self._answers) as (entry, job):
-            entry.prompt = prompt if self.config.log_prompts else None
-            submit = partial(self._submit, job, prompt, self._limited(params), options)
-            ticket = await self._aside(submit, self._grammar_pool if params.is_constrained else self._pool)
-            self._totals.prompt_tokens += ticket.prompt_tokens
-            entry.prompt_tokens += ticket.prompt_tokens
+            ticket = await self._submitted(entry, job, prompt, self._limited(params), options)
             last = False
             try:
                 while not last:
@@ -140,11 +136,33 @@ class Driver:
                 if not last:  # no usage has come
                     entry.cached_tokens += ticket.cached_tokens()
 
+    async def embed(
+        self, prompts: Sequence[Prompt], options: PromptOptions, write: Callable[[Embedding], T]
+    ) -> list[T]:
+        """`write` of the embedding of each prompt, in a thread; they are computed one after the other.
+
+        Raises Refused or EngineError. Cancelling the task that waits for it cancels the request.
+        """
+        found: list[T] = []
+        with self._job(self._answers) as (entry, job):
+            for prompt in prompts:
+                await self._submitted(entry, job, prompt, SamplingParams(max_tokens=0), options)
+                chunks: list[Chunk] = []
+                while not chunks or chunks[-1].finish_reason is None:
+                    chunks.append(await self._next(job))
+                    self._totals.count(chunks[-1])
+                vector = embedding(chunks)
+                if vector is None:
+                    raise refused.closing()
+                found.append(await self._aside(partial(write, vector), self._pool))
+            job.outcome = "embedded"
+        return found
+
     async def _next(self, job: Job) -> Any:
         """The next item that a job's thread has appended; raises it if it is an exception."""
         item = await job.arrived.get()
         if isinstance(item, Exception):
-            raise _for_clients(item)
+            raise for_clients(item)
         return item
 
     @contextmanager
@@ -200,11 +218,21 @@ class Driver:
             return params
         return replace(params, max_tokens=limit)
 
-    def _submit(self, job: Job, prompt: Prompt, params: SamplingParams, options: PromptOptions | None) -> Ticket:
-        """Submit a request, in a thread of the pool: the engine takes it between two units of work."""
-        ticket = self.engine.submit(prompt, params, options, into=job)
-        job.queued(ticket)
-        self._wake.set()
+    async def _submitted(
+        self, entry: journal.Entry, job: Job, prompt: Prompt, params: SamplingParams, options: PromptOptions | None
+    ) -> Ticket:
+        """Submit a request, in a thread of a pool: the engine takes it between two units of work."""
+
+        def submit() -> Ticket:
+            ticket = self.engine.submit(prompt, params, options, into=job)
+            job.queued(ticket)
+            self._wake.set()
+            return ticket
+
+        entry.prompt = prompt if self.config.log_prompts else None
+        ticket = await self._aside(submit, self._grammar_pool if params.is_constrained else self._pool)
+        self._totals.prompt_tokens += ticket.prompt_tokens
+        entry.prompt_tokens += ticket.prompt_tokens
         return ticket
 
     # -- sessions ------------------------------------------------------------------------------------------------
@@ -286,7 +314,7 @@ class Driver:
         except EngineError:
             raise
         except Exception as error:
-            raise _for_clients(error) from None
+            raise for_clients(error) from None
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -312,11 +340,3 @@ def _hand_over(work: Callable[[], Any], job: Job) -> None:
             job.append(work())
     except Exception as error:
         job.append(error)
-
-
-def _for_clients(error: Exception) -> Exception:
-    """`error` if clients may see it, else a generic Refused; then the log has it."""
-    if isinstance(error, (Refused, EngineError)):
-        return error
-    _LOG.error("a request ended with an unexpected error", exc_info=error)
-    return Refused("internal", f"The server could not go on with this request: unexpected {type(error).__name__}")

@@ -92,7 +92,11 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
         "OLV",
         "strings and text parts of system, developer, user and assistant; other fields of a message are ignored",
     )
-    yield "prompt", "OLV", "a string, or an array of token ids; one to a request"
+    yield (
+        "prompt",
+        "OLV",
+        'a string, by itself or as `{"prompt_string": …}`, or an array of token ids and strings; one to a request',
+    )
     yield "parse_special", "P", "whether names of control tokens in a raw prompt become these tokens [true]"
     yield "max_tokens", "OLV", "tokens of the answer at most; -1 is what the context holds [-1]"
     yield "max_completion_tokens", "OLV", "another name of `max_tokens`; it counts if both are given"

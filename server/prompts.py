@@ -21,7 +21,10 @@ def read_prompt(body: Mapping[str, Any], takes: Collection[str] = ("messages", "
     if len(given) != 1:
         missing = f"{' or '.join(takes)} is missing"
         raise BadRequest(next(iter(takes)), "give either messages or prompt, not both" if given else missing)
-    return _messages(body["messages"]) if given == ["messages"] else _raw_prompt(body["prompt"])
+    if given == ["messages"]:
+        return _messages(body["messages"])
+    (prompt,) = read_prompts("prompt", body["prompt"], 1)
+    return prompt
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool) -> PromptOptions:
@@ -47,17 +50,36 @@ def read_salt(value: Any) -> str:
     return str(value)
 
 
-def _raw_prompt(value: Any) -> str | list[int]:
-    """A string, or token ids; either may stand in an array of its own."""
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            raise BadRequest("prompt", "several prompts in one request are not supported: send one at a time")
-        value = value[0]
+def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
+    """One prompt, or an array of 1 to `most`: strings, arrays of ids and strings, and {"prompt_string": string}.
+
+    An array is one prompt if a token id is in it. Raises BadRequest.
+    """
+    if not isinstance(value, list) or any(_is_id(part) for part in value):
+        return [_raw_prompt(field, value)]
+    if not value:
+        raise wrong(field, "a string, an array of token ids, or an array of several prompts", value)
+    if len(value) > most:
+        raise BadRequest(field, f"{field} has {len(value)} prompts, but at most {most} are taken here")
+    return [_raw_prompt(field if len(value) == 1 else f"{field}[{index}]", one) for index, one in enumerate(value)]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
+    """A string, in an object or by itself, or an array of token ids and strings."""
+    if isinstance(value, dict):
+        if value.get("multimodal_data"):
+            raise BadRequest(f"{field}.multimodal_data", f"{field}.multimodal_data: this server takes text alone")
+        return text(f"{field}.prompt_string", value.get("prompt_string"))
     if isinstance(value, str):
-        return text("prompt", value)
+        return text(field, value)
     if not isinstance(value, list) or not value:
-        raise wrong("prompt", "a string or an array of token ids", value)
-    return [count(f"prompt[{index}]", token, 0, LARGEST) for index, token in enumerate(value)]
+        raise wrong(field, "a string or an array of token ids", value)
+    places = ((f"{field}[{index}]", part) for index, part in enumerate(value))
+    return [text(at, part) if isinstance(part, str) else count(at, part, 0, LARGEST) for at, part in places]
 
 
 def _messages(value: Any) -> list[dict[str, str]]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
+
+from engine import EngineError
+
+_LOG = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -33,6 +38,14 @@ def busy(message: str, seconds: int) -> Refused:
     The time is random: clients that are refused together would otherwise come back together.
     """
     return Refused("busy", f"{message}: try again a little later", seconds + random.randrange(max(5, seconds)))
+
+
+def for_clients(error: Exception) -> Exception:
+    """`error` if clients may see it, else a generic Refused; then the log has it."""
+    if isinstance(error, (Refused, EngineError)):
+        return error
+    _LOG.error("a request ended with an unexpected error", exc_info=error)
+    return Refused("internal", f"The server could not go on with this request: unexpected {type(error).__name__}")
 
 
 TOO_MANY_CONNECTIONS = "The server has too many connections"

@@ -162,3 +162,30 @@ def test_an_option_of_a_wrong_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(EngineError, match=name) as raised:
         PromptOptions(**{name: value})
     assert len(str(raised.value)) < 160
+
+
+def test_texts_between_ids_go_on_with_what_is_before_them(tiny: Engine) -> None:
+    the, rain = tiny.tokenize("the"), tiny.tokenize(" rain")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    expected = tiny.generate([*the, *rain, 7], params)
+    for mixed in (["the", *rain, 7], [*the, " rain", 7], ["the", " rain", 7]):
+        assert tiny.generate(mixed, params).token_ids == expected.token_ids
+
+
+def test_a_text_at_the_beginning_of_ids_begins_a_sequence(tiny: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(tiny.model.tokenizer, "bos_id", 1)
+    the = len(tiny.tokenize("the"))
+    counts = [
+        tiny.generate(mixed, SamplingParams(max_tokens=0)).usage.prompt_tokens for mixed in (["the", 7], [7, "the"])
+    ]
+    assert counts == [the + 2, the + 1]
+
+
+def test_a_text_between_ids_may_have_control_tokens_and_must_fit(tiny: Engine) -> None:
+    none = SamplingParams(max_tokens=0)
+    taken = tiny.generate([7, "<|im_start|>"], none, PromptOptions(parse_special=True)).usage.prompt_tokens
+    spelt = tiny.generate([7, "<|im_start|>"], none).usage.prompt_tokens
+    assert (taken, spelt > 2) == (2, True)
+    with pytest.raises(EngineError) as caught:
+        tiny.generate([7, "the " * 5000], none)
+    assert caught.value.code == "context_length_exceeded"

@@ -15,7 +15,7 @@ from engine.limits import check_roles
 from engine.requests.answers import Answers
 from model_loaders.prompt import chat_ids
 
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
 
 _MOST_CHARACTERS = 16  # per token of the context: a longer text has its least number of tokens checked first
 
@@ -29,6 +29,8 @@ def prompt_ids(
     context: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt: of text, with BOS if the model has one; of messages; or the ids given, unchecked.
+
+    Of a sequence of ids and texts, a text at the beginning gets BOS, and the others go on with what comes before them.
 
     Answers in messages that `answers` knows become the ids that they were generated as. Raises EngineError for anything
     that is not a prompt, and for text that cannot fit into `context`, before it is tokenized.
@@ -48,7 +50,18 @@ def prompt_ids(
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
         raise EngineError(f"A prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
-    return list(cast(Sequence[int], prompt))
+    if not any(isinstance(part, str) for part in prompt):
+        return list(cast(Sequence[int], prompt))
+    check("".join(part for part in prompt if isinstance(part, str)))
+    ids = []
+    for position, part in enumerate(cast(Sequence[int | str], prompt)):
+        if not isinstance(part, str):
+            ids.append(part)
+        elif position == 0:
+            ids += prompt_ids(part, model, None, options)
+        else:
+            ids += tokenizer.tokenize(part, control=options.parse_special, continued=True)
+    return ids
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:

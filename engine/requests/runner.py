@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
 from engine.kv.store import SequenceKV, Span
@@ -142,7 +143,11 @@ class Runner:
                 request.prefill = self._begin(request)
         except OutOfBlocks:
             self._release(request)
-            if not self._scheduler.requeue(request.sequence):
+            if self._scheduler.requeue(request.sequence):
+                return
+            if request.reads_prompt and not request.sequence.generated:
+                request.fail(EngineError("The KV store has no room for this prompt: shorten it", "out_of_memory"))
+            else:
                 request.finish("length")
             return
         self._scheduler.admit(request.sequence)

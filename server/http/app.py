@@ -19,6 +19,7 @@ from engine import EngineError
 from server.config import ServerConfig
 from server.driver import Driver
 from server.http.dialects import dialects
+from server.http.embeddings import Embeddings
 from server.http.errors import ApiError, ErrorShapes
 from server.http.generation import Generation
 from server.http.guard import Guard
@@ -42,6 +43,7 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
         *_with_and_without_v1("/models", api.models),
         *_with_and_without_v1("/models/{name:path}", api.model),
         *_with_and_without_v1("/health", api.health),
+        *Embeddings(driver).routes(),
         *Tokens(driver).routes(),
         Route("/metrics", api.metrics),
         Route("/stats", api.stats),

@@ -14,7 +14,7 @@ from engine.model import prompt_readers
 from engine.model.prompt_readers import Pooling, PromptLogprobs, forward_and_read
 from tests.bare import bare_model, log_softmax, read_model, spread
 from tests.conftest import FIXTURES
-from tests.tiny import PLAIN, assert_idle, forget, load_tiny, make_model
+from tests.tiny import PLAIN, assert_idle, blocks_left, by_count, forget, load_tiny, make_model
 
 MODELS = sorted(path.name for path in FIXTURES.iterdir())
 NATIVE = FIXTURES / "llama_gqa_linear"  # the weights of the tiny model
@@ -164,6 +164,7 @@ def test_a_preempted_request_reports_its_prompt_once(tiny: Engine) -> None:
 
 def test_others_take_their_steps_while_a_prompt_is_read(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_readers, "_ROWS", 1)
+    by_count(tiny, monkeypatch)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     outbox: list[Any] = []
     tiny.submit("the rain", params, into=outbox)
@@ -202,3 +203,10 @@ def test_states_that_are_not_finite_are_an_error(tiny: Engine, monkeypatch: pyte
 def test_a_prompt_is_read_for_one_purpose(tiny: Engine) -> None:
     with pytest.raises(EngineError, match="pooling and prompt_logprobs"):
         tiny.stream("the rain", SamplingParams(prompt_logprobs=0), PromptOptions(pooling="last"))
+
+
+def test_a_prompt_that_the_store_has_no_room_for_has_no_embedding(tiny: Engine) -> None:
+    with blocks_left(tiny, 0), pytest.raises(EngineError) as caught:
+        tiny.embed([7] * 100)
+    assert caught.value.code == "out_of_memory"
+    assert len(tiny.embed([7] * 100).vector)

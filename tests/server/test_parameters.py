@@ -210,7 +210,7 @@ def test_fields_that_are_not_sampling_parameters() -> None:
     assert (asked.stream, asked.n, asked.include_usage) == (True, 3, True)
 
 
-@pytest.mark.parametrize("prompt", ["text", [1, 2, 3]])
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3], [1, "text", 3]])
 def test_a_prompt_may_be_in_an_array(prompt: Any) -> None:
     assert read({"prompt": prompt}).prompt == prompt
     assert read({"prompt": [prompt]}).prompt == prompt
@@ -350,13 +350,13 @@ def test_a_wrong_field_is_named(name: str, value: Any) -> None:
         ({"prompt": "a", "guided_regex": "a", "grammar": 'root ::= "a"'}, "guided_regex"),
         ({"prompt": 1}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": {}}, "prompt"),
+        ({"prompt": {}}, "prompt.prompt_string"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": "\udfff"}, "prompt"),
         ({"prompt": [1, True]}, "prompt[1]"),
         ({"prompt": [1, -1]}, "prompt[1]"),
         ({"prompt": [1.5]}, "prompt[0]"),
-        ({"prompt": [[1, "x"]]}, "prompt[1]"),
+        ({"prompt": [[1, None]]}, "prompt[1]"),
         ({"prompt": [10**40]}, "prompt[0]"),
         ({"messages": []}, "messages"),
         ({"messages": "Hi"}, "messages"),
