@@ -302,7 +302,7 @@ class Driver:
 
     async def _counted(self, queue: _Queue, submit: Callable[[Any], Any], outcome: str, work: Callable[[], T]) -> T:
         with self._job(queue) as (_, job):
-            submit(partial(_hand_over, work, job))
+            submit(partial(job.do, work))
             result: T = await self._next(job)
             job.outcome = outcome
             return result
@@ -331,12 +331,3 @@ class Driver:
                 self._loop.call_soon_threadsafe(self._end_all, error)
             if not busy:
                 self._wake.wait()
-
-
-def _hand_over(work: Callable[[], Any], job: Job) -> None:
-    """Do the work of a job and append its result or error; nothing if the job is closed already."""
-    try:
-        if not job.closed:
-            job.append(work())
-    except Exception as error:
-        job.append(error)

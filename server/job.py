@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,14 @@ class Job:
             self.loop.call_soon_threadsafe(self.arrived.put_nowait, item)
         except RuntimeError:  # the loop is closed
             _LOG.debug("a chunk came after the event loop was closed")
+
+    def do(self, work: Callable[[], Any]) -> None:
+        """Append the result or the error of `work`; nothing if the job is closed already."""
+        try:
+            if not self.closed:
+                self.append(work())
+        except Exception as error:
+            self.append(error)
 
     def queued(self, ticket: Ticket) -> None:
         """Note the engine's ticket; cancel the request if the job is closed already."""
