@@ -1,0 +1,196 @@
+"""The writer of OpenAI's Responses: an object with items, and the events in which it comes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine import TokenLogprob, Usage
+from server.http.errors import ApiError
+from server.http.logprobs import ChatLogprobs
+from server.http.streams import Event
+from server.pieces import Answer, CallStart, Piece
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids
+
+
+@dataclass
+class _Item:
+    """An item of the output that is under way."""
+
+    kind: str
+    id: str
+    call: CallStart | None = None
+    text: list[str] = field(default_factory=list)  # of a call: its arguments
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def written(self, status: str) -> dict[str, Any]:
+        """The item as a JSON object."""
+        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            assert self.call is not None
+            return item | {"call_id": self.call.id, "name": self.call.name, "arguments": "".join(self.text)}
+        if self.kind == "message":
+            item["role"] = "assistant"
+        else:
+            item["summary"] = []
+        return item | {"content": [] if status == "in_progress" else [self.part()]}
+
+    def part(self) -> dict[str, Any]:
+        """The content of a message or of reasoning, which is one part."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": "".join(self.text)}
+        return {"type": "output_text", "text": "".join(self.text), "annotations": [], "logprobs": self.logprobs}
+
+
+@dataclass
+class ResponseWriter:
+    """Makes the JSON objects of one response."""
+
+    model: str
+    tells_cached: bool  # whether the usage has the number of cached tokens
+    repeated: Mapping[str, Any]  # fields of the request that a response repeats
+    logprobs: ChatLogprobs | None  # writes log-probabilities, if requested
+    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    _output: list[dict[str, Any]] = field(default_factory=list)  # complete items
+    _open: _Item | None = None
+    _tokens: list[TokenLogprob] = field(default_factory=list)  # whose text has not come yet
+    _number: int = 0  # of the next event
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of a response that is not streamed: what the last event of a stream has."""
+        (answer,) = answers
+        calls = [
+            Piece(call=CallStart(index, call.id, call.name), arguments=call.arguments)
+            for index, call in enumerate(answer.calls)
+        ]
+        last = Piece(finish_reason=answer.finish_reason, usage=answer.usage)
+        begin = Piece(answer.text, answer.reasoning, logprobs=answer.logprobs)
+        events = [event for piece in (begin, *calls, last) for event in self.events(0, piece, first=False)]
+        assert events[-1] is not None
+        response: dict[str, Any] = events[-1]["response"]
+        return response
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
+        """The events of a piece; the `first` one has the response's beginning before it."""
+        if first:
+            for name in ("created", "in_progress"):
+                yield self._event(f"response.{name}", response=self._response("in_progress"))
+        self._tokens += piece.logprobs
+        if piece.reasoning:
+            yield from self._begin("reasoning")
+            yield from self._delta("reasoning_text", piece.reasoning, content_index=0)
+        if piece.text:
+            yield from self._begin("message")
+            tokens = self.logprobs.write(self._tokens)["content"] if self.logprobs else []
+            self._tokens = []
+            assert self._open is not None
+            self._open.logprobs += tokens
+            yield from self._delta("output_text", piece.text, content_index=0, logprobs=tokens)
+        if piece.call is not None:
+            yield from self._end("completed")
+            yield from self._begin("function_call", piece.call)
+        if piece.arguments:
+            yield from self._delta("function_call_arguments", piece.arguments)
+        if piece.finish_reason is not None:
+            assert piece.usage is not None
+            status = "incomplete" if piece.finish_reason == "length" else "completed"
+            if not self._output:
+                yield from self._begin("message" if self._open is None else self._open.kind)
+            yield from self._end(status)
+            yield self._event(f"response.{status}", response=self._response(status, piece.usage))
+
+    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
+        """No event: the last one is that of the last piece."""
+        yield from ()
+
+    def failure(self, error: ApiError) -> Event:
+        """The last event of a stream that an error ends."""
+        failed = {"error": {"code": "server_error", "message": error.message}}
+        return self._event("response.failed", response=self._response("failed") | failed)
+
+    # -- items -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, kind: str, call: CallStart | None = None) -> Iterator[Event]:
+        """The events up to the beginning of an item of this kind, unless it is under way."""
+        if self._open is not None and self._open.kind == kind:
+            return
+        yield from self._end("completed")
+        self._open = _Item(kind, f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", call)
+        yield self._event("response.output_item.added", item=self._open.written("in_progress"), **self._place())
+        if call is None:
+            yield self._of_item("response.content_part.added", content_index=0, part=self._open.part())
+
+    def _delta(self, name: str, delta: str, **more: Any) -> Iterator[Event]:
+        assert self._open is not None
+        self._open.text.append(delta)
+        yield self._of_item(f"response.{name}.delta", delta=delta, **more)
+
+    def _end(self, status: str) -> Iterator[Event]:
+        """The events at the end of the item that is under way."""
+        item = self._open
+        if item is None:
+            return
+        whole = "".join(item.text)
+        if item.kind == "function_call":
+            assert item.call is not None
+            yield self._of_item("response.function_call_arguments.done", arguments=whole, name=item.call.name)
+        else:
+            logprobs = {"logprobs": item.logprobs} if item.kind == "message" else {}
+            name = "output_text" if item.kind == "message" else "reasoning_text"
+            yield self._of_item(f"response.{name}.done", content_index=0, text=whole, **logprobs)
+            yield self._of_item("response.content_part.done", content_index=0, part=item.part())
+        written = item.written(status)
+        yield self._event("response.output_item.done", item=written, **self._place())
+        self._output.append(written)
+        self._open = None
+
+    def _place(self) -> dict[str, int]:
+        return {"output_index": len(self._output)}
+
+    def _of_item(self, name: str, /, **fields: Any) -> Event:
+        """An event of the item that is under way."""
+        assert self._open is not None
+        return self._event(name, item_id=self._open.id, **self._place(), **fields)
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": name, "sequence_number": self._number - 1, **fields}
+
+    # -- the response ----------------------------------------------------------------------------------------------
+
+    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": reason,
+            "model": self.model,
+            "output": list(self._output),
+            "tools": [],
+            "reasoning": {"effort": None, "summary": None},
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            **self.repeated,
+            "usage": None if usage is None else self._usage(usage),
+        }
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens if self.tells_cached else 0,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},  # reasoning is not counted apart
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }

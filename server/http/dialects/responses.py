@@ -1,0 +1,244 @@
+"""OpenAI's Responses: /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.routing import Route
+
+from server.driver import Driver
+from server.http.dialects._response_events import ResponseWriter
+from server.http.dialects._shared import items, members, read_own
+from server.http.errors import ApiError
+from server.http.generation import About, Generation
+from server.http.logprobs import ChatLogprobs
+from server.http.streams import NAMED, Framing
+from server.parameters import Asked
+from server.values import BadRequest, flag, shown, text, wrong
+
+PATHS = ("/v1/responses", "/responses")
+
+_SAME_NAMES = (
+    *("model", "temperature", "top_p", "parallel_tool_calls", "stream"),
+    *("top_k", "min_p", "seed", "stop", "ignore_eos", "cache_prompt", "cache_salt"),  # which this API does not have
+)
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+}  # of fields that are called otherwise here
+_KEEPS_NONE = "this server keeps no responses: send the earlier items in input"
+_REFUSED = {
+    "previous_response_id": _KEEPS_NONE,
+    "conversation": _KEEPS_NONE,
+    "background": "this server answers while the client waits; leave it out",
+    "prompt": "this server keeps no prompts: send instructions and input",
+    "context_management": "this server cuts no prompt; leave it out",
+}
+_LOGPROBS = "message.output_text.logprobs"
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = ("input_text", "output_text", "text")
+_MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
+
+
+def routes(driver: Driver) -> list[Route]:
+    """The endpoints."""
+    serve = Generation(driver, Responses()).serve
+    return [Route(path, serve, methods=["POST"]) for path in PATHS]
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The body of the response with an error."""
+    return error.body()
+
+
+@dataclass(frozen=True)
+class Responses:
+    """POST /v1/responses"""
+
+    framing: Framing = NAMED
+
+    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, ResponseWriter]:
+        """The request. Raises BadRequest."""
+        body = {name: value for name, value in body.items() if value is not None}
+        own = _own(body)
+        asked = read_own(own, _NAMES, about)
+        params = asked.params
+        logprobs = None if params.logprobs is None else ChatLogprobs(about.model.tokenizer)
+        repeated = {
+            "instructions": body.get("instructions"),
+            "max_output_tokens": None if params.max_tokens < 0 else params.max_tokens,
+            "metadata": _metadata(body.get("metadata", {})),
+            "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
+            "temperature": params.temperature,
+            "text": {"format": {"type": own.get("response_format", {"type": "text"})["type"]}},
+            "tool_choice": _choice(own.get("tool_choice", "auto")),
+            "top_p": params.top_p,
+        }
+        return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs)
+
+
+def _own(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body in our own names. Raises BadRequest."""
+    for name, reason in _REFUSED.items():
+        if body.get(name):
+            raise BadRequest(name, f"{name}: {reason}")
+    if body.get("truncation", "disabled") != "disabled":
+        raise BadRequest("truncation", "truncation must be disabled: this server cuts no prompt")
+    own = {name: body[name] for name in _SAME_NAMES if name in body}
+    if "max_output_tokens" in body:
+        own["max_tokens"] = body["max_output_tokens"]
+    if "top_logprobs" in body or _LOGPROBS in _included(body.get("include", [])):
+        own["logprobs"] = body.get("top_logprobs", 0)
+    own["messages"] = _messages(body)
+    if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(items("tools", body.get("tools", [])))]:
+        own["tools"] = tools
+    return own | _tool_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
+
+
+def _included(value: Any) -> list[Any]:
+    """The names of what a response should have beside its text; what there is none of here is left out."""
+    return [text(f"include[{index}]", name) for index, name in enumerate(items("include", value))]
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conversation. Raises BadRequest."""
+    found: list[dict[str, Any]] = []
+    if "instructions" in body and (instructions := text("instructions", body["instructions"])):
+        found.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    if isinstance(given, str):
+        return [*found, {"role": "user", "content": text("input", given)}]
+    if not isinstance(given, list) or not given:
+        raise wrong("input", "a string, or an array with at least one item", given)
+    reasoning = ""
+    for index, one in enumerate(given):
+        at = f"input[{index}]"
+        item = members(at, one)
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning += _thoughts(at, item)
+            continue
+        if kind == "function_call":
+            message = {"role": "assistant", "content": "", "tool_calls": [_call(at, item)]}
+        elif kind == "function_call_output":
+            content = _content(f"{at}.output", item.get("output"))
+            message = {"role": "tool", "tool_call_id": text(f"{at}.call_id", item.get("call_id")), "content": content}
+        elif kind == "message":
+            message = _message(at, item)
+        else:
+            raise BadRequest(f"{at}.type", f"{at}.type: items of type {shown(kind)} are not supported here")
+        if message["role"] == "assistant" and reasoning:
+            message["reasoning_content"], reasoning = reasoning, ""
+        elif message["role"] != "assistant":
+            reasoning = ""  # of an answer that is missing
+        _append(found, message)
+    return found
+
+
+def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message; a call joins the answer that it follows, whose items all belong to one turn."""
+    last = messages[-1] if messages else {}
+    calls = message.get("tool_calls")
+    if calls and last.get("role") == "assistant" and "reasoning_content" not in message:
+        last["tool_calls"] = [*last.get("tool_calls", []), *calls]
+    else:
+        messages.append(message)
+
+
+def _message(at: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise wrong(f"{at}.role", f"one of {', '.join(_ROLES)}", role)
+    return {"role": role, "content": _content(f"{at}.content", item.get("content"))}
+
+
+def _content(at: str, value: Any) -> str:
+    """The text of a string, or of an array of parts."""
+    if isinstance(value, str):
+        return text(at, value)
+    if not isinstance(value, list):
+        raise wrong(at, "a string or an array of parts", value)
+    return "".join(_part(f"{at}[{index}]", part) for index, part in enumerate(value))
+
+
+def _part(at: str, value: Any) -> str:
+    part = members(at, value)
+    kind = part.get("type")
+    if kind not in _TEXTS:
+        named = f"{shown(kind)} parts are" if isinstance(kind, str) else "a part without a type is"
+        raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server takes text alone")
+    return text(f"{at}.text", part.get("text"))
+
+
+def _thoughts(at: str, item: Mapping[str, Any]) -> str:
+    """The reasoning in an item; nobody but its maker can read what is encrypted there."""
+    parts = items(f"{at}.content", item.get("content", []))
+    found = [members(f"{at}.content[{index}]", part).get("text", "") for index, part in enumerate(parts)]
+    return "".join(text(f"{at}.content[{index}].text", one) for index, one in enumerate(found))
+
+
+def _call(at: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: text(f"{at}.{name}", item.get(name)) for name in ("name", "arguments")}
+    return {"id": text(f"{at}.call_id", item.get("call_id")), "type": "function", "function": function}
+
+
+def _tool(at: str, value: Any) -> dict[str, Any]:
+    tool = members(at, value)
+    kind = tool.get("type")
+    if kind != "function":
+        named = f"tools of type {shown(kind)} are" if isinstance(kind, str) else "a tool without a type is"
+        raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server has no tools of its own")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(value: Any) -> dict[str, Any]:
+    if value is None or isinstance(value, str):
+        return {} if value is None else {"tool_choice": value}
+    choice = members("tool_choice", value)
+    if choice.get("type") != "function":
+        raise wrong("tool_choice.type", "function", choice.get("type"))
+    name = text("tool_choice.name", choice.get("name"))
+    return {"tool_choice": {"type": "function", "function": {"name": name}}}
+
+
+def _choice(own: Any) -> Any:
+    """The `tool_choice` of a response."""
+    return own if isinstance(own, str) else {"type": "function", "name": own["function"]["name"]}
+
+
+def _text_settings(value: Any) -> dict[str, Any]:
+    """What the answer has to look like."""
+    if value is None:
+        return {}
+    settings = members("text", value)
+    own = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
+    if "format" in settings:
+        format = members("text.format", settings["format"])
+        kind = format.get("type")
+        if kind not in ("text", "json_object", "json_schema"):
+            raise wrong("text.format.type", "text, json_object or json_schema", kind)
+        own["response_format"] = {"type": kind}
+        if kind == "json_schema":
+            own["response_format"]["json_schema"] = {"schema": format.get("schema")}
+    return own
+
+
+def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
+    settings = members("reasoning", body.get("reasoning", {}))
+    return {"reasoning_effort": settings["effort"]} if "effort" in settings else {}
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    """Pairs of strings, which a response repeats."""
+    pairs = members("metadata", value)
+    if len(pairs) > _MOST_PAIRS:
+        raise BadRequest("metadata", f"metadata has {len(pairs)} pairs, but at most {_MOST_PAIRS} are taken")
+    for name, one in pairs.items():
+        if len(text("metadata", name)) + len(text(f"metadata.{name}", one)) > _LONGEST:
+            raise BadRequest("metadata", f"metadata has a pair of more than {_LONGEST} characters")
+    return pairs
