@@ -110,6 +110,23 @@ def test_x_is_fewer_bytes_of_the_cache_than_weights_are_of_memory() -> None:
     assert launch_configs.gemm_small(8, 960, 576, *H100)[1] == 30
 
 
+@pytest.mark.parametrize(
+    ("machine", "wanted"), [(H100, (128, 1)), (A100, (64, 1)), (RTX_4090, (128, 1))], ids=["H100", "A100", "RTX 4090"]
+)
+@pytest.mark.parametrize("rows", [5, 8, 9, 16])
+def test_a_matrix_of_middle_size_takes_more_blocks_instead_of_a_second_launch(
+    machine: tuple[int, int], wanted: tuple[int, int], rows: int
+) -> None:
+    """As the output projection of an 8B model: if so many blocks are resident at once. `down` is too large for that,
+    and a smaller matrix would still have too few blocks."""
+    config, *counts = launch_configs.gemm_small(rows, 4096, 4096, *machine)
+    assert tuple(counts) == wanted
+    assert 32 * config.defines["WARPS_OUT"] * wanted[0] == 4096
+    for out, width in (4096, 14336), (2112, 4096) if machine is not RTX_4090 else (2048, 4096):
+        config, *_ = launch_configs.gemm_small(rows, out, width, *machine)
+        assert config.defines["WARPS_OUT"] == 2
+
+
 def test_up_to_eight_rows_are_not_padded_to_sixteen() -> None:
     shapes = [launch_configs.gemm_small(rows, 4096, 4096, *H100)[0].defines["ROWS"] for rows in (1, 8, 9, 16, 17, 64)]
     assert shapes == [8, 8, 16, 16, 32, 64]

@@ -162,10 +162,12 @@ def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
 def _gemm_small() -> list[Variant]:
     """Above a number of rows, x comes normalised and in the type of the weights."""
     variants = []
-    for rows, weight in itertools.product((8, 16, 32, 48, 64), _READ):
+    for rows, weight, out in itertools.product((8, 16, 32, 48, 64), _READ, (4096, 14336)):
         if rows <= launch_configs.GEMV_PACKED_ROWS and weight in _PACKED:
             continue
-        config, _, _ = launch_configs.gemm_small(rows, 4096, 4096, 132, 228 << 10)
+        if rows > 16 and out > 4096:  # the same configuration
+            continue
+        config, _, _ = launch_configs.gemm_small(rows, out, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in config.defines.items()}
         rounded = rows > launch_configs.UNROUNDED_ROWS
         act = ("__nv_bfloat16" if weight == "bf16" else "__half") if rounded else "float"

@@ -39,6 +39,7 @@ _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
 _LEAST_STAGES = 8  # of a part in gemm_small: its start and end cost about five
+_REREAD_AT_MOST = 32 << 20  # weights of a matrix for whose product x is read twice as often instead of adding parts
 # Constants of the encoder, as in `engine.quantization.encode`.
 ROUNDING = {"LARGEST": encode.LARGEST, "TILT_LOW": encode.TILT_RANGE[0], "TILT_HIGH": encode.TILT_RANGE[1]}
 DECODE_HEADS = 8  # query heads, times rows, of a cell of decode_attention: at most
@@ -94,16 +95,28 @@ def gemm_small(
     deep = 4 if most <= 16 else 2 if most == 32 else 1
     if most == 8 and out < 16 * processors:
         deep = 8
-    tile = 32 * 8 // deep
-    shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
-    blocks = -(-out // tile)
-    by_registers = 1 if most > 32 else 2  # resident blocks of a multiprocessor
-    by_memory = shared_memory // (shared + _GEMM_STATIC_BYTES + _SYSTEM_BYTES)
-    at_once = processors * (1 if packed else max(1, min(by_registers, by_memory)))
+    if deep == 4 and out * width <= _REREAD_AT_MOST:
+        # Blocks for less than two thirds of the processors need parts, and a second launch. Twice as many, where so
+        # many are resident, read x twice as often, which takes less time unless the matrix is large.
+        blocks, (tile, _, resident) = -(-out // 64), _gemm_tile(most, 8, shared_memory)
+        if 3 * blocks < 2 * processors <= 3 * -(-out // tile) <= 3 * processors * resident:
+            deep = 8
+    tile, shared, resident = _gemm_tile(most, deep, shared_memory)
+    blocks, at_once = -(-out // tile), processors * (1 if packed else resident)
     parts = max(1, min(at_once // blocks, width // (_LEAST_STAGES * 32 * deep)))
     if 3 * blocks >= 2 * processors:  # these read as fast as all of them would, and a second launch adds no parts
         parts = 1
     return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep}, 256, shared), blocks, parts
+
+
+def _gemm_tile(most: int, deep: int, shared_memory: int) -> tuple[int, int, int]:
+    """Of gemm_small for `most` rows of x, with `deep` warps for the same outputs: rows of weights of a block, its bytes
+    of shared memory, and how many blocks a multiprocessor has at once."""
+    tile = 32 * 8 // deep
+    shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
+    by_registers = 1 if most > 32 else 2
+    by_memory = shared_memory // (shared + _GEMM_STATIC_BYTES + _SYSTEM_BYTES)
+    return tile, shared, max(1, min(by_registers, by_memory))
 
 
 def step_rows(most: int) -> int:
