@@ -1,4 +1,4 @@
-// The op `linear` for up to 4 rows, with RMS norm before it and the residual sum after it: y = x @ weightᵀ + bias.
+// The op `linear` for few rows, with RMS norm before it and the residual sum after it: y = x @ weightᵀ + bias.
 //
 // x (rows, in), weight (out, in), bias (out) float or null; y: rows of `out` numbers, `pitch` numbers apart. With
 // NORMED, x is replaced by x / rms(x) · norm, norm (in) float: the factor 1 / rms(x) is one number per row, so a warp

@@ -155,7 +155,7 @@ class Ops(Protocol):
         excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned.
         then: the only product that takes the result; it may come in the type in which that takes x.
         recorded: the call is inside `run_graph`.
-        CUDA: gemv up to 4 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
+        CUDA: gemv up to 2 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
         packed formats after dequantize. A recorded call with more rows takes gemm_small for 64 rows at a time.
         """
 

@@ -133,7 +133,7 @@ BUDGETS = [
     Budget("decode_attention", POLARQUANT, 168, 3.709),
     Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 116, 3.125),
     Budget("gemv", product("gemv", 1, {"OUTPUTS": 4, "SPLIT": 1}), 128, 4.578),
-    Budget("gemv", product("gemv", 4, {"OUTPUTS": 4, "SPLIT": 1}), 124, 9.250),
+    Budget("gemv", product("gemv", 2, {"OUTPUTS": 4, "SPLIT": 1}), 124, 5.859),
     Budget("gemm_small", product("gemm_small", 8, {"WARPS_OUT": 2}), 62, 5.844),
     Budget("gemm_small", product("gemm_small", 32, {"WARPS_OUT": 4, **ROUNDED}, "q4_k"), 83, 8.094),
     Budget("gemv_packed", product("gemv_packed", 1, {"TILES": 1, "SLOTS": 4}, "q4_k"), 53, 3.242),

@@ -206,7 +206,7 @@ def _gemv_packed() -> list[Variant]:
 
 def _gemv() -> list[Variant]:
     formats = tuple(name for name in _READ if name not in _PACKED)
-    return _linear("gemv", ACT=("float",), WEIGHT=formats, OUTPUTS=(4,), ROWS=(1, 2, 4), SPLIT=(1, 2, 4, 8))
+    return _linear("gemv", ACT=("float",), WEIGHT=formats, OUTPUTS=(4,), ROWS=(1, 2), SPLIT=(1, 2, 4, 8))
 
 
 # File name in cuda/ → every variant.

@@ -10,10 +10,10 @@ from engine.records import Layout, table_bytes
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
 
-# Most rows of gemv, of gemv_packed and of gemm_small. Each row costs gemv as many instructions as the first: with more
-# rows these, by their count, take longer than reading the weights, while tensor cores compute eight rows for the price
-# of one.
-GEMV_ROWS = 4
+# Most rows of gemv, of gemv_packed and of gemm_small. Each row costs gemv as many instructions as the first, while
+# tensor cores compute eight rows for the price of one; and each of its many small blocks reads x from the L2 cache,
+# which from three rows on, as predicted, takes longer than reading the weights.
+GEMV_ROWS = 2
 GEMV_PACKED_ROWS = 16
 SMALL_ROWS = 64
 
