@@ -73,7 +73,10 @@ class Generation:
 
     async def serve(self, request: Request) -> Response:
         """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
-        body = await read_body(request, self._driver.config.max_body)
+        return await self.respond(request, await read_body(request, self._driver.config.max_body))
+
+    async def respond(self, request: Request, body: dict[str, Any]) -> Response:
+        """The response to a request whose body has been read."""
         asked, writer = self._endpoint.read(body, self._about)
         if asked.n > (room := self._driver.room):
             sentence = f"n is {asked.n}, and this server has room for {room} answers, those included that wait"

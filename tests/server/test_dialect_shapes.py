@@ -12,7 +12,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from engine import Usage
-from server.http.dialects import anthropic, responses
+from server.http.dialects import anthropic, ollama, responses
 from server.http.dialects._response_events import ResponseWriter
 from server.pieces import CallStart, Piece, fold
 
@@ -158,3 +158,43 @@ def test_blocks_of_calls_and_results_are_messages_of_their_own() -> None:
     assert given["function"] == {"name": "look", "description": "looks", "parameters": {"type": "object"}}
     assert own["tool_choice"] == {"type": "function", "function": {"name": "look"}}
     assert own["parallel_tool_calls"] is False
+
+
+# -- Ollama ------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_have_thinking_text_and_whole_calls() -> None:
+    writer = ollama.Writer("m", ollama.CHAT.content, None)
+    *lines, last = streamed(writer, PIECES)
+    messages = [line["message"] for line in lines]
+    assert "".join(message.get("thinking", "") for message in messages) == "hm, so"
+    assert "".join(message["content"] for message in messages) == "I look it up."
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    assert calls == [
+        {"id": "call_a", "function": {"index": 0, "name": "look", "arguments": {"word": "rain"}}},
+        {"id": "call_b", "function": {"index": 1, "name": "now", "arguments": {}}},
+    ]
+    assert (last["done"], last["done_reason"], last["eval_count"]) == (True, "stop", 7)
+    assert (last["prompt_eval_duration"], last["eval_duration"]) == (10**9, 2 * 10**9)
+    whole = ollama.Writer("m", ollama.CHAT.content, None).whole([fold(PIECES)])
+    message = {"role": "assistant", "content": "I look it up.", "thinking": "hm, so", "tool_calls": calls}
+    assert whole["message"] == message
+
+
+def test_a_call_that_was_cut_off_is_in_no_line() -> None:
+    lines = streamed(ollama.Writer("m", ollama.CHAT.content, None), CUT_OFF)
+    assert not any("tool_calls" in line["message"] for line in lines)
+    assert lines[-1]["done_reason"] == "length"
+
+
+def test_results_belong_to_the_calls_of_their_tools() -> None:
+    """Ollama's clients send no ids."""
+    calls = [{"function": {"name": name, "arguments": {"word": "rain"}}} for name in ("look", "now", "look")]
+    results = [{"role": "tool", "content": name, "tool_name": name} for name in ("now", "look", "look")]
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}, *results], "tools": [{"a": 1}]}
+    own = ollama._conversation(body)
+    answer, *given = own["messages"]
+    assert [call["id"] for call in answer["tool_calls"]] == ["call_0", "call_1", "call_2"]
+    assert answer["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"word": "rain"}'}
+    assert [message["tool_call_id"] for message in given] == ["call_1", "call_0", "call_2"]
+    assert own["tools"] == [{"a": 1}]

@@ -67,6 +67,32 @@ VALID: dict[str, dict[str, Any]] = {
         "parallel_tool_calls": True,
         "stream": False,
     },
+    "/api/chat": {
+        "model": "any",
+        "messages": [
+            {"role": "system", "content": "on"},
+            {"role": "user", "content": "the rain", "images": []},
+            {"role": "assistant", "content": "ran", "thinking": "", "tool_calls": []},
+            {"role": "user", "content": "on"},
+        ],
+        "options": {"temperature": 0, "num_predict": 2, "stop": ["the"], "num_ctx": 4096, "mirostat": 0},
+        "format": "",
+        "think": False,
+        "keep_alive": "5m",
+        "logprobs": True,
+        "top_logprobs": 1,
+        "stream": False,
+    },
+    "/api/generate": {
+        "prompt": "the rain",
+        "system": "on",
+        "raw": False,
+        "options": {"temperature": 0, "num_predict": 2},
+        "context": [],
+        "stream": False,
+    },
+    "/api/embed": {"model": "any", "input": ["the", "rain"], "truncate": True},
+    "/api/show": {"model": "any"},
     "/tokenize": {"content": "the rain"},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
@@ -116,6 +142,8 @@ def has_shape(path: str, error: Any) -> bool:
     """Whether an error has the shape of the API that the path belongs to."""
     if path.startswith("/v1/messages"):
         return set(error) == {"type", "error"} and set(error["error"]) == {"type", "message"}
+    if path.startswith("/api/"):
+        return set(error) == {"error"} and isinstance(error["error"], str)
     return set(error["error"]) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
 
 

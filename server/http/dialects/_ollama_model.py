@@ -1,0 +1,125 @@
+"""What Ollama's clients ask about the model: which one there is, its shape, and whether it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from model_loaders.config import ModelConfig
+from server.driver import Driver
+from server.http.bodies import read_body
+from server.values import text
+
+_NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
+_WEIGHTS = (".safetensors", ".gguf")
+
+
+class ModelFacts:
+    """The endpoints that tell about the one model of this server, whatever name they are asked about."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def tags(self, _request: Request) -> Response:
+        """GET /api/tags: the models."""
+        return JSONResponse({"models": [self._entry]})
+
+    async def running(self, _request: Request) -> Response:
+        """GET /api/ps: the models that are in memory."""
+        on_gpu = (await self._driver.status()).threads is None
+        size = self._entry["size"] if on_gpu else 0
+        loaded = {"expires_at": _NEVER, "size_vram": size, "context_length": self._driver.engine.context}
+        return JSONResponse({"models": [self._entry | loaded]})
+
+    async def show(self, request: Request) -> Response:
+        """POST /api/show: the model's template and shape. Raises ApiError or BadRequest."""
+        body = await read_body(request, self._driver.config.max_body)
+        text("model", body.get("model") or body.get("name") or "")
+        engine = self._driver.engine
+        model = engine.model
+        return JSONResponse(
+            {
+                "modelfile": "",
+                "parameters": "",
+                "template": model.template.source,
+                "modified_at": self._entry["modified_at"],
+                "details": self._entry["details"],
+                "model_info": _shape(model.config, engine.context, len(model.vocabulary)),
+                "capabilities": ["completion"],
+            }
+        )
+
+    async def version(self, _request: Request) -> Response:
+        """GET /api/version: this server's own."""
+        try:
+            version = importlib.metadata.version("polarlm")
+        except importlib.metadata.PackageNotFoundError:
+            version = "0.0.0"
+        return JSONResponse({"version": version})
+
+    @cached_property
+    def _entry(self) -> dict[str, Any]:
+        """The model in a list of models. Its digest tells it from others, but is not that of its bytes."""
+        model = self._driver.engine.model
+        files = _files(model.path)
+        status = [file.stat() for file in files]
+        size = sum(one.st_size for one in status)
+        modified = datetime.fromtimestamp(max((one.st_mtime for one in status), default=0), timezone.utc)
+        named = f"{model.name} {size} {modified.timestamp()}"
+        return {
+            "name": model.name,
+            "model": model.name,
+            "modified_at": modified.isoformat().replace("+00:00", "Z"),
+            "size": size,
+            "digest": hashlib.sha256(named.encode(errors="surrogatepass")).hexdigest(),
+            "details": {
+                "parent_model": "",
+                "format": "safetensors" if model.path.is_dir() else "gguf",
+                "family": model.config.family,
+                "families": [model.config.family],
+                "parameter_size": _in_short(_parameters(model.config)),
+                "quantization_level": model.dtype,
+            },
+        }
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a model's weights."""
+    return [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _WEIGHTS)
+
+
+def _parameters(config: ModelConfig) -> int:
+    """How many numbers the matrices of a model have."""
+    attention = config.hidden_size * config.head_dim * 2 * (config.heads + config.kv_heads)
+    layer = attention + 3 * config.hidden_size * config.ffn_size
+    return config.layers * layer + config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
+
+
+def _in_short(count: int) -> str:
+    """A number of parameters as Ollama writes it, such as 134.5M."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.1f}{letter}"
+    return str(count)
+
+
+def _shape(config: ModelConfig, context: int, vocabulary: int) -> dict[str, Any]:
+    """The shape of a model under the names of GGUF files."""
+    shape = {
+        "context_length": context,
+        "embedding_length": config.hidden_size,
+        "block_count": config.layers,
+        "feed_forward_length": config.ffn_size,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "vocab_size": vocabulary,
+    }
+    general = {"general.architecture": config.family, "general.parameter_count": _parameters(config)}
+    return general | {f"{config.family}.{name}": value for name, value in shape.items()}

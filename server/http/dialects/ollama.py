@@ -1,0 +1,332 @@
+"""Ollama's API: /api/chat and /api/generate, and what its clients ask about a model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine import Embedding, Usage
+from server.driver import Driver
+from server.http.bodies import read_body
+from server.http.dialects._ollama_model import ModelFacts
+from server.http.dialects._shared import arguments_of, items, json_text, members, read_own
+from server.http.embeddings import MOST_INPUTS
+from server.http.errors import ApiError
+from server.http.generation import About, Generation
+from server.http.logprobs import ChatLogprobs
+from server.http.streams import LINES, Event, Framing, while_there
+from server.parameters import Asked
+from server.pieces import Answer, Call, Piece
+from server.prompts import read_options, read_prompts
+from server.values import BadRequest, flag, text, wrong
+
+PATHS = ("/api",)
+
+_OPTIONS = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")},
+    **{name: name for name in ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")},
+    **{name: name for name in ("typical_p", "tfs_z", "mirostat")},
+    "penalize_newline": "penalize_nl",
+    "num_predict": "max_tokens",
+}  # that change an answer, and our names for them; the others are about memory and speed
+_NAMES = {
+    **{ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()},
+    "response_format": "format",
+    "logprobs": "top_logprobs",
+    "chat_template_kwargs": "think",
+}
+_EFFORTS = ("low", "medium", "high")
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def routes(driver: Driver) -> list[Route]:
+    """The endpoints."""
+    facts = ModelFacts(driver)
+    return [
+        Route("/api/chat", _Served(driver, CHAT).serve, methods=["POST"]),
+        Route("/api/generate", _Served(driver, GENERATE).serve, methods=["POST"]),
+        Route("/api/embed", _Embedded(driver).serve, methods=["POST"]),
+        Route("/api/tags", facts.tags),
+        Route("/api/ps", facts.running),
+        Route("/api/show", facts.show, methods=["POST"]),
+        Route("/api/version", facts.version),
+    ]
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The body of the response with an error."""
+    return {"error": error.message}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One of the two endpoints that generate."""
+
+    own: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names; none to load a model
+    content: Callable[[dict[str, Any]], dict[str, Any]]  # where text, reasoning and calls stand in an answer
+    framing: Framing = LINES
+
+    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+        """The request. Raises BadRequest."""
+        body = {name: value for name, value in body.items() if value is not None}
+        asked = read_own(self.own(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
+        logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
+        return asked, Writer(about.model.name, self.content, logprobs)
+
+
+@dataclass(frozen=True)
+class _Served:
+    """An endpoint, where a request without a prompt asks for the model to be loaded, as it always is."""
+
+    driver: Driver
+    endpoint: Endpoint
+
+    async def serve(self, request: Request) -> Response:
+        """The response. Raises what `Generation.respond` does."""
+        body = await read_body(request, self.driver.config.max_body)
+        given = [body.get(name) for name in ("messages", "prompt", "suffix", "images")]
+        if all(one is None or one == "" or one == [] for one in given):
+            text("model", body.get("model") or "")
+            loaded = {"done": True, "done_reason": "load"}
+            return JSONResponse(_head(self.driver.engine.model.name) | self.endpoint.content({"content": ""}) | loaded)
+        return await Generation(self.driver, self.endpoint).respond(request, body)
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """POST /api/embed: {"input"} → {"embeddings"}"""
+
+    driver: Driver
+
+    async def serve(self, request: Request) -> Response:
+        """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
+        since = time.monotonic()
+        body = await read_body(request, self.driver.config.max_body)
+        if body.get("dimensions") is not None:
+            raise BadRequest("dimensions", "dimensions: embeddings have the model's own size; leave it out")
+        text("model", body.get("model") or "")
+        prompts = read_prompts("input", body.get("input"), MOST_INPUTS)
+        options = replace(read_options({}, parse_special=self.driver.config.parse_special), pooling="mean")
+
+        def written(found: Embedding) -> tuple[str, int]:
+            return json.dumps(found.vector.tolist(), separators=(",", ":")), found.usage.prompt_tokens
+
+        found = await while_there(request.receive, self.driver.embed(prompts, options, written))
+        counts = {
+            "model": self.driver.engine.model.name,
+            "total_duration": _nanoseconds(time.monotonic() - since),
+            "load_duration": 0,
+            "prompt_eval_count": sum(count for _, count in found),
+        }
+        vectors = ",".join(vector for vector, _ in found)
+        return Response(f'{json.dumps(counts)[:-1]},"embeddings":[{vectors}]}}', media_type="application/json")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What both endpoints take beside the prompt, in our own names. Raises BadRequest."""
+    own: dict[str, Any] = {"model": body.get("model"), "stream": body.get("stream", True)}
+    for name, value in members("options", body.get("options", {})).items():
+        if name in _OPTIONS:
+            own[_OPTIONS[name]] = value
+    if own.get("max_tokens") == -2:  # what the context holds, as -1 is here
+        own["max_tokens"] = -1
+    format = body.get("format", "")
+    if format == "json":
+        own["response_format"] = {"type": "json_object"}
+    elif isinstance(format, dict):
+        own["response_format"] = {"type": "json_schema", "json_schema": {"schema": format}}
+    elif format != "":
+        raise wrong("format", 'a JSON schema or "json"', format)
+    if flag("logprobs", body.get("logprobs", False)):
+        own["logprobs"] = body.get("top_logprobs", 0)
+    think = body.get("think", False)
+    if not isinstance(think, bool) and think not in _EFFORTS:
+        raise wrong("think", f"true, false or one of {', '.join(_EFFORTS)}", think)
+    if think:
+        own["chat_template_kwargs"] = {"enable_thinking": True}
+    return own
+
+
+def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The messages of /api/chat, and the tools."""
+    calls: list[tuple[str, str]] = []  # (name, id) of calls without a result so far
+    messages = [
+        _message(f"messages[{index}]", one, calls) for index, one in enumerate(items("messages", body.get("messages")))
+    ]
+    tools = items("tools", body.get("tools", []))
+    return {"messages": messages} | ({"tools": tools} if tools else {})
+
+
+def _message(at: str, value: Any, calls: list[tuple[str, str]]) -> dict[str, Any]:
+    message = members(at, value)
+    _refuse_images(f"{at}.images", message)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise wrong(f"{at}.role", f"one of {', '.join(_ROLES)}", role)
+    own: dict[str, Any] = {"role": role, "content": text(f"{at}.content", message.get("content", ""))}
+    if role == "tool":
+        name = text(f"{at}.tool_name", message.get("tool_name", message.get("name", "")))
+        own["tool_call_id"] = text(f"{at}.tool_call_id", message.get("tool_call_id", _answered(calls, name)))
+    if role == "assistant":
+        if thoughts := text(f"{at}.thinking", message.get("thinking", "")):
+            own["reasoning_content"] = thoughts
+        given = items(f"{at}.tool_calls", message.get("tool_calls", []))
+        calls[:] = []
+        if found := [_call(f"{at}.tool_calls[{index}]", index, call) for index, call in enumerate(given)]:
+            own["tool_calls"] = found
+            calls += [(call["function"]["name"], call["id"]) for call in found]
+    return own
+
+
+def _call(at: str, index: int, value: Any) -> dict[str, Any]:
+    """A call; without an id of its own, as Ollama's clients send it, its number is one."""
+    call = members(at, value)
+    function = members(f"{at}.function", call.get("function"))
+    name = text(f"{at}.function.name", function.get("name"))
+    arguments = json_text(f"{at}.function.arguments", function.get("arguments", {}))
+    own = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": text(f"{at}.id", call.get("id", f"call_{index}")), **own}
+
+
+def _answered(calls: list[tuple[str, str]], name: str) -> str:
+    """The id of the call that a result without an id belongs to: the first of its tool's, else the first."""
+    found = next((call for call in calls if call[0] == name), calls[0] if calls else ("", "call_0"))
+    if found in calls:
+        calls.remove(found)
+    return found[1]
+
+
+def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt of /api/generate: a question to the model, or a raw text."""
+    _refuse_images("images", body)
+    if body.get("template"):
+        raise BadRequest("template", "template: this server uses the model's own chat template; send a raw prompt")
+    if body.get("context"):
+        raise BadRequest("context", "context: this server keeps no conversations: send messages to /api/chat")
+    prompt, system = text("prompt", body.get("prompt", "")), text("system", body.get("system", ""))
+    if "suffix" in body:
+        return {"prompt": prompt, "suffix": body["suffix"]}
+    if flag("raw", body.get("raw", False)):
+        return {"prompt": prompt}
+    question = {"role": "user", "content": prompt}
+    return {"messages": [{"role": "system", "content": system}, question] if system else [question]}
+
+
+def _refuse_images(at: str, holder: Mapping[str, Any]) -> None:
+    if holder.get("images"):
+        raise BadRequest(at, f"{at}: this server takes text alone; leave images out")
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _as_response(content: dict[str, Any]) -> dict[str, Any]:
+    """/api/generate has the text as "response"."""
+    return {("response" if name == "content" else name): value for name, value in content.items()}
+
+
+CHAT = Endpoint(_conversation, lambda content: {"message": {"role": "assistant", **content}})
+"""POST /api/chat"""
+
+GENERATE = Endpoint(_completion, _as_response)
+"""POST /api/generate"""
+
+
+@dataclass
+class Writer:
+    """Makes the JSON objects of one response."""
+
+    model: str
+    content: Callable[[dict[str, Any]], dict[str, Any]]
+    logprobs: ChatLogprobs | None
+    _since: float = field(default_factory=time.monotonic)
+    _call: Call | None = None  # the one that is under way: it is written when it is complete
+    _calls: int = 0
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        (answer,) = answers
+        content: dict[str, Any] = {"content": answer.text}
+        if answer.reasoning:
+            content["thinking"] = answer.reasoning
+        if calls := [written for call in answer.calls for written in self._written(call)]:
+            content["tool_calls"] = calls
+        piece = Piece(logprobs=answer.logprobs, finish_reason=answer.finish_reason, usage=answer.usage)
+        return self._object(content, piece) | self._end(piece)
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
+        """The lines of a piece."""
+        content: dict[str, Any] = {"content": piece.text}
+        if piece.reasoning:
+            content["thinking"] = piece.reasoning
+        calls: list[dict[str, Any]] = []
+        if piece.call is not None:
+            calls += self._written(self._call)
+            self._call = Call(piece.call.id, piece.call.name, "")
+        if self._call is not None:
+            self._call = Call(self._call.id, self._call.name, self._call.arguments + piece.arguments)
+        if piece.finish_reason is not None:
+            calls += self._written(self._call)
+        if calls:
+            content["tool_calls"] = calls
+        if piece.text or piece.reasoning or calls or piece.logprobs:
+            yield self._object(content, piece) | {"done": False}
+        if piece.finish_reason is not None:
+            yield self._object({"content": ""}, Piece()) | self._end(piece)
+
+    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
+        """No line: the last one is that of the last piece."""
+        yield from ()
+
+    def failure(self, error: ApiError) -> Event:
+        """The last line of a stream that an error ends."""
+        return error_body(error)
+
+    def _written(self, call: Call | None) -> list[dict[str, Any]]:
+        """A whole call; nothing for one that was cut off."""
+        if call is None or (arguments := arguments_of(call)) is None:
+            return []
+        self._calls += 1
+        function = {"index": self._calls - 1, "name": call.name, "arguments": arguments}
+        return [{"id": call.id, "function": function}]
+
+    def _object(self, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        written = _head(self.model) | self.content(content)
+        if self.logprobs is not None and piece.logprobs:
+            written["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
+        return written
+
+    def _end(self, piece: Piece) -> dict[str, Any]:
+        """The fields at the end of an answer. Durations are in nanoseconds."""
+        usage = piece.usage
+        assert usage is not None
+        return {
+            "done": True,
+            "done_reason": "length" if piece.finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(time.monotonic() - self._since),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(usage.prefill_seconds),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _nanoseconds(usage.generation_seconds),
+        }
+
+
+def _head(model: str) -> dict[str, Any]:
+    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    return {"model": model, "created_at": now}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
