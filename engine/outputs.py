@@ -57,6 +57,7 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id if `SamplingParams.logprobs` is set
     # In one chunk before the first token, one per token of the prompt after the first, if requested:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_ids: tuple[int, ...] = ()  # beside `prompt_logprobs`: all tokens of the prompt
     embedding: np.ndarray | None = None  # in one chunk of a request for it: (E,) float32, of length 1
 
 

@@ -227,9 +227,11 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     yield "moderation", "O", None, "this server moderates nothing; leave it out"
     yield "web_search_options", "O", None, "this server searches nothing; leave it out"
     yield "verbosity", "O", _is("medium"), "this server cannot tell a model how much to write; say it in a message"
-    yield "suffix", "OV", _is(""), "this server does not write into the middle of a text"
-    yield "echo", "OLV", _is(False), "this server does not repeat the prompt; leave it out"
-    yield "best_of", "OV", _is(1), "this server does not rank answers"
+    completions = "it is for /v1/completions alone"
+    yield "suffix", "OV", _is(""), f"{completions}, and for models with tokens for it; leave it out"
+    yield "echo", "OLV", _is(False), f"{completions}; leave it out"
+    as_n = Neutral("1, or `n`", lambda value, body: value in (1, body.get("n", 1)) and not _is_flag(value))
+    yield "best_of", "OV", as_n, "this server does not rank answers: it has to be n, or to be left out"
     yield "structural_tag", "V", None, "only whole answers are constrained here; leave it out"
     yield "grammar_lazy", "L", _is(False), "a grammar is that of the whole answer here; leave it out"
     yield (

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import PromptOptions, SamplingParams
@@ -27,8 +27,18 @@ class Asked:
     options: PromptOptions
     params: SamplingParams
     stream: bool
-    n: int  # answers
+    n: int  # answers to each prompt
     include_usage: bool  # stream_options
+    more_prompts: tuple[Prompt, ...] = ()  # that are answered alike; of APIs that take several in a request
+
+    @property
+    def answers(self) -> int:
+        """The number of answers: `n` to the first prompt, then `n` to the next one."""
+        return self.n * (1 + len(self.more_prompts))
+
+    def each(self) -> list[Asked]:
+        """A request for each prompt."""
+        return [replace(self, prompt=prompt, more_prompts=()) for prompt in (self.prompt, *self.more_prompts)]
 
 
 def read(

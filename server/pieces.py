@@ -32,6 +32,9 @@ class Piece:
     call: CallStart | None = None
     arguments: str = ""  # a fragment of the JSON text of the call that began last
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()  # of answers to raw prompts
+    prompt_ids: tuple[int, ...] = ()  # of the first piece, if the prompt's log-probabilities are asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the first piece: those of all tokens but the first
     finish_reason: str | None = None  # of the last piece: "stop", "length" or "tool_calls"
     usage: Usage | None = None  # of the last piece
     stopped_by: str | None = None  # of the last piece: the stop string of the client's that ended the answer
@@ -57,6 +60,9 @@ class Answer:
     finish_reason: str
     usage: Usage
     stopped_by: str | None = None
+    token_ids: tuple[int, ...] = ()  # of an answer to a raw prompt
+    prompt_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def fold(pieces: Iterable[Piece]) -> Answer:
@@ -79,6 +85,9 @@ def fold(pieces: Iterable[Piece]) -> Answer:
         finish_reason=last.finish_reason,
         usage=last.usage,
         stopped_by=last.stopped_by,
+        token_ids=tuple(token for piece in given for token in piece.token_ids),
+        prompt_ids=next((piece.prompt_ids for piece in given if piece.prompt_ids), ()),
+        prompt_logprobs=next((piece.prompt_logprobs for piece in given if piece.prompt_logprobs), ()),
     )
 
 
@@ -99,6 +108,9 @@ def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
     return Piece(
         text=chunk.text,
         logprobs=chunk.logprobs,
+        token_ids=chunk.token_ids,
+        prompt_ids=chunk.prompt_ids,
+        prompt_logprobs=chunk.prompt_logprobs,
         finish_reason=chunk.finish_reason,
         usage=chunk.usage,
         stopped_by=chunk.stopped_by if chunk.stopped_by in stops else None,

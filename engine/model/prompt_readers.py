@@ -57,7 +57,7 @@ class PromptLogprobs:
         self._found += [token_logprob(row, token, self._count) for row, token in zip(logits, following, strict=True)]
 
     def chunk(self) -> Chunk:
-        return Chunk("", (), prompt_logprobs=tuple(self._found))
+        return Chunk("", (), prompt_ids=tuple(self._ids), prompt_logprobs=tuple(self._found))
 
 
 class Pooling:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from engine import EngineError
 from server.config import ServerConfig
 from server.driver import Driver
+from server.http.completions import Completions
 from server.http.dialects import dialects
 from server.http.embeddings import Embeddings
 from server.http.errors import ApiError, ErrorShapes
@@ -27,7 +28,7 @@ from server.http.metrics import exposition
 from server.http.openai import OpenAI
 from server.http.page import page
 from server.http.sessions import Sessions
-from server.http.shapes import CHAT, TEXT
+from server.http.shapes import CHAT
 from server.http.stats import asked_tokens, stats
 from server.http.tokens import Tokens
 from server.refused import Refused
@@ -39,7 +40,7 @@ def create_app(driver: Driver, config: ServerConfig) -> Starlette:
     api = _Api(driver, config)
     routes = [
         *_with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
-        *_with_and_without_v1("/completions", Generation(driver, OpenAI(TEXT)).serve, methods=["POST"]),
+        *_with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
         *_with_and_without_v1("/models", api.models),
         *_with_and_without_v1("/models/{name:path}", api.model),
         *_with_and_without_v1("/health", api.health),

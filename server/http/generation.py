@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ def about(driver: Driver) -> About:
 class Writer(Protocol):
     """Makes the JSON objects of one response."""
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        """The body of a response that is not streamed: a JSON value."""
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterable[Event]:
         """The events of a piece of answer `index`; `first`: it is the answer's first one."""
@@ -78,43 +79,49 @@ class Generation:
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
         """The response to a request whose body has been read."""
         asked, writer = self._endpoint.read(body, self._about)
-        if asked.n > (room := self._driver.room):
-            sentence = f"n is {asked.n}, and this server has room for {room} answers, those included that wait"
-            raise BadRequest("n", f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
+        if asked.answers > (room := self._driver.room):
+            given = "prompt" if asked.more_prompts else "n"
+            wanted = f"{given} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
+            sentence = f"{wanted}, and this server has room for {room} answers, those included that wait"
+            raise BadRequest(given, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
         if asked.stream:
             events = self._events(asked, writer)
             first = await while_there(request.receive, anext(events))
             return EventStream(first, events, self._endpoint.framing)
-        return JSONResponse(await while_there(request.receive, self._whole(asked, writer)))
+        return await while_there(request.receive, self._whole(asked, writer))
 
     def _pieces(self, asked: Asked) -> Pieces:
-        return merged([answer(self._driver, asked, index) for index in range(asked.n)])
+        return merged([answer(self._driver, one, index) for one in asked.each() for index in range(asked.n)])
 
-    async def _whole(self, asked: Asked, writer: Writer) -> dict[str, Any]:
-        given: list[list[Piece]] = [[] for _ in range(asked.n)]
+    async def _whole(self, asked: Asked, writer: Writer) -> Response:
+        given: list[list[Piece]] = [[] for _ in range(asked.answers)]
         async with aclosing(self._pieces(asked)) as pieces:
             async for index, piece in pieces:
                 given[index].append(piece)
-        return writer.whole([fold(pieces_of_one) for pieces_of_one in given])
+        # In a thread, since an answer may be long.
+        return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in given])))
 
     async def _events(self, asked: Asked, writer: Writer) -> AsyncGenerator[Event, None]:
         """The events of a streamed response. An error before the first one is raised; a later one is the last event."""
         begun: set[int] = set()
         sent = False
-        usages: list[Usage] = []
+        usages: dict[int, Usage] = {}
         try:
             async with aclosing(self._pieces(asked)) as pieces:
                 async for index, piece in pieces:
-                    for event in writer.events(index, piece, first=index not in begun):
+                    events = writer.events(index, piece, first=index not in begun)
+                    if piece.prompt_logprobs:  # many
+                        events = await asyncio.to_thread(list, events)
+                    for event in events:
                         sent = True
                         yield event
                     begun.add(index)
                     if piece.usage is not None:
-                        usages.append(piece.usage)
+                        usages[index] = piece.usage
         except (Refused, EngineError) as error:
             if not sent:
                 raise
             yield writer.failure(api_error(error))
             return
-        for event in writer.ending(usages):
+        for event in writer.ending([usages[index] for index in range(asked.answers)]):
             yield event

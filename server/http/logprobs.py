@@ -34,10 +34,16 @@ class TextLogprobs:
     same text it has the most likely.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
+        """at_start: whether the prompt comes before the answer."""
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, at_start=False)
+        self._detokenizer = Detokenizer(tokenizer, at_start=at_start)
         self._offset = 0
+
+    def prompt(self, ids: Sequence[int], tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Those of a prompt; `tokens` are all but the first, for which there are none."""
+        first = {"tokens": [self._text(ids[0])], "text_offset": [self._place(ids[0])]}
+        return {name: first.get(name, [None]) + found for name, found in self.write(tokens).items()}
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {

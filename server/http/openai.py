@@ -30,4 +30,4 @@ class OpenAI:
         )
         with_logprobs = asked.params.logprobs is not None
         logprobs = [shapes.logprobs(model.tokenizer) for _ in range(asked.n if with_logprobs else 0)]
-        return asked, Writer(shapes, model.name, asked.include_usage, logprobs, tells_cached=about.tells_cached)
+        return asked, Writer(shapes, model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)

@@ -100,6 +100,7 @@ class Writer:
     with_usage: bool  # whether a streamed response ends with the usage; it is null in all events before
     logprobs: Sequence[Logprobs] = ()  # one for each answer, if requested
     tells_cached: bool = True  # whether the usage has the number of cached tokens
+    n: int = 1  # answers to each prompt
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     _calls: dict[int, int] = field(default_factory=dict)  # of each answer, the number of the call that began last
@@ -138,7 +139,7 @@ class Writer:
         return error.body()
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        return usage(usages) | ({} if self.tells_cached else {"prompt_tokens_details": None})
+        return usage(usages, self.n) | ({} if self.tells_cached else {"prompt_tokens_details": None})
 
     def _part(self, *choices: dict[str, Any]) -> dict[str, Any]:
         part = self._object(self.shapes.part, choices)
@@ -164,13 +165,15 @@ class Writer:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
-def usage(usages: Sequence[Usage]) -> dict[str, Any]:
-    """The usage of answers to one prompt, which counts once; its cached tokens are those that every answer found."""
-    prompt = usages[0].prompt_tokens
+def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
+    """The usage of `n` answers to each prompt, which counts once; cached tokens are those that every answer found."""
+    prompts = [usages[first : first + n] for first in range(0, len(usages), n)]
+    prompt = sum(answers[0].prompt_tokens for answers in prompts)
+    cached = sum(min(answer.cached_tokens for answer in answers) for answers in prompts)
     completion = sum(answer.completion_tokens for answer in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": min(answer.cached_tokens for answer in usages)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
