@@ -144,6 +144,11 @@ class KVStore:
         growth = self._reserve(sequence, lambda group, table: group.grow_in_place(table, sequence.length, count))
         return Span(sequence, sequence.length, count, growth, None)
 
+    def rows_of_block(self, sequence: SequenceKV) -> int:
+        """The most rows of a step whose tokens go to the current block: behind it, rows attend to its codes."""
+        block = self.shape.block_size
+        return min(block - sequence.length % block, STEP_ROWS)
+
     def _reserve(self, sequence: SequenceKV, grow: Callable[[TableGroup, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
         try:

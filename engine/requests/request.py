@@ -21,13 +21,14 @@ from engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from engine.requests.answers import Answers
 from engine.requests.prompts import Prompt, checked_ids, is_chat, prompt_ids
 from engine.requests.scheduler import TokenSequence
-from engine.sampling.constraints import Constraint, checked_mask
+from engine.sampling.constraints import Constraint, checked_mask, only_token
 from engine.sampling.detokenizer import Detokenizer, StopFilter
 from engine.sampling.dry import Dry
 from engine.sampling.sample import NEWEST, Draw, Sampled, Sampling, resolve
 from model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
+_GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
@@ -144,6 +145,8 @@ class Request:
             self._end_ids |= self.tokenizer.eos_ids
         bans = {token: -math.inf for token in self._end_ids if token in self.vocabulary}
         self._sampling_without_ends = replace(self.sampling, logit_bias={**self.sampling.logit_bias, **bans})
+        self._mask: np.ndarray | None = None  # of the next token, where `_has_mask`; None if all may come
+        self._has_mask = self.constraint is None
         self._dry: Dry | None = None
         if self.sampling.is_dry:
             self._dry = Dry(self.sampling, partial(_token_text, self.tokenizer), len(self.sequence.prompt))
@@ -210,24 +213,59 @@ class Request:
         dry = None if self._dry is None else self._dry.penalties(self.sequence.ids)
         may_end = self.sequence.generated + ahead >= self.params.min_tokens
         sampling = self.sampling if may_end else self._sampling_without_ends
-        vocabulary = self.vocabulary.stop
-        mask = None if self.constraint is None else self.constraint.allowed()
-        allowed = None if mask is None else checked_mask(mask, vocabulary)
+        vocabulary, allowed = self.vocabulary.stop, self._allowed()
         return Draw(sampling, recent, self._rng.random(), vocabulary, self.params.logprobs, dry, allowed)
 
+    @property
+    def no_draw(self) -> Draw:
+        """The draw of a row whose next token is known: its result says only whether the row's logits are finite."""
+        return Draw(_GREEDY, (), 0.0, self.vocabulary.stop)
+
+    def _allowed(self) -> np.ndarray | None:
+        """The constraint's mask of the next token, which it is asked for once; None if all may come."""
+        if not self._has_mask and self.constraint is not None:
+            mask = self.constraint.allowed()
+            self._mask, self._has_mask = None if mask is None else checked_mask(mask, self.vocabulary.stop), True
+        return self._mask
+
     def take(self, sampled: Sampled) -> None:
-        """Append the sampled token and emit its text, finish the request, or fail it with a sampling error."""
+        """Append the sampled token and emit its text, finish the request, or fail it with a sampling error.
+
+        Tokens that have to follow, since the constraint allows no other, are taken as well: they cost no step, and the
+        next one computes their K/V together. With log-probabilities each has a step, which gives them.
+        """
         if isinstance(sampled, EngineError):
             self.fail(sampled)
             return
+        if isinstance(sampled, TokenLogprob):
+            self._take(sampled.id, (sampled,))
+            return
+        self._take(sampled)
+        try:
+            while not self.sequence.finished and (token := self._only_token()) is not None:
+                self._rng.random()  # as the token's draw would, so that later draws are the same
+                self._take(token)
+        except Exception as error:  # of the constraint; the other requests of the step go on
+            self.fail(error)
+
+    def _only_token(self) -> int | None:
+        """The next token where the constraint allows one only; None where a draw chooses it, or finds that none may."""
+        if self.constraint is None or self.params.logprobs is not None:
+            return None
+        mask = self._allowed()
+        token = None if mask is None else only_token(mask, self.vocabulary.stop)
+        may_end = self.sequence.generated >= self.params.min_tokens
+        sampling = self.sampling if may_end else self._sampling_without_ends
+        return None if token is None or sampling.logit_bias.get(token) == -math.inf else token
+
+    def _take(self, token: int, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         sequence = self.sequence
-        token, logprobs = (sampled.id, (sampled,)) if isinstance(sampled, TokenLogprob) else (sampled, ())
         if token in self._end_ids:
             self.finish("stop")
             return
         self.clock.lap()  # usage counts the time of a step only if the step gives a token
         sequence.ids.append(token)
-        complete = False
+        self._has_mask, complete = self.constraint is None, False
         if self.constraint is not None:
             try:
                 self.constraint.accept(token)

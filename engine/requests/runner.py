@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.errors import EngineError
@@ -29,11 +29,15 @@ class StoredSequence:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token."""
+    """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token.
+
+    fetch: the token of each request. known: those whose next token is known already, and whose rows are only computed.
+    """
 
     requests: Sequence[Request]
     spans: dict[Request, Span]
     fetch: Fetch
+    known: Collection[Request] = ()
 
 
 class Runner:
@@ -151,9 +155,10 @@ class Runner:
                 request.finish("length")
             return
         self._scheduler.admit(request.sequence)
+        computable = request.sequence.computable  # tokens that come with the first one belong to steps
         if request.prefill is not None:
             self._advance(request, request.prefill)
-        if request.prefill is None and request.kv.length == request.sequence.computable:
+        if request.prefill is None and request.kv.length == computable:
             self._scheduler.prefilled(request.sequence)
 
     def _match_prefix(self, request: Request) -> SequenceKV:
@@ -228,31 +233,43 @@ class Runner:
             self._begun = self._begin_next(step)
         finally:  # an error in the next step takes no token of this one
             for request, token in zip(step.requests, step.fetch.wait(), strict=True):
-                if request in step.spans:
-                    request.take(found.get(request, token))
+                result = found.get(request, token)
+                if request in step.spans and (request not in step.known or isinstance(result, EngineError)):
+                    request.take(result)
 
     def _begin_step(self, requests: Sequence[Request]) -> _Step | None:
         """Begin a step of `requests`, except those that are preempted for it or fail; None if none is left."""
         spans: dict[Request, Span] = {}
+        ids: list[int] = []
         draws: list[Draw] = []
+        ends: list[int] = []  # rows before the end of each span
+        known: set[Request] = set()
         try:
             for request in requests:
                 span = self._open_step(request)
                 if span is None:
                     continue
                 spans[request] = span
+                stop = span.start + span.count
+                if stop < len(request.sequence.ids):
+                    known.add(request)
                 try:
-                    draws.append(request.draw())
+                    last = request.no_draw if request in known else request.draw()
                 except Exception as error:  # from the request's constraint
                     self._store.abort(spans.pop(request))
                     request.fail(error)
+                    continue
+                ids += request.sequence.ids[span.start : stop]
+                draws += [*[request.no_draw] * (span.count - 1), last]
+                ends.append(len(ids))
             if not spans:
                 return None
-            ids = [request.sequence.ids[-1] for request in spans]
             if self._may_step_ahead(spans):
                 return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, draws))
-            tokens = self._model.step(list(spans.values()), ids, draws)
-            return _Step([*spans], spans, Fetch(None, lambda: tokens))
+            rows = self._model.step(list(spans.values()), ids, draws)
+            own = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
+            tokens = [next((row for row in given if isinstance(row, EngineError)), given[-1]) for given in own]
+            return _Step([*spans], spans, Fetch(None, lambda: tokens), known)
         except BaseException:
             for span in spans.values():
                 self._store.abort(span)
@@ -283,13 +300,17 @@ class Runner:
             return None
 
     def _open_step(self, request: Request) -> Span | None:
-        """A span of one token, for which younger requests may be preempted.
+        """A span of the newest token, for which younger requests may be preempted.
+
+        With tokens before it that no step has computed: as many of all of them as go into a step and into the current
+        block, so that each attends to the codes that it would attend to in a step of its own.
 
         None if the request was preempted itself, or finishes because it runs alone and there is no room.
         """
         while request.kv is not None:
+            missing = len(request.sequence.ids) - request.kv.length
             try:
-                return self._store.open_step(request.kv)
+                return self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
             except OutOfBlocks:
                 youngest = self._scheduler.preempt()
                 if youngest is None:

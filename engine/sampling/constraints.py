@@ -25,7 +25,7 @@ class Constraint(Protocol):
         """The mask (ceil(V / 32),) of the tokens that may come next, in 32-bit words; None if all may.
 
         The mask decides about end tokens, too. The engine copies it before the next call of `accept`. Further words and
-        bits beyond V are ignored.
+        bits beyond V are ignored. A token that is the only one is taken without a step.
         """
 
     def accept(self, token: int) -> None:
@@ -59,3 +59,13 @@ def allowed_bits(mask: np.ndarray, vocabulary: int) -> np.ndarray:
     """The bits (V,) bool of a mask (ceil(V / 32),) uint32."""
     in_order = np.ascontiguousarray(mask, "<u4").view(np.uint8)
     return np.unpackbits(in_order, count=vocabulary, bitorder="little").view(np.bool_)
+
+
+def only_token(mask: np.ndarray, vocabulary: int) -> int | None:
+    """The token that a mask (ceil(V / 32),) uint32 allows, if it is the only one."""
+    (words,) = mask.nonzero()
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]])
+    token = int(words[0]) * WORD + bits.bit_length() - 1
+    return token if bits & (bits - 1) == 0 and token < vocabulary else None

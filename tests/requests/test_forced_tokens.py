@@ -1,0 +1,230 @@
+"""Tokens that a constraint leaves no choice of: taken without a step of their own, and the answer is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import Engine, EngineError, PromptOptions, SamplingParams
+from engine.backends.ops import STEP_ROWS
+from engine.outputs import Chunk, Completion, fold
+from engine.requests.request import Request
+from tests.sampling.constrained import InTurn
+from tests.tiny import EOS, VOCABULARY, assert_idle, blocks_left, by_count, forget, preemptions
+
+BLOCK = 8
+PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11]
+ANEW = PromptOptions(cache_prompt=False)
+FREE, SOME = None, range(5, 60)
+RUN = [[number] for number in range(20, 20 + STEP_ROWS + 9)]  # longer than a step and than two blocks
+SETS: list[Any] = [SOME, *RUN, FREE, [7], SOME, [8], [9], FREE]
+PARAMS = SamplingParams(temperature=1.5, seed=3, max_tokens=70, ignore_eos=True)
+
+
+@pytest.fixture(params=["f16", "polarquant"])
+def engine(request: pytest.FixtureRequest, tiny_path: Path) -> Iterator[Engine]:
+    settings = {"device": "cpu", "block_size": BLOCK, "parallel": 4, "ctx_size": 160, "calibration": False}
+    with Engine.load(tiny_path, cache_type=request.param, **settings) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+@pytest.fixture
+def rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """A list that gets the rows of each span of each step."""
+    seen: list[list[int]] = []
+    step = engine._model.step
+    monkeypatch.setattr(
+        engine._model,
+        "step",
+        lambda spans, ids, draws: seen.append([span.count for span in spans]) or step(spans, ids, draws),
+    )
+    return seen
+
+
+@pytest.fixture
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
+    """The result of a function that is called while every token has a step of its own."""
+
+    def call(work: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(Request, "_only_token", lambda request: None)
+            return work()
+
+    return call
+
+
+def answer(engine: Engine, sets: Sequence[Any] = SETS, params: SamplingParams = PARAMS, **more: Any) -> Completion:
+    forget(engine)
+    return fold(engine.stream(PROMPT, params, ANEW, constraint=InTurn(sets, VOCABULARY, **more)))
+
+
+def same(one: Completion, other: Completion) -> bool:
+    """Whether two answers are equal, but for their times."""
+    return (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("first", range(0, 2 * BLOCK, 3))
+def test_the_answer_is_that_of_a_step_for_each_token(
+    engine: Engine, rows: list[list[int]], in_steps: Any, temperature: float, first: int
+) -> None:
+    """Runs that begin anywhere in a block, with drawn tokens between them: these show what the run has left."""
+    params, sets = replace(PARAMS, temperature=temperature), [*[FREE] * first, *SETS]
+    wanted = in_steps(lambda: answer(engine, sets, params))
+    assert set(map(tuple, rows)) == {(1,)}
+    count = len(rows)
+    rows.clear()
+    assert same(answer(engine, sets, params), wanted)
+    assert len(rows) < count * 2 / 3
+    assert max(rows) == [BLOCK]  # never beyond the end of a block, whose codes the next row reads
+
+
+def test_rows_of_a_step_are_limited(tiny_path: Path, monkeypatch: pytest.MonkeyPatch, in_steps: Any) -> None:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=64, calibration=False) as engine:
+        seen: list[int] = []
+        step = engine._model.step
+        monkeypatch.setattr(
+            engine._model, "step", lambda spans, *more: seen.append(spans[0].count) or step(spans, *more)
+        )
+        wanted = in_steps(lambda: answer(engine))
+        seen.clear()
+        assert same(answer(engine), wanted)
+        assert max(seen) == STEP_ROWS
+        assert_idle(engine)
+
+
+def test_tokens_are_emitted_as_they_are_taken(engine: Engine) -> None:
+    chunks = list(engine.stream(PROMPT, PARAMS, ANEW, constraint=InTurn(SETS, VOCABULARY)))
+    assert [len(chunk.token_ids) for chunk in chunks] == [1] * PARAMS.max_tokens
+    assert chunks[-1].usage.completion_tokens == PARAMS.max_tokens
+
+
+def test_log_probabilities_have_a_step_for_each_token(engine: Engine, rows: list[list[int]], in_steps: Any) -> None:
+    params = replace(PARAMS, temperature=0, logprobs=2)
+    found = answer(engine, params=params)
+    assert set(map(tuple, rows)) == {(1,)}
+    assert len(found.logprobs) == len(found.token_ids)
+    assert found.token_ids == answer(engine, params=replace(params, logprobs=None)).token_ids
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_max_tokens_may_end_a_run(engine: Engine, in_steps: Any, count: int) -> None:
+    params = replace(PARAMS, max_tokens=count)
+    found = answer(engine, params=params)
+    assert same(found, in_steps(lambda: answer(engine, params=params)))
+    assert (len(found.token_ids), found.finish_reason) == (count, "length")
+
+
+def test_stop_strings_end_tokens_and_the_end_of_the_constraint_may_end_a_run(engine: Engine, in_steps: Any) -> None:
+    text = engine.detokenize([20, 21, 22, 23, 24])
+    cases: list[tuple[SamplingParams, dict[str, Any], int]] = [
+        (replace(PARAMS, stop=(text[2:4],)), {}, 5),
+        (PARAMS, {"count": 7}, 7),
+        (replace(PARAMS, stop_token_ids=(26,)), {}, 7),
+    ]
+    for params, more, tokens in cases:
+        found = answer(engine, params=params, **more)
+        assert same(found, in_steps(lambda params=params, more=more: answer(engine, params=params, **more)))
+        assert (len(found.token_ids), found.finish_reason) == (tokens, "stop")
+    ended = [SOME, [20], [21], EOS[:1]]
+    params = replace(PARAMS, ignore_eos=False)
+    found = answer(engine, ended, params)
+    assert (found.finish_reason, len(found.token_ids)) == ("stop", 3)
+    assert same(found, in_steps(lambda: answer(engine, ended, params)))
+
+
+@pytest.mark.parametrize(
+    "more", [{"logit_bias": {22: -np.inf}}, {"min_tokens": 9, "stop_token_ids": (22,)}], ids=["bias", "min_tokens"]
+)
+def test_a_token_that_is_banned_is_not_taken(engine: Engine, in_steps: Any, more: dict[str, Any]) -> None:
+    def tokens() -> list[tuple[int, ...]]:
+        tray: list[Any] = []
+        engine.submit(PROMPT, replace(PARAMS, **more), ANEW, into=tray, constraint=InTurn(SETS, VOCABULARY))
+        while engine.work():
+            pass
+        *chunks, error = tray
+        assert isinstance(error, EngineError)
+        assert "bans every token that could come next" in str(error)
+        return [chunk.token_ids for chunk in chunks]
+
+    found = tokens()
+    assert len(found) == 3
+    assert found == in_steps(tokens)
+
+
+def test_the_next_turn_finds_what_is_stored(engine: Engine, in_steps: Any) -> None:
+    """An answer may end with tokens that no step has computed."""
+
+    def turns() -> tuple[Completion, Completion]:
+        forget(engine)
+        constraint = InTurn([SOME, *RUN], VOCABULARY, count=len(RUN) + 1)
+        first = fold(engine.stream(PROMPT, PARAMS, constraint=constraint))
+        turn = [*PROMPT, *first.token_ids, 30, 31]
+        return first, engine.generate(turn, replace(PARAMS, temperature=0, max_tokens=9))
+
+    first, second = turns()
+    assert len(first.token_ids) == len(RUN) + 1
+    assert second.usage.cached_tokens >= len(PROMPT)
+    assert len(second.token_ids) == 9
+
+
+def test_batches_and_requests_that_are_preempted(
+    engine: Engine, in_steps: Any, monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]
+) -> None:
+    """Beside requests without a constraint, and with blocks for fewer requests than there are."""
+    by_count(engine, monkeypatch)
+    preempted = preemptions(engine, monkeypatch)
+    every = [SETS, None, [*[FREE] * 3, *RUN], [*RUN[:5], FREE]]
+    constraints = [None if sets is None else InTurn(sets, VOCABULARY) for sets in every]
+
+    def alone() -> list[Completion]:
+        found = []
+        for number, sets in enumerate(every):
+            forget(engine)
+            constraint = None if sets is None else InTurn(sets, VOCABULARY)
+            found.append(fold(engine.stream(PROMPT, replace(PARAMS, seed=number), ANEW, constraint=constraint)))
+        return found
+
+    wanted = in_steps(alone)
+    forget(engine)
+    rows.clear()
+    trays: list[list[Chunk | Exception]] = [[] for _ in every]
+    with blocks_left(engine, 16):
+        for number, (tray, constraint) in enumerate(zip(trays, constraints, strict=True)):
+            engine.submit(PROMPT, replace(PARAMS, seed=number), ANEW, into=tray, constraint=constraint)
+        while engine.work():
+            pass
+    assert any(preempted)
+    assert any(len(spans) > 1 and max(spans) > 1 for spans in rows)
+    for tray, constraint, expected in zip(trays, constraints, wanted, strict=True):
+        found = fold(tray)
+        assert same(found, expected)
+        assert constraint is None or tuple(constraint.accepted) == found.token_ids
+
+
+class Broken(InTurn):
+    """Raises when it is asked for the mask behind `at` tokens."""
+
+    at = 9
+
+    def allowed(self) -> np.ndarray | None:
+        if len(self.accepted) == self.at:
+            raise RuntimeError("the grammar is broken")
+        return super().allowed()
+
+
+def test_an_error_in_a_run_ends_its_request_alone(engine: Engine) -> None:
+    trays: list[list[Chunk | Exception]] = [[], []]
+    for tray, constraint in zip(trays, [Broken(SETS, VOCABULARY), None], strict=True):
+        engine.submit(PROMPT, PARAMS, ANEW, into=tray, constraint=constraint)
+    while engine.work():
+        pass
+    *chunks, error = trays[0]
+    assert (len(chunks), str(error)) == (9, "the grammar is broken")
+    assert len(fold(trays[1]).token_ids) == PARAMS.max_tokens
