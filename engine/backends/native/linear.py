@@ -12,7 +12,7 @@ from engine.backends.native.buffers import Arena
 from engine.backends.native.compiler import Kernel
 from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from engine.backends.native.kernels.dequantize import dequantize_rows
-from engine.backends.native.kernels.product import Product, most_rows, prefetched_pieces, product, rows_at_once
+from engine.backends.native.kernels.product import Product, most_rows, prefetched_pieces, product, rows_at_once, units
 from engine.backends.native.kernels.rows import gate, norm_rows
 from engine.backends.native.launch import Launcher
 from engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat
@@ -112,21 +112,25 @@ class LinearOps:
         def spec(part: Matrix, at_once: int) -> Product:
             return Product(part.format, at_once, residual is not None, w.bias is not None, gates)
 
-        def kernels(at_once: int) -> list[Kernel]:
-            panels = {_is_packed(part): _panel_kernel(norm is not None, at_once, _is_packed(part)) for part in w.parts}
-            return [*panels.values(), *(product(spec(part, at_once)) for part in w.parts)]
+        # By whether weights have codes, as their inputs are.
+        kinds = tuple(dict.fromkeys(map(_is_packed, w.parts)))
 
-        lanes = self._launch.level.lanes
-        at_once, most = rows_at_once(len(x), lanes), most_rows(lanes)
+        def kernels(at_once: dict[bool, int]) -> list[Kernel]:
+            panels = [_panel_kernel(norm is not None, at_once[packed], packed) for packed in kinds]
+            return [*panels, *(product(spec(part, at_once[_is_packed(part)])) for part in w.parts)]
+
+        lanes, rows = self._launch.level.lanes, len(x)
+        at_once = {packed: rows_at_once(rows, lanes, packed=packed) for packed in kinds}
+        most = {packed: most_rows(lanes, packed=packed) for packed in kinds}
         # Each number of rows has kernels of its own, and a prompt may have any. It takes those of the most rows while
         # its own are compiled. Results are the same.
-        can_choose = not recorded and 1 < at_once < most and self._launch.has_loaded(kernels(most))
+        can_choose = not recorded and rows > 1 and at_once != most and self._launch.has_loaded(kernels(most))
         if can_choose and not self._launch.has_loaded(kernels(at_once)):
             self._launch.library.expect(kernels(at_once))
             at_once = most
         chosen = kernels(at_once)
-        if at_once > 1 and not self._launch.can_run(chosen):
-            at_once, self.row_by_row = 1, True
+        if rows > 1 and not self._launch.can_run(chosen):
+            at_once, self.row_by_row = dict.fromkeys(kinds, 1), True
             chosen = kernels(at_once)
         width = w.shape[0] // 2 if gates else w.shape[0]
         y = self._launch.empty((len(x), width)) if residual is None else residual
@@ -135,14 +139,15 @@ class LinearOps:
         for part, kernel in zip(w.parts, chosen[-len(w.parts) :], strict=True):
             is_packed = _is_packed(part)
             if is_packed not in inputs:
-                inputs[is_packed] = self._panels(x, norm, at_once, is_packed)
+                inputs[is_packed] = self._panels(x, norm, at_once[is_packed], is_packed)
             given, memory, (outputs, columns) = inputs[is_packed], part.data.memory, part.shape
-            units = len(memory) // 2 if gates else len(memory)
-            blocks = columns // part.format.values
-            ahead = self._launch.offer_prefetch(prefetched_pieces(spec(part, at_once), lanes, units, blocks, len(x)))
-            integers = blocks, memory.shape[1], given.strides[0], y.strides[0], len(x)
+            tile_count = len(memory) // 2 if gates else len(memory)
+            own, blocks = spec(part, at_once[is_packed]), columns // part.format.values
+            count = units(own, tile_count, lanes)
+            ahead = self._launch.offer_prefetch(prefetched_pieces(own, lanes, count, blocks, rows))
+            integers = blocks, memory.shape[1], given.strides[0], y.strides[0], rows
             pointers = memory, given, y[:, first:], 0 if w.bias is None else w.bias[first:], ahead
-            self._launch(kernel, units, pointers, (*integers, width if gates else outputs, units))
+            self._launch(kernel, count, pointers, (*integers, width if gates else outputs, tile_count))
             first += outputs
         if activation is None or gates:
             return y

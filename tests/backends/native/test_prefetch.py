@@ -17,7 +17,7 @@ from tests.backends.native.test_product import quantized, stored
 from engine.backends.native.attention import AttentionOps  # isort: skip
 from engine.backends.native.kernels import prefetch
 from engine.backends.native.kernels.prefetch import NOTHING, PIECE, Offer, Prefetch, assign, list_pieces
-from engine.backends.native.kernels.product import Product, prefetched_pieces, product, rows_at_once
+from engine.backends.native.kernels.product import Product, prefetched_pieces, product, rows_at_once, units
 from engine.backends.native.linear import LinearOps
 from engine.backends.native.spans import NO_WINDOW, StepTable
 from engine.backends.native.target import best
@@ -68,10 +68,11 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     """Its prefetches are replaced with counters in the memory that they go to."""
     rng, level, columns = np.random.default_rng(0), best(), 768
     format, packed, _ = stored(rng, name, 160, columns)
-    at_once = rows_at_once(rows, level.lanes)
+    at_once = rows_at_once(rows, level.lanes, packed=True)
     spec = Product(format, at_once, activation=activation)
-    units, blocks = len(packed) // (2 if activation else 1), columns // format.values
-    can = prefetched_pieces(spec, level.lanes, units, blocks, rows)
+    tiles, blocks = len(packed) // (2 if activation else 1), columns // format.values
+    count_of_units = units(spec, tiles, level.lanes)
+    can = prefetched_pieces(spec, level.lanes, count_of_units, blocks, rows)
     first, count = 3, can // 2 * 2 + 8  # of keys and of values
     pieces = np.concatenate([[count // 2], rng.permutation(count // 2) * PIECE])
     keys, values = np.zeros((2, count // 2, PIECE), np.uint8)
@@ -91,9 +92,9 @@ def test_a_product_prefetches_each_of_its_pieces_once(
     monkeypatch.setattr(Prefetch, "step", mark)
     marking = replace(product(spec), name=f"marking_{spec.name}")
     x, *_ = quantized(rng.standard_normal((rows, columns)).astype(np.float32), at_once, level)
-    y = np.empty((rows, units * 16), np.float32)
-    integers = blocks, packed.shape[1], x.strides[0], y.strides[0], rows, units * 16, units if activation else 0
-    run(marking, level, units, (packed, x, y, y, ahead), integers)
+    y = np.empty((rows, tiles * 16), np.float32)
+    integers = blocks, packed.shape[1], x.strides[0], y.strides[0], rows, tiles * 16, tiles
+    run(marking, level, count_of_units, (packed, x, y, y, ahead), integers)
     marks = np.stack([keys, values], axis=1)[pieces[1:] // PIECE].reshape(count, PIECE)  # in order of their numbers
     wanted = np.zeros(count, np.uint8)
     wanted[first : first + can] = 1

@@ -15,7 +15,7 @@ from engine.backends.native import tiles  # isort: skip
 from engine.backends.native.kernels.activations import interleave_rows, panel_bytes, quantize_rows
 from engine.backends.native.kernels.dequantize import dequantize_rows
 from engine.backends.native.kernels.prefetch import NOTHING
-from engine.backends.native.kernels.product import Product, product, rows_at_once
+from engine.backends.native.kernels.product import Product, product, rows_at_once, units
 from engine.backends.native.target import Level
 
 every_format = pytest.mark.parametrize("name", available())
@@ -91,13 +91,13 @@ def test_rows_are_normed_and_interleaved(level: Level, columns: int) -> None:
 
 @every_level
 @every_format
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", [1, 3, 5, 9])
 def test_product(name: str, level: Level, count: int) -> None:
-    """36 outputs: the last tile has rows that do not exist."""
+    """36 outputs: the last tile has rows that do not exist, and none beside it."""
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
     x = rng.standard_normal((count, 512)).astype(np.float32)
-    at_once = rows_at_once(count, level.lanes)
+    at_once = rows_at_once(count, level.lanes, packed=format.unpack is not None)
     if format.unpack is None:
         given, exact = interleaved(x, at_once, level), x
     else:
@@ -105,9 +105,9 @@ def test_product(name: str, level: Level, count: int) -> None:
         exact = read_back(*parts)
     bias = rng.standard_normal(36).astype(np.float32)
     y = np.full((count + 1, 36), 7, np.float32)
-    kernel = product(Product(format, at_once, adds=True, has_bias=True))
-    integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36, 0
-    run(kernel, level, len(packed), (packed, given, y, bias, NOTHING), integers)
+    kernel = product(spec := Product(format, at_once, adds=True, has_bias=True))
+    integers = 512 // format.values, packed.shape[1], given.strides[0], y.strides[0], count, 36, len(packed)
+    run(kernel, level, units(spec, len(packed), level.lanes), (packed, given, y, bias, NOTHING), integers)
     want = 7 + bias + exact.astype(np.float64) @ values.T.astype(np.float64)
     scale = np.linalg.norm(exact, axis=1)[:, None] * np.linalg.norm(values, axis=1)
     assert (np.abs(y[:count] - want) <= 1e-6 * scale + 1e-5).all()
@@ -123,7 +123,7 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     rng = np.random.default_rng(4)
     format, packed, values = stored(rng, name, 64, 256)
     x = rng.standard_normal((count, 256)).astype(np.float32)
-    at_once = rows_at_once(count, level.lanes)
+    at_once = rows_at_once(count, level.lanes, packed=format.unpack is not None)
     if format.unpack is None:
         given, exact = interleaved(x, at_once, level), x
     else:
@@ -164,7 +164,7 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
 def test_instructions(name: str, rows: int, level: Level) -> None:
     """16 dot products of pairs of words for each row and 32 inputs, in whole registers. With the 32 registers of
     AVX-512 few vectors go to the stack and back; AVX2 has 16 for twice as many vectors."""
-    at_once = rows_at_once(rows, level.lanes)
+    at_once = rows_at_once(rows, level.lanes, packed=True)
     loop = Loop(product(Product(get(name), at_once)), level)
     products = 16 * at_once * (16 // level.lanes)
     assert loop.count(OF_WORDS[level.name]) == products
@@ -178,8 +178,9 @@ def test_instructions(name: str, rows: int, level: Level) -> None:
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
 def test_instructions_of_weights_without_codes(name: str, level: Level) -> None:
     """A multiply-add for each vector of weights and row, two inputs at a time, and nothing on the stack."""
-    at_once, vectors = rows_at_once(64, level.lanes), 2 * (16 // level.lanes)
-    loop = Loop(product(Product(get(name), at_once)), level)
+    at_once = rows_at_once(64, level.lanes, packed=False)
+    loop = Loop(product(spec := Product(get(name), at_once)), level)
+    vectors = 2 * (16 // level.lanes) * (4 // units(spec, 4, level.lanes))
     assert loop.count("vfmadd231ps") >= at_once * vectors
     assert loop.count("vcvtph2ps") == (vectors if name == "f16" else 0)
     assert loop.on_stack == 0

@@ -29,15 +29,25 @@ _F16, _I16, _BYTES, _WORDS = vector(F32, 16), vector(I32, 16), vector(I8, 64), v
 _AHEAD = 8192
 
 
-def rows_at_once(rows: int, lanes: int) -> int:
+_MOST_SUMS = {16: 8, 8: 3, 4: 2}  # of rows and tiles that stay in registers, by the lanes of a vector
+
+
+def rows_at_once(rows: int, lanes: int, *, packed: bool) -> int:
     """Rows that a kernel multiplies with each vector of weights, for steps and prompts of `rows` rows: so many that
-    their sums stay in registers."""
-    return -(-rows // -(-rows // most_rows(lanes)))
+    their sums stay in registers. packed: whether the weights have codes."""
+    return -(-rows // -(-rows // most_rows(lanes, packed=packed)))
 
 
-def most_rows(lanes: int) -> int:
-    """The most `rows_at_once`."""
-    return {16: 8, 8: 3, 4: 2}[lanes]
+def most_rows(lanes: int, *, packed: bool) -> int:
+    """The most `rows_at_once`. Without codes there is room for half as many, times two tiles; with codes this would
+    save no more than unpacking them twice as often costs."""
+    return _MOST_SUMS[lanes] // (1 if packed else _tiles(lanes))
+
+
+def _tiles(lanes: int) -> int:
+    """Tiles without codes that are multiplied with each input, where registers have room for their sums: an input is
+    then loaded once for both."""
+    return 2 if lanes == 16 else 1
 
 
 @dataclass(frozen=True)
@@ -62,26 +72,28 @@ class Product:
 
 @cache
 def product(spec: Product) -> Kernel:
-    """y = x @ wᵀ, unit by tile of 16 outputs.
+    """y = x @ wᵀ, unit by tile of 16 outputs, or by two; see `units`.
 
     x: panels from `quantize_rows`, or from `interleave_rows` for formats without codes; `rows` of their rows count.
-    x_stride: bytes of a panel. bias (outputs,). blocks: of a row of weights, inputs for formats without codes. up:
-    tiles from the gate to the up projection, if there is an activation. ahead: what it prefetches
+    x_stride: bytes of a panel. bias (outputs,). blocks: of a row of weights, inputs for formats without codes.
+    tiles: of the weights; of the gate projection alone, if there is an activation. ahead: what it prefetches
     (`engine.backends.native.kernels.prefetch`), `prefetched_pieces` of it.
     """
 
     def emit(e: Emitter, *args: Value, begin: Value, end: Value, scratch: Value) -> None:
-        weights, x, y, bias, ahead, blocks, tile_bytes, x_stride, y_stride, rows, outputs, up = args
+        weights, x, y, bias, ahead, blocks, tile_bytes, x_stride, y_stride, rows, outputs, tiles = args
         prefetch = Prefetch(e, ahead) if _prefetches(spec) else None
         parts, steps = _parts(spec, e.level.lanes), _steps(spec, blocks)
-        with e.loop(begin, end) as tile, e.loop(0, rows, spec.at_once) as first:
-            numbers = [tile, tile + up] if spec.activation else [tile]
-            tiles = [weights + n * tile_bytes for n in numbers]
-            passed = tile * ((rows + spec.at_once - 1) // spec.at_once) + first // spec.at_once
+        wide = _tiles_of_unit(spec, e.level.lanes)
+        with e.loop(begin, end) as unit, e.loop(0, rows, spec.at_once) as first:
+            tile = unit * wide
+            others = [tile + tiles] if spec.activation else [e.least(tile + i, tiles - 1) for i in range(1, wide)]
+            starts = [weights + number * tile_bytes for number in (tile, *others)]
+            passed = unit * ((rows + spec.at_once - 1) // spec.at_once) + first // spec.at_once
 
             def multiply(part: int) -> list[list[Value]]:
                 """The sums of each tile of a part, and row."""
-                own, inputs = tiles[part::parts], (x, first, blocks, x_stride)
+                own, inputs = starts[part::parts], (x, first, blocks, x_stride)
                 if spec.format.unpack is None:
                     return _plain(e, spec, own, *inputs)
                 return _packed(e, spec, own, *inputs, prefetch, (passed * parts + part) * steps)
@@ -94,13 +106,26 @@ def product(spec: Product) -> Kernel:
                     e.store(total, scratch, 128 + 64 * row)
                 (ups,) = multiply(1)
                 sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.at_once)], ups]
-            biases, left = [bias + n * 64 for n in numbers], outputs - tile * 16
-            for number, totals in enumerate(zip(*sums, strict=True)):
-                with e.when(first + number < rows) if spec.at_once > 1 else nullcontext():
-                    _write(e, spec, totals, y + (first + number) * y_stride + tile * 64, biases, left, scratch)
+            by_tile = [sums] if spec.activation else [[own] for own in sums]
+            for number, own in enumerate(by_tile):
+                for row, totals in enumerate(zip(*own, strict=True)):
+                    with e.when(first + row < rows) if spec.at_once > 1 else nullcontext():
+                        at = y + (first + row) * y_stride
+                        _write(e, spec, totals, at, bias, (tile + number, tiles), outputs, scratch)
 
-    integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "outputs", "up"
+    integers = "blocks", "tile_bytes", "x_stride", "y_stride", "rows", "outputs", "tiles"
     return Kernel(spec.name, emit, ("weights", "x", "y", "bias", "ahead"), integers)
+
+
+def units(spec: Product, tiles: int, lanes: int) -> int:
+    """Units of a product with so many tiles, those of an up projection not counted."""
+    return -(-tiles // _tiles_of_unit(spec, lanes))
+
+
+def _tiles_of_unit(spec: Product, lanes: int) -> int:
+    """Tiles whose outputs a unit computes."""
+    alone = spec.format.unpack is not None or spec.activation is not None or spec.at_once == 1
+    return 1 if alone else _tiles(lanes)
 
 
 def prefetched_pieces(spec: Product, lanes: int, units: int, blocks: int, rows: int) -> int:
@@ -122,14 +147,24 @@ def _steps(spec: Product, blocks: Size) -> Size:
 
 def _parts(spec: Product, lanes: int) -> int:
     """2 if gate and up projection are multiplied one after the other: where registers have no room for both's sums."""
-    return 2 if spec.activation is not None and 2 * spec.at_once > most_rows(lanes) else 1
+    return 2 if spec.activation is not None and 2 * spec.at_once > _MOST_SUMS[lanes] else 1
 
 
 def _write(
-    e: Emitter, spec: Product, totals: Sequence[Value], y: Value, biases: Sequence[Value], left: Value, scratch: Value
+    e: Emitter,
+    spec: Product,
+    totals: Sequence[Value],
+    row: Value,
+    bias: Value,
+    place: tuple[Value, Value],
+    outputs: Value,
+    scratch: Value,
 ) -> None:
-    """Store up to 16 outputs of one row. totals: the sums, of the gate and of the up projection if there is an
-    activation; left: outputs from here to the end of the row."""
+    """Store the outputs of a tile in a row of y. totals: the sums, of the gate and of the up projection if there is an
+    activation. place: the tile's number, and the distance in tiles to that of the up projection."""
+    tile, distance = place
+    y, left = row + tile * 64, outputs - tile * 16
+    biases = [bias + (tile + distance * number) * 64 for number in range(len(totals))]
 
     def finished(values: Sequence[Value], offset: Value) -> Value:
         if spec.has_bias:
