@@ -102,8 +102,8 @@ struct Rounder {
         const int warp = threadIdx.x / 32, feeder = warp / GROUPS - 1, token = warp % GROUPS * 32 + threadIdx.x % 32;
         const int fronts = PAIRS + (cost.token_feedback ? TOKENS - 1 : 0);
         Own own = {};
-        if (feeder >= 0)
-            feed_pairs(0, feeder, token);
+        if (feeder >= 0)  // no pair is before those of the first front
+            for (int w = 0; w < W && token < TOKENS; ++w) partial[(feeder * W + w) * TOKENS + token] = 0.0f;
         else if (token < TOKENS)
             own.remember(sizes[first + token], L::VALUES && cost.token_feedback && token > 0
                                                    ? cost.token_feedback[(first + token - 1) * L::N + first + token]
