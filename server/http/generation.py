@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine import EngineError, Usage
+from engine.requests.prompts import prompt_ids
 from model_loaders import Model
 from server.driver import Driver
 from server.http.bodies import read_body
@@ -125,3 +126,22 @@ class Generation:
             return
         for event in writer.ending([usages[index] for index in range(asked.answers)]):
             yield event
+
+
+class Counting:
+    """The endpoint that counts the tokens of the prompts of another one."""
+
+    def __init__(self, driver: Driver, endpoint: Endpoint, more: Mapping[str, Any] | None = None) -> None:
+        """more: what the answer has beside the count."""
+        self._driver = driver
+        self._endpoint = endpoint
+        self._about = about(driver)
+        self._more = more or {}
+
+    async def serve(self, request: Request) -> Response:
+        """{…, "input_tokens"}; answers count as their text. Raises BadRequest, Refused, EngineError or ApiError."""
+        body = await read_body(request, self._driver.config.max_body)
+        asked, _ = self._endpoint.read(body, self._about)
+        model = self._driver.engine.model
+        ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
+        return JSONResponse({**self._more, "input_tokens": len(ids)})

@@ -18,6 +18,9 @@ _OPEN = {
     "/",
 }  # need no key: monitors ask the first two, and the page asks its user for the key
 
+_BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers by which a browser is known
+_UNTYPED = "/api/"  # where clients of Ollama's send JSON without a Content-Type
+
 
 class Guard:
     """ASGI middleware that checks Host, API key, Content-Type, and how the body is framed.
@@ -56,7 +59,8 @@ class Guard:
         if not self._knows_key(headers) and scope["path"] not in _OPEN:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        if scope["method"] == "POST" and not _is_json(headers.getlist("content-type")):
+        may_lack_type = scope["path"].startswith(_UNTYPED) and not _BROWSERS & set(headers.keys())
+        if scope["method"] == "POST" and not _is_json(headers.getlist("content-type"), may_lack_type):
             return ApiError(415, "Content-Type must be application/json", "unsupported_media_type", "Content-Type")
         return None
 
@@ -85,7 +89,9 @@ class Guard:
         return self._key is None or hmac.compare_digest(given.encode(), self._key)
 
 
-def _is_json(content_types: list[str]) -> bool:
+def _is_json(content_types: list[str], may_be_missing: bool) -> bool:
+    if not content_types:
+        return may_be_missing
     return len(content_types) == 1 and content_types[0].partition(";")[0].strip().lower() == "application/json"
 
 

@@ -131,8 +131,8 @@ def test_calls_join_the_answer_that_they_belong_to() -> None:
     _, answer, first, second = responses._own(body)["messages"]
     assert (answer["content"], answer["reasoning_content"]) == ("I look it up.", "hm")
     assert [call["id"] for call in answer["tool_calls"]] == ["a", "b"]
-    assert first == {"role": "tool", "tool_call_id": "a", "content": "wet"}
-    assert second == {"role": "tool", "tool_call_id": "b", "content": "noon"}
+    assert first == {"place": "input[5]", "role": "tool", "tool_call_id": "a", "content": "wet"}
+    assert second == {"place": "input[6]", "role": "tool", "tool_call_id": "b", "content": "noon"}
 
 
 def test_blocks_of_calls_and_results_are_messages_of_their_own() -> None:
@@ -142,7 +142,7 @@ def test_blocks_of_calls_and_results_are_messages_of_their_own() -> None:
         "messages": [
             {"role": "user", "content": "rain?"},
             {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, call]},
-            {"role": "user", "content": [result, {"type": "text", "text": "and now?"}]},
+            {"role": "user", "content": [{"type": "text", "text": "and now?"}, result]},
         ],
         "tools": [{"name": "look", "description": "looks", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
@@ -152,8 +152,8 @@ def test_blocks_of_calls_and_results_are_messages_of_their_own() -> None:
     function = {"name": "look", "arguments": '{"word": "é"}'}
     assert answer["tool_calls"] == [{"id": "a", "type": "function", "function": function}]
     assert (answer["reasoning_content"], answer["content"]) == ("hm", "")
-    assert tool == {"role": "tool", "tool_call_id": "a", "content": "wet"}
-    assert question == {"role": "user", "content": "and now?"}
+    assert tool == {"place": "messages[2]", "role": "tool", "tool_call_id": "a", "content": "wet"}
+    assert question == {"place": "messages[2]", "role": "user", "content": "and now?"}
     (given,) = own["tools"]
     assert given["function"] == {"name": "look", "description": "looks", "parameters": {"type": "object"}}
     assert own["tool_choice"] == {"type": "function", "function": {"name": "look"}}

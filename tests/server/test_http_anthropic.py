@@ -156,6 +156,16 @@ def test_tokens_of_an_earlier_turn_count_as_read_from_the_cache(client: anthropi
     assert second.usage.input_tokens > 0
 
 
+def test_tokens_can_be_counted_before(client: anthropic.Anthropic) -> None:
+    given: Any = {"system": "then on", "messages": QUESTION, "model": "any"}
+    usage = client.messages.create(**given, max_tokens=1).usage
+    assert client.messages.count_tokens(**given).input_tokens == usage.input_tokens
+    long = [{"role": "user", "content": "then " * 5000}]
+    assert client.messages.count_tokens(model="any", messages=long).input_tokens > 5000  # more than the context
+    with pytest.raises(anthropic.BadRequestError, match="messages"):
+        client.messages.count_tokens(model="any", messages=[])
+
+
 def test_a_server_may_hide_what_was_cached(tiny: Engine) -> None:
     with serving(tiny, hide_cached_tokens=True) as server, client_of(server) as client:
         first, second = (

@@ -163,3 +163,18 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
     assert seen[400] > 300
     for path, body in VALID.items():
         assert server.post(path, body).status_code == 200
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_no_depth_breaks_the_server(server: Serving, opening: str) -> None:
+    """In any field, whether it is read or ignored."""
+    closing = "]" if opening == "[" else "}"
+    for path, body in VALID.items():
+        for name in [*body, "tools", "new", "response_format", "json_schema"]:
+            for depth in (70, 400, 900, 5000):
+                rest = json.dumps({key: value for key, value in body.items() if key != name})
+                deep = opening * depth + "1" + closing * depth
+                data = f"{{{json.dumps(name)}: {deep}{', ' if len(rest) > 2 else ''}{rest[1:]}"
+                response = server.http.post(path, content=data, headers={"Content-Type": "application/json"})
+                assert response.status_code in (200, 400, 413), f"{path}, {name}, {depth}: {response.text[:200]}"
+                assert response.status_code == 200 or has_shape(path, response.json())

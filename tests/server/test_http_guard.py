@@ -140,6 +140,15 @@ def test_only_json_is_taken(server: Serving, path: str, content_type: str | None
     assert_error(response, 415, "unsupported_media_type")
 
 
+def test_ollamas_clients_may_leave_the_type_out_and_pages_may_not(server: Serving) -> None:
+    body = b'{"model": "any"}'
+    assert server.http.post("/api/show", content=body).status_code == 200
+    for more in ({"Origin": "https://example.com"}, {"Sec-Fetch-Site": "cross-site"}, {"Content-Type": "text/plain"}):
+        response = server.http.post("/api/show", content=body, headers=more)
+        assert response.status_code == 415
+        assert set(response.json()) == {"error"}
+
+
 def test_json_may_name_its_charset(server: Serving) -> None:
     headers = {"Content-Type": "Application/JSON; charset=utf-8"}
     response = server.http.post("/tokenize", content=b'{"content": "the"}', headers=headers)
@@ -293,7 +302,7 @@ def test_a_body_that_is_not_a_json_object_is_a_bad_request(server: Serving, data
 
 def test_other_paths_and_methods_are_errors_of_the_same_shape(server: Serving) -> None:
     assert_error(server.http.get("/nowhere"), 404, "not_found")
-    assert_error(server.post("/v1/embeddings", {"input": "the"}), 404, "not_found")
+    assert_error(server.post("/v1/images/generations", {"prompt": "the"}), 404, "not_found")
     response = server.http.get("/v1/chat/completions")
     assert_error(response, 405, "method_not_allowed")
     assert response.headers["allow"] == "POST"

@@ -162,6 +162,13 @@ def test_what_a_request_says_is_repeated(server: Serving) -> None:
     assert (response.temperature, response.max_output_tokens, response.store) == (0, 24, False)  # type: ignore[attr-defined]
 
 
+def test_tokens_can_be_counted_before(server: Serving) -> None:
+    response = server.openai.responses.create(**endless(instructions="on"))
+    counted = server.openai.responses.input_tokens.count(model="any", input=QUESTION, instructions="on")
+    assert response.usage is not None
+    assert (counted.input_tokens, counted.object) == (response.usage.input_tokens, "response.input_tokens")
+
+
 def test_a_base_url_may_lack_the_version(server: Serving) -> None:
     assert server.post("/responses", arguments()).json()["object"] == "response"
 

@@ -15,14 +15,15 @@ from server.values import BadRequest, text, wrong
 def read_own(
     body: Mapping[str, Any], names: Mapping[str, str], about: About, takes: Collection[str] = ("messages",)
 ) -> Asked:
-    """The request in `body`, which has our own names.
+    """The request in `body`, which has our own names; each of its messages has its place in the client's body as well.
 
     names: our name → the client's, for sentences about fields that are called otherwise there. Raises BadRequest.
     """
+    places = {f"messages[{i}]": message["place"] for i, message in enumerate(body.get("messages", ()))}
     try:
         return read(body, about.model.tokenizer.tokenize, takes, parse_special=about.parse_special)
     except BadRequest as error:
-        raise _renamed(error, names) from None
+        raise _renamed(error, {**places, **names}) from None
 
 
 def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:

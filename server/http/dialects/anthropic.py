@@ -1,4 +1,4 @@
-"""Anthropic's Messages: /v1/messages."""
+"""Anthropic's Messages: /v1/messages, and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine import Usage
 from server.driver import Driver
 from server.http.dialects._shared import arguments_of, items, json_text, members, read_own
 from server.http.errors import ApiError
-from server.http.generation import About, Generation
+from server.http.generation import About, Counting, Generation
 from server.http.streams import NAMED, Event, Framing
 from server.parameters import Asked
 from server.pieces import Answer, Piece
@@ -51,7 +51,10 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 def routes(driver: Driver) -> list[Route]:
     """The endpoints."""
-    return [Route("/v1/messages", Generation(driver, Messages()).serve, methods=["POST"])]
+    return [
+        Route("/v1/messages", Generation(driver, Messages()).serve, methods=["POST"]),
+        Route("/v1/messages/count_tokens", Counting(driver, Messages()).serve, methods=["POST"]),
+    ]
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def _system(value: Any) -> list[dict[str, Any]]:
     else:
         blocks = [_text(f"system[{index}]", block) for index, block in enumerate(items("system", value))]
         prompt = "".join(block for block in blocks if not block.startswith(_BILLING))
-    return [{"role": "system", "content": prompt}] if prompt else []
+    return [{"place": "system", "role": "system", "content": prompt}] if prompt else []
 
 
 def _messages(value: Any) -> Iterator[dict[str, Any]]:
@@ -111,7 +114,8 @@ def _messages(value: Any) -> Iterator[dict[str, Any]]:
             raise wrong(f"{place}.role", "user, assistant or system", role)
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         blocks = [members(f"{place}.content[{i}]", one) for i, one in enumerate(items(f"{place}.content", blocks))]
-        yield from (_assistant if role == "assistant" else _others)(f"{place}.content", role, blocks)
+        found = (_assistant if role == "assistant" else _others)(f"{place}.content", role, blocks)
+        yield from ({"place": place, **one} for one in found)
 
 
 def _assistant(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -133,7 +137,7 @@ def _assistant(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> It
 
 
 def _others(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A message of the user's or the system's; each result of a tool becomes a message of its own."""
+    """A message of the user's or the system's; each result of a tool becomes a message of its own, before the text."""
     texts: list[str] = []
     results = 0
     for index, block in enumerate(blocks):
@@ -141,9 +145,6 @@ def _others(place: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Itera
         if block.get("type") != "tool_result":
             texts.append(_text(at, block))
             continue
-        if texts:
-            yield {"role": role, "content": "".join(texts)}
-            texts = []
         results += 1
         yield {
             "role": "tool",

@@ -174,7 +174,7 @@ def _message(at: str, value: Any, calls: list[tuple[str, str]]) -> dict[str, Any
     role = message.get("role")
     if role not in _ROLES:
         raise wrong(f"{at}.role", f"one of {', '.join(_ROLES)}", role)
-    own: dict[str, Any] = {"role": role, "content": text(f"{at}.content", message.get("content", ""))}
+    own: dict[str, Any] = {"place": at, "role": role, "content": text(f"{at}.content", message.get("content", ""))}
     if role == "tool":
         name = text(f"{at}.tool_name", message.get("tool_name", message.get("name", "")))
         own["tool_call_id"] = text(f"{at}.tool_call_id", message.get("tool_call_id", _answered(calls, name)))
@@ -219,8 +219,9 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt, "suffix": body["suffix"]}
     if flag("raw", body.get("raw", False)):
         return {"prompt": prompt}
-    question = {"role": "user", "content": prompt}
-    return {"messages": [{"role": "system", "content": system}, question] if system else [question]}
+    question = {"place": "prompt", "role": "user", "content": prompt}
+    first = [{"place": "system", "role": "system", "content": system}] if system else []
+    return {"messages": [*first, question]}
 
 
 def _refuse_images(at: str, holder: Mapping[str, Any]) -> None:

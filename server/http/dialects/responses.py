@@ -1,4 +1,4 @@
-"""OpenAI's Responses: /v1/responses."""
+"""OpenAI's Responses: /v1/responses, and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server.driver import Driver
 from server.http.dialects._response_events import ResponseWriter
 from server.http.dialects._shared import items, members, read_own
 from server.http.errors import ApiError
-from server.http.generation import About, Generation
+from server.http.generation import About, Counting, Generation
 from server.http.logprobs import ChatLogprobs
 from server.http.streams import NAMED, Framing
 from server.parameters import Asked
@@ -48,7 +48,11 @@ _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 def routes(driver: Driver) -> list[Route]:
     """The endpoints."""
     serve = Generation(driver, Responses()).serve
-    return [Route(path, serve, methods=["POST"]) for path in PATHS]
+    count = Counting(driver, Responses(), {"object": "response.input_tokens"}).serve
+    return [
+        *(Route(path, serve, methods=["POST"]) for path in PATHS),
+        *(Route(f"{path}/input_tokens", count, methods=["POST"]) for path in PATHS),
+    ]
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -109,10 +113,10 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The conversation. Raises BadRequest."""
     found: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
-        found.append({"role": "system", "content": instructions})
+        found.append({"place": "instructions", "role": "system", "content": instructions})
     given = body.get("input")
     if isinstance(given, str):
-        return [*found, {"role": "user", "content": text("input", given)}]
+        return [*found, {"place": "input", "role": "user", "content": text("input", given)}]
     if not isinstance(given, list) or not given:
         raise wrong("input", "a string, or an array with at least one item", given)
     reasoning = ""
@@ -136,7 +140,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             message["reasoning_content"], reasoning = reasoning, ""
         elif message["role"] != "assistant":
             reasoning = ""  # of an answer that is missing
-        _append(found, message)
+        _append(found, {"place": at, **message})
     return found
 
 

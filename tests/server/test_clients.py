@@ -1,0 +1,126 @@
+"""Clients that agents and applications are built with, against a server of the demonstration model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import anthropic
+import pytest
+from pydantic import BaseModel
+
+from engine import Engine
+from tests.server.http_server import Serving, serving
+
+QUESTION = "What is the capital of France?"
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+
+
+class Weather(BaseModel):
+    """The weather somewhere."""
+
+    city: Literal["Paris", "London"]
+    degrees: Literal[10, 20, 30]
+    rain: bool
+
+
+@pytest.fixture(scope="module")
+def server(demo: Engine) -> Iterator[Serving]:
+    with serving(demo) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(server: Serving) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+# -- the makers' own ---------------------------------------------------------------------------------------------------
+
+
+def test_openai_parses_a_response(server: Serving) -> None:
+    response = server.openai.responses.parse(
+        model="any", input="The weather in Paris?", text_format=Weather, max_output_tokens=200, temperature=0
+    )
+    assert isinstance(response.output_parsed, Weather)
+    with server.openai.responses.stream(
+        model="any", input="The weather in Paris?", text_format=Weather, max_output_tokens=200, temperature=0
+    ) as stream:
+        for _ in stream:
+            pass
+        assert isinstance(stream.get_final_response().output_parsed, Weather)
+
+
+def test_anthropic_parses_a_message(url: str) -> None:
+    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=120) as client:
+        message = client.messages.parse(
+            model="any", max_tokens=200, messages=[{"role": "user", "content": "The weather?"}], output_format=Weather
+        )
+    assert isinstance(message.parsed_output, Weather)
+
+
+# -- LiteLLM -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def litellm() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches a list of prices when it is imported
+        import litellm
+
+        yield litellm
+
+
+@pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", ""), ("ollama_chat/any", "")])
+def test_litellm_answers_and_streams(litellm: Any, url: str, model: str, path: str) -> None:
+    given = {"api_base": url + path, "api_key": "any", "temperature": 0, "max_tokens": 16, "timeout": 120}
+    whole = litellm.completion(model, MESSAGES, **given)
+    assert "Paris" in whole.choices[0].message.content
+    assert whole.usage.prompt_tokens > 0
+    assert whole.usage.completion_tokens > 0
+    parts = list(litellm.completion(model, MESSAGES, stream=True, **given))
+    assert "Paris" in "".join(part.choices[0].delta.content or "" for part in parts)
+
+
+# -- LangChain ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_answers_streams_and_has_structured_output(url: str, responses: bool) -> None:
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        model="any", base_url=f"{url}/v1", api_key="any", temperature=0, max_tokens=200, use_responses_api=responses
+    )  # type: ignore[call-arg,arg-type]
+    assert "Paris" in model.invoke(QUESTION).text
+    assert "Paris" in "".join(part.text for part in model.stream(QUESTION))
+    structured = model.with_structured_output(Weather, method="json_schema")
+    assert isinstance(structured.invoke("The weather in Paris?"), Weather)
+
+
+# -- pydantic-ai -------------------------------------------------------------------------------------------------------
+
+
+def pydantic_models(url: str) -> Iterator[Any]:
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    yield OpenAIChatModel("any", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="any"))
+    yield OpenAIResponsesModel("any", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="any"))
+    yield AnthropicModel("any", provider=AnthropicProvider(base_url=url, api_key="any"))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_pydantic_ai_answers_and_has_structured_output(url: str, number: int) -> None:
+    from pydantic_ai import Agent, NativeOutput
+
+    model = list(pydantic_models(url))[number]
+    settings: Any = {"temperature": 0, "max_tokens": 200}
+    answer = Agent(model, model_settings=settings).run_sync(QUESTION)
+    assert "Paris" in answer.output
+    if number == 2:
+        return  # this client asks for JSON of the models alone that it knows
+    structured = Agent(model, output_type=NativeOutput(Weather), model_settings=settings)
+    assert isinstance(structured.run_sync("The weather in Paris?").output, Weather)
