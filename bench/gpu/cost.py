@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from bench.gpu.paper import Launch, Part
+from bench.gpu.paper import LIBRARY, Launch, Part
 from bench.gpu.sass import Counts, disassemble
 from engine.errors import EngineError
 from model_loaders.config import ModelConfig
@@ -25,15 +25,20 @@ from tests.cuda.nvrtc import compile_binary
 # results of its warps, and the last multiprocessor of a KV head adds those of the others. Estimates for an H200.
 _BEGIN, _RAMP, _ATTENTION_RAMP = 1.3e-6, 1.4e-6, 4.0e-6
 
+_OVERLAPS_FROM = 90  # compute capability, times ten
 _SCHEDULERS = 4  # of a multiprocessor; each issues an instruction a clock
 _ALU_CLOCKS = 2  # of an instruction of the integer pipe on its scheduler
+_REGISTERS = 65536  # of a multiprocessor
+_SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes for each block
+_MULTIPLIED = 16 * 8 * 16  # pairs of numbers that an instruction of tensor cores multiplies
+_PROMPT = "prefill_attention"
 
 
 @dataclass(frozen=True)
 class Machine:
     """clock: Hz. bandwidth: bytes a second of a copy, read and written. cache: bytes a second that multiprocessors read
     from L2, an estimate. shared_memory: bytes of a multiprocessor. product_clocks: of m16n8k16 with float32 sums, on a
-    multiprocessor."""
+    multiprocessor. gemm: FLOPs a second of a library's large product, assumed."""
 
     name: str
     arch: int
@@ -43,6 +48,7 @@ class Machine:
     cache: float
     shared_memory: int
     product_clocks: float
+    gemm: float
     source: str
 
     @property
@@ -52,10 +58,17 @@ class Machine:
 
 
 _SHEET = "bandwidth: 0.9 of the data sheet's"
+_DENSE = 0.75  # of the data sheet's FLOPs that a library's product is assumed to reach
 MACHINES = {
-    "h200": Machine("NVIDIA H200", 90, 132, 1.98e9, 4.3e12, 5.5e12, 228 << 10, 2, "bandwidth: a measured copy"),
-    "a100": Machine("NVIDIA A100 80GB", 80, 108, 1.41e9, 0.9 * 2.039e12, 3.9e12, 164 << 10, 2, _SHEET),
-    "4090": Machine("NVIDIA GeForce RTX 4090", 89, 128, 2.52e9, 0.9 * 1.008e12, 4.5e12, 100 << 10, 8, _SHEET),
+    "h200": Machine(
+        *("NVIDIA H200", 90, 132, 1.98e9, 4.3e12, 5.5e12, 228 << 10, 2, _DENSE * 989e12), "bandwidth: a measured copy"
+    ),
+    "a100": Machine(
+        *("NVIDIA A100 80GB", 80, 108, 1.41e9, 0.9 * 2.039e12, 3.9e12, 164 << 10, 2, _DENSE * 312e12), _SHEET
+    ),
+    "4090": Machine(
+        *("NVIDIA GeForce RTX 4090", 89, 128, 2.52e9, 0.9 * 1.008e12, 4.5e12, 100 << 10, 8, _DENSE * 165e12), _SHEET
+    ),
 }
 
 
@@ -88,7 +101,7 @@ def _compiled(kernel: str, text: str, arch: int) -> tuple[int, Counts]:
     (registers,) = [usage.registers for usage in used if usage.kernel == name]
     loop = disassemble(binary)[name].hot_loop()
     # Masks and new maxima are seldom; what a product's branches skip is the unpacking of weights.
-    return registers, loop if kernel == "decode_attention" else replace(loop, seldom=0)
+    return registers, loop if kernel.endswith("_attention") else replace(loop, seldom=0)
 
 
 def predict(parts: Sequence[Part], machine: Machine, config: ModelConfig) -> list[Prediction]:
@@ -96,11 +109,29 @@ def predict(parts: Sequence[Part], machine: Machine, config: ModelConfig) -> lis
     return [_predict(part, machine, config) for part in parts]
 
 
+def overlapped(parts: Sequence[Prediction], machine: Machine) -> float | None:
+    """The least seconds of a step whose launches overlap, so that no kernel begins later than the one before it ends;
+    None where the GPU has no such launches."""
+    if machine.arch < _OVERLAPS_FROM:
+        return None
+    launches = sum(part.repeats * len(part.kernels) for part in parts)
+    return sum(part.seconds for part in parts) - (launches - 1) * _BEGIN
+
+
 def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
     counted = [launch for launch in part.launches if launch.kernel in _UNITS]
-    beside = sum(_small(launch, machine) for launch in part.launches if launch.kernel not in _UNITS)
+    small = [launch for launch in part.launches if launch.kernel not in (*_UNITS, _PROMPT, LIBRARY)]
+    beside = sum(_small(launch, machine) for launch in small)
     times: list[tuple[float, str, int, float]] = []
-    if part.products:
+    flops = sum(launch.flops for launch in part.launches)
+    if flops:
+        times += [_library_time(launch, machine) for launch in part.launches if launch.kernel == LIBRARY]
+        if any(launch.kernel == "dequantize" for launch in small):
+            beside += part.bytes / machine.bandwidth
+    elif part.prompt:
+        flops = 4 * config.heads * config.head_dim * (part.prompt * (part.prompt + 1) // 2)
+        times.append(_prompt_time(part, machine, config))
+    elif part.products:
         for launch, (weights, nbytes) in zip(counted, part.products, strict=True):
             times.append(_product_time(launch, weights, nbytes, machine))
     else:
@@ -111,7 +142,7 @@ def _predict(part: Part, machine: Machine, config: ModelConfig) -> Prediction:
         repeats=part.repeats,
         kernels=tuple(launch.kernel for launch in part.launches),
         seconds=part.repeats * (beside + sum(seconds for seconds, *_ in times)),
-        floor=part.repeats * part.bytes / machine.bandwidth,
+        floor=part.repeats * max(part.bytes / machine.bandwidth, flops / machine.gemm),
         limit=limit,
         registers=registers,
         instructions=instructions,
@@ -143,6 +174,36 @@ def _attention_time(launch: Launch, part: Part, machine: Machine, config: ModelC
     if one_by_one > clocks:
         clocks, limit = one_by_one, "latency"
     return clocks / machine.clock + _BEGIN + _ATTENTION_RAMP, limit, registers, 32 * loop.common / units
+
+
+def _library_time(launch: Launch, machine: Machine) -> tuple[float, str, int, float]:
+    """Seconds of a library's product, and its limit; registers and instructions are not known."""
+    times = {"tensor cores": launch.flops / machine.gemm, "memory": launch.activations / machine.bandwidth}
+    limit = max(times, key=lambda unit: times[unit])
+    return times[limit] + _BEGIN + _RAMP, limit, 0, 0.0
+
+
+def _prompt_time(part: Part, machine: Machine, config: ModelConfig) -> tuple[float, str, int, float]:
+    """Seconds of a prompt's attention of a layer, its limit, registers, and instructions of a product of two numbers.
+
+    A warp takes its rows of scores with all parts of blocks that one of them sees, half a part more than the mean of
+    them. Barriers between the warps of a block are not counted.
+    """
+    launches = [launch for launch in part.launches if launch.kernel == _PROMPT]
+    launch, threads = launches[0], launches[0].threads
+    registers, loop = _compiled(launch.kernel, launch.text, machine.arch)
+    rows = _define(launch, "WARP_ROWS")
+    products = loop.hmma * _MULTIPLIED  # of an iteration: of numbers
+    tokens = products / (2 * rows * config.head_dim)
+    iterations = config.heads * part.prompt / rows * (part.prompt / 2 / tokens + 0.5) / machine.processors
+    clocks, limit = _busiest(loop, iterations, 0, 0, machine)
+    by_registers = _REGISTERS // (-(-registers // 8) * 8 * threads)
+    resident = max(1, min(by_registers, machine.shared_memory // (launch.shared + _SYSTEM_SHARED)))
+    in_turn = iterations * loop.latency / (resident * threads // 32)
+    if in_turn > clocks:
+        clocks, limit = in_turn, "latency"
+    fixed = len(launches) * (_BEGIN + _RAMP)
+    return clocks / machine.clock + fixed, limit, registers, 32 * loop.common / products
 
 
 def _cached(launch: Launch, nbytes: int) -> int:

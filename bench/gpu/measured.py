@@ -16,7 +16,7 @@ from bench.gpu.model import default_type
 from bench.gpu.setup import shape_of
 from model_loaders.config import ModelConfig
 
-_KINDS = ("steps", "attention", "matrices")  # of rows
+_KINDS = ("steps", "attention", "matrices", "prefill")  # of rows
 _ATTENTION_SHAPE = ("heads", "kv_heads", "head_dim")
 _MATRICES = ("qkv", "out", "gate_up", "down", "head")
 
@@ -100,6 +100,20 @@ def pairs(runs: Sequence[Run], predicted: Iterable[Predicted]) -> list[Pair]:
     return found
 
 
+def times_of_prompt(
+    config: ModelConfig, weights: str, cache_type: CacheType, tokens: int, parts: Sequence[Prediction]
+) -> Iterator[Predicted]:
+    """The predicted times of a prompt that `bench.gpu` measures, with the default cache type."""
+    if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):
+        shape = shape_of(config)
+        equal: dict[str, Sequence[Any]] = {"tokens": [tokens], "weights": [weights]}
+        seconds = sum(part.seconds for part in parts)
+        yield Predicted(f"prompt of {tokens:,}, with encoding", seconds, "prefill", "seconds", shape, equal)
+        (attention,) = (part.seconds / part.repeats for part in parts if part.part == "attention")
+        what = f"attention of a layer, prompt of {tokens:,}"
+        yield Predicted(what, attention, "prefill", "attention_seconds", shape, equal)
+
+
 def times_of_step(
     config: ModelConfig,
     weights: str,
@@ -107,9 +121,10 @@ def times_of_step(
     context: int,
     batch: int,
     parts: Sequence[Prediction],
+    overlapped: float | None = None,
 ) -> Iterator[Predicted]:
     """The predicted times of a step that `bench.gpu` measures. Its steps have the default cache type, and the time of a
-    product is the mean of all layers."""
+    product is the mean of all layers. overlapped: seconds of the step with overlapped launches, if it has any."""
     name, shape = f"{context:,} × {batch}", shape_of(config)
     place: dict[str, Sequence[Any]] = {"context": [context], "batch": [batch]}
     if (cache_type.key, cache_type.value, cache_type.key_conditioning) == (*default_type(), True):
@@ -118,6 +133,9 @@ def times_of_step(
         yield Predicted(f"step, {name}, without the host", seconds, "steps", "device", shape, equal)
         yield Predicted(f"step, {name}, with the host and encoding", seconds, "steps", "seconds", shape, equal)
         yield Predicted(f"step, {name}, begun ahead, with encoding", seconds, "steps", "ahead", shape, equal)
+        if overlapped is not None:
+            equal = {**equal, "overlapped": [True]}
+            yield Predicted(f"step, {name}, overlapped, without the host", overlapped, "steps", "device", shape, equal)
     labels = [cache_type.label, *([cache_type.pair] if cache_type.key_conditioning else [])]
     heads = {field: shape[field] for field in _ATTENTION_SHAPE}
     for part in parts:

@@ -23,12 +23,14 @@ from model_loaders.config import GenerationDefaults, ModelConfig
 from tests.cuda.shares import SLICE, Plan
 
 BLOCK_SIZE = 64
+LIBRARY = "gemm"  # a product by a library
 
 
 @dataclass(frozen=True)
 class Launch:
-    """kernel: its name without `_kernel`. activations: bytes of the float32 arrays among its arguments. inputs: bytes
-    of the first array that it reads, which in a product is x; blocks of one column of the grid read all of it."""
+    """kernel: its name without `_kernel`, or LIBRARY. activations: bytes of the float32 and 16-bit arrays
+    among its arguments. inputs: bytes of the first array that it reads, which in a product is x; blocks of one column
+    of the grid read all of it. shared: bytes of a block's dynamic shared memory. flops: of a library's product."""
 
     kernel: str
     text: str
@@ -36,6 +38,8 @@ class Launch:
     threads: int
     activations: int
     inputs: int = 0
+    shared: int = 0
+    flops: int = 0
 
 
 class PaperDevice:
@@ -72,10 +76,9 @@ class PaperDevice:
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
-        arrays = [arg for arg in args if isinstance(arg, np.ndarray) and arg.dtype == np.float32]
-        activations = sum(array.nbytes for array in arrays)
         inputs = next((arg.nbytes for arg in args[1:] if isinstance(arg, np.ndarray)), 0)
-        self.launches.append(Launch(kernel.removesuffix("_kernel"), text, tuple(grid), block[0], activations, inputs))
+        name, moved = kernel.removesuffix("_kernel"), _activations(args)
+        self.launches.append(Launch(name, text, tuple(grid), block[0], moved, inputs, shared))
 
     def expect(self, text: str) -> None:
         """Nothing is compiled."""
@@ -84,7 +87,8 @@ class PaperDevice:
         """No text is expected."""
 
     def gemm(self, y: np.ndarray, x: np.ndarray, weight: np.ndarray, *, add: bool) -> None:
-        raise NotImplementedError("a step has no product of a library")
+        flops = 2 * x.shape[0] * x.shape[1] * y.shape[1]
+        self.launches.append(Launch(LIBRARY, "", (1,), 0, _activations([y, x]) + weight.nbytes, flops=flops))
 
     def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         return work(*inputs)
@@ -93,11 +97,18 @@ class PaperDevice:
         """There is no memory to keep."""
 
 
+def _activations(args: Sequence[Any]) -> int:
+    """Bytes of the arrays of float32, or of 16 bits, among `args`."""
+    kinds = np.float32, np.float16, np.uint16
+    return sum(arg.nbytes for arg in args if isinstance(arg, np.ndarray) and arg.dtype in kinds)
+
+
 @dataclass(frozen=True)
 class Part:
-    """A part of a step. repeats: how often a step has it. bytes: what one of them must read from memory: weights, or
-    codes and full-precision blocks. products: the number of weights and the bytes of each matrix. units: of attention,
-    which all multiprocessors share (see cuda/attention/shares.cuh); unit_tokens: of one.
+    """A part of a step or of a prompt. repeats: how often it is there. bytes: what one of them must read from memory:
+    weights, or codes and full-precision blocks. products: the number of weights and the bytes of each matrix. units: of
+    attention in a step, which all multiprocessors share (see cuda/attention/shares.cuh); unit_tokens: of one. prompt:
+    tokens of the prompt whose attention this is.
     """
 
     name: str
@@ -107,6 +118,7 @@ class Part:
     products: Sequence[tuple[int, int]] = ()
     units: int = 0
     unit_tokens: int = BLOCK_SIZE
+    prompt: int = 0
 
 
 def known_weights() -> tuple[str, ...]:
@@ -127,6 +139,64 @@ def matrix_formats(weights: str, name: str, layers: int) -> list[tuple[int, tupl
     return [(layers - larger, ("q4_k",)), (larger, ("q4_k", "q6_k") if name == "qkv" else ("q6_k",))]
 
 
+class Notes:
+    """The parts of a forward pass, noted as their kernels are launched. weight: one of `known_weights`."""
+
+    def __init__(self, config: ModelConfig, weight: str, device: PaperDevice):
+        self.parts: list[Part] = []
+        self.ops = CudaOps(device)
+        self._config, self._weight, self._device = config, weight, device
+
+    def note(self, name: str, repeats: int, work: Callable[[], Any], nbytes: int = 0, **more: Any) -> Any:
+        """What `work` returns. nbytes, more: of the part."""
+        first = len(self._device.launches)
+        result = work()
+        self.parts.append(Part(name, repeats, self._device.launches[first:], nbytes, **more))
+        return result
+
+    def product(self, name: str, x: np.ndarray, rows: tuple[int, ...], times: int = 1, **given: Any) -> Any:
+        """rows: of the matrices that may differ in their formats. times: that a layer has it."""
+        choices = matrix_formats(self._weight, name, self._config.layers)
+        for repeats, formats in choices:
+            pieces = rows if len(formats) == len(rows) else (sum(rows),)
+            w = Linear(tuple(matrix(*piece, x.shape[1]) for piece in zip(formats, pieces, strict=True)))
+            own = name if len(choices) == 1 else f"{name} ({', '.join(formats)})"
+            products = [(part.shape[0] * part.shape[1], part.data.nbytes) for part in w.parts]
+            work = partial(self.ops.linear, x, w, **given)
+            y = self.note(own, times * repeats, work, sum(nbytes for _, nbytes in products), products=products)
+        return y
+
+    def following(self, name: str, rows: int, columns: int) -> Linear:
+        """The matrix `name` for the op before it, as `then`."""
+        ((_, (taken, *_)), *_) = matrix_formats(self._weight, name, self._config.layers)
+        return Linear((matrix(taken, rows, columns),))
+
+    def embed(self, ids: np.ndarray, times: int = 1) -> np.ndarray:
+        ((_, (embedded,)),) = matrix_formats(self._weight, "embedding", self._config.layers)
+        config = self._config
+        table = matrix(embedded, config.vocab_size, config.hidden_size)
+        nbytes = table.data.nbytes // config.vocab_size * len(ids)
+        return self.note("embedding", times, lambda: self.ops.embed(table, ids), nbytes)
+
+    def choose(self, logits: np.ndarray) -> None:
+        draw = Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, self._config.vocab_size)
+        draws = [draw] * len(logits)
+        self.note("sampling", 1, lambda: self.ops.sample(logits, self.ops.pack_draws(draws)), logits.nbytes)
+
+
+def cache_format(config: ModelConfig, cache_type: CacheType) -> CacheFormat:
+    """Of a layer."""
+    key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
+    mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
+    return CacheFormat(key, value, None, None, mean_bits, BLOCK_SIZE, config.kv_heads, config.head_dim)
+
+
+def head_transform(config: ModelConfig, cache_type: CacheType) -> HeadTransform:
+    """Of a layer: the rotations of its codecs."""
+    rotations = (codecs.get(name).rotation(config.head_dim) for name in (cache_type.key, cache_type.value))
+    return HeadTransform(config.kv_heads, None, *rotations)
+
+
 def step_parts(
     config: ModelConfig, weight: str, cache_type: CacheType, context: int, batch: int, device: PaperDevice
 ) -> list[Part]:
@@ -134,42 +204,18 @@ def step_parts(
 
     Raises EngineError for a cache type without kernels.
     """
-    ops, e, dim = CudaOps(device), config.hidden_size, config.head_dim
-    parts: list[Part] = []
-
-    def note(name: str, repeats: int, work: Callable[[], Any], nbytes: int = 0, **more: Any) -> Any:
-        first = len(device.launches)
-        result = work()
-        parts.append(Part(name, repeats, device.launches[first:], nbytes, **more))
-        return result
-
-    def product(name: str, x: np.ndarray, rows: tuple[int, ...], **given: Any) -> Any:
-        """rows: of the matrices that may differ in their formats."""
-        choices = matrix_formats(weight, name, config.layers)
-        for repeats, formats in choices:
-            pieces = rows if len(formats) == len(rows) else (sum(rows),)
-            w = Linear(tuple(_matrix(*piece, x.shape[1]) for piece in zip(formats, pieces, strict=True)))
-            own = name if len(choices) == 1 else f"{name} ({', '.join(formats)})"
-            products = [(part.shape[0] * part.shape[1], part.data.nbytes) for part in w.parts]
-            work = partial(ops.linear, x, w, recorded=True, **given)
-            y = note(own, repeats, work, sum(nbytes for _, nbytes in products), products=products)
-        return y
-
-    ((_, (embedded,)),) = matrix_formats(weight, "embedding", config.layers)
-    table = _matrix(embedded, config.vocab_size, e)
-    ids = np.zeros(batch, np.int32)
-    x = note("embedding", 1, lambda: ops.embed(table, ids), table.data.nbytes // config.vocab_size * batch)
+    notes, e, dim = Notes(config, weight, device), config.hidden_size, config.head_dim
+    ops, note, product = notes.ops, notes.note, partial(notes.product, recorded=True)
+    x = notes.embed(np.zeros(batch, np.int32))
     norm = np.ones(e, np.float32), config.norm_eps
     heads = config.heads + 2 * config.kv_heads
     qkv = product("qkv", x, ((heads - config.kv_heads) * dim, config.kv_heads * dim), norm=norm)
     qkv = qkv.reshape(batch, heads, dim)
 
-    key, value = codecs.get(cache_type.key), codecs.get(cache_type.value)
-    mean_bits = 8 if cache_type.key_conditioning and cache_type.key != codecs.FULL else 0
-    shape = CacheFormat(key, value, None, None, mean_bits, BLOCK_SIZE, config.kv_heads, dim)
+    shape = cache_format(config, cache_type)
     cache = ops.cache(shape, 1, 2)
     quantized_bytes, full_bytes = ops.cache_bytes(shape)
-    (transform,) = ops.prepare([HeadTransform(config.kv_heads, None, key.rotation(dim), value.rotation(dim))])
+    (transform,) = ops.prepare([head_transform(config, cache_type)])
     newest = context - 1
     start = newest // BLOCK_SIZE * BLOCK_SIZE
     ids_of_blocks = [0] * (start // BLOCK_SIZE - 1)
@@ -191,8 +237,7 @@ def step_parts(
         device.processors,
         all_full=all_full,
     )
-    ((_, formats),) = matrix_formats(weight, "out", config.layers)
-    out = Linear((_matrix(formats[0], e, config.heads * dim),))
+    out = notes.following("out", e, config.heads * dim)
     mixed = note(
         "attention",
         config.layers,
@@ -202,17 +247,15 @@ def step_parts(
         unit_tokens=SLICE if all_full else BLOCK_SIZE,
     )
     product("out", mixed.reshape(batch, -1), (e,), residual=x)
-    ((_, (taken, *_)), *_) = matrix_formats(weight, "down", config.layers)
-    down = Linear((_matrix(taken, e, config.ffn_size),))
+    down = notes.following("down", e, config.ffn_size)
     activated = product("gate_up", x, (2 * config.ffn_size,), norm=norm, activation=config.activation, then=down)
     product("down", activated, (e,), residual=x)
     logits = product("head", x, (config.vocab_size,), norm=norm)
-    draw = Draw(resolve(SamplingParams(), GenerationDefaults()), [], 0.5, config.vocab_size)
-    note("sampling", 1, lambda: ops.sample(logits, ops.pack_draws([draw] * batch)), logits.nbytes)
-    return parts
+    notes.choose(logits)
+    return notes.parts
 
 
-def _matrix(name: str, rows: int, columns: int) -> Matrix:
+def matrix(name: str, rows: int, columns: int) -> Matrix:
     """A matrix in the format `name`, as the device holds it; its values are not written."""
     format = get(name)
     shape = packed.tiles(format, rows, columns) if packed.is_packed(format) else (rows, format.size(columns))

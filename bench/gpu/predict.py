@@ -13,9 +13,10 @@ from typing import Any
 
 from bench import report
 from bench.command import CacheType, note, run
-from bench.gpu.cost import MACHINES, Machine, Prediction, predict
-from bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_step
+from bench.gpu.cost import MACHINES, Machine, Prediction, overlapped, predict
+from bench.gpu.measured import Pair, Run, pairs, runs_of, times_of_prompt, times_of_step
 from bench.gpu.paper import BLOCK_SIZE, PaperDevice, known_weights, step_parts
+from bench.gpu.paper_prompt import prompt_parts
 from bench.gpu.setup import LLAMA_8B
 from bench.report import Output
 from engine.backends.cuda import launch_configs
@@ -30,9 +31,12 @@ MODELS = {
 _LEAST_CONTEXT = 3 * BLOCK_SIZE  # a sink, a quantized block, and a current block
 # The largest batch whose products are the engine's own kernels in one launch.
 _MOST_BATCH = launch_configs.SMALL_ROWS
+_LEAST_PROMPT = 2 * launch_configs.SMALL_ROWS  # products of fewer rows are not a library's
 _NOT_COUNTED = (
-    "Estimated: the speed of the L2 cache, from which each block of a product reads its activations.\n"
-    "Not counted: bank conflicts, and multiprocessors that wait for the last blocks of a product."
+    "Estimated: the speed of the L2 cache, from which each block of a product reads its activations, and, in prompts, "
+    "0.75 of the\ndata sheet's speed for products of a library.\n"
+    "Not counted: bank conflicts, multiprocessors that wait for the last blocks of a product, barriers in a prompt's "
+    "attention, and\nencoding. Overlapped launches are predicted at their best."
 )
 
 
@@ -48,14 +52,13 @@ class Options:
     cache: str = setting("balanced", "--cache", metavar="TYPE", help="the cache type, such as balanced or f16")
     batch: str = setting("1", "--batch", metavar="N,N", help=f"sequences of a step, at most {_MOST_BATCH}")
     context: str = setting("2048", "--context", metavar="N,N", help="tokens that each sequence has")
+    prompt: str = setting("8192", "--prompt", metavar="N,N", help="tokens of a first prompt")
 
 
 @dataclass(frozen=True)
-class Step:
-    """The predicted parts of a step."""
+class Pass:
+    """The predicted parts of a forward pass."""
 
-    context: int
-    batch: int
     parts: Sequence[Prediction]
 
     @property
@@ -65,6 +68,25 @@ class Step:
     @property
     def floor(self) -> float:
         return sum(part.floor for part in self.parts)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": self.seconds, "floor": self.floor}
+
+
+@dataclass(frozen=True)
+class Step(Pass):
+    """overlapped: least seconds with overlapped launches; None where the GPU has none."""
+
+    context: int
+    batch: int
+    overlapped: float | None
+
+
+@dataclass(frozen=True)
+class Prompt(Pass):
+    """A first prompt up to its first token."""
+
+    tokens: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,13 +110,18 @@ def _predict_and_report(argv: Sequence[str]) -> None:
     cache_type.check(config.head_dim)
     contexts = _numbers("--context", options.context, _LEAST_CONTEXT, config.max_context)
     batches = _numbers("--batch", options.batch, 1, _MOST_BATCH)
+    prompts = _numbers("--prompt", options.prompt, _LEAST_PROMPT, config.max_context)
     output = destination.path("gpu-predict", f"{options.gpu}-{options.model}-{options.weights}")
     steps = [
         _step(machine, config, options.weights, cache_type, context, batch) for context in contexts for batch in batches
     ]
     runs = runs_of(options.gpu, (report.RESULTS, report.LOCAL))
     shape = config, options.weights, cache_type
-    times = [time for step in steps for time in times_of_step(*shape, step.context, step.batch, step.parts)]
+    first = [_prompt(machine, config, options.weights, cache_type, tokens) for tokens in prompts]
+    times = [
+        time for step in steps for time in times_of_step(*shape, step.context, step.batch, step.parts, step.overlapped)
+    ]
+    times += [time for prompt in first for time in times_of_prompt(*shape, prompt.tokens, prompt.parts)]
     measured = pairs(runs, times)
     result: dict[str, Any] = {
         "kind": "prediction: no GPU was measured",
@@ -102,12 +129,14 @@ def _predict_and_report(argv: Sequence[str]) -> None:
         "model": options.model,
         "weights": options.weights,
         "cache": options.cache,
-        "steps": [{**asdict(step), "seconds": step.seconds, "floor": step.floor} for step in steps],
+        "steps": [step.as_json() for step in steps],
+        "prompts": [prompt.as_json() for prompt in first],
         "measured": [asdict(pair) for pair in measured],
     }
     report.write(output, "gpu.predict", argv, result)
     note(f"Written to {output}")
     print(format_steps(machine, options, steps))
+    print(f"\n{format_prompts(first)}")
     print(f"\n{format_measured(machine, runs, measured)}")
 
 
@@ -123,29 +152,50 @@ def _step(machine: Machine, config: ModelConfig, weights: str, cache_type: Cache
     """Raises EngineError for a cache type without kernels, and where the compiler or nvdisasm is missing."""
     device = PaperDevice(machine.processors, machine.shared_memory)
     parts = step_parts(config, weights, cache_type, context, batch, device)
-    return Step(context, batch, predict(parts, machine, config))
+    predicted = predict(parts, machine, config)
+    return Step(predicted, context, batch, overlapped(predicted, machine))
+
+
+def _prompt(machine: Machine, config: ModelConfig, weights: str, cache_type: CacheType, tokens: int) -> Prompt:
+    """Raises EngineError as `_step` does."""
+    device = PaperDevice(machine.processors, machine.shared_memory)
+    return Prompt(predict(prompt_parts(config, weights, cache_type, tokens, device), machine, config), tokens)
 
 
 def format_steps(machine: Machine, options: Options, steps: Sequence[Step]) -> str:
     """The parts of every step, and then a table of the steps."""
     about = f"PREDICTION, not measured: {machine.name} ({machine.source}), {options.model}, weights {options.weights}"
-    tables = [f"{about}, cache {options.cache}", _NOT_COUNTED, *map(_parts, steps)]
+    titles = [f"A step of {step.batch} × {step.context:,} tokens, predicted" for step in steps]
+    tables = [f"{about}, cache {options.cache}", _NOT_COUNTED, *map(_parts, titles, steps)]
     rows = [
         (
             f"{step.context:,} × {step.batch}",
             f"{1e3 * step.seconds:.2f}",
             f"{1e3 * step.floor:.2f}",
             f"{step.floor / step.seconds:.2f}",
+            "—" if step.overlapped is None else f"{1e3 * step.overlapped:.2f}",
             f"{step.batch / step.seconds:,.0f}",
         )
         for step in steps
     ]
-    header = ("context × batch", "predicted ms", "byte floor ms", "floor / predicted", "tokens/s")
+    header = ("context × batch", "predicted ms", "byte floor ms", "floor / predicted", "overlapped ms", "tokens/s")
     tables.append(f"Steps, predicted\n\n{report.table(header, rows)}")
     return "\n\n".join(tables)
 
 
-def _parts(step: Step) -> str:
+def format_prompts(prompts: Sequence[Prompt]) -> str:
+    """The parts of every prompt, and its time beside that of its products and bytes."""
+    tables = []
+    for prompt in prompts:
+        title = (
+            f"A prompt of {prompt.tokens:,} tokens, without encoding, predicted: {1e3 * prompt.seconds:,.1f} ms, of "
+            f"which products and bytes alone take {1e3 * prompt.floor:,.1f}"
+        )
+        tables.append(_parts(title, prompt))
+    return "\n\n".join(tables)
+
+
+def _parts(title: str, whole: Pass) -> str:
     rows = [
         (
             part.part,
@@ -156,10 +206,10 @@ def _parts(step: Step) -> str:
             f"{part.instructions:.2f}" if part.instructions else "—",
             f"{part.registers}" if part.registers else "—",
         )
-        for part in step.parts
+        for part in whole.parts
     ]
     header = ("part", "times", "predicted µs", "floor µs", "limited by", "instructions a value", "registers")
-    return f"A step of {step.batch} × {step.context:,} tokens, predicted\n\n{report.table(header, rows)}"
+    return f"{title}\n\n{report.table(header, rows)}"
 
 
 def format_measured(machine: Machine, runs: Sequence[Run], measured: Sequence[Pair]) -> str:

@@ -17,7 +17,7 @@ from bench.gpu.attention import AttentionTime
 from bench.gpu.cost import Prediction
 from bench.gpu.measured import Pair, runs_of
 from bench.gpu.setup import LLAMA_8B, shape_of
-from bench.gpu.steps import MatrixTime, StepTime
+from bench.gpu.steps import MatrixTime, PrefillTime, StepTime
 from bench.gpu.tables import Results, Row
 from model_loaders.config import ModelConfig
 from tests.bench.test_gpu_predict import IDLE
@@ -88,6 +88,20 @@ def test_every_time_that_was_measured_has_its_prediction(tmp_path: Path) -> None
 def test_measurements_of_something_else_do_not_count(tmp_path: Path, row: Row, more: Mapping[str, Any]) -> None:
     results(tmp_path / "gpu.json", row, **more)
     assert not found(tmp_path)
+
+
+def test_overlapped_launches_and_prompts_have_predictions_of_their_own(tmp_path: Path) -> None:
+    overlapped = step(3e-3, device=2.5e-3, overlapped=True)
+    results(tmp_path / "gpu.json", overlapped, PrefillTime("bf16", 8192, 0.3, 1e14, 2e-3, 1e12))
+    runs, shape = runs_of("h200", [tmp_path]), (LLAMA_8B, "bf16", CacheType.read("balanced"))
+    times = [*measured.times_of_step(*shape, 2048, 1, PARTS, 4e-3), *measured.times_of_prompt(*shape, 8192, PARTS)]
+    whole = sum(part.seconds for part in PARTS)
+    assert [(pair.what, pair.predicted, pair.measured) for pair in measured.pairs(runs, times)] == [
+        ("step, 2,048 × 1, overlapped, without the host", 4e-3, 2.5e-3),
+        ("prompt of 8,192, with encoding", pytest.approx(whole), 0.3),
+        ("attention of a layer, prompt of 8,192", pytest.approx(9e-6), 2e-3),
+    ]
+    assert not list(measured.times_of_prompt(LLAMA_8B, "bf16", CacheType.read("f16"), 8192, PARTS))
 
 
 def test_attention_is_that_of_a_layer_whatever_the_other_sizes(tmp_path: Path) -> None:

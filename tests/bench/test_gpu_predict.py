@@ -13,6 +13,7 @@ from bench.command import CacheType
 from bench.gpu import cost, predict
 from bench.gpu.cost import MACHINES
 from bench.gpu.paper import PaperDevice, Part, step_parts
+from bench.gpu.paper_prompt import prompt_parts
 from bench.gpu.sass import Counts
 from bench.gpu.setup import LLAMA_8B
 from engine.errors import EngineError
@@ -165,6 +166,66 @@ def test_a_warp_computes_its_units_one_after_another(monkeypatch: pytest.MonkeyP
     assert prediction.seconds == pytest.approx(32 * (11 * 10_000 / H200.clock + FIXED))
 
 
+def prompt_of(tokens: int, weights: str = "bf16", cache: str = "balanced") -> dict[str, Part]:
+    device = PaperDevice(H200.processors, H200.shared_memory)
+    return {part.name: part for part in prompt_parts(LLAMA_8B, weights, CacheType.read(cache), tokens, device)}
+
+
+def test_a_prompt_has_the_kernels_that_the_engine_launches() -> None:
+    """A layer takes 2,048 rows at a time."""
+    parts = prompt_of(4096)
+    kernels = {name: [launch.kernel for launch in part.launches] for name, part in parts.items()}
+    assert kernels["qkv"] == kernels["out"] == ["narrow", "gemm"]
+    assert kernels["gate_up"] == ["narrow", "gemm", "activate_mul"]
+    assert kernels["down"] == ["gemm"]
+    assert kernels["heads"] == ["transform_heads", "append_kv"]
+    assert kernels["attention"] == ["prefill_attention", "rotate"] * 2
+    assert [parts[name].repeats for name in ("qkv", "heads", "attention", "down", "head")] == [64, 64, 32, 64, 1]
+    flops = sum(part.repeats * launch.flops for part in parts.values() for launch in part.launches)
+    assert flops == 2 * 4096 * LLAMA_8B.layers * 218_103_808
+    packed = [launch.kernel for launch in prompt_of(2048, "q4_k")["out"].launches]
+    assert packed == ["narrow", "dequantize", "gemm"]
+
+
+def test_attention_of_a_prompt_waits_for_its_busiest_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iteration of IDLE's loop has the products of 32 rows with 16 tokens; a row sees half of the prompt."""
+    attention = prompt_of(8192)["attention"]
+    iterations = 32 * 8192 / 32 * (8192 / 2 / 16 + 0.5) / H200.processors
+    beside = 4 * 2 * 2.7e-6 + 4 * 2 * 2048 * 4096 * 4 / H200.bandwidth  # launches, and q and the result of `rotate`
+
+    def predicted(loop: Counts) -> cost.Prediction:
+        monkeypatch.setattr(cost, "_compiled", lambda *given: (253, loop))
+        return cost.predict([attention], H200, LLAMA_8B)[0]
+
+    busy = predicted(IDLE)
+    assert busy.limit == "tensor cores"
+    assert busy.seconds / 32 == pytest.approx(iterations * 64 * 2 / H200.clock + beside, rel=0.01)
+    assert busy.floor / 32 == pytest.approx(2 * 32 * 128 * 8192 * 8193 / H200.gemm)
+    assert predicted(replace(IDLE, total=1000)).limit == "issue"
+    alone = predicted(replace(IDLE, latency=10_000))
+    assert alone.limit == "latency"  # two blocks of four warps are resident
+    assert alone.seconds / 32 == pytest.approx(iterations * 10_000 / 8 / H200.clock + beside, rel=0.01)
+
+
+def test_a_library_s_product_takes_its_flops_or_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = prompt_of(2048)["down"]
+    (long,) = cost.predict([part], H200, LLAMA_8B)
+    assert long.seconds == pytest.approx(32 * (2 * 2048 * 4096 * 14336 / H200.gemm + 2.7e-6))
+    assert (long.limit, long.floor) == ("tensor cores", pytest.approx(32 * 2 * 2048 * 4096 * 14336 / H200.gemm))
+    (short,) = cost.predict([part], replace(H200, gemm=1e18), LLAMA_8B)
+    assert short.limit == "memory"
+    moved = 2 * 4096 * 14336 + 2 * 2048 * 14336 + 4 * 2048 * 4096
+    assert short.seconds == pytest.approx(32 * (moved / H200.bandwidth + 2.7e-6))
+
+
+def test_launches_that_overlap_begin_no_later_than_the_one_before_them_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_compiled", lambda *given: (168, IDLE))
+    parts = cost.predict(list(parts_of(2048, 1).values()), H200, LLAMA_8B)
+    whole, launches = sum(part.seconds for part in parts), 3 + 32 * 6
+    assert cost.overlapped(parts, H200) == pytest.approx(whole - (launches - 1) * 1.3e-6)
+    assert cost.overlapped(parts, MACHINES["a100"]) is None
+
+
 def test_the_report_says_that_it_is_a_prediction(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,15 +236,17 @@ def test_the_report_says_that_it_is_a_prediction(
     assert printed.startswith("PREDICTION, not measured: NVIDIA H200")
     assert "Estimated: the speed of the L2 cache" in printed
     assert "\n| 2,048 × 16" in printed.split("Steps, predicted")[1]
+    assert "A prompt of 8,192 tokens, without encoding, predicted: " in printed
     rows = json.loads(output.read_text(encoding="utf-8"))
     assert rows["kind"] == "prediction: no GPU was measured"
+    assert rows["prompts"][0]["tokens"] == 8192
     step = rows["steps"][0]
     assert (step["context"], step["batch"]) == (2048, 1)
     limits = {part["part"]: part["limit"] for part in step["parts"]}
     assert {"qkv (q4_k)", "down (q6_k)", "head", "attention"} <= set(limits)
     assert limits["attention"] == "memory"
     assert step["seconds"] == pytest.approx(sum(part["seconds"] for part in step["parts"]))
-    assert step["seconds"] > step["floor"] > 1e-3
+    assert step["seconds"] > step["overlapped"] > step["floor"] > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -193,6 +256,7 @@ def test_the_report_says_that_it_is_a_prediction(
         (["--weights", "f32"], "--weights f32: there is no such type"),
         (["--batch", "65"], "--batch takes numbers from 1 to 64"),
         (["--context", "64"], "--context takes numbers from 192"),
+        (["--prompt", "64"], "--prompt takes numbers from 128"),
         (["--cache", "ring99"], "ring99"),
     ],
 )

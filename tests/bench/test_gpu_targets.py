@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.command import CacheType
-from bench.gpu.cost import MACHINES, Prediction, predict
+from bench.gpu.cost import MACHINES, Prediction, overlapped, predict
 from bench.gpu.paper import PaperDevice, step_parts
 from bench.gpu.setup import LLAMA_8B
 from tests.bench.test_gpu_sass import skip_without_the_recorded_compiler
@@ -48,6 +48,18 @@ def test_a_step_with_4_bit_weights_takes_as_long_as_the_readme_says() -> None:
     )
     assert said is not None
     assert said.groups() == (f"{1e3 * seconds:.1f}", f"{1e3 * floor:.1f}")
+
+
+@pytest.mark.parametrize(("batch", "in_turn", "together"), [(1, 0.84, 0.88), (8, 0.82, 0.86), (16, 0.80, 0.84)])
+def test_a_step_in_bfloat16_takes_little_longer_than_reading_its_bytes(
+    batch: int, in_turn: float, together: float
+) -> None:
+    """Shares of the byte floor, with launches in turn and with overlapped ones."""
+    parts = predicted("bf16", "balanced", 2048, batch)
+    floor, best = sum(part.floor for part in parts), overlapped(parts, H200)
+    assert best is not None
+    assert floor / sum(part.seconds for part in parts) >= in_turn
+    assert floor / best >= together
 
 
 def test_attention_takes_little_longer_than_reading_the_bytes() -> None:

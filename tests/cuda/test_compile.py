@@ -66,6 +66,12 @@ def test_gemv_of_one_row_keeps_its_loads_in_registers(weight: str) -> None:
         test_variants_compile_within_the_limits_of_each_architecture(variant, 90)
 
 
+def test_an_encoder_of_large_blocks_keeps_its_registers() -> None:
+    """The variant of sm_90 with the fewest to spare."""
+    (tight,) = (v for v in VARIANTS["encode_blocks"] if str(v.cache) == "polarquant/turbo2 D128 N128 mean8")
+    test_variants_compile_within_the_limits_of_each_architecture(tight, 90)
+
+
 def test_every_kernel_has_variants() -> None:
     assert set(VARIANTS) == {file.stem for file in folder().rglob("*.cu")}
 
