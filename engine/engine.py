@@ -137,6 +137,10 @@ class Engine:
         """Ids of `text`, without BOS; with `control`, names of control tokens in it become those tokens."""
         return self.model.tokenizer.tokenize(text, control=control)
 
+    def prompt_ids(self, prompt: Prompt, options: Options = None) -> list[int]:
+        """The token ids of a prompt, of any length, as `stream` takes it. Raises EngineError."""
+        return prompt_ids(prompt, self.model, self._answers, options or PromptOptions())
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of `ids`, which start a sequence. Raises EngineError for ids that are not in the vocabulary."""
         try:

@@ -89,6 +89,7 @@ def infilled(field: str, asked: Asked, infill: Infill | None, prompts: list[Mixe
     if infill is None:
         sentence = "this model has no tokens for filling in the middle of a text; send the text before it as a prompt"
         raise BadRequest(field, f"{field}: {sentence}")
-    params = replace(asked.params, stop_token_ids=(*asked.params.stop_token_ids, *infill.ends))
+    ends = () if asked.params.ignore_eos else infill.ends
+    params = replace(asked.params, stop_token_ids=(*asked.params.stop_token_ids, *ends))
     options = replace(asked.options, parse_special=False)
     return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]), params=params, options=options)

@@ -64,6 +64,15 @@ def prompt_ids(
     return ids
 
 
+def chat_text(messages: Prompt, model: model_loaders.Model) -> str:
+    """Messages as the model's template writes them, with the prompt for an answer. Raises EngineError."""
+    assert is_chat(messages)
+    (text,) = model.template.render_each([[{name: str(one[name]) for name in ("role", "content")} for one in messages]])
+    if not isinstance(text, str):
+        raise EngineError(str(text))
+    return text
+
+
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:
     """Raises EngineError for a long text that has more tokens than `context` in every tokenization."""
     if context is None or len(text) <= _MOST_CHARACTERS * context:

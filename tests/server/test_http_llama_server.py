@@ -1,0 +1,321 @@
+"""llama-server's own endpoints, as its documentation describes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine import Engine, SamplingParams
+from tests.server.http_server import Serving, eventually, serving
+from tests.server.test_http_completions import FILLS, token, with_fills
+from tests.tiny import CONTEXT, forget, load_tiny
+
+PROMPT = "the rain"
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Any) -> Iterator[Serving]:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = with_fills(tmp_path_factory.mktemp("filling"))
+    with load_tiny(folder, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+        yield running
+
+
+def complete(server: Serving, path: str = "/completion", **more: Any) -> Any:
+    given = {"prompt": PROMPT, "temperature": 0, "n_predict": 8, "ignore_eos": True, "cache_prompt": False, **more}
+    response = server.post(path, given)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(server: Serving, path: str = "/completion", **more: Any) -> list[dict[str, Any]]:
+    given = {"prompt": PROMPT, "temperature": 0, "n_predict": 8, "ignore_eos": True, "cache_prompt": False, **more}
+    response = server.post(path, {**given, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def refused(server: Serving, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    response = server.post(path, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, status)
+    return error
+
+
+# -- /completion -----------------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_llama_servers_fields(shared: Serving) -> None:
+    ids = shared.engine.tokenize(PROMPT)
+    expected = shared.engine.generate(ids, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    answer = complete(shared)
+    assert answer["content"] == expected.text
+    assert answer["tokens"] == []
+    assert (answer["stop"], answer["stop_type"], answer["stopping_word"]) == (True, "limit", "")
+    assert (answer["tokens_predicted"], answer["tokens_evaluated"], answer["tokens_cached"]) == (8, len(ids), 0)
+    assert (answer["truncated"], answer["index"], answer["prompt"]) == (False, 0, PROMPT)
+    assert answer["model"] == shared.engine.model.name
+    assert "completion_probabilities" not in answer
+
+
+def test_a_streamed_answer_is_the_whole_one(shared: Serving) -> None:
+    whole = complete(shared, return_tokens=True)
+    *parts, last = events(shared)
+    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
+    assert [part["stop"] for part in parts] == [False] * len(parts)
+    timeless = {name: value for name, value in whole.items() if name != "timings"}
+    assert {**last, "timings": None} == {**timeless, "content": "", "tokens": [], "timings": None}
+
+
+def test_tokens_are_returned_on_request(shared: Serving) -> None:
+    expected = shared.engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert complete(shared, return_tokens=True)["tokens"] == list(expected.token_ids)
+
+
+def test_the_reason_for_the_end_is_told(shared: Serving) -> None:
+    text = complete(shared)["content"]
+    stop = text[3:5]
+    for one in (complete(shared, stop=[stop]), events(shared, stop=[stop])[-1]):
+        assert (one["stop_type"], one["stopping_word"]) == ("word", stop)
+    eos = {"logit_bias": [[2, 100]], "ignore_eos": False}
+    for one in (complete(shared, **eos), events(shared, **eos)[-1]):
+        assert (one["stop_type"], one["stopping_word"], one["tokens_predicted"]) == ("eos", "", 0)
+
+
+def test_an_answer_that_fills_the_context_is_truncated(shared: Serving) -> None:
+    answer = complete(shared, n_predict=-1)
+    assert answer["truncated"] is True
+    assert answer["tokens_evaluated"] + answer["tokens_predicted"] == CONTEXT
+
+
+def test_no_tokens_read_the_prompt_into_the_cache(tiny: Engine) -> None:
+    with serving(tiny) as server:
+        forget(tiny)
+        prompt = "then he ran on and on and on"
+        first = complete(server, prompt=prompt, n_predict=0, cache_prompt=True)
+        assert (first["content"], first["tokens_predicted"], first["tokens_cached"]) == ("", 0, 0)
+        again = complete(server, prompt=prompt, cache_prompt=True)
+        assert again["tokens_cached"] > 0
+        assert again["timings"]["cache_n"] == again["tokens_cached"]
+        assert again["timings"]["cache_n"] + again["timings"]["prompt_n"] == again["tokens_evaluated"]
+        assert complete(server, prompt=prompt)["tokens_cached"] == 0  # cache_prompt: false
+
+
+def test_timings_count_and_time_both_parts(shared: Serving) -> None:
+    answer = complete(shared)
+    timings = answer["timings"]
+    assert (timings["prompt_n"], timings["predicted_n"]) == (answer["tokens_evaluated"], 8)
+    for part in ("prompt", "predicted"):
+        assert timings[f"{part}_ms"] > 0
+        assert timings[f"{part}_per_token_ms"] == pytest.approx(timings[f"{part}_ms"] / timings[f"{part}_n"])
+        assert timings[f"{part}_per_second"] == pytest.approx(1000 / timings[f"{part}_per_token_ms"])
+    *parts, _ = events(shared, timings_per_token=True)
+    assert [part["timings"]["predicted_n"] for part in parts] == list(range(1, 9))
+    assert all("timings" not in part for part in events(shared)[:-1])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_probabilities_of_the_most_likely_tokens(shared: Serving, n: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=n)
+    expected = shared.engine.generate(PROMPT, params).logprobs
+    found = complete(shared, n_probs=n)["completion_probabilities"]
+    assert [part for event in events(shared, n_probs=n)[:-1] for part in event["completion_probabilities"]] == found
+    for one, known in zip(found, expected, strict=True):
+        assert (one["id"], one["logprob"]) == (known.id, known.logprob)
+        assert [(top["id"], top["logprob"]) for top in one["top_logprobs"]] == list(known.top)
+        assert bytes(one["bytes"]).decode("utf-8", "replace") == one["token"]
+
+
+def test_every_form_of_a_prompt_is_taken(shared: Serving) -> None:
+    ids = shared.engine.tokenize(PROMPT)
+    expected = complete(shared)["content"]
+    rest = shared.engine.detokenize(ids[1:])
+    for prompt in (ids, [ids[0], rest], {"prompt_string": PROMPT}, [PROMPT]):
+        assert complete(shared, prompt=prompt)["content"] == expected
+    several = [PROMPT, ids, {"prompt_string": PROMPT}, [ids[0], rest]]
+    answers = complete(shared, prompt=several)
+    assert [one["index"] for one in answers] == [0, 1, 2, 3]
+    assert [one["content"] for one in answers] == [expected] * 4
+    found = dict.fromkeys(range(4), "")
+    for event in events(shared, prompt=several):
+        found[event["index"]] += event["content"]
+    assert found == dict.fromkeys(range(4), expected)
+    assert [one["index"] for one in complete(shared, prompt=[PROMPT, ids], n_cmpl=2)] == [0, 1, 2, 3]
+
+
+def test_settings_are_those_that_were_used(shared: Serving) -> None:
+    settings = complete(shared, top_k=7, stop=["zzz"], logit_bias=[[7, 1.5], [8, False]], seed=3)["generation_settings"]
+    assert (settings["top_k"], settings["temperature"], settings["seed"], settings["n_predict"]) == (7, 0, 3, 8)
+    assert settings["stop"] == ["zzz"]
+    assert settings["logit_bias"] == [[7, 1.5], [8, False]]
+    assert settings["top_p"] == 0.95
+
+
+@pytest.mark.parametrize("path", ["/completion", "/infill"])
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"n_predict": "x"}, "n_predict"),
+        ({"return_tokens": 1}, "return_tokens"),
+        ({"timings_per_token": "yes"}, "timings_per_token"),
+        ({"mirostat": 1}, "mirostat"),
+        ({"n_probs": -1}, "n_probs"),
+        ({"stream": 3}, "stream"),
+    ],
+)
+def test_a_wrong_field_is_named_in_llama_servers_shape(filling: Serving, path: str, more: Any, param: str) -> None:
+    error = refused(filling, path, {"prompt": PROMPT, **more})
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], 3, [None], {"prompt_string": 3}, {"prompt_string": "a", "multimodal_data": ["x"]}]
+)
+def test_a_prompt_of_another_form_is_refused(shared: Serving, prompt: Any) -> None:
+    assert refused(shared, "/completion", {"prompt": prompt})["param"].startswith("prompt")
+
+
+def test_a_prompt_that_is_too_long_has_its_numbers(shared: Serving) -> None:
+    error = refused(shared, "/completion", {"prompt": [7] * 300})
+    assert error["type"] == "exceed_context_size_error"
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (300, CONTEXT)
+    stream = refused(shared, "/completion", {"prompt": [7] * 300, "stream": True})
+    assert stream == error
+    eventually(lambda: not shared.busy)
+
+
+def test_a_client_that_hangs_up_cancels(tiny: Engine) -> None:
+    with serving(tiny) as server:
+        server.gate.close()
+        connection = server.send("/completion", {"prompt": [PROMPT, PROMPT], "stream": True})
+        eventually(lambda: server.engine.status().waiting)
+        connection.close()
+        eventually(lambda: server.outcomes().get("cancelled") == 2)
+        server.gate.open()
+        eventually(lambda: not server.busy)
+
+
+# -- /infill ---------------------------------------------------------------------------------------------------
+
+
+def test_infill_writes_between_prefix_and_suffix(filling: Serving) -> None:
+    engine = filling.engine
+    before, after, middle = (token(engine, name) for name in FILLS[:3])
+    written = [before, *engine.tokenize("he"), after, *engine.tokenize("on"), middle, *engine.tokenize("ran")]
+    expected = complete(filling, prompt=written)["content"]
+    body = {"input_prefix": "he", "input_suffix": "on", "prompt": "ran"}
+    assert complete(filling, "/infill", **body)["content"] == expected
+    assert "".join(event["content"] for event in events(filling, "/infill", **body)) == expected
+
+
+def test_infill_puts_other_files_before_it(filling: Serving) -> None:
+    engine = filling.engine
+    before, after, middle, repository, file = (token(engine, name) for name in FILLS[:5])
+    written = [repository, "myproject\n", file, "a.py\nthe rain\n", file, "filename\n", before, "he", after, middle]
+    expected = complete(filling, prompt=written)
+    body = {"input_prefix": "he", "input_extra": [{"filename": "a.py", "text": "the rain"}], "prompt": ""}
+    found = complete(filling, "/infill", **body)
+    assert (found["content"], found["tokens_evaluated"]) == (expected["content"], expected["tokens_evaluated"])
+
+
+def test_what_comes_behind_a_middle_ends_it(filling: Serving) -> None:
+    end = token(filling.engine, FILLS[4])
+    found = complete(filling, "/infill", input_prefix="he", prompt="", logit_bias=[[end, 100]], ignore_eos=False)
+    assert (found["stop_type"], found["tokens_predicted"]) == ("eos", 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input_prefix": 3}, "input_prefix"),
+        ({"input_suffix": []}, "input_suffix"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"input_extra": "a"}, "input_extra"),
+        ({"input_extra": [3]}, "input_extra[0]"),
+        ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
+        ({"input_extra": [{"filename": 3, "text": ""}]}, "input_extra[0].filename"),
+        ({"input_extra": [{"text": ""}] * 300}, "input_extra"),
+    ],
+)
+def test_a_wrong_field_of_infill_is_named(filling: Serving, body: Any, param: str) -> None:
+    assert refused(filling, "/infill", body)["param"] == param
+
+
+def test_a_model_without_the_tokens_refuses_infill(shared: Serving) -> None:
+    error = refused(shared, "/infill", {"input_prefix": "he", "input_suffix": "on"})
+    assert "this model has no tokens for filling in" in error["message"]
+
+
+# -- about the server --------------------------------------------------------------------------------------------
+
+
+def test_props_tell_the_defaults_and_the_template(shared: Serving) -> None:
+    props = shared.http.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == CONTEXT
+    defaults = complete(shared, temperature=None, n_predict=1, ignore_eos=None)["generation_settings"]
+    assert props["default_generation_settings"]["params"] == {**defaults, "n_predict": -1, "max_tokens": -1}
+    assert props["total_slots"] == shared.engine.config.parallel
+    assert props["chat_template"] == shared.engine.model.template.source
+    assert props["model_path"] == shared.engine.model.path.name
+    assert props["modalities"] == {"vision": False, "audio": False}
+
+
+def test_slots_tell_what_is_computed(tiny: Engine) -> None:
+    with serving(tiny) as server:
+        slots = server.http.get("/slots").json()
+        assert [slot["id"] for slot in slots] == list(range(tiny.config.parallel))
+        assert not any(slot["is_processing"] for slot in slots)
+        assert {slot["n_ctx"] for slot in slots} == {CONTEXT}
+        assert server.http.get("/slots?fail_on_no_slot=1").status_code == 200
+        server.gate.close()
+        connections = [server.send("/completion", {"prompt": PROMPT}) for _ in slots]
+        eventually(lambda: server.engine.status().waiting == len(slots))
+        assert all(slot["is_processing"] for slot in server.http.get("/slots").json())
+        assert server.http.get("/slots?fail_on_no_slot=1").status_code == 503
+        for connection in connections:
+            connection.close()
+        server.gate.open()
+        eventually(lambda: not server.busy)
+
+
+def test_a_template_is_applied(shared: Serving) -> None:
+    messages = [{"role": "system", "content": "then on"}, {"role": "user", "content": "he ran"}]
+    prompt = shared.post("/apply-template", {"messages": messages}).json()["prompt"]
+    assert prompt.startswith("<|im_start|>system\nthen on<|im_end|>\n<|im_start|>user\nhe ran")
+    assert prompt.endswith("<|im_start|>assistant\n")
+    chat = shared.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}).json()
+    assert complete(shared, prompt=prompt, ignore_eos=False)["content"] == chat["choices"][0]["message"]["content"]
+
+
+def test_tokens_of_messages_are_counted(shared: Serving) -> None:
+    body = {"messages": [{"role": "user", "content": "he ran"}]}
+    used = shared.post("/v1/chat/completions", {**body, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
+        assert shared.post(path, body).json() == {"object": "response.input_tokens", "input_tokens": used}
+
+
+@pytest.mark.parametrize("path", ["/apply-template", "/v1/chat/completions/input_tokens"])
+def test_messages_of_a_wrong_form_are_named(shared: Serving, path: str) -> None:
+    for body, param in (({}, "messages"), ({"messages": [{"role": "user"}]}, "messages[0].content")):
+        response = shared.post(path, body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("path", ["/props", "/slots/0?action=save"])
+def test_what_this_server_does_otherwise_is_refused(shared: Serving, path: str) -> None:
+    error = refused(shared, path, {}, 501)
+    assert error["type"] == "not_supported_error"
+
+
+def test_there_are_no_adapters(shared: Serving) -> None:
+    assert shared.http.get("/lora-adapters").json() == []
