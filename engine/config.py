@@ -221,6 +221,7 @@ class PromptOptions:
     parse_special: bool = False  # names of control tokens in a text become those tokens; in messages they never do
     cache_prompt: bool = True  # False: compute the whole prompt, without the prefix cache
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
+    continue_final_message: bool = False  # the last message, the assistant's, is the beginning of the answer
     # Return the prompt's embedding: of the final hidden states, which the model's head sees, the "mean" over all tokens
     # or that of the "last" one, scaled to length 1. A token's state depends on the tokens before it and itself. The
     # whole prompt is computed, and nothing of it can be found later.

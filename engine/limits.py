@@ -92,6 +92,7 @@ OPTIONS: Limits = {
     "parse_special": (_is_flag, "True or False"),
     "cache_prompt": (_is_flag, "True or False"),
     "cache_salt": (lambda value: isinstance(value, str), "a string"),
+    "continue_final_message": (_is_flag, "True or False"),
     "pooling": (lambda value: value in (None, "mean", "last"), "None, mean or last"),
 }
 

@@ -152,6 +152,12 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield "guided_choice", "V", "the answer is one of at most 1,024 strings"
     yield "guided_grammar", "V", "as `grammar`"
     yield "structured_outputs", "V", "an object with one of `json`, `json_object`, `regex`, `choice` and `grammar`"
+    yield (
+        "continue_final_message",
+        "LV",
+        "whether the answer goes on with the last message [true if that is the assistant's]",
+    )
+    yield "add_generation_prompt", "LV", "the opposite of `continue_final_message`"
     yield "cache_prompt", "L", "false computes all of the prompt, whatever is in the cache [true]"
     yield "cache_salt", "V", "only requests with the same salt find the blocks that this one leaves in the cache"
 
@@ -270,13 +276,6 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     template = "this server uses the model's own chat template as it is; send a prompt to use another"
     yield "chat_template", "LV", None, template
     yield "chat_template_kwargs", "LV", _is({}), template
-    yield "add_generation_prompt", "LV", _is(True), template
-    yield (
-        "continue_final_message",
-        "LV",
-        _is(False),
-        "a last message of the assistant's is not continued; send a prompt",
-    )
     yield "generation_prompt", "L", _is(""), template
     yield "documents", "V", _is([]), template
     for name in ("chat_format", "chat_parser"):

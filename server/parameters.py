@@ -12,7 +12,7 @@ from typing import Any
 from engine import PromptOptions, SamplingParams
 from engine.requests.prompts import Prompt
 from server.fields import complaint
-from server.prompts import read_options, read_prompt
+from server.prompts import read_continues, read_options, read_prompt
 from server.sampling import Tokenize, read_sampling
 from server.values import BadRequest, count, flag, text, wrong
 
@@ -67,9 +67,11 @@ def read(
     if "model" in body:
         text("model", body["model"])  # any name will do
     answers = "n" if "n" in body else "n_cmpl"
+    prompt = read_prompt(body, takes)
+    continues = read_continues(body, prompt)
     return Asked(
-        prompt=read_prompt(body, takes),
-        options=read_options(body, parse_special=parse_special),
+        prompt=prompt,
+        options=replace(read_options(body, parse_special=parse_special), continue_final_message=continues),
         params=read_sampling(body, tokenize, switched_logprobs=switched_logprobs),
         stream=flag("stream", body.get("stream", False)),
         n=count(answers, body.get(answers, 1), 1, MAX_ANSWERS),

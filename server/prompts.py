@@ -41,6 +41,27 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool) -> PromptOptio
     )
 
 
+def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
+    """Whether the answer goes on with the last message, which is the assistant's. Raises BadRequest.
+
+    It does so unless the request says otherwise, as at llama-server, or by two fields that vLLM has.
+    """
+    asks = {
+        name: flag(name, body[name]) is wanted
+        for name, wanted in (("continue_final_message", True), ("add_generation_prompt", False))
+        if body.get(name) is not None
+    }
+    if len(set(asks.values())) > 1:
+        sentence = "add_generation_prompt asks for a new turn if it is true, continue_final_message if it is false"
+        raise BadRequest("continue_final_message", f"{sentence}: leave one of them out")
+    last: Any = prompt[-1] if prompt else None
+    begun = isinstance(last, dict) and last["role"] == "assistant" and not last.get("tool_calls")
+    if isinstance(last, dict) and not begun and any(asks.values()):
+        name = next(iter(asks))
+        raise BadRequest(name, f"{name} asks to continue the last message, which is not a text of the assistant's")
+    return begun and len(prompt) > 1 and all(asks.values())
+
+
 def read_salt(value: Any) -> str:
     """A cache salt; empty for none. Raises BadRequest."""
     if value is None:

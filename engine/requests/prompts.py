@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard, cast
 
 import numpy as np
 
 import model_loaders
+import model_loaders.tokenizers
 from engine.config import PromptOptions
 from engine.errors import EngineError, shown
 from engine.limits import check_roles
@@ -45,7 +46,9 @@ def prompt_ids(
         check_roles(prompt)
         try:
             messages = answers.with_ids(prompt, options.cache_salt) if answers else prompt
-            return chat_ids(messages, model.template, tokenizer, check)
+            messages, begun = _split(messages) if options.continue_final_message else (messages, None)
+            ids = chat_ids(messages, model.template, tokenizer, check)
+            return ids if begun is None else ids + _begun_ids(begun, tokenizer, check)
         except ValueError as error:
             raise EngineError(str(error)) from None
     if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
@@ -64,13 +67,39 @@ def prompt_ids(
     return ids
 
 
-def chat_text(messages: Prompt, model: model_loaders.Model) -> str:
+def _split(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """A conversation, and its last message, which the answer begins with. Raises EngineError."""
+    *before, last = messages
+    content = last.get("content") if isinstance(last, Mapping) and last.get("role") == "assistant" else None
+    if not before or not isinstance(content, str):
+        raise EngineError(
+            "Only a last message of the assistant's, with a text and another message before it, can be continued"
+        )
+    return before, last
+
+
+def _begun_ids(
+    message: Mapping[str, Any], tokenizer: model_loaders.tokenizers.Tokenizer, check: Callable[[str], None]
+) -> list[int]:
+    """The ids of the beginning of an answer: those that it was generated as, or those of its text.
+
+    The text begins as an answer does, with the space that some tokenizers add.
+    """
+    if message.get("token_ids") is not None:
+        ids = list(message["token_ids"])
+        return ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
+    check(message["content"])
+    return tokenizer.tokenize(message["content"]) if message["content"] else []
+
+
+def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions) -> str:
     """Messages as the model's template writes them, with the prompt for an answer. Raises EngineError."""
-    assert is_chat(messages)
+    assert is_chat(prompt)
+    messages, begun = _split(prompt) if options.continue_final_message else (prompt, {"content": ""})
     (text,) = model.template.render_each([[{name: str(one[name]) for name in ("role", "content")} for one in messages]])
     if not isinstance(text, str):
         raise EngineError(str(text))
-    return text
+    return text + str(begun["content"])
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:

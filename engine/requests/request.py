@@ -119,7 +119,7 @@ class Request:
         keep = None
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
-            question = answers.question(prompt, options.cache_salt)
+            question = None if options.continue_final_message else answers.question(prompt, options.cache_salt)
             keep = None if question is None else partial(answers.keep, question)
         room = context - len(ids)
         most = room if params.max_tokens < 0 else min(params.max_tokens, room)
@@ -128,7 +128,7 @@ class Request:
             params,
             sampling,
             model.tokenizer,
-            Detokenizer(model.tokenizer, at_start=is_chat(prompt)),
+            Detokenizer(model.tokenizer, at_start=is_chat(prompt) and not options.continue_final_message),
             model.vocabulary,
             outbox,
             options,

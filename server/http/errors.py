@@ -15,6 +15,7 @@ from engine.flags import in_flags
 from server.refused import Refused
 from server.values import BadRequest
 
+TOO_LONG = "context_length_exceeded"
 CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used
 _RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # OpenAI's clients look at it
 
@@ -49,7 +50,8 @@ class ApiError(Exception):
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        named = {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}
+        kind = "exceed_context_size_error" if self.code == TOO_LONG else _type(self.status)  # as llama-server has it
+        named = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**named, **self.numbers}}
 
     def response(self) -> Response:
@@ -70,7 +72,10 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, BadRequest):
         return ApiError(400, error.message, "invalid_request", error.field)
     if isinstance(error, EngineError):
-        return ApiError(_ENGINE_STATUS.get(error.code, 400), in_flags(error), error.code, numbers=error.numbers)
+        message = in_flags(error)
+        if error.code == TOO_LONG and "n_ctx" in error.numbers:  # words of OpenAI's that clients look for
+            message += f". This model's maximum context length is {error.numbers['n_ctx']} tokens here"
+        return ApiError(_ENGINE_STATUS.get(error.code, 400), message, error.code, numbers=error.numbers)
     if isinstance(error, Refused):
         headers = dict(_RETRYING_IS_NO_USE) if error.code == "timeout" else {}
         if error.retry_after is not None:

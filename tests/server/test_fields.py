@@ -61,8 +61,6 @@ ASKING: dict[str, list[Any]] = {  # values of refused fields that ask for someth
     "add_special_tokens": [False],
     "chat_template": ["{{ x }}"],
     "chat_template_kwargs": [{"enable_thinking": False}],
-    "add_generation_prompt": [False],
-    "continue_final_message": [True],
     "generation_prompt": ["x"],
     "documents": [[{"title": "x"}]],
     "chat_format": [1],
@@ -137,7 +135,17 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # a value, and what it becomes
     "structured_outputs": ({"regex": "a"}, SamplingParams(regex="a")),
     **dict.fromkeys(("logprobs", "n_probs"), (5, SamplingParams(logprobs=5))),
 }
-ELSEWHERE = {"messages", "prompt", "top_logprobs", "n", "n_cmpl", "stream", "stream_options"}  # in test_parameters
+ELSEWHERE = {
+    "messages",
+    "prompt",
+    "continue_final_message",
+    "add_generation_prompt",
+    "top_logprobs",
+    "n",
+    "n_cmpl",
+    "stream",
+    "stream_options",
+}  # in test_parameters
 
 
 def read(**body: Any) -> parameters.Asked:

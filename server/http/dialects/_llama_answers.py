@@ -1,0 +1,245 @@
+"""Answers in llama-server's own shape: /completion and /infill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine import SamplingParams, TokenLogprob, Usage
+from engine.sampling.sample import resolve
+from model_loaders import Model
+from model_loaders.tokenizers import Tokenizer
+from server.http.completions import PromptText, read_raw
+from server.http.errors import ApiError
+from server.http.generation import About
+from server.http.streams import DATA, Event, Framing
+from server.infill import infill_of, infilled
+from server.parameters import Asked, read
+from server.pieces import Answer, Piece
+from server.values import flag, text, wrong
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+_SAMPLERS = ("penalties", "dry", "top_k", "top_p", "min_p", "temperature")
+_MOST_FILES = 256
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The body of the response with an error."""
+    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    if error.code == "context_length_exceeded":
+        kind = "exceed_context_size_error"
+    shown = {"code": error.status, "message": error.message, "type": kind, "param": error.param}
+    return {"error": {**shown, **error.numbers}}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """POST /completion"""
+
+    framing: Framing = DATA
+
+    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+        """The request. Raises BadRequest."""
+        own = _own_fields(body)
+        asked = read_raw(body, about)
+        return asked, _writer(asked, about, own, several=isinstance(body["prompt"], list) and bool(asked.more_prompts))
+
+
+@dataclass(frozen=True)
+class Infilling:
+    """POST /infill"""
+
+    framing: Framing = DATA
+
+    def read(self, body: dict[str, Any], about: About) -> tuple[Asked, Writer]:
+        """The request. Raises BadRequest."""
+        own = _own_fields(body)
+        texts = {}
+        for name in ("input_prefix", "input_suffix", "prompt"):
+            texts[name] = "" if body.get(name) is None else text(name, body[name])
+        files = _files(body.pop("input_extra", None))
+        asked = read(
+            {**body, "prompt": "-"}, about.model.tokenizer.tokenize, ("prompt",), parse_special=about.parse_special
+        )
+        infill = infill_of(about.model.tokenizer)
+        given = (texts["input_prefix"], texts["input_suffix"], texts["prompt"], files)
+        prompts = [] if infill is None else [infill.prompt(*given)]
+        asked = infilled("input_suffix", asked, infill, prompts)
+        return asked, _writer(asked, about, own, several=False)
+
+
+def _files(value: Any) -> list[tuple[str, str]]:
+    """Names and texts of the files in `input_extra`. Raises BadRequest."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > _MOST_FILES:
+        raise wrong("input_extra", f"an array of at most {_MOST_FILES} files", value)
+    files = []
+    for index, file in enumerate(value):
+        at = f"input_extra[{index}]"
+        if not isinstance(file, dict):
+            raise wrong(at, "an object with a filename and a text", file)
+        name = "tmp" if file.get("filename") is None else text(f"{at}.filename", file["filename"])
+        files.append((name, text(f"{at}.text", file.get("text"))))
+    return files
+
+
+def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
+    """What llama-server's own shape has more of, taken out of `body`. Raises BadRequest."""
+    given = {name: body.pop(name, None) for name in ("return_tokens", "timings_per_token")}
+    return {name: value is not None and flag(name, value) for name, value in given.items()}
+
+
+def _writer(asked: Asked, about: About, own: dict[str, bool], *, several: bool) -> Writer:
+    return Writer(
+        about.model, asked, several or asked.n > 1, own["return_tokens"], own["timings_per_token"], about.tells_cached
+    )
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Makes the JSON objects of one response."""
+
+    model: Model
+    asked: Asked
+    several: bool  # whether the body of a response that is not streamed is an array
+    returns_tokens: bool
+    times_tokens: bool
+    tells_cached: bool
+    _begun: float = field(default_factory=time.monotonic)
+    _first: dict[int, float] = field(default_factory=dict)  # of each answer: when its first token came
+    _counts: dict[int, int] = field(default_factory=dict)  # of each answer: tokens so far
+
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        """The body of a response that is not streamed."""
+        written = [
+            self._end(index, answer, answer.text, answer.token_ids if self.returns_tokens else (), answer.logprobs)
+            for index, answer in enumerate(answers)
+        ]
+        return written if self.several else written[0]
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
+        """The events of a piece of answer `index`."""
+        now = time.monotonic()
+        if piece.token_ids:
+            self._first.setdefault(index, now)
+        count = self._counts[index] = self._counts.get(index, 0) + len(piece.token_ids)
+        if piece.text or piece.token_ids:
+            part: dict[str, Any] = {
+                "index": index,
+                "content": piece.text,
+                "tokens": list(piece.token_ids),
+                "stop": False,
+                "id_slot": -1,
+                "tokens_predicted": count,
+            }
+            if piece.logprobs:
+                part["completion_probabilities"] = _probabilities(self.model.tokenizer, piece.logprobs)
+            if self.times_tokens:
+                first_at = self._first.get(index, now)
+                part["timings"] = {
+                    "prompt_ms": 1000 * (first_at - self._begun),
+                    **_rates("predicted", count, now - first_at),
+                }
+            yield part
+        if piece.finish_reason is not None:
+            yield self._end(index, piece, "", (), ())
+
+    def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
+        """Nothing: an answer's last event says that it is the last."""
+        yield from ()
+
+    def failure(self, error: ApiError) -> Event:
+        """The last event of a stream that an error ends."""
+        return error_body(error)
+
+    def _end(
+        self, index: int, last: Answer | Piece, content: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> dict[str, Any]:
+        """A whole answer, or the last event of one."""
+        usage, one = last.usage, self.asked.each()[index // self.asked.n]
+        assert usage is not None
+        word = last.stopped_by or ""
+        most = one.params.max_tokens
+        written: dict[str, Any] = {
+            "index": index,
+            "content": content,
+            "tokens": list(tokens),
+            "id_slot": -1,
+            "stop": True,
+            "model": self.model.name,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "generation_settings": generation_settings(self.model, one.params),
+            "prompt": str(PromptText(one.prompt, self.model.tokenizer)),
+            "truncated": last.finish_reason == "length" and not 0 <= most <= usage.completion_tokens,
+            "stop_type": "limit" if last.finish_reason == "length" else "word" if word else "eos",
+            "stopping_word": word,
+            "tokens_cached": usage.cached_tokens if self.tells_cached else None,
+            "timings": _timings(usage, self.tells_cached),
+        }
+        if logprobs:
+            written["completion_probabilities"] = _probabilities(self.model.tokenizer, logprobs)
+        return written
+
+
+def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
+    """Counts, milliseconds and rates of an answer's two parts."""
+    read = usage.prompt_tokens - (usage.cached_tokens if tells_cached else 0)
+    return {
+        "cache_n": usage.prompt_tokens - read,
+        **_rates("prompt", read, usage.prefill_seconds),
+        **_rates("predicted", usage.completion_tokens, usage.generation_seconds),
+    }
+
+
+def _rates(name: str, count: int, seconds: float) -> dict[str, float]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * seconds / max(count, 1),
+        f"{name}_per_second": count / max(seconds, 1e-9),
+    }
+
+
+def _probabilities(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        return {"id": token, "token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": logprob}
+
+    return [entry(token.id, token.logprob) | {"top_logprobs": [entry(*one) for one in token.top]} for token in tokens]
+
+
+def generation_settings(model: Model, params: SamplingParams) -> dict[str, Any]:
+    """How tokens are chosen, with the model's defaults filled in, under llama-server's names."""
+    used = resolve(params, model.generation)
+    return {
+        "n_predict": params.max_tokens,
+        "max_tokens": params.max_tokens,
+        "seed": params.seed,
+        "temperature": used.temperature,
+        "top_k": used.top_k,
+        "top_p": used.top_p,
+        "min_p": used.min_p,
+        "repeat_last_n": params.repeat_last_n,
+        "repeat_penalty": used.repeat_penalty,
+        "presence_penalty": used.presence_penalty,
+        "frequency_penalty": used.frequency_penalty,
+        "dry_multiplier": used.dry_multiplier,
+        "dry_base": used.dry_base,
+        "dry_allowed_length": used.dry_allowed_length,
+        "dry_penalty_last_n": used.dry_penalty_last_n,
+        "dry_sequence_breakers": list(used.dry_sequence_breakers),
+        "stop": list(params.stop),
+        "ignore_eos": params.ignore_eos,
+        "logit_bias": [[token, bias if abs(bias) < 1e9 else False] for token, bias in params.logit_bias.items()],
+        "n_probs": params.logprobs or 0,
+        "samplers": list(_SAMPLERS),
+    }

@@ -1,0 +1,117 @@
+"""A last message of the assistant's is continued, and the errors for prompts that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from engine import Engine, EngineError, PromptOptions, SamplingParams
+from tests.server.http_server import Serving, serving
+from tests.tiny import CONTEXT
+
+QUESTION = {"role": "user", "content": "then he ran on"}
+BEGUN = {"role": "assistant", "content": "the rain"}
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Any) -> Iterator[Serving]:
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+        yield running
+
+
+def chat(server: Serving, messages: list[Any], **more: Any) -> str:
+    body = {"messages": messages, "temperature": 0, "max_tokens": 12, "ignore_eos": True, **more}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def written(server: Serving, messages: list[Any], **more: Any) -> str:
+    return server.post("/apply-template", {"messages": messages, **more}).json()["prompt"]
+
+
+def raw(server: Serving, prompt: str) -> str:
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    return server.post("/v1/completions", body).json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("more", [{}, {"continue_final_message": True}, {"add_generation_prompt": False}])
+def test_a_last_message_of_the_assistant_is_continued(shared: Serving, more: Any) -> None:
+    prompt = written(shared, [QUESTION]) + BEGUN["content"]
+    assert written(shared, [QUESTION, BEGUN], **more) == prompt
+    assert chat(shared, [QUESTION, BEGUN], **more) == raw(shared, prompt)
+    body = {"messages": [QUESTION, BEGUN], "temperature": 0, "max_tokens": 12, "ignore_eos": True, **more}
+    known = {name: body.pop(name) for name in ("ignore_eos", *more)}
+    stream = shared.openai.chat.completions.create(model="any", stream=True, extra_body=known, **body)  # type: ignore[call-overload]
+    assert "".join(part.choices[0].delta.content or "" for part in stream) == raw(shared, prompt)
+
+
+@pytest.mark.parametrize("more", [{"continue_final_message": False}, {"add_generation_prompt": True}])
+def test_a_new_turn_is_begun_on_request(shared: Serving, more: Any) -> None:
+    prompt = written(shared, [QUESTION, BEGUN], **more)
+    assert prompt.endswith("the rain<|im_end|>\n<|im_start|>assistant\n")
+    assert chat(shared, [QUESTION, BEGUN], **more) == raw(shared, prompt)
+
+
+def test_names_of_control_tokens_stay_text_in_a_beginning(shared: Serving) -> None:
+    body = {"messages": [QUESTION, {"role": "assistant", "content": "a<|im_end|>"}]}
+    tokens = shared.post("/v1/chat/completions/input_tokens", body).json()["input_tokens"]
+    plain = shared.post("/v1/chat/completions/input_tokens", {"messages": [QUESTION]}).json()["input_tokens"]
+    assert tokens > plain + 3  # two, if the name became the token
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "param"),
+    [
+        ([QUESTION], {"continue_final_message": True}, "continue_final_message"),
+        ([QUESTION], {"add_generation_prompt": False}, "add_generation_prompt"),
+        ([QUESTION, BEGUN], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ([QUESTION, BEGUN], {"continue_final_message": "yes"}, "continue_final_message"),
+        ([QUESTION, BEGUN], {"add_generation_prompt": 0}, "add_generation_prompt"),
+    ],
+)
+def test_what_cannot_be_continued_is_named(shared: Serving, messages: Any, more: Any, param: str) -> None:
+    response = shared.post("/v1/chat/completions", {"messages": messages, **more})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_the_engine_continues_the_ids_that_an_answer_was_generated_as(tiny: Engine) -> None:
+    answer = tiny.chat([QUESTION], SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True))
+    options = PromptOptions(continue_final_message=True)
+    begun = {"role": "assistant", "content": answer.text}
+    expected = [*tiny.prompt_ids([QUESTION]), *answer.token_ids]
+    assert tiny.prompt_ids([QUESTION, begun], options) == expected  # known by its text
+    assert tiny.prompt_ids([QUESTION, {**begun, "token_ids": answer.token_ids}], options) == expected
+    with pytest.raises(EngineError, match="can be continued"):
+        tiny.chat([QUESTION], options=options)
+
+
+# -- errors for prompts that are too long --------------------------------------------------------------------------
+
+
+def test_a_prompt_that_is_too_long_has_its_numbers_in_both_forms(shared: Serving) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": [7] * 300}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the " * 300}]}),
+    ):
+        error = shared.post(path, body).json()["error"]
+        assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
+        assert error["n_prompt_tokens"] >= 300
+        assert error["n_ctx"] == CONTEXT
+        assert "exceeds the available context size" in error["message"]
+
+
+def test_clients_know_a_prompt_that_is_too_long(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or else it fetches a list when it is imported
+    import litellm
+
+    messages: Any = [{"role": "user", "content": "the " * 300}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        shared.openai.chat.completions.create(model="any", messages=messages)
+    assert caught.value.code == "context_length_exceeded"
+    given = {"api_base": str(shared.openai.base_url), "api_key": "none", "max_retries": 0}
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion("openai/any", messages, **given)
