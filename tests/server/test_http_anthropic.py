@@ -193,6 +193,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "on"}]}, "messages[1].role"),
         (user({"type": "image", "source": {}}), "messages[0].content[0].type"),
         (user({"type": "document", "source": {}}), "messages[0].content[0].type"),
         (user({"text": "on"}), "messages[0].content[0].type"),
@@ -220,7 +221,8 @@ def test_a_wrong_value_is_an_error_that_names_the_field(server: Serving, given: 
 def test_arguments_that_are_no_json_are_refused(server: Serving) -> None:
     for given in ('{"x": NaN}', '{"x": ' * 900 + "1" + "}" * 900, '{"x": "\\ud800"}', "[]"):
         block = f'{{"type": "tool_use", "id": "a", "name": "f", "input": {given}}}'
-        body = f'{{"messages": [{{"role": "assistant", "content": [{block}]}}]}}'
+        last = '{"role": "user", "content": "on"}'
+        body = f'{{"messages": [{{"role": "assistant", "content": [{block}]}}, {last}]}}'
         response = server.http.post("/v1/messages", content=body, headers={"Content-Type": "application/json"})
         assert response.status_code == 400, given[:20]
         assert response.json()["error"]["type"] == "invalid_request_error"
