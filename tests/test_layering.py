@@ -127,6 +127,16 @@ def test_the_server_speaks_to_the_engine(name: str) -> None:
 
 DIALECTS = "server.http.dialects"
 
+# APIs beside OpenAI's older ones. Each has a module of that name, and a file of tests.
+SPOKEN = {"anthropic", "llama_server", "ollama", "responses"}
+
+
+def test_every_dialect_is_tested() -> None:
+    stems = {path.stem for path in (ROOT / "server" / "http" / "dialects").glob("[!_]*.py")}
+    assert stems == SPOKEN
+    for name in SPOKEN:
+        assert (ROOT / "tests" / "server" / f"test_http_{name}.py").is_file(), name
+
 
 @pytest.mark.parametrize("name", sorted(n for n in ALL if n.startswith("server.")))
 def test_a_dialect_is_a_file_by_itself(name: str) -> None:

@@ -156,6 +156,18 @@ def test_tokens_of_an_earlier_turn_count_as_read_from_the_cache(client: anthropi
     assert second.usage.input_tokens > 0
 
 
+def test_a_last_message_of_the_assistants_is_continued(server: Serving, client: anthropic.Anthropic) -> None:
+    messages: list[Any] = [*QUESTION, {"role": "assistant", "content": "he ran"}]
+    given = {"model": "any", "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    expected = server.openai.chat.completions.create(messages=messages, **given)
+    forget(server.engine)
+    message = client.messages.create(**arguments(messages=messages, ignore_eos=True))
+    (block,) = message.content
+    assert block.type == "text"
+    assert block.text == expected.choices[0].message.content
+    assert message.usage.input_tokens == expected.usage.prompt_tokens
+
+
 def test_tokens_can_be_counted_before(client: anthropic.Anthropic) -> None:
     given: Any = {"system": "then on", "messages": QUESTION, "model": "any"}
     usage = client.messages.create(**given, max_tokens=1).usage
@@ -193,7 +205,6 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "on"}]}, "messages[1].role"),
         (user({"type": "image", "source": {}}), "messages[0].content[0].type"),
         (user({"type": "document", "source": {}}), "messages[0].content[0].type"),
         (user({"text": "on"}), "messages[0].content[0].type"),

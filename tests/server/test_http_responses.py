@@ -162,6 +162,16 @@ def test_what_a_request_says_is_repeated(server: Serving) -> None:
     assert (response.temperature, response.max_output_tokens, response.store) == (0, 24, False)  # type: ignore[attr-defined]
 
 
+def test_a_last_message_of_the_assistants_is_not_continued(server: Serving) -> None:
+    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "he ran"}]
+    more = {"ignore_eos": True, "continue_final_message": False}
+    expected = server.openai.chat.completions.create(
+        model="any", messages=messages, temperature=0, max_tokens=24, extra_body=more
+    )
+    forget(server.engine)
+    assert server.openai.responses.create(**endless(input=messages)).output_text == expected.choices[0].message.content
+
+
 def test_tokens_can_be_counted_before(server: Serving) -> None:
     response = server.openai.responses.create(**endless(instructions="on"))
     counted = server.openai.responses.input_tokens.count(model="any", input=QUESTION, instructions="on")

@@ -114,8 +114,6 @@ def _messages(value: Any) -> Iterator[dict[str, Any]]:
             raise wrong(f"{place}.role", "user, assistant or system", role)
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         blocks = [members(f"{place}.content[{i}]", one) for i, one in enumerate(items(f"{place}.content", blocks))]
-        if role == "assistant" and index == len(value) - 1:
-            raise BadRequest(f"{place}.role", f"{place}.role: a last message of the assistant's is not continued here")
         found = (_assistant if role == "assistant" else _others)(f"{place}.content", role, blocks)
         yield from ({"place": place, **one} for one in found)
 

@@ -99,6 +99,7 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     if "top_logprobs" in body or _LOGPROBS in _included(body.get("include", [])):
         own["logprobs"] = body.get("top_logprobs", 0)
     own["messages"] = _messages(body)
+    own["continue_final_message"] = False  # an answer is an item of its own
     if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(items("tools", body.get("tools", [])))]:
         own["tools"] = tools
     return own | _tool_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
