@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from engine import EngineError
 from model_loaders.tokenizers import Tokenizer
 from server.driver import Driver
 from server.http.bodies import read_body
+from server.prompts import read_continues, read_options, read_prompt
 from server.values import LARGEST, count, flag, text, wrong
 
 MOST_TOKENS = 1 << 18  # of a text; as JSON, a token takes several times its bytes
@@ -39,12 +41,40 @@ class Tokens:
         control tokens become these tokens, as in raw prompts; with "with_pieces", {"id", "piece"} in place of ids.
         """
         body = await read_body(request, self._driver.config.max_body)
+        if body.get("content") is None and any(body.get(name) is not None for name in ("prompt", "messages")):
+            return await self._tokenize_as_vllm(body)
         content = text("content", body.get("content"))
         options = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
         for name in options:
             if body.get(name) is not None:
                 options[name] = flag(name, body[name])
         return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
+
+    async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
+        """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}
+
+        Without "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs".
+        """
+        named, special = (
+            default if body.get(name) is None else flag(name, body[name])
+            for name, default in (("return_token_strs", False), ("add_special_tokens", True))
+        )
+        prompt = read_prompt(body)
+        options = read_options(body, parse_special=self._driver.config.parse_special)
+        options = replace(options, continue_final_message=read_continues(body, prompt))
+
+        def work() -> dict[str, Any]:
+            engine, most = self._driver.engine, MOST_PIECES if named else MOST_TOKENS
+            if isinstance(prompt, str) and not special:
+                ids = engine.tokenize(prompt, control=options.parse_special)
+            else:
+                ids = engine.prompt_ids(prompt, options)
+            if len(ids) > most:
+                raise EngineError(f"the prompt has {len(ids)} tokens, but at most {most} are returned")
+            names = [self._tokenizer.token_name(i) for i in ids] if named else None
+            return {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
+
+        return JSONResponse(await self._driver.counted("tokenized", work))
 
     def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
         ids = self._tokenizer.tokenize(content, control=parse_special)

@@ -267,6 +267,8 @@ def test_props_tell_the_defaults_and_the_template(shared: Serving) -> None:
     assert props["total_slots"] == shared.engine.config.parallel
     assert props["chat_template"] == shared.engine.model.template.source
     assert props["model_path"] == shared.engine.model.path.name
+    assert props["build_info"].startswith("polarlm")
+    assert props["is_sleeping"] is False
     assert props["modalities"] == {"vision": False, "audio": False}
 
 

@@ -257,6 +257,44 @@ def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
     eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
 
 
+# -- tokens, as vLLM has them ------------------------------------------------------------------------------------
+
+
+def test_vllms_names_are_taken(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared.engine.model.tokenizer, "bos_id", 1)
+    ids = shared.engine.tokenize("the rain")
+    found = shared.post("/tokenize", {"prompt": "the rain", "return_token_strs": True, "model": "any"}).json()
+    assert (found["tokens"], found["count"], found["max_model_len"]) == ([1, *ids], len(ids) + 1, 256)
+    assert found["token_strs"][0] == "<s>"
+    bare = shared.post("/tokenize", {"prompt": "the rain", "add_special_tokens": False}).json()
+    assert (bare["tokens"], bare["token_strs"]) == (ids, None)
+
+
+def test_messages_are_tokenized_as_for_an_answer(shared: Serving) -> None:
+    messages = [{"role": "user", "content": "he ran"}]
+    used = shared.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    found = shared.post("/tokenize", {"messages": messages}).json()
+    assert found["count"] == len(found["tokens"]) == used
+    begun = [*messages, {"role": "assistant", "content": "the"}]
+    assert shared.post("/tokenize", {"messages": begun}).json()["tokens"][: found["count"]] == found["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": 3}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
+    ],
+)
+def test_a_wrong_value_of_vllms_is_named(shared: Serving, body: Any, param: str) -> None:
+    response = shared.post("/tokenize", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in (param, "messages")
+
+
 # -- paths -----------------------------------------------------------------------------------------------------
 
 

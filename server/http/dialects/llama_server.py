@@ -15,7 +15,9 @@ from server.driver import Driver
 from server.http.bodies import read_body
 from server.http.dialects._llama_answers import Completion, Infilling, error_body, generation_settings
 from server.http.errors import ApiError
-from server.http.generation import Generation
+from server.http.generation import Counting, Generation
+from server.http.openai import OpenAI
+from server.http.shapes import CHAT
 from server.http.streams import while_there
 from server.parameters import Asked, read
 
@@ -27,6 +29,7 @@ PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora
 def routes(driver: Driver) -> list[Route]:
     """The endpoints."""
     server = _Server(driver)
+    counting = Counting(driver, OpenAI(CHAT), {"object": "response.input_tokens"})
     return [
         Route("/completion", Generation(driver, Completion()).serve, methods=["POST"]),
         Route("/infill", Generation(driver, Infilling()).serve, methods=["POST"]),
@@ -35,10 +38,7 @@ def routes(driver: Driver) -> list[Route]:
         Route("/slots", server.slots),
         Route("/slots/{slot}", _not_here("sessions are saved and loaded at /sessions"), methods=["POST"]),
         Route("/apply-template", server.apply_template, methods=["POST"]),
-        *(
-            Route(f"{prefix}/chat/completions/input_tokens", server.input_tokens, methods=["POST"])
-            for prefix in ("/v1", "")
-        ),
+        *(Route(f"{prefix}/chat/completions/input_tokens", counting.serve, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
     ]
 
@@ -85,13 +85,6 @@ class _Server:
             "templated", lambda: chat_text(asked.prompt, self._driver.engine.model, asked.options)
         )
         return JSONResponse({"prompt": await while_there(request.receive, work)})
-
-    async def input_tokens(self, request: Request) -> Response:
-        """{"messages"} → {"input_tokens"}: how many tokens their prompt has."""
-        asked = await self._asked(request)
-        work = self._driver.counted("counted", lambda: self._driver.engine.prompt_ids(asked.prompt, asked.options))
-        ids = await while_there(request.receive, work)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _asked(self, request: Request) -> Asked:
         config = self._driver.config
