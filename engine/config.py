@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -201,6 +202,8 @@ class SamplingParams:
     )
     regex: str | None = setting(None, help="the answer matches this regular expression as a whole; extra json")
 
+    shown_tokens: tuple[int, ...] = setting((), help="control tokens whose names are part of the text")
+
     def __post_init__(self) -> None:
         limits.check(limits.SAMPLING, vars(self))
         limits.check_one(limits.CONSTRAINTS, vars(self))
@@ -222,6 +225,8 @@ class PromptOptions:
     cache_prompt: bool = True  # False: compute the whole prompt, without the prefix cache
     cache_salt: str = ""  # requests reuse each other's K/V only if they have the same salt
     continue_final_message: bool = False  # the last message, the assistant's, is the beginning of the answer
+    tools: tuple[Mapping[str, Any], ...] = ()  # the functions that messages are about, in OpenAI's form
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # more variables of the chat template
     # Return the prompt's embedding: of the final hidden states, which the model's head sees, the "mean" over all tokens
     # or that of the "last" one, scaled to length 1. A token's state depends on the tokens before it and itself. The
     # whole prompt is computed, and nothing of it can be found later.

@@ -51,6 +51,7 @@ class Engine:
         self._runner = Runner(parts.model, self._prefixes, self._scheduler)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         self._answers = Answers(parts.source, enabled=keeps)
+        self.keep_answer = self._answers.keep_message  # for servers, which parse answers
         self._grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
 

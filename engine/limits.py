@@ -41,6 +41,10 @@ def _is_id_list(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(_whole(token, 0) for token in value)
 
 
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(each, Mapping) for each in value)
+
+
 Limits = Mapping[str, tuple[Callable[[Any], bool], str]]
 """Field → (whether a value is valid, the valid values in words)."""
 
@@ -67,6 +71,7 @@ SAMPLING: Limits = {
     "logit_bias": (_is_bias, "a number for each token id, or -inf, which bans the token"),
     "ignore_eos": (_is_flag, "True or False"),
     "stop_token_ids": (_is_id_list, "a tuple of token ids"),
+    "shown_tokens": (_is_id_list, "a tuple of token ids"),
     "min_tokens": (lambda value: _whole(value, 0), "a whole number from 0 up"),
     "logprobs": (
         lambda value: value is None or _whole(value, 0, MOST_LOGPROBS),
@@ -93,6 +98,8 @@ OPTIONS: Limits = {
     "cache_prompt": (_is_flag, "True or False"),
     "cache_salt": (lambda value: isinstance(value, str), "a string"),
     "continue_final_message": (_is_flag, "True or False"),
+    "tools": (_is_list_of_objects, "a tuple of functions in OpenAI's form"),
+    "template_variables": (lambda value: isinstance(value, Mapping), "a dict"),
     "pooling": (lambda value: value in (None, "mean", "last"), "None, mean or last"),
 }
 

@@ -7,32 +7,28 @@ use and that the conversation does not contain.
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from itertools import pairwise
+from typing import Any
 
+from model_loaders.control_strings import Guard, guard, unused_characters
 from model_loaders.errors import LoadError
+from model_loaders.messages import Message, checked_messages
 from model_loaders.templates import ChatTemplate
 from model_loaders.tokenizers import Tokenizer
 
-# Unicode's noncharacters, and then the private planes: a text always lacks one of them.
-_INTERNAL = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-
-
-@dataclass(frozen=True)
-class _Message:
-    role: str
-    content: str
-    token_ids: tuple[int, ...] | None  # the generated ids, in place of those of `content`
+_MOST_BETWEEN = 64  # characters between an answer's reasoning and its text
 
 
 def chat_ids(
-    messages: Sequence[Mapping[str, object]],
+    messages: Sequence[Mapping[str, Any]],
     template: ChatTemplate,
     tokenizer: Tokenizer,
     check: Callable[[str], None] | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Ids of a conversation and of the prompt for an answer; with BOS where the model wants one.
 
@@ -40,13 +36,24 @@ def chat_ids(
     the template writes its own). They replace its content, after the ids that its prompt ended with, so that a
     conversation begins with all the ids of its previous turn. Where the template changes the content, other than white
     space at its edges, its text is used instead: templates of models that reason leave the reasoning out of earlier
-    answers. `check` is called with the text before it is tokenized, and may raise.
+    answers. With "tool_calls", the ids replace these as well, however the template writes their arguments; with
+    "reasoned", they begin with reasoning.
+
+    Messages may have the further fields of OpenAI's: "tool_calls", whose arguments are the text of a JSON object,
+    "tool_call_id", "name" and "reasoning_content". tools: the functions that may be called, in OpenAI's form.
+    variables: more variables of the template. `check` is called with the text before it is tokenized, and may raise.
 
     Raises ValueError for malformed messages, LoadError where the template fails.
     """
-    checked = [_checked(message, index, tokenizer) for index, message in enumerate(_sequence(messages))]
-    mark, edge = _unused_characters(2, [template.source, *(text for m in checked for text in (m.role, m.content))])
-    parts = _Rendering(template, checked, _guard(tuple(tokenizer.control_tokens())), mark, edge).parts()
+    checked = checked_messages(messages, tokenizer)
+    given: dict[str, Any] = dict(variables or {})
+    if tools or any(message.shown["role"] == "tool" or "tool_calls" in message.shown for message in checked):
+        checked = _with_calls(template, checked, tools)
+        given |= {"tools": list(tools)} if tools and template.calls.native else {}
+    texts = json.dumps([[message.shown for message in checked], given], ensure_ascii=False)
+    mark, edge = unused_characters(2, [template.source, texts])
+    hiding = guard(tuple(tokenizer.control_tokens()))
+    parts = _Rendering(template, checked, hiding, mark, edge, hiding.hide_all(given, mark)).parts()
     if check is not None:
         check("".join(part for part in parts if isinstance(part, str)).replace(mark, ""))
     ids: list[int] = []
@@ -60,19 +67,47 @@ def chat_ids(
     return ids
 
 
+def _with_calls(template: ChatTemplate, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """`messages` with calls, results and `tools` as the template takes them; text where it takes none."""
+    numbered = [{**message.shown, "number": number} for number, message in enumerate(messages)]
+    found = []
+    for shown in template.calls.as_messages(numbered, tools):
+        number = shown.pop("number", None)
+        if number is None or shown["role"] != "assistant":
+            found.append(Message(shown))
+        else:
+            found.append(Message(shown, messages[number].token_ids, messages[number].reasoned))
+    return found
+
+
 class _Rendering:
     """Runs the template over messages whose control strings are hidden and whose token ids are known by number.
 
     An answer with ids is shown to the template in a frame of characters that occur nowhere else. Where the frame comes
-    out whole, the ids replace it; a template that changes an answer breaks its frame.
+    out whole, the ids replace it; a template that changes an answer breaks its frame. Of an answer with calls or
+    reasoning, these are framed as well: made-up calls and reasoning stand for what the ids have.
     """
 
-    def __init__(self, template: ChatTemplate, messages: list[_Message], guard: _Guard, mark: str, edge: str) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: list[Message],
+        hiding: Guard,
+        mark: str,
+        edge: str,
+        variables: Mapping[str, Any],
+    ) -> None:
         self._template = template
+        self._variables = variables
         self._edge = edge
         self._ids = tuple(i for i, message in enumerate(messages) if message.token_ids is not None)
-        self._roles = [guard.break_up(message.role, mark) for message in messages]
-        self._contents = [guard.hide(message.content, mark) for message in messages]
+        self._turns = frozenset(i for i, message in enumerate(messages) if message.is_whole_turn)
+        self._reasoned = frozenset(i for i in self._turns if messages[i].reasoned)
+        self._shown = [
+            {**hiding.hide_all(message.shown, mark), "role": hiding.break_up(message.shown["role"], mark)}
+            for message in messages
+        ]
+        self._contents: list[str] = [message["content"] or "" for message in self._shown]
         self._texts: dict[tuple[tuple[int, ...], int | None], str | LoadError] = {}  # by frames and number of messages
 
     def parts(self) -> list[str | int]:
@@ -88,15 +123,82 @@ class _Rendering:
         while framed:
             text = self._text(framed)
             if parts := self._split(text, framed):
-                # The frames may have changed what the template does. Without white space, which it cannot trim in one.
-                unframed = "".join(self._contents[part] if isinstance(part, int) else part for part in parts)
-                return self._as_prompted(parts) if _dense(unframed) == _dense(plain) else [plain]
-            whole = tuple(i for i in framed if text.count(self._frame(i)) == 1)
+                # The frames may have changed what the template does.
+                return self._as_prompted(parts) if self._is_plain(parts, plain) else [plain]
+            whole = tuple(i for i in framed if self._find(text, i) is not None)
             framed = whole if whole != framed else ()
         return [plain]
 
     def _frame(self, index: int) -> str:
         return f"{self._edge}{index}{self._edge}{self._contents[index]}{self._edge}"
+
+    def _framed_message(self, index: int) -> dict[str, Any]:
+        """The message in its frame."""
+        shown = self._shown[index]
+        if index not in self._turns:
+            return {**shown, "content": self._frame(index)}
+        framed = {**shown, "content": self._frame(index) if shown["content"] else shown["content"]}
+        if index in self._reasoned:
+            framed["reasoning_content"] = self._frame_of_part(index, "r")
+        if calls := shown.get("tool_calls"):
+            nothing: Any = "{}" if self._template.calls.arguments_as_text else {}
+            framed["tool_calls"] = [
+                {**call, "function": {"name": self._frame_of_part(index, f"c{number}"), "arguments": nothing}}
+                for number, call in enumerate(calls)
+            ]
+        return framed
+
+    def _frame_of_part(self, index: int, part: str) -> str:
+        return f"{self._edge}{index}{part}{self._edge}"
+
+    def _find(self, text: str, index: int) -> tuple[int, int] | None:
+        """Where the frame of an answer is in `text`; None unless it is there once, with all of its parts in order."""
+        if index not in self._turns:
+            return _once(text, self._frame(index))
+        shown = self._shown[index]
+        parts = [self._frame_of_part(index, "r")] if index in self._reasoned else []
+        if shown["content"]:
+            parts.append(self._frame(index))
+        if calls := shown.get("tool_calls"):
+            made_up = [
+                (self._frame_of_part(index, f"c{number}"), "{}", call["id"]) for number, call in enumerate(calls)
+            ]
+            parts.append(self._template.calls.shown(made_up))
+        places = [_once(text, part) for part in parts]
+        if None in places or (index in self._reasoned and len(parts) == 1):
+            return None
+        found = [place for place in places if place is not None]
+        gaps = [text[end:start] for (_, end), (start, _) in pairwise(found)]
+        if found != sorted(found) or any(self._edge in gap or len(gap) > _MOST_BETWEEN for gap in gaps):
+            return None
+        start, tags = found[0][0], self._template.tags
+        head = text[:start].rstrip()
+        if index in self._reasoned and tags is not None and head.endswith(tags.open):
+            start = len(head) - len(tags.open)
+        return start, found[-1][1]
+
+    def _is_plain(self, parts: list[str | int], plain: str) -> bool:
+        """Whether `parts` are those of `plain`, whose answers with calls or reasoning may be any text.
+
+        Without white space, which the template cannot trim inside a frame.
+        """
+        literals = [""]
+        for part in parts:
+            if isinstance(part, int) and part in self._turns:
+                literals.append("")
+            else:
+                literals[-1] += _dense(self._contents[part] if isinstance(part, int) else part)
+        first, *rest = literals
+        text = _dense(plain)
+        if not rest or not text.startswith(first):
+            return text == first
+        at = len(first)
+        for literal in rest[:-1]:
+            at = text.find(literal, at)
+            if at < 0:
+                return False
+            at += len(literal)
+        return text.endswith(rest[-1]) and len(text) - len(rest[-1]) >= at
 
     def _text(self, framed: tuple[int, ...], length: int | None = None) -> str:
         """The messages as the template writes them, or the first `length`, with these in frames. Raises LoadError."""
@@ -109,22 +211,20 @@ class _Rendering:
     def _render(self, *wanted: tuple[tuple[int, ...], int | None]) -> None:
         """Render each choice of frames and number of messages, in one request to the template's process."""
         conversations = [
-            [
-                {"role": role, "content": self._frame(i) if i in framed else content}
-                for i, (role, content) in enumerate(zip(self._roles[:length], self._contents, strict=False))
-            ]
+            [self._framed_message(i) if i in framed else shown for i, shown in enumerate(self._shown[:length])]
             for framed, length in wanted
         ]
-        self._texts |= zip(wanted, self._template.render_each(conversations), strict=True)
+        self._texts |= zip(wanted, self._template.render_each(conversations, **self._variables), strict=True)
 
     def _split(self, text: str, framed: tuple[int, ...]) -> list[str | int] | None:
         """`text` split at these frames, alternating with their numbers; None if any is missing, broken or misplaced."""
         parts: list[str | int] = []
         for index in framed:
-            before, found, text = text.partition(self._frame(index))
-            if not found:
+            place = self._find(text, index)
+            if place is None:
                 return None
-            parts += [before, index]
+            parts += [text[: place[0]], index]
+            text = text[place[1] :]
         parts.append(text)
         return None if any(self._edge in part for part in parts if isinstance(part, str)) else parts
 
@@ -159,75 +259,12 @@ class _Rendering:
         return asked if isinstance(asked, str) and asked.startswith(before.rstrip()) else before
 
 
+def _once(text: str, part: str) -> tuple[int, int] | None:
+    """Where `part` is in `text`; None if it is not there, or more than once."""
+    start = text.find(part)
+    return None if start < 0 or text.find(part, start + 1) >= 0 else (start, start + len(part))
+
+
 def _dense(text: str) -> str:
     """`text` without its white space."""
     return "".join(text.split())
-
-
-class _Guard:
-    """Marks every place of a text where a control string is, or where its edge could complete one."""
-
-    def __init__(self, control: tuple[str, ...]) -> None:
-        self._control = control
-        self._anywhere = re.compile(f"(?=(?:{'|'.join(map(re.escape, control)) or '(?!)'}))(.)", re.DOTALL)
-        self._heads = {string[:n] for string in control for n in range(1, len(string))}
-        self._tails = {string[n:] for string in control for n in range(1, len(string))}
-        self._longest = max(map(len, control), default=0)
-
-    def break_up(self, text: str, mark: str) -> str:
-        """`text` with a mark after the first character of every control string."""
-        return self._anywhere.sub(rf"\1{mark}", text)
-
-    def hide(self, text: str, mark: str) -> str:
-        """`break_up`, and a mark at an edge where the template's text could complete a control string.
-
-        White space at the edges stays outside the marks, so that a template can trim it.
-        """
-        body = text.strip()
-        reach = range(1, min(len(body), self._longest) + 1)
-        inside = len(body) <= self._longest and any(body in string for string in self._control)
-        opens = inside or any(body[:n] in self._tails for n in reach)
-        closes = inside or any(body[len(body) - n :] in self._heads for n in reach)
-        if not body or not (opens or closes):
-            return self.break_up(text, mark)
-        start = text.index(body)
-        marked = (mark if opens else "") + self.break_up(body, mark) + (mark if closes else "")
-        return text[:start] + marked + text[start + len(body) :]
-
-
-@lru_cache(maxsize=4)
-def _guard(control: tuple[str, ...]) -> _Guard:
-    return _Guard(control)
-
-
-def _unused_characters(count: int, texts: list[str]) -> list[str]:
-    used = set().union(*texts)
-    unused = (chr(code) for code in chain(*_INTERNAL) if chr(code) not in used)
-    return [next(unused) for _ in range(count)]
-
-
-def _sequence(messages: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise ValueError("messages must be a list with at least one message.")
-    return messages
-
-
-def _checked(message: object, index: int, tokenizer: Tokenizer) -> _Message:
-    if not isinstance(message, Mapping):
-        raise ValueError(f"messages[{index}] must be an object with a role and a content.")
-    for field in ("role", "content"):
-        if not isinstance(message.get(field), str):
-            raise ValueError(f"messages[{index}].{field} must be a string.")
-    return _Message(message["role"], message["content"], _checked_ids(message, index, tokenizer))
-
-
-def _checked_ids(message: Mapping[str, object], index: int, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    ids = message.get("token_ids")
-    if ids is None or message["role"] != "assistant":
-        return None
-    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-        raise ValueError(f"messages[{index}].token_ids must be a list of token ids.")
-    for token_id in ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < tokenizer.vocab_size:
-            raise ValueError(f"messages[{index}].token_ids has {token_id!r}, which is not a token of this model.")
-    return tuple(ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from model_loaders.call_format import CallFormat, find_call_format
 from model_loaders.errors import LoadError
+from model_loaders.reasoning import Place, Tags, find_tags, place_of_answer
 from model_loaders.strings import Strings
 from model_loaders.template_process import TemplateFailed, TemplateProcess
 from model_loaders.tokenizers._special import token_string
 
 if TYPE_CHECKING:
     from model_loaders.gguf_file import GgufFile
+
+_MOST_VARIABLES = 64  # choices of variables for which the place of an answer is kept
 
 _CHATML = (
     "{% for message in messages %}"
@@ -41,9 +46,34 @@ class ChatTemplate:
         self._origin = origin
         self._constants = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         self._process = TemplateProcess(source)
+        self._places: dict[str, Place] = {}
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the model writes calls of tools. Raises LoadError."""
+        return find_call_format(self)
+
+    @cached_property
+    def tags(self) -> Tags | None:
+        """The tags around the model's reasoning; None if the template knows of none. Raises LoadError."""
+        return find_tags(self)
+
+    def place_of_answer(self, variables: Mapping[str, object]) -> Place:
+        """Where in its reasoning an answer begins, if the template has these variables. Raises LoadError.
+
+        "before" it; "inside" it, where the prompt has opened it; "behind" it, where there is none.
+        """
+        if self.tags is None:
+            return "behind"
+        key = json.dumps(variables, sort_keys=True)
+        if key not in self._places:
+            if len(self._places) >= _MOST_VARIABLES:
+                self._places.clear()
+            self._places[key] = place_of_answer(self, self.tags, variables)
+        return self._places[key]
 
     def render_each(
-        self, conversations: Sequence[Sequence[Mapping[str, str]]], **variables: object
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: object
     ) -> list[str | LoadError]:
         """Each conversation as text with the prompt for an answer, or the error of a template that refuses it.
 

@@ -182,6 +182,8 @@ class Connection(asyncio.Protocol):
             return lambda: _transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
         asked = read(body, self._driver.engine.tokenize, parse_special=self._config.parse_special)
+        if asked.tools is not None:
+            raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
         if asked.n != 1:
             raise BadRequest("n", "n must be 1 here: send a request for each answer")
         return lambda: self._answer(request_id, asked)

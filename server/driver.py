@@ -307,6 +307,13 @@ class Driver:
             job.outcome = outcome
             return result
 
+    async def aside(self, function: Callable[..., T], *arguments: Any, compiles: bool = False) -> T:
+        """The result of `function`, run in a thread for prompts, or for grammars if it compiles one.
+
+        Raises its EngineErrors, and Refused for others.
+        """
+        return await self._aside(partial(function, *arguments), self._grammar_pool if compiles else self._pool)
+
     async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor) -> T:
         """The result of `function`, run in a thread of the pool. Raises its EngineErrors, and Refused for others."""
         try:

@@ -90,7 +90,8 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
     yield (
         "messages",
         "OLV",
-        "strings and text parts of system, developer, user and assistant; other fields of a message are ignored",
+        "strings and text parts of system, developer, user, assistant and tool; `tool_calls`, `tool_call_id` and "
+        "`reasoning_content`; other fields of a message are ignored",
     )
     yield (
         "prompt",
@@ -158,12 +159,17 @@ def _honoured() -> Iterator[tuple[str, str, str]]:
         "whether the answer goes on with the last message [true if that is the assistant's]",
     )
     yield "add_generation_prompt", "LV", "the opposite of `continue_final_message`"
+    yield "tools", "OLV", "at most 128 functions, which the model may call; needs the extra `json`"
+    yield "tool_choice", "OLV", "`auto`, `none`, `required`, or an object with a function's name [`auto`]"
+    yield "parallel_tool_calls", "OLV", "whether an answer may have several calls [true]"
+    yield "chat_template_kwargs", "LV", "variables of the model's chat template, such as `enable_thinking`"
+    yield "reasoning_format", "L", "`none` leaves reasoning in the text; `auto` and `deepseek` give it apart [`auto`]"
+    yield "include_reasoning", "V", "false leaves reasoning out [true]"
     yield "cache_prompt", "L", "false computes all of the prompt, whatever is in the cache [true]"
     yield "cache_salt", "V", "only requests with the same salt find the blocks that this one leaves in the cache"
 
 
-_NO_TOOLS = "this server calls no tools"
-_NO_REASONING = "reasoning is text like any other here"
+_NO_REASONING = "the model reasons as long as it likes"
 _ONLY_SPEED = "it concerns speed, not the answer"
 _NO_SHIFT = "the answer ends where the context is full, and nothing is left out of it"
 _NO_MEDIA = "this server takes text alone, and refuses other parts in messages"
@@ -191,8 +197,6 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
     yield "stream_interval", "V", "each piece is sent as it comes"
     for name in ("n_keep", "n_discard"):
         yield name, "L", _NO_SHIFT
-    yield "parallel_tool_calls", "OLV", _NO_TOOLS
-    yield "parse_tool_calls", "L", _NO_TOOLS
     for name in ("mirostat_tau", "mirostat_eta"):
         yield name, "L", "it has an effect only with `mirostat`"
     yield "xtc_threshold", "L", "it has an effect only with `xtc_probability`"
@@ -224,10 +228,9 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
 
 
 def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
-    yield "tools", "OLV", _is([]), f"{_NO_TOOLS}; leave it out"
-    yield "functions", "O", _is([]), f"{_NO_TOOLS}; leave it out"
-    yield "tool_choice", "OLV", _is("none"), f"{_NO_TOOLS}; leave it out"
-    yield "function_call", "O", _is("none"), f"{_NO_TOOLS}; leave it out"
+    yield "functions", "O", _is([]), "functions are taken as `tools`"
+    yield "function_call", "O", _is("none"), "functions are chosen by `tool_choice`"
+    yield "parse_tool_calls", "L", _is(True), "calls of tools are always parsed; leave it out"
     yield "modalities", "O", _is(["text"]), "this server writes text alone; leave it out"
     yield "audio", "O", None, "this server writes text alone; leave it out"
     yield "moderation", "O", None, "this server moderates nothing; leave it out"
@@ -275,16 +278,13 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     yield "add_special_tokens", "V", bos, "the first token is added where the model wants it; send ids to leave it out"
     template = "this server uses the model's own chat template as it is; send a prompt to use another"
     yield "chat_template", "LV", None, template
-    yield "chat_template_kwargs", "LV", _is({}), template
     yield "generation_prompt", "L", _is(""), template
     yield "documents", "V", _is([]), template
     for name in ("chat_format", "chat_parser"):
         yield name, "L", None, "answers are not parsed here; leave it out"
-    yield "reasoning_effort", "OLV", None, f"{_NO_REASONING}, and its effort cannot be set; leave it out"
-    yield "reasoning_format", "L", _is("none", "auto"), f"{_NO_REASONING}; leave it out"
-    yield "reasoning_budget_tokens", "L", _is(-1), f"{_NO_REASONING}, and has no budget; leave it out"
-    yield "thinking_token_budget", "V", None, f"{_NO_REASONING}, and has no budget; leave it out"
-    yield "include_reasoning", "V", _is(True), f"{_NO_REASONING}; leave it out"
+    yield "reasoning_effort", "OLV", None, f"{_NO_REASONING}; leave it out"
+    yield "reasoning_budget_tokens", "L", _is(-1), f"{_NO_REASONING}; leave it out"
+    yield "thinking_token_budget", "V", None, f"{_NO_REASONING}; leave it out"
     yield "post_sampling_probs", "L", _is(False), "log-probabilities are the model's own, before sampling"
     yield "prompt_logprobs", "V", None, "there are log-probabilities of answers alone"
     yield "logprob_token_ids", "V", _is([]), "log-probabilities are of the most likely tokens"

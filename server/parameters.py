@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from engine import PromptOptions, SamplingParams
 from engine.requests.prompts import Prompt
 from server.fields import complaint
 from server.prompts import read_continues, read_options, read_prompt
 from server.sampling import Tokenize, read_sampling
+from server.tools import Tools, read_tools
 from server.values import BadRequest, count, flag, text, wrong
 
 MAX_ANSWERS = 16  # n
@@ -30,6 +31,8 @@ class Asked:
     n: int  # answers to each prompt
     include_usage: bool  # stream_options
     more_prompts: tuple[Prompt, ...] = ()  # that are answered alike; of APIs that take several in a request
+    tools: Tools | None = None
+    reasoning: Literal["apart", "inline", "dropped"] = "apart"  # from the text; only of answers to messages
 
     @property
     def answers(self) -> int:
@@ -60,20 +63,37 @@ def read(
     refused = complaint(body)
     if refused is not None:
         raise BadRequest(*refused)
-    options = body.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise wrong("stream_options", "an object", options)
-    usage = options.get("include_usage")
+    streaming = body.get("stream_options", {})
+    if not isinstance(streaming, dict):
+        raise wrong("stream_options", "an object", streaming)
+    usage = streaming.get("include_usage")
     if "model" in body:
         text("model", body["model"])  # any name will do
     answers = "n" if "n" in body else "n_cmpl"
+    tools = read_tools(body)
+    params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)
+    if tools is not None and tools.calls != "none" and params.is_constrained:
+        sentence = "tools and response_format, or another form of the answer, exclude each other: leave one of them out"
+        raise BadRequest("tools", sentence)
     prompt = read_prompt(body, takes)
     continues = read_continues(body, prompt)
+    options = read_options(body, parse_special=parse_special, tools=tools)
     return Asked(
         prompt=prompt,
-        options=replace(read_options(body, parse_special=parse_special), continue_final_message=continues),
-        params=read_sampling(body, tokenize, switched_logprobs=switched_logprobs),
+        options=replace(options, continue_final_message=continues),
+        params=params,
         stream=flag("stream", body.get("stream", False)),
         n=count(answers, body.get(answers, 1), 1, MAX_ANSWERS),
         include_usage=False if usage is None else flag("stream_options.include_usage", usage),
+        tools=tools,
+        reasoning=_reasoning(body),
     )
+
+
+def _reasoning(body: Mapping[str, Any]) -> Literal["apart", "inline", "dropped"]:
+    if not flag("include_reasoning", body.get("include_reasoning", True)):
+        return "dropped"
+    form = body.get("reasoning_format", "auto")
+    if form not in ("none", "auto", "deepseek"):
+        raise wrong("reasoning_format", "none, auto or deepseek", form)
+    return "inline" if form == "none" else "apart"

@@ -5,13 +5,10 @@ Every API writes pieces, or the whole answer that they fold into, in its own sha
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from engine import Chunk, SamplingParams, TokenLogprob, Usage
-from server.driver import Driver
-from server.parameters import Asked
+from engine import TokenLogprob, Usage
 
 
 @dataclass(frozen=True)
@@ -88,30 +85,4 @@ def fold(pieces: Iterable[Piece]) -> Answer:
         token_ids=tuple(token for piece in given for token in piece.token_ids),
         prompt_ids=next((piece.prompt_ids for piece in given if piece.prompt_ids), ()),
         prompt_logprobs=next((piece.prompt_logprobs for piece in given if piece.prompt_logprobs), ()),
-    )
-
-
-async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator[Piece, None]:
-    """Answer `index` of a request, piece by piece. Closing the generator cancels it; errors are those of the driver."""
-    params = _params(asked.params, index)
-    async with aclosing(driver.stream(asked.prompt, params, asked.options)) as chunks:
-        async for chunk in chunks:
-            yield _piece(chunk, params.stop)
-
-
-def _params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of answer `index`: each has a seed of its own, so that answers differ and can be repeated."""
-    return params if params.seed < 0 else replace(params, seed=params.seed + index)
-
-
-def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
-    return Piece(
-        text=chunk.text,
-        logprobs=chunk.logprobs,
-        token_ids=chunk.token_ids,
-        prompt_ids=chunk.prompt_ids,
-        prompt_logprobs=chunk.prompt_logprobs,
-        finish_reason=chunk.finish_reason,
-        usage=chunk.usage,
-        stopped_by=chunk.stopped_by if chunk.stopped_by in stops else None,
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine import PromptOptions
 from engine.requests.prompts import Prompt
+from server.tools import Tools, read_calls
 from server.values import LARGEST, BadRequest, count, flag, shown, text, wrong
 
 MOST_SALT = 1024  # characters
+MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that clients may use, and their names in templates."""
 
 
@@ -27,7 +30,7 @@ def read_prompt(body: Mapping[str, Any], takes: Collection[str] = ("messages", "
     return prompt
 
 
-def read_options(body: Mapping[str, Any], *, parse_special: bool) -> PromptOptions:
+def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
     """The options of a prompt; parse_special: the default, whether a raw prompt has control tokens.
 
     Raises BadRequest.
@@ -38,6 +41,8 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool) -> PromptOptio
         parse_special=parse_special if special is None else flag("parse_special", special),
         cache_prompt=True if cache_prompt is None else flag("cache_prompt", cache_prompt),
         cache_salt=read_salt(salt),
+        tools=() if tools is None else tools.given,
+        template_variables=_template_variables(body.get("chat_template_kwargs")),
     )
 
 
@@ -60,6 +65,24 @@ def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
         name = next(iter(asks))
         raise BadRequest(name, f"{name} asks to continue the last message, which is not a text of the assistant's")
     return begun and len(prompt) > 1 and all(asks.values())
+
+
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
+
+
+def _template_variables(value: Any) -> dict[str, Any]:
+    field = "chat_template_kwargs"
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise wrong(field, 'an object such as {"enable_thinking": false}', value)
+    for name in value:
+        if name in _OWN_VARIABLES:
+            raise BadRequest(f"{field}.{name}", f"{field}.{name} cannot be set: the server gives it its value")
+    written = text(field, json.dumps(value, ensure_ascii=False))
+    if len(written) > MOST_VARIABLES:
+        raise BadRequest(field, f"{field} has {len(written):,} characters, but at most {MOST_VARIABLES:,} are taken")
+    return value
 
 
 def read_salt(value: Any) -> str:
@@ -103,27 +126,60 @@ def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
     return [text(at, part) if isinstance(part, str) else count(at, part, 0, LARGEST) for at, part in places]
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
+def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise wrong("messages", "an array with at least one message", value)
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
+    messages: list[dict[str, Any]] = []
+    open_calls: list[dict[str, Any]] = []  # whose results have not come
+    for index, given in enumerate(value):
+        field = f"messages[{index}]"
+        message = _message(field, given)
+        if message["role"] == "tool":
+            called = _called(f"{field}.tool_call_id", message, open_calls)
+            open_calls.remove(called)
+            message |= {"tool_call_id": called["id"], "name": called["function"]["name"]}
+        else:
+            open_calls = list(message.get("tool_calls", ()))
+        messages.append(message)
+    return messages
 
 
-def _message(field: str, message: Any) -> dict[str, str]:
+def _called(field: str, message: Mapping[str, Any], calls: Collection[dict[str, Any]]) -> dict[str, Any]:
+    """The call that a message has the result of: the one with its id, or else the next one. Raises BadRequest."""
+    if not calls:
+        raise BadRequest(field, f"{field}: a message of role tool must follow the call that it has the result of")
+    id = message.get("tool_call_id")
+    if id is None:
+        return next(iter(calls))
+    found = next((call for call in calls if call["id"] == id), None)
+    if found is None:
+        raise BadRequest(field, f"{field} is {shown(id)}, which is no call of the message before, or has its result")
+    return found
+
+
+def _message(field: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise wrong(field, "an object with a role and a content", message)
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if message.get(name):
             raise BadRequest(f"{field}.{name}", f"{name} in a message is not supported")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{field}.role", f"one of {', '.join(ROLES)}", role)
+    read: dict[str, Any] = {"role": ROLES[role]}
+    if role == "assistant" and message.get("tool_calls"):
+        read["tool_calls"] = read_calls(f"{field}.tool_calls", message["tool_calls"])
+        content = "" if content is None else content
+    if role == "assistant" and message.get("reasoning_content") is not None:
+        read["reasoning_content"] = text(f"{field}.reasoning_content", message["reasoning_content"])
+    if role == "tool" and message.get("tool_call_id") is not None:
+        read["tool_call_id"] = text(f"{field}.tool_call_id", message["tool_call_id"])
     field = f"{field}.content"
     if isinstance(content, list):
         content = "".join(_part(f"{field}[{index}]", part) for index, part in enumerate(content))
     if not isinstance(content, str):
         raise wrong(field, "a string or an array of text parts", content)
-    return {"role": ROLES[role], "content": text(field, content)}
+    return read | {"content": text(field, content)}
 
 
 def _part(field: str, part: Any) -> str:

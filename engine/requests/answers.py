@@ -48,19 +48,24 @@ class Answers:
         self._lock = Lock()
 
     def with_ids(self, messages: Sequence[Message], salt: str = "") -> Sequence[Message]:
-        """`messages`, with "token_ids" in each assistant message whose ids are known under the same salt."""
-        if not self._capacity or not all(_is_plain(message) for message in messages):
+        """`messages`, with "token_ids" in each assistant message whose ids are known under the same salt.
+
+        Where these begin with reasoning that is not in the message, it has "reasoned".
+        """
+        if not self._capacity or not all(_is_known_form(message) for message in messages):
             return messages  # `chat_ids` refuses malformed ones
         keys = list(_keys(messages, salt))
         with self._lock:
             return [self._with_known_ids(message, key) for message, key in zip(messages, keys, strict=True)]
 
     def _with_known_ids(self, message: Message, key: bytes) -> Message:
-        known = self._ids.get(key) if message["role"] == "assistant" else None
-        if known is None or message.get("token_ids") is not None:
+        if message["role"] != "assistant" or message.get("token_ids") is not None:
             return message
-        self._ids.move_to_end(key)
-        return {**message, "token_ids": tuple(known)}
+        for found, more in ((key, {}), (_reasoned(key), {"reasoned": True})):
+            if (known := self._ids.get(found)) is not None:
+                self._ids.move_to_end(found)
+                return {**message, "token_ids": tuple(known), **more}
+        return message
 
     def question(self, messages: Sequence[Message], salt: str = "") -> bytes | None:
         """The digest of `messages`, for `keep`; None if no answers are kept."""
@@ -75,11 +80,23 @@ class Answers:
             text = text_of(self._tokenizer, ids)
             self._put(_key(question, {"role": "assistant", "content": text}), ids)
 
+    def keep_message(
+        self, messages: Sequence[Message], answer: Message, ids: Sequence[int], salt: str = "", *, reasoned: bool
+    ) -> None:
+        """Keep the ids of the answer to `messages` that reads as the message `answer`.
+
+        reasoned: whether the ids begin with reasoning, which the message need not have.
+        """
+        question = self.question(messages, salt)
+        if question is not None:
+            key = _key(question, answer)
+            self._put(_reasoned(key) if reasoned else key, ids)
+
     def known(self, messages: Sequence[Message], salt: str = "") -> Known:
         """The known answers in `messages`, for a session file."""
-        if not all(_is_plain(message) for message in messages):
+        if not all(_is_known_form(message) for message in messages):
             return ()
-        keys = list(_keys(messages, salt))
+        keys = [each for key in _keys(messages, salt) for each in (key, _reasoned(key))]
         with self._lock:
             return tuple((key.hex(), tuple(self._ids[key])) for key in keys if key in self._ids)
 
@@ -103,8 +120,13 @@ class Answers:
                 self._size -= _ENTRY + len(oldest)
 
 
-def _is_plain(message: object) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(field), str) for field in ("role", "content"))
+def _is_known_form(message: object) -> bool:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    calls = message.get("tool_calls")
+    if isinstance(calls, (list, tuple)) and message.get("content") is None:
+        return True
+    return isinstance(message.get("content"), str)
 
 
 def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
@@ -114,6 +136,26 @@ def _keys(messages: Sequence[Message], salt: str = "") -> Iterator[bytes]:
 
 
 def _key(before: bytes, message: Message) -> bytes:
-    return hashlib.blake2b(
-        before + json.dumps([message["role"], message["content"]]).encode(), digest_size=KEY_BYTES
-    ).digest()
+    said = [message["role"], message.get("content") or ""]
+    if calls := message.get("tool_calls"):
+        said += [_called(call) for call in calls]
+    return hashlib.blake2b(before + json.dumps(said).encode(), digest_size=KEY_BYTES).digest()
+
+
+def _reasoned(key: bytes) -> bytes:
+    """The digest for an answer whose ids begin with reasoning that its message does not have."""
+    return hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"reasoned").digest()
+
+
+def _called(call: Any) -> Any:
+    """A call, however a client writes its arguments."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return str(call)
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(arguments, str):
+        return [str(name), str(arguments)]
+    try:
+        return [name, json.dumps(json.loads(arguments), sort_keys=True)]
+    except (ValueError, RecursionError):
+        return [str(name), arguments]

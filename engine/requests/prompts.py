@@ -47,7 +47,8 @@ def prompt_ids(
         try:
             messages = answers.with_ids(prompt, options.cache_salt) if answers else prompt
             messages, begun = _split(messages) if options.continue_final_message else (messages, None)
-            ids = chat_ids(messages, model.template, tokenizer, check)
+            tools, variables = options.tools, options.template_variables
+            ids = chat_ids(messages, model.template, tokenizer, check, tools=tools, variables=variables)
             return ids if begun is None else ids + _begun_ids(begun, tokenizer, check)
         except ValueError as error:
             raise EngineError(str(error)) from None
@@ -96,7 +97,11 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     """Messages as the model's template writes them, with the prompt for an answer. Raises EngineError."""
     assert is_chat(prompt)
     messages, begun = _split(prompt) if options.continue_final_message else (prompt, {"content": ""})
-    (text,) = model.template.render_each([[{name: str(one[name]) for name in ("role", "content")} for one in messages]])
+    tools: dict[str, Any] = {}
+    if options.tools or any(one.get("tool_calls") or one.get("role") == "tool" for one in messages):
+        messages = model.template.calls.as_messages(messages, options.tools)
+        tools = {"tools": list(options.tools)} if options.tools and model.template.calls.native else {}
+    (text,) = model.template.render_each([messages], **options.template_variables, **tools)
     if not isinstance(text, str):
         raise EngineError(str(text))
     return text + str(begun["content"])

@@ -128,7 +128,11 @@ class Request:
             params,
             sampling,
             model.tokenizer,
-            Detokenizer(model.tokenizer, at_start=is_chat(prompt) and not options.continue_final_message),
+            Detokenizer(
+                model.tokenizer,
+                at_start=is_chat(prompt) and not options.continue_final_message,
+                shown=params.shown_tokens,
+            ),
             model.vocabulary,
             outbox,
             options,

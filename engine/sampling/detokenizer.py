@@ -11,15 +11,20 @@ from model_loaders.tokenizers import Tokenizer
 class Detokenizer:
     """Converts ids to text incrementally; bytes of an incomplete UTF-8 character wait for the rest."""
 
-    def __init__(self, tokenizer: Tokenizer, *, at_start: bool):
-        """`at_start`: the text begins here, so a SentencePiece model's leading space is not part of it."""
+    def __init__(self, tokenizer: Tokenizer, *, at_start: bool, shown: Iterable[int] = ()):
+        """`at_start`: the text begins here, so a SentencePiece model's leading space is not part of it.
+
+        shown: control tokens whose names are part of the text.
+        """
         self._tokenizer = tokenizer
+        self._names = {i: name.encode() for name, i in tokenizer.control_tokens().items() if i in set(shown)}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = at_start and tokenizer.strips_leading_space
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that `ids` complete."""
-        return self._text(b"".join(self._tokenizer.token_bytes(i) for i in ids), final=False)
+        data = (self._names.get(i) or self._tokenizer.token_bytes(i) for i in ids)
+        return self._text(b"".join(data), final=False)
 
     def finish(self) -> str:
         """The rest of the text: U+FFFD for an incomplete character."""

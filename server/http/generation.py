@@ -14,12 +14,13 @@ from starlette.responses import JSONResponse, Response
 from engine import EngineError, Usage
 from engine.requests.prompts import prompt_ids
 from model_loaders import Model
+from server.answering import answer
 from server.driver import Driver
 from server.http.bodies import read_body
 from server.http.errors import ApiError, api_error
 from server.http.streams import Event, EventStream, Framing, Pieces, merged, while_there
 from server.parameters import Asked
-from server.pieces import Answer, Piece, answer, fold
+from server.pieces import Answer, Piece, fold
 from server.refused import Refused
 from server.values import BadRequest
 

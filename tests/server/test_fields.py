@@ -21,9 +21,8 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 NEWEST_CLIENT = Version("3.52.0")  # of OpenAI's, whose fields are in the table; later ones may have more
 
 ASKING: dict[str, list[Any]] = {  # values of refused fields that ask for something
-    "tools": [[{"type": "function"}], 0],
+    "parse_tool_calls": [False],
     "functions": [[{}]],
-    "tool_choice": ["auto", {"type": "function"}],
     "function_call": [{"name": "f"}],
     "modalities": [["text", "audio"]],
     "audio": [{}],
@@ -60,16 +59,13 @@ ASKING: dict[str, list[Any]] = {  # values of refused fields that ask for someth
     "truncate_prompt_tokens": [5],
     "add_special_tokens": [False],
     "chat_template": ["{{ x }}"],
-    "chat_template_kwargs": [{"enable_thinking": False}],
     "generation_prompt": ["x"],
     "documents": [[{"title": "x"}]],
     "chat_format": [1],
     "chat_parser": ["x"],
     "reasoning_effort": ["low", "none"],
-    "reasoning_format": ["deepseek"],
     "reasoning_budget_tokens": [0],
     "thinking_token_budget": [5],
-    "include_reasoning": [False],
     "post_sampling_probs": [True],
     "prompt_logprobs": [0],
     "logprob_token_ids": [[5]],
@@ -84,8 +80,6 @@ ASKING: dict[str, list[Any]] = {  # values of refused fields that ask for someth
     "vllm_xargs": [{"x": 1}],
 }
 NOTHING: dict[str, list[Any]] = {  # and values that ask for nothing
-    "tools": [[]],
-    "tool_choice": ["none"],
     "best_of": [1],
     "echo": [False],
     "suffix": [""],
@@ -100,11 +94,14 @@ NOTHING: dict[str, list[Any]] = {  # and values that ask for nothing
         ["penalties", "dry", "top_k", "top_p", "min_p", "temperature"],
     ],
     "add_special_tokens": [True],
-    "reasoning_format": ["none", "auto"],
     "return_tokens": [False],
 }
 HONOURED: dict[str, tuple[Any, Any]] = {  # a value, and what it becomes
     "parse_special": (False, PromptOptions(parse_special=False)),
+    "chat_template_kwargs": (
+        {"a": 1},
+        PromptOptions(parse_special=True, template_variables={"a": 1}),
+    ),
     "cache_prompt": (False, PromptOptions(parse_special=True, cache_prompt=False)),
     "cache_salt": ("x", PromptOptions(parse_special=True, cache_salt="x")),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), (5, SamplingParams(max_tokens=5))),
@@ -146,6 +143,7 @@ ELSEWHERE = {
     "stream",
     "stream_options",
 }  # in test_parameters
+ELSEWHERE |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "reasoning_format"}  # test_http_tools
 
 
 def read(**body: Any) -> parameters.Asked:

@@ -219,8 +219,8 @@ def test_a_wrong_value_is_a_bad_request_that_names_the_field(
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
+        ({"extra_body": {"function_call": "auto"}}, "function_call"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from engine import Engine, SamplingParams, Usage
-from server.http.shapes import CHAT, TEXT, Dialect, Writer
+from server.answering import answer
+from server.http.shapes import CHAT, TEXT, Shapes, Writer
 from server.parameters import Asked, read
-from server.pieces import Answer, Call, CallStart, Piece, answer, fold
+from server.pieces import Answer, Call, CallStart, Piece, fold
 from tests.server.http_server import serving
 from tests.tiny import forget
 
@@ -35,8 +36,8 @@ ANSWER = Answer(
 )
 
 
-def events(dialect: Dialect, pieces: list[Piece]) -> list[dict[str, Any]]:
-    writer = Writer(dialect, "m", with_usage=False)
+def events(shapes: Shapes, pieces: list[Piece]) -> list[dict[str, Any]]:
+    writer = Writer(shapes, "m", with_usage=False)
     return [event for at, piece in enumerate(pieces) for event in writer.events(0, piece, first=at == 0)]
 
 

@@ -159,6 +159,12 @@ def test_a_message_in_pieces(server: Running) -> None:
         (b'{"id": 1, "prompt": "a", "top_p": 1e999}', 1, "top_p"),
         (b'{"id": "x", "prompt": "\\ud800"}', "x", "prompt"),
         (b'{"id": 1, "prompt": "a", "n": 2}', 1, "n"),
+        (
+            b'{"id": 1, "messages": [{"role": "user", "content": "a"}], "tools": '
+            b'[{"type": "function", "function": {"name": "f"}}]}',
+            1,
+            "tools",
+        ),
         (b'{"id": 1, "prompt": "a", "tools": [{}]}', 1, "tools"),
         (b'{"id": 1, "messages": [{"role": "user", "content": {}}]}', 1, "messages[0].content"),
         (b'{"id": 1, "prompt": [1000000]}', 1, None),

@@ -1,0 +1,326 @@
+"""How a model writes calls of tools: found by rendering calls of made-up names through its own chat template.
+
+What surrounds the names and the arguments in these renderings is what the model was trained to write. A template that
+takes no tools, or writes calls in another way than as a name and a JSON object behind it, gets a form of its own: a
+system text that lists the tools, and calls in <tool_call> tags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from model_loaders.errors import LoadError
+from model_loaders.renders import Renders
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """The text of calls: `begin`, calls with `between` in between, `end`.
+
+    A call is `opening`, its name, `middle`, its arguments, `closing`; where the template writes the call's id before
+    the arguments, `middle` is the text before and behind it. `shown_closing` stands for `closing` where the template
+    shows the id of a past call there, which the model does not write.
+    """
+
+    begin: str = ""
+    opening: str = '<tool_call>\n{"name": "'
+    middle: tuple[str, ...] = ('", "arguments": ',)  # two parts around an id
+    closing: str = "}\n</tool_call>"
+    between: str = "\n"
+    end: str = ""
+    shown_closing: tuple[str, ...] = ("}\n</tool_call>",)  # two parts around an id
+    separators: tuple[str, str] = (", ", ": ")  # of the arguments' JSON
+    several: bool = True  # whether an answer may have several calls
+    native: bool = False  # whether the template takes tools and calls; else they are text of messages
+    arguments_as_text: bool = False  # what the template takes: the text of JSON, or the value
+    no_content: str | None = ""  # of a message that has nothing but calls
+    takes_system: bool = True  # whether the template takes a system message
+    short_ids: bool = False  # whether the template takes ids of 9 letters and digits alone
+
+    @property
+    def has_id(self) -> bool:
+        """Whether the model writes the id of a call."""
+        return len(self.middle) == 2
+
+    def shown(self, calls: Iterable[tuple[str, str, str]]) -> str:
+        """The text of past calls, (name, arguments, id) each, as the template writes them."""
+        texts = [
+            f"{self.opening}{name}{id.join(self.middle)}{arguments}{id.join(self.shown_closing)}"
+            for name, arguments, id in calls
+        ]
+        return f"{self.begin}{self.between.join(texts)}{self.end}"
+
+    def marker(self, control: Iterable[str]) -> str:
+        """The text with which calls begin; empty if it is not more than the beginning of JSON.
+
+        control: the names of the model's control tokens, one of which alone is the marker where it comes first.
+        """
+        text = self.begin + self.opening
+        first = max((name for name in control if text.startswith(name)), key=len, default="")
+        return first or _JSON_BEGINS.sub("", text).rstrip()
+
+    def as_messages(self, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
+        """`messages` as the template takes them; without calls, tools and their results where it takes none."""
+        if self.native:
+            return [self._native(message) for message in messages]
+        return _as_text(self, messages, tools)
+
+    def _native(self, message: Message) -> dict[str, Any]:
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": self._id(message["tool_call_id"])}
+        if not message.get("tool_calls"):
+            return dict(message)
+        calls = [
+            {
+                **call,
+                "id": self._id(call["id"]),
+                "function": {**call["function"], "arguments": self._arguments(call["function"]["arguments"])},
+            }
+            for call in message["tool_calls"]
+        ]
+        return {**message, "content": message["content"] or self.no_content, "tool_calls": calls}
+
+    def _id(self, id: str) -> str:
+        """An id that the template takes, in place of another server's."""
+        if not self.short_ids or _SHORT_ID.fullmatch(id):
+            return id
+        return hashlib.blake2b(id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]
+
+    def _arguments(self, text: str) -> Any:
+        return text if self.arguments_as_text else json.loads(text)
+
+
+# The beginning of a call in JSON, perhaps of a list of them.
+_JSON_BEGINS = re.compile(r'\s*(\[\s*)?\{\s*"[^"]*"\s*:\s*"$')
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+# An id in JSON behind the arguments.
+_ID_BEHIND = re.compile(r'\s*,\s*"[^"]*"\s*:\s*"$')
+
+_NAMES = ("alphaname", "betaname")
+_IDS = ("alphaid01", "betaid002")  # letters and digits, 9 of them: some templates insist
+_LONG_ID = "call_0123456789abcdef"
+_KEY, _VALUE, _COUNT, _NUMBER = "alphakey", "alphavalue", "alphacount", 7
+_ARGUMENTS = {_KEY: _VALUE, _COUNT: _NUMBER}
+_SYSTEM, _QUESTION, _ANSWER, _RESULT = "alphasystem", "alphaquestion", "alphaanswer", "alpharesult"
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "alphadescription",
+            "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}},
+        },
+    }
+    for name in _NAMES
+]
+
+
+def find_call_format(template: Renders) -> CallFormat:
+    """The format of the template's calls; the general one if it takes none. Raises LoadError where it cannot run."""
+    user = {"role": "user", "content": _QUESTION}
+    plain: list[Message] = [user, {"role": "assistant", "content": _ANSWER}]
+    variants = [(as_text, content) for content in ("", None) for as_text in (False, True)]
+    system = {"role": "system", "content": _SYSTEM}
+    conversations: list[list[Message]] = [[system, user], [user], plain]
+    for as_text, content in variants:
+        one, two = _called(1, as_text, content), _called(2, as_text, content)
+        conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])]]
+    led, prompt, answered, *rest = template.render_each(conversations, tools=_TOOLS, add_generation_prompt=False)
+    general = CallFormat(takes_system=isinstance(led, str) and _SYSTEM in led)
+    if not isinstance(prompt, str) or not isinstance(answered, str) or _NAMES[0] not in prompt:
+        return general
+    for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 3, strict=True), strict=True):
+        if found := _format(answered, *texts, as_text=as_text, content=content):
+            one = _called(1, as_text, content, _LONG_ID)
+            (long,) = template.render_each([[user, one, _result(_LONG_ID)]], tools=_TOOLS)
+            return replace(found, short_ids=not isinstance(long, str))
+    return general
+
+
+def _result(id: str) -> Message:
+    return {"role": "tool", "tool_call_id": id, "name": _NAMES[0], "content": _RESULT}
+
+
+def _called(count: int, as_text: bool, content: str | None, *ids: str) -> Message:
+    arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
+    calls = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, id in zip(_NAMES[:count], ids or _IDS, strict=False)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _format(
+    answered: str,
+    one: str | LoadError,
+    two: str | LoadError,
+    result: str | LoadError,
+    *,
+    as_text: bool,
+    content: str | None,
+) -> CallFormat | None:
+    """The format by renderings of an answer, one call, two calls, and a call's result; None if it shows in none."""
+    if not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
+        return None
+    head, found, tail = answered.partition(_ANSWER)
+    calls = _between(one, head, tail)
+    if not found or calls is None:
+        return None
+    first = _Place.find(calls, 0)
+    if first is None or calls.count(_NAMES[0]) != 1:
+        return None
+    before, after = calls[: first.name], calls[first.end :]
+    common: dict[str, Any] = {
+        "middle": first.middle,
+        "separators": first.separators,
+        "native": True,
+        "arguments_as_text": as_text,
+        "no_content": content,
+    }
+    single = CallFormat(
+        opening=before,
+        closing=_without_id(after, _IDS[0]),
+        shown_closing=_split_once(after, _IDS[0]),
+        between="",
+        several=False,
+        **common,
+    )
+    both = _between(two, head, tail) if isinstance(two, str) else None
+    second = None if both is None else _Place.find(both, 1)
+    place = None if both is None else _Place.find(both, 0)
+    if both is None or second is None or place is None or not both.startswith(before):
+        return single
+    behind = _split_once(both[place.end : second.name], _IDS[0])
+    last = _split_once(both[second.end :], _IDS[1])
+    if len(behind) != len(last):
+        return single
+    joint = behind[-1]
+    opening = _common_end(joint, before)
+    closing = _common_start(joint[: len(joint) - len(opening)], last[-1])
+    found_format = CallFormat(
+        begin=before[: len(before) - len(opening)],
+        opening=opening,
+        closing=_joined_without_id((*last[:-1], closing)),
+        between=joint[len(closing) : len(joint) - len(opening)],
+        end=last[-1][len(closing) :],
+        shown_closing=(*last[:-1], closing),
+        **common,
+    )
+    arguments = calls[first.arguments : first.end]
+    shown = found_format.shown([(name, arguments, id) for name, id in zip(_NAMES, _IDS, strict=True)])
+    return found_format if shown == both else single
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a call is in a text: its name, the text up to its arguments, and the arguments."""
+
+    name: int
+    middle: tuple[str, ...]
+    arguments: int
+    end: int
+    separators: tuple[str, str]
+
+    @classmethod
+    def find(cls, text: str, index: int) -> _Place | None:
+        """Call `index` in `text`; None if it is not a name and then a JSON object."""
+        name = text.find(_NAMES[index])
+        key = text.find(f'"{_KEY}"', name)
+        start = text.rfind("{", 0, key)
+        if name < 0 or key < 0 or start < name:
+            return None
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except ValueError:
+            return None
+        written = _WRITTEN.fullmatch(text[start:end])
+        if value != _ARGUMENTS or written is None:
+            return None
+        middle = _split_once(text[name + len(_NAMES[index]) : start], _IDS[index])
+        return cls(name, middle, start, end, (written["item"], written["key"]))
+
+
+_WRITTEN = re.compile(
+    rf'\{{"{_KEY}"(?P<key>: ?)"{_VALUE}"(?P<item>, ?)"{_COUNT}"(?P=key){_NUMBER}\}}',
+)
+
+
+def _between(text: str, head: str, tail: str) -> str | None:
+    """What `text` has between `head`, whose last white space may be missing, and `tail`."""
+    if not text.startswith(head):
+        head = head.rstrip()
+    inside = text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail)
+    return text[len(head) : len(text) - len(tail)] if inside else None
+
+
+def _split_once(text: str, id: str) -> tuple[str, ...]:
+    before, found, after = text.partition(id)
+    return (before, after) if found else (before,)
+
+
+def _without_id(text: str, id: str) -> str:
+    return _joined_without_id(_split_once(text, id))
+
+
+def _joined_without_id(parts: tuple[str, ...]) -> str:
+    """The end of a call as the model writes it: without the id that templates add to past calls."""
+    if len(parts) == 1:
+        return parts[0]
+    before, after = parts
+    return _ID_BEHIND.sub("", before) + after.removeprefix('"')
+
+
+def _common_end(a: str, b: str) -> str:
+    return _common_start(a[::-1], b[::-1])[::-1]
+
+
+def _common_start(a: str, b: str) -> str:
+    count = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:count]
+
+
+# -- templates without tools -------------------------------------------------------------------------------------
+
+_TEXT = (
+    "You can call these functions. Each line describes one of them in JSON:\n{tools}\n"
+    "To call a function, write its name and its arguments as JSON in tags:\n"
+    '<tool_call>\n{{"name": "the name", "arguments": {{}}}}\n</tool_call>\n'
+    "The next message has the result. Call none if you need none."
+)
+
+
+def _as_text(form: CallFormat, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
+    """Messages of text alone: tools are listed first, calls stand behind an answer's text, results are a user's."""
+    said: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if said and said[-1].pop("results", False):
+                text = f"{said.pop()['content']}\n{text}"
+            said.append({"role": "user", "content": text, "results": True})
+        elif calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            written = form.shown((function["name"], function["arguments"], "") for function in functions)
+            plain = {name: value for name, value in message.items() if name != "tool_calls"}
+            said.append({**plain, "content": "\n".join(filter(None, (message["content"], written)))})
+        else:
+            said.append(dict(message))
+    for message in said:
+        message.pop("results", None)
+    if not tools:
+        return said
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = _TEXT.format(tools=listed)
+    if said[0]["role"] == "system":
+        return [{**said[0], "content": f"{said[0]['content']}\n\n{text}"}, *said[1:]]
+    if form.takes_system:
+        return [{"role": "system", "content": text}, *said]
+    return [{**said[0], "content": f"{text}\n\n{said[0]['content']}"}, *said[1:]]

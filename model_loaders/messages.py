@@ -1,0 +1,78 @@
+"""The messages of a conversation, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model_loaders.tokenizers import Tokenizer
+
+_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # that templates see
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message, as a template sees it, and the ids that stand for it."""
+
+    shown: dict[str, Any]  # to the template; "role" and "content" are text
+    token_ids: tuple[int, ...] | None = None  # the generated ids, in place of those of the content, reasoning and calls
+    reasoned: bool = False  # whether these ids begin with reasoning
+
+    @property
+    def is_whole_turn(self) -> bool:
+        """Whether the ids stand for more than the content."""
+        return self.token_ids is not None and (self.reasoned or bool(self.shown.get("tool_calls")))
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[Message]:
+    """The messages. Raises ValueError for malformed ones."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise ValueError("messages must be a list with at least one message.")
+    return [_checked(message, index, tokenizer) for index, message in enumerate(messages)]
+
+
+def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"messages[{index}] must be an object with a role and a content.")
+    shown: dict[str, Any] = {name: message[name] for name in _FIELDS if message.get(name) is not None}
+    if calls := shown.pop("tool_calls", None):
+        shown = {"content": "", **shown, "tool_calls": _checked_calls(calls, index)}
+    for field in ("role", "content"):
+        if not isinstance(shown.get(field), str):
+            raise ValueError(f"messages[{index}].{field} must be a string.")
+    return Message(shown, _checked_ids(message, index, tokenizer), message.get("reasoned") is True)
+
+
+def _checked_calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    """Calls of an answer, with all the fields that templates look at."""
+    checked = []
+    for number, call in enumerate(calls if isinstance(calls, (list, tuple)) else [calls]):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
+        if not isinstance(name, str) or not isinstance(arguments, str) or not _is_json_object(arguments):
+            wanted = "a function's name, and arguments that are the text of a JSON object"
+            raise ValueError(f"messages[{index}].tool_calls[{number}] must have {wanted}.")
+        named = {"id": call["id"] if isinstance(call.get("id"), str) else ""}
+        checked.append({**named, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return checked
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _checked_ids(message: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+    ids = message.get("token_ids")
+    if ids is None or message["role"] != "assistant":
+        return None
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise ValueError(f"messages[{index}].token_ids must be a list of token ids.")
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < tokenizer.vocab_size:
+            raise ValueError(f"messages[{index}].token_ids has {token_id!r}, which is not a token of this model.")
+    return tuple(ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids)

@@ -1,0 +1,65 @@
+"""The tags around a model's reasoning, found by rendering an answer with reasoning through its chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from model_loaders.errors import LoadError
+from model_loaders.renders import Renders
+
+Place = Literal["before", "inside", "behind"]
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The text before and behind reasoning, such as <think> and </think>."""
+
+    open: str
+    close: str
+
+
+_QUESTION, _REASONING, _ANSWER = "alphaquestion", "alphareasoning", "alphaanswer"
+_USUAL = Tags("<think>", "</think>")
+_BEFORE = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
+_BEHIND = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
+
+
+def find_tags(template: Renders) -> Tags | None:
+    """The tags of the template's reasoning; None if it knows of none. Raises LoadError where it cannot run.
+
+    Most templates write the reasoning of the last answer. Others leave out what is before a tag in an answer, or open
+    the tag where an answer is to come.
+    """
+    question = {"role": "user", "content": _QUESTION}
+    shown = {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}
+    inside = {"role": "assistant", "content": f"{_USUAL.open}{_REASONING}{_USUAL.close}{_ANSWER}"}
+    written, stripped = template.render_each([[question, shown], [question, inside]], add_generation_prompt=False)
+    (prompt,) = template.render_each([[question]])
+    if isinstance(written, str) and (tags := _around(written)):
+        return tags
+    strips = isinstance(stripped, str) and _REASONING not in stripped and _ANSWER in stripped
+    return _USUAL if strips or _ends_with(prompt, _USUAL.open) else None
+
+
+def _around(text: str) -> Tags | None:
+    before, found, rest = text.partition(_REASONING)
+    behind, answered, _ = rest.partition(_ANSWER)
+    if not found or not answered:
+        return None
+    open, close = _BEFORE.search(before), _BEHIND.match(behind)
+    return Tags(open[1], close[1]) if open and close else None
+
+
+def place_of_answer(template: Renders, tags: Tags, variables: Mapping[str, object]) -> Place:
+    """Where in its reasoning an answer begins, if the template has these `variables`."""
+    (prompt,) = template.render_each([[{"role": "user", "content": _QUESTION}]], **variables)
+    if _ends_with(prompt, tags.open):
+        return "inside"
+    return "behind" if _ends_with(prompt, tags.close) else "before"
+
+
+def _ends_with(prompt: str | LoadError, tag: str) -> bool:
+    return isinstance(prompt, str) and prompt.rstrip().endswith(tag)

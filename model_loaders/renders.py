@@ -1,0 +1,16 @@
+"""What is asked of a chat template by those who look at its renderings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from model_loaders.errors import LoadError
+
+
+class Renders(Protocol):
+    """A chat template: see `model_loaders.templates`."""
+
+    def render_each(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: object
+    ) -> list[str | LoadError]: ...

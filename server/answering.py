@@ -1,0 +1,168 @@
+"""From a request to the pieces of its answers: reasoning and calls are parsed from what the engine generates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine import Chunk, Engine, EngineError, SamplingParams
+from engine.requests.prompts import is_chat
+from model_loaders.errors import LoadError
+from server.answer_parser import AnswerParser
+from server.call_grammar import functions_of, grammar
+from server.driver import Driver
+from server.parameters import Asked
+from server.pieces import Answer, Piece, fold
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How an answer is generated and parsed; without a parser, its text is what is generated."""
+
+    params: SamplingParams
+    parser: AnswerParser | None = None
+
+
+async def answer(driver: Driver, asked: Asked, index: int = 0) -> AsyncGenerator[Piece, None]:
+    """Answer `index` of a request, piece by piece. Closing the generator cancels it; errors are those of the driver."""
+    plan = _Plan(asked.params)
+    if is_chat(asked.prompt):
+        plan = await driver.aside(_plan, driver.engine, asked, compiles=asked.tools is not None)
+    params = _numbered(plan.params, index)
+    pieces: list[Piece] = []
+    ids: list[int] = []
+    async with aclosing(_stream(driver, asked, params)) as chunks:
+        async for chunk in chunks:
+            if plan.parser is None:
+                yield _piece(chunk, params.stop)
+                continue
+            ids += chunk.token_ids
+            found = list(_parsed(chunk, plan.parser, params.stop))
+            pieces += found
+            if chunk.finish_reason is not None and chunk.stopped_by is None:
+                await driver.aside(_keep, driver.engine, asked, fold(pieces), ids)
+            for piece in found:
+                yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
+
+
+async def _stream(driver: Driver, asked: Asked, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
+    """The chunks of an answer; an error in the grammar of tools names them."""
+    try:
+        async with aclosing(driver.stream(asked.prompt, params, asked.options)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+    except EngineError as error:
+        if params.grammar is asked.params.grammar or not str(error).startswith("The grammar"):
+            raise
+        raise EngineError(f"tools: {error}", error.code) from None
+
+
+def _numbered(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of answer `index`: each has a seed of its own, so that answers differ and can be repeated."""
+    return params if params.seed < 0 else replace(params, seed=params.seed + index)
+
+
+# -- before ------------------------------------------------------------------------------------------------------------
+
+
+def _plan(engine: Engine, asked: Asked) -> _Plan:
+    """How the answer to messages is generated and parsed. Raises EngineError."""
+    assert is_chat(asked.prompt)
+    template, control = engine.model.template, engine.model.tokenizer.control_tokens()
+    try:
+        place = template.place_of_answer(asked.options.template_variables)
+        if asked.options.continue_final_message and template.tags is not None:
+            begun = asked.prompt[-1]["content"]
+            opened = place == "inside" or template.tags.open in begun
+            place = "inside" if opened and template.tags.close not in begun else "behind"
+        reasoning = None if place == "behind" else template.tags
+        form = None if asked.tools is None else template.calls
+    except LoadError as error:
+        raise EngineError(str(error)) from None
+    tags = None if asked.reasoning == "inline" else reasoning
+    if tags is None and form is None:
+        return _Plan(asked.params)
+    params = asked.params
+    # A constraint is one of the answer from its first token on.
+    thinks = tags is not None and place == "inside" and not params.is_constrained
+    names: Sequence[str] = ()
+    literals = [] if tags is None else [tags.open, tags.close]
+    if asked.tools is not None and form is not None:
+        functions = functions_of(asked.tools.callable)
+        names = [function.name for function in functions]
+        literals += [form.begin, form.opening, *form.middle, form.closing, form.between, form.end]
+        if not params.is_constrained:
+            text = grammar(
+                form,
+                functions,
+                control,
+                calls=asked.tools.calls,
+                several=asked.tools.several,
+                tags=reasoning,
+                thinks=place == "inside",
+            )
+            params = replace(params, grammar=text)
+        if asked.tools.calls == "none":
+            form = None
+    shown = tuple(token for name, token in control.items() if any(name in literal for literal in literals))
+    parser = AnswerParser(form, names, control, tags, thinks=thinks)
+    return _Plan(replace(params, shown_tokens=shown), parser)
+
+
+# -- while it comes ----------------------------------------------------------------------------------------------------
+
+
+def _parsed(chunk: Chunk, parser: AnswerParser, stops: tuple[str, ...]) -> Iterable[Piece]:
+    """The pieces of a chunk."""
+    last = chunk.finish_reason is not None
+    parts = parser.push(chunk.text) + (parser.finish() if last else [])
+    if not parts and (chunk.logprobs or last):
+        parts = [Piece()]
+    if parts:
+        parts[0] = replace(parts[0], logprobs=chunk.logprobs)
+    if last:
+        end = _piece(chunk, stops)
+        called = parser.calls and end.finish_reason == "stop"
+        reason = "tool_calls" if called else end.finish_reason
+        parts[-1] = replace(parts[-1], finish_reason=reason, usage=end.usage, stopped_by=end.stopped_by)
+    return parts
+
+
+def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
+    return Piece(
+        text=chunk.text,
+        logprobs=chunk.logprobs,
+        token_ids=chunk.token_ids,
+        prompt_ids=chunk.prompt_ids,
+        prompt_logprobs=chunk.prompt_logprobs,
+        finish_reason=chunk.finish_reason,
+        usage=chunk.usage,
+        stopped_by=chunk.stopped_by if chunk.stopped_by in stops else None,
+    )
+
+
+# -- behind ------------------------------------------------------------------------------------------------------------
+
+
+def _keep(engine: Engine, asked: Asked, answer: Answer, ids: Sequence[int]) -> None:
+    """Let the engine keep the ids of an answer that clients send back in another form than its text."""
+    if not is_chat(asked.prompt) or asked.options.continue_final_message:
+        return
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.calls:
+        message["tool_calls"] = [
+            {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
+        ]
+    if (answer.text or answer.calls) and (answer.reasoning or answer.calls) and _is_whole(answer):
+        engine.keep_answer(asked.prompt, message, ids, asked.options.cache_salt, reasoned=bool(answer.reasoning))
+
+
+def _is_whole(answer: Answer) -> bool:
+    """Whether the arguments of the last call are complete."""
+    try:
+        return not answer.calls or isinstance(json.loads(answer.calls[-1].arguments), dict)
+    except ValueError:
+        return False

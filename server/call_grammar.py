@@ -1,0 +1,177 @@
+"""The grammar of an answer that may call tools: free text up to the marker of a call, and nothing but calls from there.
+
+It is written in llguidance's form of Lark. Control tokens stand in it as their ids, `<[7]>`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+from model_loaders.call_format import CallFormat
+from model_loaders.reasoning import Tags
+
+ID = "[a-zA-Z0-9]{9}"  # of a call, where the model writes it
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that may be called: its name and the JSON schema of its arguments."""
+
+    name: str
+    schema: Mapping[str, Any]
+    strict: bool = False  # whether every keyword of the schema must be known
+
+
+def grammar(
+    form: CallFormat,
+    functions: Sequence[Function],
+    control: Mapping[str, int],
+    *,
+    calls: Literal["may", "must", "none"],
+    several: bool,
+    tags: Tags | None = None,
+    thinks: bool = False,
+) -> str:
+    """The grammar of an answer that may, must or must not call `functions`.
+
+    control: the control tokens and their ids. several: whether there may be more than one call. tags: around
+    reasoning, which may come first; thinks: the prompt has opened it.
+    """
+    return _Grammar(form, functions, control, calls, several and form.several, tags, thinks).text()
+
+
+@dataclass(frozen=True)
+class _Grammar:
+    form: CallFormat
+    functions: Sequence[Function]
+    control: Mapping[str, int]
+    calls: Literal["may", "must", "none"]
+    several: bool
+    tags: Tags | None
+    thinks: bool
+
+    def text(self) -> str:
+        return "\n".join(["%llguidance {}", *self._start(), *self._free(), *self._calls()]) + "\n"
+
+    @property
+    def _marker(self) -> str:
+        return self.form.marker(self.control)
+
+    def _start(self) -> list[str]:
+        """What an answer is: reasoning, and then text or calls."""
+        rest = {"may": "text | called", "must": "calls", "none": "text"}[self.calls]
+        if self.tags is None:
+            return [f"start: {rest}"]
+        behind = {"must": "SPACE? calls"}.get(self.calls, f"({rest})")
+        close = self._literal(self.tags.close)
+        unclosed = "" if self.calls == "must" else " | unclosed"
+        if self.tags.close in self.control:
+            thought = [f"thought: THOUGHT {close}", "THOUGHT: /(?s:.*)/", "unclosed: THOUGHT"]
+        else:
+            thought = [
+                f"thought[lazy]: /(?s:.*)/ {close}",
+                f"unclosed: UNCLOSED\nUNCLOSED: /(?s:.*)/ & ~/{_containing(self.tags.close)}/",
+            ]
+        if self.thinks:
+            start = f"start: thought {behind}{unclosed}"
+        else:
+            opened = f"SPACE? {self._literal(self.tags.open)} "
+            if self.tags.open not in self.control and self.tags.close not in self.control:
+                thought = [
+                    f"thought[lazy]: /\\s*{_escaped(self.tags.open)}(?s:.*){_escaped(self.tags.close)}/",
+                    f"unclosed: UNCLOSED\nUNCLOSED: /\\s*{_escaped(self.tags.open)}(?s:.*)/ "
+                    f"& ~/{_containing(self.tags.close)}/",
+                ]
+                opened = ""
+            unclosed = unclosed and f" | {opened}unclosed"
+            start = f"start: {rest} | {opened}thought {behind}{unclosed}"
+        return [start, *(line for line in thought if unclosed or not line.startswith("unclosed")), "SPACE: /\\s{1,8}/"]
+
+    def _free(self) -> list[str]:
+        """Text without a call, and text up to the marker of one."""
+        if self.calls == "must":
+            return []
+        barred = [self._begins if not self._marker else _containing(self._marker)]
+        thinks = self.tags is not None and not self.thinks and self.tags.open not in self.control
+        first = f"\\s*{_escaped(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
+        if first:
+            barred.append(first)
+        lines = ["text: TEXT", "TEXT: /(?s:.*)/ " + " ".join(f"& ~/{pattern}/" for pattern in barred)]
+        if self.calls == "none":
+            return lines
+        if not self._marker:
+            return [*lines, "called: SPACES? calls", "SPACES: /\\s{1,8}/"]
+        if self._marker in self.control:
+            return [*lines, "called: TEXT calls"]
+        not_thinking = f" & ~/{first}/" if first else ""
+        up_to = f"UP_TO: /(?s:.*){_escaped(self._marker)}/{not_thinking}"
+        return [*lines, "called: up_to begun", "up_to[lazy]: UP_TO", up_to]
+
+    @property
+    def _begins(self) -> str:
+        """A regular expression of text that begins as a call does, where calls have no marker."""
+        return f"\\s*{_escaped(self.form.begin + self.form.opening)}(?s:.*)"
+
+    def _calls(self) -> list[str]:
+        if self.calls == "none":
+            return []
+        first = self.form.begin + self.form.opening
+        more = f" ({self._rule('more')})*" if self.several else ""
+        end = self._literal(self.form.end)
+        lines = [f"calls: {self._literal(first)} call{more} {end}"]
+        if self.calls == "may" and self._marker and self._marker not in self.control:
+            lines.append(f"begun: {self._literal(first.removeprefix(self._marker))} call{more} {end}")
+        if self.several:
+            lines.append(f"more: {self._literal(self.form.between + self.form.opening)} call")
+        middle = self.form.middle
+        id = f" /{ID}/ {self._literal(middle[1])}" if self.form.has_id else ""
+        closing = self._literal(self.form.closing)
+        for number, function in enumerate(self.functions):
+            name = self._literal(function.name + middle[0])
+            lines.append(f"call{number}: {name}{id} arguments{number} {closing}")
+            lines.append(f"arguments{number}: %json {json.dumps(self._schema(function))}")
+        lines.append("call: " + " | ".join(f"call{number}" for number in range(len(self.functions))))
+        return lines
+
+    def _rule(self, name: str) -> str:
+        return name
+
+    def _schema(self, function: Function) -> dict[str, Any]:
+        item, key = self.form.separators
+        options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+        return {**function.schema, "x-guidance": {**options, "lenient": not function.strict}}
+
+    def _literal(self, text: str) -> str:
+        """`text` in a rule: strings, and control tokens by their ids."""
+        names = sorted(self.control, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        each = (f"<[{self.control[part]}]>" if part in self.control else json.dumps(part) for part in parts if part)
+        return " ".join(each)
+
+
+def _escaped(text: str) -> str:
+    """A regular expression of `text` between slashes."""
+    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
+
+
+def _containing(text: str) -> str:
+    return f"(?s:.*){_escaped(text)}(?s:.*)"
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
+    """The functions of validated tools. Those without parameters take none."""
+    return [_function(tool["function"]) for tool in tools]
+
+
+def _function(given: Mapping[str, Any]) -> Function:
+    schema = dict(given.get("parameters") or {})
+    schema.setdefault("type", "object")
+    combined = any(name in schema for name in chain(("$ref", "anyOf", "oneOf", "allOf"), ("patternProperties",)))
+    if not combined:  # names that the schema does not list are no use to the function
+        schema.setdefault("additionalProperties", False)
+    return Function(given["name"], schema, bool(given.get("strict")))

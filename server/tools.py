@@ -1,0 +1,156 @@
+"""Reading tools: JSON in, the functions that an answer may call out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from server.values import BadRequest, flag, text, wrong
+
+MOST_TOOLS = 128
+MOST_TEXT = 1 << 17  # characters of all tools as JSON
+MOST_DEPTH = 64  # of a tool's JSON
+MOST_CALLS = 128  # in a message
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "required": "must", "none": "none"}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions of a request."""
+
+    given: tuple[dict[str, Any], ...]  # in OpenAI's form, as chat templates take them
+    callable: tuple[dict[str, Any], ...]  # those of them that this answer may call
+    calls: Literal["may", "must", "none"]
+    several: bool  # whether there may be more than one call
+
+
+def read_tools(body: Mapping[str, Any]) -> Tools | None:
+    """The tools of a request; None if it has none. Raises BadRequest."""
+    several = flag("parallel_tool_calls", body.get("parallel_tool_calls", True))
+    value, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    if not isinstance(value, list):
+        raise wrong("tools", "an array of functions", value)
+    if len(value) > MOST_TOOLS:
+        raise BadRequest("tools", f"tools has {len(value)} functions, but at most {MOST_TOOLS} are taken")
+    if not value:
+        if choice not in ("auto", "none"):
+            raise BadRequest("tool_choice", "tool_choice needs tools, and there are none")
+        return None
+    if body.get("messages") is None:
+        raise BadRequest("tools", "tools need messages: a raw prompt has to name its functions itself")
+    tools = tuple(_tool(f"tools[{index}]", tool) for index, tool in enumerate(value))
+    size = sum(len(json.dumps(tool)) for tool in tools)
+    if size > MOST_TEXT:
+        raise BadRequest("tools", f"tools has {size:,} characters of JSON, but at most {MOST_TEXT:,} are taken")
+    named = {tool["function"]["name"]: tool for tool in tools}
+    if len(named) < len(tools):
+        raise BadRequest("tools", "tools names a function twice: give each a name of its own")
+    if isinstance(choice, str) and choice in _CHOICES:
+        return Tools(tools, tools, _CHOICES[choice], several)
+    chosen = _chosen(choice)
+    if chosen not in named:
+        raise BadRequest("tool_choice", f"tool_choice names {chosen!r}, which is not one of the tools")
+    return Tools(tools, (named[chosen],), "must", several=False)
+
+
+def _chosen(choice: Any) -> str:
+    """The name in a tool_choice that is an object."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict):
+        wanted = 'auto, none, required, or an object such as {"type": "function", "function": {"name": "…"}}'
+        raise wrong("tool_choice", wanted, choice)
+    return text("tool_choice.function.name", function.get("name"))
+
+
+def _tool(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong(field, 'an object such as {"type": "function", "function": {"name": "…"}}', value)
+    if value.get("type") != "function":
+        raise wrong(f"{field}.type", "function, the only type of tool here", value.get("type"))
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise wrong(f"{field}.function", "an object with a name", function)
+    field = f"{field}.function"
+    _check_depth(field, function)
+    tool: dict[str, Any] = {"name": read_name(f"{field}.name", function.get("name"))}
+    if function.get("description") is not None:
+        tool["description"] = text(f"{field}.description", function["description"])
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise wrong(f"{field}.parameters", "a JSON schema, which is an object", parameters)
+    if parameters.get("type", "object") != "object":
+        raise wrong(f"{field}.parameters.type", "object: arguments have names", parameters["type"])
+    tool["parameters"] = parameters
+    if function.get("strict") is not None:
+        tool["strict"] = flag(f"{field}.strict", function["strict"])
+    return {"type": "function", "function": tool}
+
+
+def read_name(field: str, value: Any) -> str:
+    """The name of a function. Raises BadRequest."""
+    if NAME.fullmatch(text(field, value)) is None:
+        raise BadRequest(field, f"{field} must have 1 to 128 letters, digits and characters of _.:/-")
+    return str(value)
+
+
+def _check_depth(field: str, value: Any) -> None:
+    """Also that all of its strings are text."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [inner for each in level for inner in _inside(field, each)]
+        if not level:
+            return
+    raise BadRequest(field, f"{field} is nested more than {MOST_DEPTH} levels deep")
+
+
+def _inside(field: str, value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+    elif isinstance(value, str):
+        text(field, value)
+
+
+def read_calls(field: str, value: Any) -> list[dict[str, Any]]:
+    """The calls of an assistant's message. Raises BadRequest."""
+    if not isinstance(value, list):
+        raise wrong(field, "an array of calls", value)
+    if len(value) > MOST_CALLS:
+        raise BadRequest(field, f"{field} has {len(value)} calls, but at most {MOST_CALLS} are taken")
+    return [_call(f"{field}[{index}]", call) for index, call in enumerate(value)]
+
+
+def _call(field: str, value: Any) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        raise wrong(field, "an object with an id and a function", value)
+    name = read_name(f"{field}.function.name", function.get("name"))
+    arguments = function.get("arguments", "")
+    place = f"{field}.function.arguments"
+    if isinstance(arguments, str):
+        arguments = text(place, arguments) or "{}"
+        try:
+            given = json.loads(arguments)
+        except (ValueError, RecursionError):
+            given = None
+    else:
+        given, arguments = arguments, ""
+    if not isinstance(given, dict):
+        raise BadRequest(place, f"{place} must be the text of a JSON object")
+    _check_depth(place, given)
+    if not arguments:
+        arguments = json.dumps(given, ensure_ascii=False)
+    id = value.get("id")
+    return {
+        "id": "" if id is None else text(f"{field}.id", id),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

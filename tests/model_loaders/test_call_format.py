@@ -1,0 +1,120 @@
+"""How models write calls of tools, found through their own chat templates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model_loaders.call_format import CallFormat, find_call_format
+from model_loaders.templates import ChatTemplate, for_folder
+from tests import call_templates
+from tests.rendering import rendered
+from tests.shared_data import shared
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
+GENERAL = CallFormat()
+TAGGED = CallFormat(native=True)
+
+
+def own(name: str) -> ChatTemplate:
+    return ChatTemplate(getattr(call_templates, name), origin=name, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "marker"),
+    [
+        ("HERMES", TAGGED, "<tool_call>"),
+        (
+            "MISTRAL",
+            CallFormat(
+                begin="[TOOL_CALLS] [",
+                opening='{"name": "',
+                closing="}",
+                between=", ",
+                end="]",
+                shown_closing=(', "id": "', '"}'),
+                native=True,
+                short_ids=True,
+            ),
+            "[TOOL_CALLS]",
+        ),
+        (
+            "MISTRAL_ARGS",
+            CallFormat("", "[TOOL_CALLS]", ("[ARGS]",), "", "", "", ("",), native=True),
+            "[TOOL_CALLS]",
+        ),
+        (
+            "MISTRAL_IDS",
+            CallFormat("", "[TOOL_CALLS]", ("[CALL_ID]", "[ARGS]"), "", "", "", ("",), native=True),
+            "[TOOL_CALLS]",
+        ),
+        (
+            "LLAMA",
+            CallFormat(
+                opening='{"name": "',
+                middle=('", "parameters": ',),
+                closing="}",
+                between="",
+                shown_closing=("}",),
+                several=False,
+                native=True,
+            ),
+            "",
+        ),
+        (
+            "TEXT_ARGUMENTS",
+            CallFormat("", "[TOOL_CALLS]", ("[ARGS]",), "", "", "", ("",), native=True, arguments_as_text=True),
+            "[TOOL_CALLS]",
+        ),
+        ("NO_TOOLS", GENERAL, "<tool_call>"),
+        ("XML", GENERAL, "<tool_call>"),
+    ],
+)
+def test_short_templates(name: str, expected: CallFormat, marker: str) -> None:
+    found = find_call_format(own(name))
+    assert found == expected
+    assert found.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("qwen3", TAGGED), ("qwq", TAGGED), ("deepseek-r1-distill", GENERAL), ("qwen2.5", TAGGED)]
+)
+def test_templates_of_models(name: str, expected: CallFormat) -> None:
+    if name == "qwen2.5":
+        folder = shared("tokenizers", "qwen2_5")
+        template = for_folder(folder, json.loads((folder / "tokenizer_config.json").read_text()))
+    else:
+        source = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+        template = ChatTemplate(source, origin=name, bos_token="<s>", eos_token="</s>")
+    assert find_call_format(template) == expected
+
+
+CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "b"]}'}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+MESSAGES = [
+    {"role": "user", "content": "why"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcdefgh1", "content": "so"},
+]
+
+
+@pytest.mark.parametrize("name", ["HERMES", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "TEXT_ARGUMENTS"])
+def test_past_calls_are_shown_as_the_format_says(name: str) -> None:
+    template, form = own(name), find_call_format(own(name))
+    text = rendered(template, form.as_messages(MESSAGES, TOOLS), tools=TOOLS)
+    assert form.shown([("f", '{"a": [1, "b"]}', "abcdefgh1")]) in text
+
+
+def test_without_tools_in_the_template_calls_are_text() -> None:
+    form = find_call_format(own("NO_TOOLS"))
+    said = form.as_messages([{"role": "system", "content": "Be kind."}, *MESSAGES, MESSAGES[2]], TOOLS)
+    assert [message["role"] for message in said] == ["system", "user", "assistant", "user"]
+    assert said[0]["content"].startswith("Be kind.\n\n")
+    assert json.dumps(TOOLS[0]["function"]) in said[0]["content"]
+    assert said[2]["content"] == form.shown([("f", '{"a": [1, "b"]}', "")])
+    assert "tool_calls" not in said[2]
+    assert said[3]["content"] == "<tool_response>\nso\n</tool_response>\n<tool_response>\nso\n</tool_response>"
+    assert form.as_messages(MESSAGES[:1], TOOLS)[0]["role"] == "system"
+    assert form.as_messages(MESSAGES[:1], ()) == MESSAGES[:1]

@@ -1,0 +1,45 @@
+"""A model with random weights, a vocabulary of bytes, and a chat template of the caller's choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+from tokenizers import pre_tokenizers
+
+from engine import Engine
+from scripts.make_random_model import Shape, write
+
+_SHAPE = Shape("llama", 2, 64, 128, 2, 1, 300, 16384)
+_CONTROL = ("<|endoftext|>", "<s>", "<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|eot_id|>")
+_TEXT = ("<think>", "</think>", "<tool_call>", "</tool_call>", "th", "he")  # added, but not control tokens
+
+
+def tool_model(folder: Path, template: str) -> Path:
+    """The path of a model with this chat template."""
+    tokenizer, path = folder / "tokenizer.gguf", folder / "model-Q8_0.gguf"
+    writer = gguf.GGUFWriter(tokenizer, "llama")
+    spelt = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "he"]
+    added = list(_TEXT[:4])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*_CONTROL, *added, *spelt])
+    kinds = [gguf.TokenType.CONTROL] * len(_CONTROL) + [gguf.TokenType.USER_DEFINED] * len(added)
+    writer.add_token_types([int(kind) for kind in kinds] + [int(gguf.TokenType.NORMAL)] * len(spelt))
+    writer.add_token_merges(["t h", "h e"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    write(path, "tools", _SHAPE, "q8_0", tokenizer)
+    return path
+
+
+def tool_engine(folder: Path, template: str, **settings: Any) -> Engine:
+    """An engine with such a model."""
+    plain: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "calibration": False, "ctx_size": 8192}
+    return Engine.load(tool_model(folder, template), **plain | settings)
