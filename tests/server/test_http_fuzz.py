@@ -1,18 +1,25 @@
-"""Whatever a request holds, it is answered or refused: never an error of the server's own."""
+"""Whatever a request holds, it is answered or refused: never an error of the server's own.
+
+POLARLM_FUZZ_MESSAGES=100000 sends more of them, POLARLM_FUZZ_SEED=1 others.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from engine import Engine
+from server.http.app import create_app
 from tests.server.http_server import Serving, serving
+from tests.tiny import assert_idle
 
 CHAT: dict[str, Any] = {
     "model": "any",
@@ -101,7 +108,55 @@ JUNK: list[Any] = [
     *("", "a", "\0", "\ud800", "€" * 2000, "<|im_end|>", [], [[]], [None], ["a"] * 40, [0] * 400, [2**70], {}),
     *({"": None}, {"role": "user"}, {"type": "text"}, {"5": float("nan")}, {"x": {"y": [{}]}}, {"include_usage": 1}),
 ]
-MESSAGES = 2000
+MESSAGES = int(os.environ.get("POLARLM_FUZZ_MESSAGES", "2000"))
+SEED = int(os.environ.get("POLARLM_FUZZ_SEED", "0"))
+EVERYTHING: dict[str, Any] = {name: value for body in VALID.values() for name, value in body.items()}  # for other paths
+# Fields that constrain answers, in any of the dialects, and what could stand in them.
+CONSTRAINING = (
+    *("response_format", "json_schema", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("structured_outputs", "text", "output_config", "format", "tools", "tool_choice"),
+)
+WORDS: dict[str, list[Any]] = {
+    "type": ["object", "array", "string", "integer", "number", "null", ["integer", "null"], "date", 3],
+    "properties": [{}, {"a": {"type": "integer"}}, {"": True}, []],
+    "required": [["a"], "a", [1]],
+    "items": [{"type": "integer"}, False, []],
+    "minimum": [0, 7, -1e300, "1"],
+    "maximum": [3, 1e300, None],
+    "minLength": [0, 5, 10**9, -1],
+    "maxLength": [2, 10**12],
+    "minItems": [0, 3, 10**9],
+    "pattern": ["^[0-9]+$", "(", "(a+)+$", "\\p{L}{3}"],
+    "enum": [[1, "a", None], [], "a"],
+    "const": [7, {"a": [1]}],
+    "anyOf": [[{"type": "integer"}, {"$ref": "#"}], [], [3]],
+    "allOf": [[{"minimum": 3}, {"maximum": 1}], [{"$ref": "#/$defs/a"}]],
+    "not": [{}, {"type": "integer"}],
+    "$ref": ["#", "#/nowhere", "http://127.0.0.1:9/a", 3],
+    "$defs": [{"a": {"$ref": "#/$defs/a"}}, {"a": {"type": "integer"}}],
+    "format": ["date", "uuid", "nonsense", 3],
+    "additionalProperties": [True, False, {"type": "integer"}],
+    "multipleOf": [7, 0.01, 0, -1],
+    "x-guidance": [{"whitespace_flexible": False}, {"lenient": 3}],
+}
+GRAMMARS = [
+    *(
+        'root ::= "a" | [0-9]+',
+        "root ::= root",
+        "root ::=",
+        'start: "a" b\nb: /[0-9]+/',
+        "start: %json {}",
+        "start: a",
+        "(",
+    ),
+    *("%llguidance {}\nstart: /a/", "start: <|im_end|>", "root ::= <think>", "start: @a", "[0-9]{1,9}", "a{99999999}"),
+]
+TOOLS = [
+    [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+    [{"type": "function", "function": {"name": "", "parameters": []}}, {"type": "function"}],
+    [{"name": "look", "input_schema": {"type": "object"}}],
+    [{"type": "function", "name": "look", "parameters": {}}],
+]
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +175,30 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(value[key])
 
 
+def schema(rng: random.Random) -> dict[str, Any]:
+    """A schema of a few words, some of them wrong."""
+    return {word: copy.deepcopy(rng.choice(WORDS[word])) for word in rng.sample(list(WORDS), rng.choice((1, 1, 2, 3)))}
+
+
+def constraint(rng: random.Random) -> Any:
+    """What may stand in a field that constrains an answer, of whichever dialect it is."""
+    given = schema(rng)
+    wrapped = {"type": "json_schema", "name": "a", "schema": given, "json_schema": {"name": "a", "schema": given}}
+    return rng.choice(
+        (
+            *(given, json.dumps(given), wrapped, {"format": wrapped}, {"type": "json_object"}, {"json": given}),
+            *(rng.choice(GRAMMARS), rng.choice(GRAMMARS), {"regex": rng.choice(GRAMMARS)}, ["a", "12"]),
+            *(copy.deepcopy(rng.choice(TOOLS)), "required", "auto", {"type": "function", "function": {"name": "look"}}),
+        )
+    )
+
+
 def changed(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     body = json.loads(json.dumps(body))
+    if rng.random() < 0.3:
+        body[rng.choice(CONSTRAINING)] = constraint(rng)
+    if rng.random() < 0.2 and "stream" in body:
+        body["stream"] = True
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         container, key = rng.choice([*places(body), (body, rng.choice(("suffix", "tools", "new", "top_k", "prompt")))])
         container[key] = copy.deepcopy(rng.choice(JUNK))
@@ -147,22 +224,35 @@ def has_shape(path: str, error: Any) -> bool:
     return set(error["error"]) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
 
 
+def streamed_error(text: str) -> bool:
+    """Whether a stream has an error of the server's own in it."""
+    return '"internal"' in text or '"api_error"' in text or '"server_error"' in text
+
+
 def test_no_body_breaks_the_server(server: Serving) -> None:
-    rng = random.Random(0)
+    rng = random.Random(SEED)
+    app = create_app(server.driver, server.driver.config)
+    posts = {route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())}
+    paths = sorted(path for path in posts if not path.startswith("/sessions")) + list(VALID)
     seen: dict[int, int] = {}
     for number in range(MESSAGES):
-        path = rng.choice(list(VALID))
-        data = broken(json.dumps(changed(VALID[path], rng)).encode(), rng)
+        path = rng.choice(paths)
+        body = VALID.get(path) or VALID.get(f"/v1{path}", EVERYTHING)
+        data = broken(json.dumps(changed(body, rng)).encode(), rng)
         response = server.http.post(path, content=data, headers={"Content-Type": "application/json"})
         seen[response.status_code] = seen.get(response.status_code, 0) + 1
         where = f"message {number} to {path}: {data!r} → {response.text}"
         assert response.status_code in (200, 400, 413), where
+        assert not streamed_error(response.text), where
         if response.status_code != 200:
             assert has_shape(path, response.json()), where
     assert seen[200] > 60  # some is harmless
     assert seen[400] > 300
     for path, body in VALID.items():
         assert server.post(path, body).status_code == 200
+    assert server.driver.snapshot().active == 0
+    assert not server.busy
+    assert_idle(server.engine)
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
