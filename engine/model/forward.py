@@ -180,17 +180,34 @@ class Transformer:
         chosen, _ = self._launch(spans, given, draws)
         return self.ops.fetch_later(chosen, draws)
 
+    def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
+        """`step_ahead` without draws, for `draw_ahead` → logits (B, V), valid until the next step begins."""
+        return self.ops.run_graph(("rows", 1), self._rows, [before.ids, *self._tables(spans)])
+
+    def draw_ahead(self, logits: Array, draws: Sequence[Draw]) -> Fetch:
+        """Draw the tokens of `rows_ahead`, without waiting for them."""
+        assert self.ops.fetch_later is not None
+        return self.ops.fetch_later(self.ops.sample(logits, self.ops.pack_draws(draws)), draws)
+
     def _launch(self, spans: Sequence[Span], ids: Any, draws: Sequence[Draw]) -> tuple[Array, Array]:
         """The tokens that follow the rows, on the device, and logits (T, V)."""
-        rows = slice(0, sum(span.count for span in spans))
-        seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
-        ropes = [table for rope in self._rope(spans) for table in rope]
-        inputs = [ids, self.ops.pack_draws(draws), *ropes, *seen]
+        inputs = [ids, self.ops.pack_draws(draws), *self._tables(spans)]
         most = max(span.count for span in spans)
         return self.ops.run_graph(("step", most), self._step, inputs)
 
+    def _tables(self, spans: Sequence[Span]) -> list[Any]:
+        """The tables of `_rows` for all rows of `spans`."""
+        rows = slice(0, sum(span.count for span in spans))
+        seen = [self._spans(layers[0], spans, rows) for _, layers in self.store.shape.groups]
+        return [*(table for rope in self._rope(spans) for table in rope), *seen]
+
     def _step(self, ids: Array, draws: Draws, *tables: Any) -> tuple[Array, Array]:
-        """ids (T,) int32 → tokens (T,), logits (T, V).
+        """ids (T,) int32 → tokens (T,), logits (T, V). tables: as for `_rows`."""
+        logits = self._rows(ids, *tables)
+        return self.ops.sample(logits, draws, ids), logits
+
+    def _rows(self, ids: Array, *tables: Any) -> Array:
+        """ids (T,) int32 → logits (T, V).
 
         tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers.
         """
@@ -199,8 +216,7 @@ class Transformer:
             kind, seen = self._ropes.kind[layer], tables[first_spans + self.store.group_of(layer)]
             cos, sin = tables[2 * kind : 2 * kind + 2]
             self._mix(layer, x, self._project(layer, x, cos, sin, seen), seen)
-        logits = self._head(x, recorded=True)
-        return self.ops.sample(logits, draws, ids), logits
+        return self._head(x, recorded=True)
 
     # -- one layer ----------------------------------------------------------------------------------------------
 

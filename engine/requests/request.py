@@ -196,9 +196,14 @@ class Request:
         return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
 
     @property
-    def draws_ahead(self) -> bool:
+    def begins_ahead(self) -> bool:
         """Whether a step can begin before the last one's token is known. It overwrites logits: of log-probabilities."""
-        return self.constraint is None and self._dry is None and self.params.logprobs is None
+        return self.params.logprobs is None
+
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether the token of such a step can be drawn before the last one's token is known."""
+        return self.constraint is None and self._dry is None and self.begins_ahead
 
     @property
     def expects_more(self) -> bool:

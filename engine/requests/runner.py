@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
@@ -31,13 +32,15 @@ class StoredSequence:
 class _Step:
     """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token.
 
-    fetch: the token of each request. known: those whose next token is known already, and whose rows are only computed.
+    fetch: the token of each request; None while `logits` wait for their draws, which wait for the last step's tokens.
+    known: requests whose next token is known already, and whose rows are only computed.
     """
 
     requests: Sequence[Request]
     spans: dict[Request, Span]
-    fetch: Fetch
+    fetch: Fetch | None
     known: Collection[Request] = ()
+    logits: Any = None
 
 
 class Runner:
@@ -214,27 +217,27 @@ class Runner:
         """Run a step: feed the newest token of each request, oldest request first, and take the next one.
 
         Where every request allows it, the step after that begins first, with the tokens as they are on the device, so
-        that it is computed while these are taken. It is the next unit of work.
+        that it is computed while these are taken, and the masks of constraints found. It is the next unit of work.
         """
         step, self._begun = self._begun or self._begin_step(requests), None
         if step is None:
             return
-        spans = list(step.spans.values())
         try:
-            damaged = self._store.commit_steps(spans)
+            fetch, known = (step.fetch, step.known) if step.fetch is not None else self._draw(step)
+            damaged = self._store.commit_steps(list(step.spans.values()))
         except BaseException:
-            for span in spans:
+            for span in step.spans.values():
                 self._store.abort(span)
             raise
         found = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
         for request, span in step.spans.items():
             self._prefixes.insert(span.sequence, request.sequence.ids)
         try:
-            self._begun = self._begin_next(step)
+            self._begun = self._begin_next(step, fetch, known)
         finally:  # an error in the next step takes no token of this one
-            for request, token in zip(step.requests, step.fetch.wait(), strict=True):
+            for request, token in zip(step.requests, fetch.wait(), strict=True):
                 result = found.get(request, token)
-                if request in step.spans and (request not in step.known or isinstance(result, EngineError)):
+                if request in step.spans and (request not in known or isinstance(result, EngineError)):
                     request.take(result)
 
     def _begin_step(self, requests: Sequence[Request]) -> _Step | None:
@@ -264,8 +267,9 @@ class Runner:
                 ends.append(len(ids))
             if not spans:
                 return None
-            if self._may_step_ahead(spans):
-                return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, draws))
+            may_wait = len(ids) == len(spans) and all(request.begins_ahead for request in spans)
+            if may_wait and self._model.ops.fetch_later is not None:
+                return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, draws), known)
             rows = self._model.step(list(spans.values()), ids, draws)
             own = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
             tokens = [next((row for row in given if isinstance(row, EngineError)), given[-1]) for given in own]
@@ -275,13 +279,27 @@ class Runner:
                 self._store.abort(span)
             raise
 
-    def _may_step_ahead(self, requests: Iterable[Request]) -> bool:
-        return self._model.ops.fetch_later is not None and all(request.draws_ahead for request in requests)
+    def _draw(self, step: _Step) -> tuple[Fetch, Collection[Request]]:
+        """Draw the tokens of a step whose rows have begun, and return the requests whose next token is known."""
+        draws: list[Draw] = []
+        known: set[Request] = set()
+        for request in step.requests:
+            draw = request.no_draw
+            if request in step.spans and len(request.sequence.ids) > step.spans[request].start + 1:
+                known.add(request)
+            elif request in step.spans:
+                try:
+                    draw = request.draw()
+                except Exception as error:  # from the request's constraint
+                    self._store.abort(step.spans.pop(request))
+                    request.fail(error)
+            draws.append(draw)
+        return self._model.draw_ahead(step.logits, draws), known
 
-    def _begin_next(self, step: _Step) -> _Step | None:
+    def _begin_next(self, step: _Step, fetch: Fetch, known: Collection[Request]) -> _Step | None:
         """Begin the step after `step`, whose tokens are not known yet; None where that has to wait for them."""
         requests = step.requests
-        if step.fetch.ids is None or self._scheduler.has_prefill:
+        if fetch.ids is None or known or self._scheduler.has_prefill:
             return None
         if not all(request.expects_more for request in requests):  # as none that has left the step does
             return None
@@ -290,8 +308,10 @@ class Runner:
             for request in requests:
                 assert request.kv is not None
                 spans[request] = self._store.open_step(request.kv)
+            if not all(request.draws_ahead for request in requests):
+                return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
             draws = [request.draw(ahead=True) for request in requests]
-            return _Step(requests, spans, self._model.step_ahead(list(spans.values()), step.fetch, draws))
+            return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, draws))
         except BaseException as error:
             for span in spans.values():
                 self._store.abort(span)
@@ -303,9 +323,8 @@ class Runner:
         """A span of the newest token, for which younger requests may be preempted.
 
         With tokens before it that no step has computed: as many of all of them as go into a step and into the current
-        block, so that each attends to the codes that it would attend to in a step of its own.
-
-        None if the request was preempted itself, or finishes because it runs alone and there is no room.
+        block, so that each attends to the codes that it would attend to in a step of its own. None if the request was
+        preempted itself, or finishes because it runs alone and there is no room.
         """
         while request.kv is not None:
             missing = len(request.sequence.ids) - request.kv.length

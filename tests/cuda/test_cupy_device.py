@@ -318,10 +318,11 @@ def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generato
     assert len(device._recordings._kept) == 6
 
 
+@pytest.mark.parametrize("sets", [None, [range(5, 50), range(40, 90)]], ids=["no constraint", "a constraint"])
 def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
-    device, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    device, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, sets
 ) -> None:
-    compare_with_waiting(device, tiny_path, monkeypatch)
+    compare_with_waiting(device, tiny_path, monkeypatch, sets=sets)
 
 
 @pytest.mark.parametrize("kept", [24, 1])

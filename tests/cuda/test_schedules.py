@@ -3,10 +3,11 @@ given the answers one by one finds the same log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,10 +104,13 @@ def test_answers_of_random_schedules_are_those_of_the_cpu(
     assert np.mean(off) <= mean
 
 
-def compare_with_waiting(device: Device, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def compare_with_waiting(
+    device: Device, path: Path, monkeypatch: pytest.MonkeyPatch, *, sets: Sequence[Any] | None = None
+) -> None:
     """Steps that begin before the last one's tokens are known have the tokens of steps that wait for them.
 
-    Of requests that end at different times, the first by a stop token, behind which a step has begun.
+    Of requests that end at different times, the first by a stop token, behind which a step has begun. sets: of a
+    constraint of the second one, which draws when it knows the last token.
     """
     settings = {"block_size": BLOCK, "ctx_size": 64, "cache_type": "balanced", "calibration": False, "parallel": 3}
     begun: list[type] = []
@@ -120,10 +124,15 @@ def compare_with_waiting(device: Device, path: Path, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(
                 engine._model, "step_ahead", lambda *given: begun.append(type(given[1])) or step(*given)
             )
+            rows = engine._model.rows_ahead
+            monkeypatch.setattr(
+                engine._model, "rows_ahead", lambda *given: begun.append(type(given[1])) or rows(*given)
+            )
             for number, outbox in enumerate(outboxes):
                 params = SamplingParams(temperature=0.9, seed=number, max_tokens=8 + 3 * number, ignore_eos=True)
                 params = replace(params, stop_token_ids=() if number else stop, repeat_penalty=1 + number / 2)
-                engine.submit([*range(5, 15 + 4 * number)], params, into=outbox)
+                constraint = InTurn(sets, VOCABULARY) if sets and number == 1 else None
+                engine.submit([*range(5, 15 + 4 * number)], params, into=outbox, constraint=constraint)
             while engine.work():
                 pass
             assert_idle(engine)
@@ -138,7 +147,8 @@ def compare_with_waiting(device: Device, path: Path, monkeypatch: pytest.MonkeyP
     assert begun.count(Fetch) >= 8
 
 
+@pytest.mark.parametrize("sets", [None, [range(5, 50), range(40, 90)]], ids=["no constraint", "a constraint"])
 def test_steps_that_begin_ahead_have_the_tokens_of_steps_that_wait(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, sets: Any
 ) -> None:
-    compare_with_waiting(open_device(checked=False), tiny_path, monkeypatch)
+    compare_with_waiting(open_device(checked=False), tiny_path, monkeypatch, sets=sets)

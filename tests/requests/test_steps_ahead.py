@@ -30,12 +30,24 @@ SETTINGS = {"block_size": BLOCK, "cache_type": "f16", "parallel": PARALLEL, "ctx
 
 
 class Ahead(NumpyOps):
-    """Fetches tokens late. events: what has happened, "begins" and "tokens" in turn where nothing is late."""
+    """Fetches tokens late. events: what has happened, "begins" and "tokens" in turn where nothing is late.
+
+    Where a step begins without its draws, "rows" comes first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
         self.spoil: dict[int, EngineError] = {}  # number of a step → the error of its first row
+        self._last = np.zeros(0)  # logits of the last step
+
+    def run_graph(self, key: Any, work: Any, inputs: Sequence[Any]) -> Any:
+        self._last.fill(np.nan)  # as another step may overwrite them on a GPU
+        result = super().run_graph(key, work, inputs)
+        if key[0] == "rows":
+            self.events.append("rows")
+        self._last = result if key[0] == "rows" else result[1]
+        return result
 
     def sample(self, logits: np.ndarray, draws: Sequence[Draw], newest: np.ndarray | None = None) -> list[Sampled]:
         if newest is not None:
@@ -104,17 +116,18 @@ def test_the_row_behind_a_stop_token_leaves_nothing(engine: Engine, plain: Engin
     assert again.usage.cached_tokens >= len(prompt) + end - 1
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"logprobs": 0}, {"dry_multiplier": 2.0}],
-    ids=["log-probabilities", "DRY"],
-)
-def test_a_request_that_needs_the_last_token_waits_for_it(
-    engine: Engine, plain: Engine, ops: Ahead, more: dict[str, Any]
-) -> None:
+def test_a_request_that_needs_the_last_logits_waits_for_its_tokens(engine: Engine, plain: Engine, ops: Ahead) -> None:
     prompt = [*range(5, 25)]
-    assert engine.generate(prompt, drawn(**more)).token_ids == plain.generate(prompt, drawn(**more)).token_ids
+    assert engine.generate(prompt, drawn(logprobs=0)).token_ids == plain.generate(prompt, drawn(logprobs=0)).token_ids
     assert not ops.events
+
+
+def test_a_draw_that_needs_the_last_token_waits_for_it_but_its_rows_do_not(
+    engine: Engine, plain: Engine, ops: Ahead
+) -> None:
+    prompt, params = [*range(5, 25)], drawn(dry_multiplier=2.0, max_tokens=12)
+    assert engine.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
+    assert ops.events == ["begins", *["rows", "tokens", "begins"] * 10, "tokens"]
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 30, 64])
@@ -128,12 +141,20 @@ def test_penalties_count_the_token_that_is_not_known_yet(
     assert ops.events.count("begins") > 20
 
 
-def test_a_constraint_sees_every_token_before_the_next_step(engine: Engine, ops: Ahead) -> None:
+def test_masks_are_computed_while_the_next_rows_are(engine: Engine, plain: Engine, ops: Ahead) -> None:
+    """A constraint sees every token before the next one is drawn, and the device does not wait for it to begin."""
+
+    class Watched(InTurn):
+        def allowed(self) -> np.ndarray | None:
+            ops.events.append("mask")
+            return super().allowed()
+
     sets = [range(5, 12), range(40, 60), range(5, 12)]
-    constraint = InTurn(sets, VOCABULARY)
-    answer = fold(engine.stream([9, 20, 33], drawn(max_tokens=3), constraint=constraint))
-    assert [token in among for token, among in zip(answer.token_ids, sets, strict=True)] == [True] * 3
-    assert not ops.events
+    prompt, params = [9, 20, 33], drawn(max_tokens=12)
+    answer = fold(engine.stream(prompt, params, constraint=Watched(sets, VOCABULARY)))
+    assert answer.token_ids == fold(plain.stream(prompt, params, constraint=InTurn(sets, VOCABULARY))).token_ids
+    assert all(token in sets[number % 3] for number, token in enumerate(answer.token_ids))
+    assert ops.events == ["mask", "mask", "begins", *["rows", "tokens", "mask", "begins"] * 10, "tokens"]
 
 
 def test_ends_may_not_come_before_min_tokens(engine: Engine, plain: Engine) -> None:
@@ -192,7 +213,15 @@ def test_the_next_prompt_waits_for_no_more_than_the_step_that_has_begun(engine: 
         pass
 
 
-def request(rng: np.random.Generator) -> tuple[list[int], SamplingParams]:
+SETS: list[Any] = [None, range(5, 50), [60], [61], [62], range(20, 80), None, range(30, 90)]  # of a constraint
+Asked = tuple[list[int], SamplingParams, Sequence[Any] | None]
+
+
+def constraint_of(sets: Sequence[Any] | None) -> InTurn | None:
+    return None if sets is None else InTurn(sets, VOCABULARY)
+
+
+def request(rng: np.random.Generator) -> Asked:
     """Most can step ahead, and they end for every reason that there is."""
     more: list[dict[str, Any]] = [
         {},
@@ -206,18 +235,20 @@ def request(rng: np.random.Generator) -> tuple[list[int], SamplingParams]:
     ]
     chosen = more[rng.choice(len(more), p=[0.1, 0.4, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05])]
     prompt = rng.integers(5, VOCABULARY, rng.integers(1, 60)).tolist()
-    return prompt, drawn(seed=int(rng.integers(1000)), max_tokens=int(rng.integers(1, 40)), **chosen)
+    params = drawn(seed=int(rng.integers(1000)), max_tokens=int(rng.integers(1, 40)), **chosen)
+    begin = int(rng.integers(len(SETS)))
+    return prompt, params, [*SETS[begin:], *SETS[:begin]] if rng.random() < 0.3 else None
 
 
-def run(engine: Engine, rng: np.random.Generator, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[list[Any]]:
+def run(engine: Engine, rng: np.random.Generator, asked: Sequence[Asked]) -> list[list[Any]]:
     """The chunks of requests that come while others run; some are cancelled."""
     outboxes: list[list[Any]] = [[] for _ in asked]
     tickets: list[Ticket] = []
     with ExitStack() as stack:
         if rng.random() < 0.7:  # then not all requests find room at once
             stack.enter_context(blocks_left(engine, 12 + int(rng.integers(3))))
-        for given, outbox in zip(asked, outboxes, strict=True):
-            tickets.append(engine.submit(*given, ANEW, into=outbox))
+        for (prompt, params, sets), outbox in zip(asked, outboxes, strict=True):
+            tickets.append(engine.submit(prompt, params, ANEW, into=outbox, constraint=constraint_of(sets)))
             for _ in range(rng.integers(12)):
                 engine.work()
             if rng.random() < 0.15:
@@ -247,8 +278,8 @@ def test_random_schedules_have_the_answers_of_steps_that_wait(
             outboxes = run(engine, rng, asked)
             assert_idle(engine)
         seen["preempted"] += len(preempted)
-        for (prompt, params), outbox in zip(asked, outboxes, strict=True):
-            wanted = plain.generate(prompt, params, ANEW)
+        for (prompt, params, sets), outbox in zip(asked, outboxes, strict=True):
+            wanted = fold(plain.stream(prompt, params, ANEW, constraint=constraint_of(sets)))
             if outbox and outbox[-1].finish_reason is not None:
                 assert summary(fold(outbox)) == summary(wanted)
                 seen[str(wanted.finish_reason)] += 1
@@ -258,5 +289,6 @@ def test_random_schedules_have_the_answers_of_steps_that_wait(
                 seen["cancelled"] += 1
         seen["begun"] += ops.events.count("begins")
         seen["in vain"] += ops.events.count("begins") - ops.events.count("tokens")
+        seen["rows"] += ops.events.count("rows")
     assert seen["begun"] > 300
-    assert all(seen[what] > 1 for what in ("stop", "length", "cancelled", "preempted", "in vain")), seen
+    assert all(seen[what] > 1 for what in ("stop", "length", "cancelled", "preempted", "in vain", "rows")), seen
