@@ -14,7 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from engine import Engine, EngineError, SamplingParams
+from engine import Engine, EngineError, PromptOptions, SamplingParams
 from engine.outputs import Chunk, fold
 from engine.sampling.constraints import allowed_bits
 from engine.sampling.grammars import MOST_TEXT, Grammars
@@ -149,6 +149,43 @@ def test_requests_of_a_batch_are_constrained_each_by_its_own(engine: Engine, mon
     assert any(preempted)
     for pattern, outbox in zip(patterns, outboxes, strict=True):
         assert re.fullmatch(pattern, fold(outbox).text)
+
+
+def test_requests_with_and_without_a_constraint_share_steps_and_prefixes(engine: Engine) -> None:
+    """Each has the answer that it has alone, and the constrained one finds the prompt when it comes again."""
+    prompt = "The end of the rain in the end"
+    asked = [SamplingParams(regex="[a-c]{20}", seed=1), SamplingParams(seed=2, max_tokens=20, ignore_eos=True)]
+    alone = [engine.generate(prompt, params, PromptOptions(cache_salt=str(n))) for n, params in enumerate(asked)]
+    outboxes: list[deque[Chunk | Exception]] = [deque() for _ in asked]
+    for number, (params, outbox) in enumerate(zip(asked, outboxes, strict=True)):
+        engine.submit(prompt, params, PromptOptions(cache_salt=f"{number + 2}"), into=outbox)
+    while engine.work():
+        pass
+    assert [fold(outbox).token_ids for outbox in outboxes] == [answer.token_ids for answer in alone]
+    again = engine.generate(prompt, asked[0], PromptOptions(cache_salt="2"))
+    assert again.usage.cached_tokens >= 16
+    assert again.token_ids == alone[0].token_ids
+
+
+def test_an_answer_is_found_in_the_next_turn(engine: Engine) -> None:
+    """Also where its last tokens came without a step: what has no K/V yet is computed with the question."""
+    messages = [{"role": "user", "content": "the rain"}]
+    params = SamplingParams(regex="[a-f]{9}, then on and on in the end", seed=1)
+    answer = engine.chat(messages, params)
+    assert answer.text.endswith("in the end")
+    turn = [*messages, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "on"}]
+    second = engine.chat(turn, SamplingParams(max_tokens=4))
+    known = answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert second.usage.cached_tokens > answer.usage.prompt_tokens
+    assert second.usage.cached_tokens <= known
+
+
+@pytest.mark.parametrize("stop", ["d, t", "then"])
+def test_stop_strings_end_constrained_answers(engine: Engine, stop: str) -> None:
+    """Also where they end among tokens that came without a step."""
+    answer = engine.generate("The", SamplingParams(regex="[a-c]{3}d, then on", stop=(stop,), seed=3))
+    assert re.fullmatch("[a-c]{3}" + {"d, t": "", "then": "d, "}[stop], answer.text)
+    assert answer.finish_reason == "stop"
 
 
 def test_without_the_library_a_sentence_says_what_to_install(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

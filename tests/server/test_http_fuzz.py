@@ -161,11 +161,11 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def server(tiny_path: Path) -> Iterator[Serving]:
-    with (
-        Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine,
-        serving(engine, max_tokens=2, max_body=20_000) as running,
-    ):
-        yield running
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine:
+        with serving(engine, max_tokens=2, max_body=20_000) as running:
+            yield running
+            assert running.driver.snapshot().active == 0
+        assert_idle(engine)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -242,7 +242,7 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
         response = server.http.post(path, content=data, headers={"Content-Type": "application/json"})
         seen[response.status_code] = seen.get(response.status_code, 0) + 1
         where = f"message {number} to {path}: {data!r} → {response.text}"
-        assert response.status_code in (200, 400, 413), where
+        assert response.status_code in (200, 400, 413, 501), where  # 501: a path that is refused by name
         assert not streamed_error(response.text), where
         if response.status_code != 200:
             assert has_shape(path, response.json()), where
@@ -250,9 +250,6 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
     assert seen[400] > 300
     for path, body in VALID.items():
         assert server.post(path, body).status_code == 200
-    assert server.driver.snapshot().active == 0
-    assert not server.busy
-    assert_idle(server.engine)
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])

@@ -139,12 +139,10 @@ def left(server: Serving) -> bool:
 @pytest.mark.parametrize("kept", [0, 4], ids=["nothing kept", "prefixes kept"])
 def test_clients_of_all_kinds_at_once(tiny_path: Path, kept: int) -> None:
     plain = {"cache_type": "f16", "calibration": False, "block_size": 8, "parallel": 8, "kept_sequences": kept}
-    with (
-        Engine.load(tiny_path, device="cpu", threads=1, **plain) as engine,
-        serving(engine, max_queue=4 * CLIENTS) as server,
-    ):
-        seen = asyncio.run(soak(server.port, SECONDS / 2))
-        eventually(lambda: not left(server))
-        assert min(seen["200"], seen["400"], seen["given up"], seen["constrained"]) > 0, seen
-        assert server.post("/v1/completions", {"prompt": "on", "max_tokens": 2}).status_code == 200
+    with Engine.load(tiny_path, device="cpu", threads=1, **plain) as engine:
+        with serving(engine, max_queue=4 * CLIENTS) as server:
+            seen = asyncio.run(soak(server.port, SECONDS / 2))
+            eventually(lambda: not left(server))
+            assert min(seen["200"], seen["400"], seen["given up"], seen["constrained"]) > 0, seen
+            assert server.post("/v1/completions", {"prompt": "on", "max_tokens": 2}).status_code == 200
         assert_idle(engine)
