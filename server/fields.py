@@ -222,8 +222,9 @@ def _harmless() -> Iterator[tuple[str, str, str]]:
         yield name, "V", "it concerns how vLLM's parts work together"
     yield "spaces_between_special_tokens", "V", "control tokens are not in the text of answers"
     yield "return_token_offsets", "V", "it has an effect only at other endpoints"
-    for name in ("verbose", "timings_per_token", "return_progress"):
+    for name in ("verbose", "return_progress"):
         yield name, "L", "the extra output that it asks for is not sent"
+    yield "timings_per_token", "L", "the extra output that it asks for is sent by `/completion` alone"
     yield "t_max_prompt_ms", "L", "llama-server ignores it as well"
 
 
@@ -291,7 +292,7 @@ def _refused() -> Iterator[tuple[str, str, Neutral | None, str]]:
     not_returned = "this server does not return it; leave it out"
     for name in ("return_token_ids", "return_tokens_as_token_ids", "return_prompt_text"):
         yield name, "V", _is(False), not_returned
-    yield "return_tokens", "L", _is(False), not_returned
+    yield "return_tokens", "L", _is(False), "`/completion` alone returns them; leave it out"
     yield "response_fields", "L", _is([]), "answers have all of their fields"
     yield "lora", "L", _is([]), "this server has no adapters"
     yield "image_data", "L", _is([]), "this server takes text alone"

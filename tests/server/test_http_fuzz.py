@@ -38,7 +38,7 @@ CHAT: dict[str, Any] = {
 }
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
-    "/v1/completions": {**CHAT, "prompt": "the rain", "logprobs": 2, "top_logprobs": 0},
+    "/v1/completions": {**CHAT, "prompt": "the rain", "logprobs": 2, "top_logprobs": 0, "echo": True, "best_of": 1},
     "/v1/messages": {
         "model": "any",
         "system": [{"type": "text", "text": "on", "cache_control": {"type": "ephemeral"}}],
@@ -100,6 +100,22 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "/api/embed": {"model": "any", "input": ["the", "rain"], "truncate": True},
     "/api/show": {"model": "any"},
+    "/completion": {
+        "prompt": [5, "the rain", 7],
+        "n_predict": 2,
+        "n_probs": 2,
+        "n_cmpl": 2,
+        "return_tokens": True,
+        "timings_per_token": True,
+        "cache_prompt": False,
+        "stop": ["the"],
+        "logit_bias": [[5, 1], ["the", False]],
+        "stream": False,
+    },
+    "/chat/completions/input_tokens": CHAT,
+    "/apply-template": {"messages": [*CHAT["messages"], {"role": "assistant", "content": "on"}]},
+    "/v1/embeddings": {"input": ["the rain", [5, 6]], "encoding_format": "base64", "pooling": "last", "model": "any"},
+    "/embedding": {"content": "the rain", "embd_normalize": 2},
     "/tokenize": {"content": "the rain"},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
@@ -200,7 +216,12 @@ def changed(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.2 and "stream" in body:
         body["stream"] = True
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        container, key = rng.choice([*places(body), (body, rng.choice(("suffix", "tools", "new", "top_k", "prompt")))])
+        container, key = rng.choice(
+            [
+                *places(body),
+                (body, rng.choice(("suffix", "echo", "tools", "new", "top_k", "prompt", "messages", "input"))),
+            ]
+        )
         container[key] = copy.deepcopy(rng.choice(JUNK))
     return body
 
