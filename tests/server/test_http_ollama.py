@@ -144,7 +144,7 @@ def test_the_model_is_listed_shown_and_running(server: Serving, client: ollama.C
     assert (running.model, running.context_length, running.size_vram) == (engine.model.name, engine.context, 0)
     shown = client.show("any")
     assert shown.template == engine.model.template.source
-    assert shown.capabilities == ["completion"]
+    assert shown.capabilities == ["completion", "tools", "embedding"]
     assert shown.modelinfo is not None
     assert shown.modelinfo[f"{engine.model.config.family}.context_length"] == engine.context
     assert shown.modelinfo["general.parameter_count"] > 0

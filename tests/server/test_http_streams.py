@@ -141,6 +141,24 @@ def test_a_client_that_leaves_in_mid_stream_cancels_its_answers(server: Serving,
     assert_all_free(server, n)
 
 
+IN_DIALECTS: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"messages": [{"role": "user", "content": "the rain"}], "stream": True, "ignore_eos": True},
+    "/v1/responses": {"input": "the rain", "stream": True, "ignore_eos": True},
+    "/api/chat": {"messages": [{"role": "user", "content": "the rain"}], "options": {"ignore_eos": True}},
+}
+
+
+@pytest.mark.parametrize("path", IN_DIALECTS)
+def test_a_client_of_any_dialect_that_leaves_cancels_its_answer(server: Serving, path: str) -> None:
+    server.gate.close()
+    server.gate.let(40)
+    with server.send(path, IN_DIALECTS[path]) as connection:
+        received = b""
+        while received.count(b"\n") < 6:
+            received += connection.recv(4096)
+    assert_all_free(server, 1)
+
+
 @pytest.mark.parametrize("units", [0, 1, 12])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_before_its_answer_does_so_too(server: Serving, stream: bool, units: int) -> None:

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from model_loaders.config import ModelConfig
 from server.driver import Driver
 from server.http.bodies import read_body
+from server.infill import infill_of
 from server.values import text
 
 _NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
@@ -52,7 +53,7 @@ class ModelFacts:
                 "modified_at": self._entry["modified_at"],
                 "details": self._entry["details"],
                 "model_info": _shape(model.config, engine.context, len(model.vocabulary)),
-                "capabilities": ["completion"],
+                "capabilities": self._capabilities,
             }
         )
 
@@ -63,6 +64,12 @@ class ModelFacts:
         except importlib.metadata.PackageNotFoundError:
             version = "0.0.0"
         return JSONResponse({"version": version})
+
+    @cached_property
+    def _capabilities(self) -> list[str]:
+        """What the model can be asked for; "insert" is writing before a suffix."""
+        inserts = infill_of(self._driver.engine.model.tokenizer) is not None
+        return ["completion", "tools", "embedding", *(["insert"] if inserts else [])]
 
     @cached_property
     def _entry(self) -> dict[str, Any]:

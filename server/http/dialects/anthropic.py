@@ -209,7 +209,7 @@ def _thinking(body: Mapping[str, Any]) -> dict[str, Any]:
     kind = members("thinking", body["thinking"]).get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise wrong("thinking.type", "enabled, adaptive or disabled", kind)
-    return {"chat_template_kwargs": {"enable_thinking": True}} if kind == "enabled" else {}
+    return {} if kind == "adaptive" else {"chat_template_kwargs": {"enable_thinking": kind == "enabled"}}
 
 
 def _output(value: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ PATHS = ("/api",)
 _OPTIONS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")},
     **{name: name for name in ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")},
-    **{name: name for name in ("typical_p", "tfs_z", "mirostat")},
+    **{name: name for name in ("typical_p", "tfs_z", "mirostat", "logit_bias")},
     "penalize_newline": "penalize_nl",
     "num_predict": "max_tokens",
 }  # that change an answer, and our names for them; the others are about memory and speed
@@ -150,12 +150,18 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
         raise wrong("format", 'a JSON schema or "json"', format)
     if flag("logprobs", body.get("logprobs", False)):
         own["logprobs"] = body.get("top_logprobs", 0)
-    think = body.get("think", False)
-    if not isinstance(think, bool) and think not in _EFFORTS:
-        raise wrong("think", f"true, false or one of {', '.join(_EFFORTS)}", think)
-    if think:
-        own["chat_template_kwargs"] = {"enable_thinking": True}
+    if "think" in body:
+        own["chat_template_kwargs"] = _thinking(body["think"])
     return own
+
+
+def _thinking(value: Any) -> dict[str, Any]:
+    """Whether the model reasons before it answers; how much is up to the model's template."""
+    if isinstance(value, bool):
+        return {"enable_thinking": value}
+    if value not in _EFFORTS:
+        raise wrong("think", f"true, false or one of {', '.join(_EFFORTS)}", value)
+    return {"enable_thinking": True, "reasoning_effort": value}
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
