@@ -183,7 +183,7 @@ _PROMISES = {
         _held("`timings`", f"{_OWN}::test_timings_count_and_time_both_parts"),
         _different(
             "`generation_settings` with `n_ctx` and `model`",
-            "`model` stands beside it, `n_ctx` in `/props`",
+            "`model` stands beside it",
             f"{_OWN}::test_settings_are_those_that_were_used",
         ),
         _held("a client that hangs up ends its request", f"{_OWN}::test_a_client_that_hangs_up_cancels"),

@@ -32,11 +32,13 @@ class About:
     model: Model
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
     tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
+    context: int  # tokens of a prompt and its answer together
 
 
 def about(driver: Driver) -> About:
     """What endpoints may know of the server that `driver` belongs to."""
-    return About(driver.engine.model, driver.config.parse_special, not driver.config.hide_cached_tokens)
+    engine, config = driver.engine, driver.config
+    return About(engine.model, config.parse_special, not config.hide_cached_tokens, engine.context)
 
 
 class Writer(Protocol):

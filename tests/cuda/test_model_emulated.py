@@ -15,6 +15,7 @@ from engine.backends.numpy.ops import NumpyOps, rms_norm
 from engine.backends.ops import Ops
 from engine.kv.plan import CacheShape, LayerShape, plan_for_tokens
 from engine.kv.store import KVStore
+from engine.model import prompt_readers
 from engine.model.forward import Transformer
 from engine.model.weights import load_weights
 from engine.quantization.conditioning import Conditioning, Scale
@@ -202,6 +203,22 @@ def test_an_engine_answers_and_scores_as_on_the_cpu(tiny_path: Path, monkeypatch
         # Codes flip where a vector is near the edge of one: single tokens change, and hardly the sum.
         np.testing.assert_allclose(scores[index].mean(), scores[index + 2].mean(), rtol=0.02)
         np.testing.assert_allclose(scores[index][: N - 1], scores[index + 2][: N - 1], atol=0.05)
+
+
+def test_a_prompt_is_read_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its embeddings and the log-probabilities of its tokens, a few rows at a time."""
+    monkeypatch.setattr(prompt_readers, "_ROWS", 20)
+    vectors, logprobs = [], []
+    for ops in (CudaOps(open_device(checked=False)), NumpyOps()):
+        monkeypatch.setattr(assembly, "select", lambda device, threads, ops=ops: (ops, ""))
+        with Engine.load(tiny_path, block_size=N, ctx_size=128, calibration=False) as engine:
+            assert ops.name in engine.fit_line()
+            vectors += [engine.embed(range(5, 60), pooling).vector for pooling in ("mean", "last")]
+            found = engine.generate(range(5, 60), SamplingParams(max_tokens=0, prompt_logprobs=2)).prompt_logprobs
+            logprobs.append([token.logprob for token in found])
+    for index in (0, 1):
+        np.testing.assert_allclose(vectors[index], vectors[index + 2], atol=0.01)
+    np.testing.assert_allclose(logprobs[0], logprobs[1], atol=0.05)
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])

@@ -98,6 +98,12 @@ def test_an_answer_that_fills_the_context_is_truncated(shared: Serving) -> None:
     assert answer["tokens_evaluated"] + answer["tokens_predicted"] == CONTEXT
 
 
+def test_an_answer_that_the_servers_own_limit_ends_is_not(tiny: Engine) -> None:
+    with serving(tiny, max_tokens=3) as server:
+        answer = complete(server, n_predict=-1)
+    assert (answer["tokens_predicted"], answer["stop_type"], answer["truncated"]) == (3, "limit", False)
+
+
 def test_no_tokens_read_the_prompt_into_the_cache(tiny: Engine) -> None:
     with serving(tiny) as server:
         forget(tiny)
@@ -158,7 +164,7 @@ def test_settings_are_those_that_were_used(shared: Serving) -> None:
     assert (settings["top_k"], settings["temperature"], settings["seed"], settings["n_predict"]) == (7, 0, 3, 8)
     assert settings["stop"] == ["zzz"]
     assert settings["logit_bias"] == [[7, 1.5], [8, False]]
-    assert settings["top_p"] == 0.95
+    assert (settings["top_p"], settings["n_ctx"]) == (0.95, CONTEXT)
 
 
 @pytest.mark.parametrize("path", ["/completion", "/infill"])

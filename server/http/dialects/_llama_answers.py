@@ -98,21 +98,18 @@ def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
 
 
 def _writer(asked: Asked, about: About, own: dict[str, bool], *, several: bool) -> Writer:
-    return Writer(
-        about.model, asked, several or asked.n > 1, own["return_tokens"], own["timings_per_token"], about.tells_cached
-    )
+    return Writer(about, asked, several or asked.n > 1, own["return_tokens"], own["timings_per_token"])
 
 
 @dataclass(frozen=True)
 class Writer:
     """Makes the JSON objects of one response."""
 
-    model: Model
+    about: About
     asked: Asked
     several: bool  # whether the body of a response that is not streamed is an array
     returns_tokens: bool
     times_tokens: bool
-    tells_cached: bool
     _begun: float = field(default_factory=time.monotonic)
     _first: dict[int, float] = field(default_factory=dict)  # of each answer: when its first token came
     _counts: dict[int, int] = field(default_factory=dict)  # of each answer: tokens so far
@@ -141,7 +138,7 @@ class Writer:
                 "tokens_predicted": count,
             }
             if piece.logprobs:
-                part["completion_probabilities"] = _probabilities(self.model.tokenizer, piece.logprobs)
+                part["completion_probabilities"] = _probabilities(self.about.model.tokenizer, piece.logprobs)
             if self.times_tokens:
                 first_at = self._first.get(index, now)
                 part["timings"] = {
@@ -167,26 +164,26 @@ class Writer:
         usage, one = last.usage, self.asked.each()[index // self.asked.n]
         assert usage is not None
         word = last.stopped_by or ""
-        most = one.params.max_tokens
+        is_full = usage.prompt_tokens + usage.completion_tokens >= self.about.context
         written: dict[str, Any] = {
             "index": index,
             "content": content,
             "tokens": list(tokens),
             "id_slot": -1,
             "stop": True,
-            "model": self.model.name,
+            "model": self.about.model.name,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
-            "generation_settings": generation_settings(self.model, one.params),
-            "prompt": str(PromptText(one.prompt, self.model.tokenizer)),
-            "truncated": last.finish_reason == "length" and not 0 <= most <= usage.completion_tokens,
+            "generation_settings": generation_settings(self.about.model, one.params, self.about.context),
+            "prompt": str(PromptText(one.prompt, self.about.model.tokenizer)),
+            "truncated": last.finish_reason == "length" and is_full,
             "stop_type": "limit" if last.finish_reason == "length" else "word" if word else "eos",
             "stopping_word": word,
-            "tokens_cached": usage.cached_tokens if self.tells_cached else None,
-            "timings": _timings(usage, self.tells_cached),
+            "tokens_cached": usage.cached_tokens if self.about.tells_cached else None,
+            "timings": _timings(usage, self.about.tells_cached),
         }
         if logprobs:
-            written["completion_probabilities"] = _probabilities(self.model.tokenizer, logprobs)
+            written["completion_probabilities"] = _probabilities(self.about.model.tokenizer, logprobs)
         return written
 
 
@@ -217,10 +214,11 @@ def _probabilities(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list
     return [entry(token.id, token.logprob) | {"top_logprobs": [entry(*one) for one in token.top]} for token in tokens]
 
 
-def generation_settings(model: Model, params: SamplingParams) -> dict[str, Any]:
+def generation_settings(model: Model, params: SamplingParams, context: int) -> dict[str, Any]:
     """How tokens are chosen, with the model's defaults filled in, under llama-server's names."""
     used = resolve(params, model.generation)
     return {
+        "n_ctx": context,
         "n_predict": params.max_tokens,
         "max_tokens": params.max_tokens,
         "seed": params.seed,

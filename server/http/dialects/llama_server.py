@@ -50,7 +50,10 @@ class _Server:
     async def props(self, _request: Request) -> Response:
         """The model, its template, and how tokens are chosen where a request says nothing."""
         engine = self._driver.engine
-        defaults = {"n_ctx": engine.context, "params": generation_settings(engine.model, SamplingParams())}
+        defaults = {
+            "n_ctx": engine.context,
+            "params": generation_settings(engine.model, SamplingParams(), engine.context),
+        }
         return JSONResponse(
             {
                 "default_generation_settings": defaults,
