@@ -69,7 +69,7 @@ struct Rounder {
 
     __device__ __forceinline__ float squares(float *column, int from, int to) {
         float sum = 0.0f;
-        for (int c = from + threadIdx.x % 8; c < to; c += 8) {
+        for (int c = from + thread_read_anew() % 8; c < to; c += 8) {
             float value = column[c * STRIDE];
             if (L::MEAN_BITS) value = __fsub_rn(value, mean[c]);
             if (cost.feedback) value = fminf(fmaxf(value, -LARGEST), LARGEST);
@@ -102,9 +102,9 @@ struct Rounder {
         const int warp = threadIdx.x / 32, feeder = warp / GROUPS - 1, token = warp % GROUPS * 32 + threadIdx.x % 32;
         const int fronts = PAIRS + (cost.token_feedback ? TOKENS - 1 : 0);
         Own own = {};
-        if (feeder >= 0)  // no pair is before those of the first front
-            for (int w = 0; w < W && token < TOKENS; ++w) partial[(feeder * W + w) * TOKENS + token] = 0.0f;
-        else if (token < TOKENS)
+        // No feedback to the first front. The index is computed here, not kept in a register from round to round.
+        for (int i = thread_read_anew(); i < FEEDERS * W * TOKENS; i += THREADS) partial[i] = 0.0f;
+        if (feeder < 0 && token < TOKENS)
             own.remember(sizes[first + token], L::VALUES && cost.token_feedback && token > 0
                                                    ? cost.token_feedback[(first + token - 1) * L::N + first + token]
                                                    : 0.0f);

@@ -66,10 +66,20 @@ def test_gemv_of_one_row_keeps_its_loads_in_registers(weight: str) -> None:
         test_variants_compile_within_the_limits_of_each_architecture(variant, 90)
 
 
-def test_an_encoder_of_large_blocks_keeps_its_registers() -> None:
-    """The variant of sm_90 with the fewest to spare."""
-    (tight,) = (v for v in VARIANTS["encode_blocks"] if str(v.cache) == "polarquant/turbo2 D128 N128 mean8")
-    test_variants_compile_within_the_limits_of_each_architecture(tight, 90)
+@pytest.mark.parametrize(
+    ("cache", "arch"),
+    [
+        ("polarquant/turbo2 D128 N128 mean8", 90),
+        ("polarquant/turbo2 D128 N128 mean8", 120),
+        ("turbo2/ring3.5 D128 N128 mean8", 86),
+        ("ring3/ring5 D256 N64 mean8", 80),
+        ("ring4/ring3 D256 N64 mean8", 90),
+    ],
+)
+def test_an_encoder_of_parts_of_blocks_keeps_its_registers(cache: str, arch: int) -> None:
+    """The variants with the fewest to spare."""
+    (tight,) = (variant for variant in VARIANTS["encode_blocks"] if str(variant.cache) == cache)
+    test_variants_compile_within_the_limits_of_each_architecture(tight, arch)
 
 
 def test_every_kernel_has_variants() -> None:

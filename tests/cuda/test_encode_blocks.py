@@ -264,11 +264,15 @@ def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy(name: str) -> 
             assert_as_good(side, x[:, block : block + 1], metric_of(side, 1))
 
 
-def test_the_engine_s_launch_gives_the_codes_of_numpy(rng: np.random.Generator) -> None:
-    size, dim = 64, 128
+@pytest.mark.parametrize(("size", "dim", "warps"), [(64, 128, 12), (128, 128, 10), (64, 256, 10)])
+def test_the_engine_s_launch_gives_the_codes_of_numpy(
+    rng: np.random.Generator, size: int, dim: int, warps: int
+) -> None:
+    """Of larger blocks it rounds a part at a time, with fewer warps."""
     layouts = [records.layout(codecs.get("ring4"), values, size, dim, 8 * (not values)) for values in (False, True)]
     plan = launch_configs.encode_blocks(*layouts)
     shape = BlockShape(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
+    assert shape.warps == warps
     assert plan.shared == max(shared_bytes(layout, shape.warps, shape.tokens) for layout in layouts)
     for values in (False, True):
         side = Side(values, "ring4", shape)

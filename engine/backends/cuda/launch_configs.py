@@ -34,7 +34,7 @@ _GEMM_STATIC_BYTES = 768  # static shared memory of gemm_small: at most 4 (ROWS 
 _GEMV_PACKED_STATIC_BYTES = 576  # of gemv_packed: at most 4 (8 · ROWS + ROWS)
 _GEMV_PACKED_WARPS = 8
 _SLOT_BYTES = 80 << 10  # of its slots, unless these are too few: the rest is left to the L1 cache, for x
-_ENCODE_WARPS = 12  # two blocks fit a multiprocessor
+_ENCODE_WARPS = 12  # of encode_blocks, at most: two blocks fit a multiprocessor
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
@@ -168,8 +168,14 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
         if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
             raise ValueError(f"On a GPU blocks of {size} tokens are too large for this head dimension: choose 64.")
         tokens //= 2
-    defines = {"WARPS": _ENCODE_WARPS, "TOKENS": tokens, **ROUNDING}
-    return LaunchConfig(defines, WARP * _ENCODE_WARPS, max(shared))
+    warps = _encode_warps(size, tokens)
+    return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, max(shared))
+
+
+def _encode_warps(size: int, tokens: int) -> int:
+    """Warps of a block of encode_blocks that has `tokens` of a block's `size` tokens at once. If these are not all, it
+    needs a few more registers than a multiprocessor has for 24 warps."""
+    return _ENCODE_WARPS if tokens == size else _ENCODE_WARPS - 2
 
 
 def _encode_bytes(side: Layout, tokens: int) -> int:
@@ -178,6 +184,6 @@ def _encode_bytes(side: Layout, tokens: int) -> int:
     constants, mean = side.record.constants, 4 * dim * (side.mean_bits > 0)
     if "POINTS" not in constants:
         return 4 * dim * size + mean
-    points, width, chunks = constants["POINTS"], constants["WIDTH"], _ENCODE_WARPS // -(-tokens // 32)
+    points, width, chunks = constants["POINTS"], constants["WIDTH"], _encode_warps(size, tokens) // -(-tokens // 32)
     floats = dim * (tokens + 4) + chunks * 7 * tokens + width * (2 * tokens + points) + 2 * size
     return 4 * floats + mean + 2 * dim // width * (size + tokens + 2)
