@@ -161,7 +161,36 @@ def test_ollamas_client_gets_calls_of_a_model_that_wants_to(server: Serving, eng
     assert client.chat("any", [*MESSAGES, turn, result], tools=tools, options=options).eval_count
 
 
-# -- LangChain and pydantic-ai -----------------------------------------------------------------------------------------
+# -- LiteLLM, LangChain and pydantic-ai --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", "")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_litellm_gets_a_call(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, model: str, path: str, stream: bool
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches a list of prices when it is imported
+    import litellm
+
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer: Any = litellm.completion(
+        model,
+        MESSAGES,
+        api_base=f"http://127.0.0.1:{server.port}{path}",
+        api_key="any",
+        tools=tools,
+        tool_choice=choice,
+        max_tokens=200,
+        temperature=1,
+        stream=stream,
+        timeout=60,
+    )
+    if stream:
+        answer = litellm.stream_chunk_builder(list(answer))
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, answer.choices[0].finish_reason) == ("weather", "tool_calls")
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
 
 
 @pytest.mark.parametrize("responses", [False, True])

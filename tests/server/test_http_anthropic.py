@@ -14,6 +14,7 @@ from tests.server.http_server import KEY, Serving, serving
 from tests.server.test_http_openai import alone
 from tests.tiny import forget
 
+KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 QUESTION: list[Any] = [{"role": "user", "content": "then he ran on"}]
 
 
@@ -44,7 +45,11 @@ def asked(**more: Any) -> dict[str, Any]:
 def arguments(**more: Any) -> dict[str, Any]:
     """That request for the client, which takes some names of the API in a dictionary of their own."""
     body = asked(**more)
-    aside = {name: body.pop(name) for name in ("temperature", "top_k", "top_p", "ignore_eos", "extra") if name in body}
+    aside = {
+        name: body.pop(name)
+        for name in ("temperature", "top_k", "top_p", "ignore_eos", "extra", "context_management")
+        if name in body
+    }
     return body | {"extra_body": aside}
 
 
@@ -188,8 +193,9 @@ def test_a_server_may_hide_what_was_cached(tiny: Engine) -> None:
 
 
 def test_fields_of_the_api_that_change_nothing_are_taken(client: anthropic.Anthropic) -> None:
-    more = {"metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}}
-    assert client.messages.create(**arguments(**more, tools=[], extra=[{}])).content
+    more: Any = {"metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}}
+    more |= {"output_config": {"effort": "low"}}
+    assert client.messages.create(**arguments(**more, tools=[], extra=[{}], context_management=KEEPS_ALL)).content
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -219,6 +225,8 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_config": {"effort": 5}}, "output_config.effort"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management.edits[0]"),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_the_field(server: Serving, given: dict[str, Any], place: str) -> None:

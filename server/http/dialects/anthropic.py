@@ -37,7 +37,6 @@ _NAMES = {
     "stop": "stop_sequences",
     "tool_choice": "tool_choice",
     "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
     "chat_template_kwargs": "thinking",
 }  # of fields that are called otherwise here
 _REFUSED = {
@@ -90,7 +89,8 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
         own["stop"] = items("stop_sequences", body["stop_sequences"])
     if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(items("tools", body.get("tools", [])))]:
         own["tools"] = tools
-    return own | _tool_choice(body.get("tool_choice")) | _thinking(body) | _output(body.get("output_config"))
+    _check_edits(body.get("context_management", {}))
+    return own | _tool_choice(body.get("tool_choice")) | _reasoning(body) | _format(body)
 
 
 def _system(value: Any) -> list[dict[str, Any]]:
@@ -202,28 +202,39 @@ def _tool_choice(value: Any) -> dict[str, Any]:
     return own
 
 
-def _thinking(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the model reasons before it answers; the number of tokens that this may take cannot be set."""
-    if "thinking" not in body:
-        return {}
-    kind = members("thinking", body["thinking"]).get("type")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise wrong("thinking.type", "enabled, adaptive or disabled", kind)
-    return {} if kind == "adaptive" else {"chat_template_kwargs": {"enable_thinking": kind == "enabled"}}
+def _check_edits(value: Any) -> None:
+    """Raises BadRequest for an edit that leaves out something of the conversation."""
+    edits = items("context_management.edits", members("context_management", value).get("edits", []))
+    for index, edit in enumerate(edits):
+        place = f"context_management.edits[{index}]"
+        if members(place, edit).get("keep") != "all":
+            raise BadRequest(place, f"{place}: this server leaves nothing out of a conversation; leave the edit out")
 
 
-def _output(value: Any) -> dict[str, Any]:
+def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the model reasons before it answers; how much is up to the model's template."""
+    variables: dict[str, Any] = {}
+    if "thinking" in body:
+        kind = members("thinking", body["thinking"]).get("type")
+        if kind not in ("enabled", "adaptive", "disabled"):
+            raise wrong("thinking.type", "enabled, adaptive or disabled", kind)
+        if kind != "adaptive":
+            variables["enable_thinking"] = kind == "enabled"
+    effort = members("output_config", body.get("output_config", {})).get("effort")
+    if effort is not None:
+        variables["reasoning_effort"] = text("output_config.effort", effort)
+    return {"chat_template_kwargs": variables} if variables else {}
+
+
+def _format(body: Mapping[str, Any]) -> dict[str, Any]:
     """What the answer has to look like."""
-    if value is None:
+    given = members("output_config", body.get("output_config", {})).get("format")
+    if given is None:
         return {}
-    config = members("output_config", value)
-    own = {"reasoning_effort": config["effort"]} if "effort" in config else {}
-    if "format" in config:
-        format = members("output_config.format", config["format"])
-        if format.get("type") != "json_schema":
-            raise wrong("output_config.format.type", "json_schema", format.get("type"))
-        own["response_format"] = {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}
-    return own
+    format = members("output_config.format", given)
+    if format.get("type") != "json_schema":
+        raise wrong("output_config.format.type", "json_schema", format.get("type"))
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
