@@ -54,6 +54,12 @@ class LimitedProcess:
                 return self._ask([self._first, request], _START_SECONDS)
             return self._ask([request], _ANSWER_SECONDS)
 
+    def close(self) -> None:
+        """End the worker, once it has answered the request under way; a later request starts another."""
+        with self._lock:
+            if self._worker is not None:
+                self._stop()
+
     def renew(self) -> None:
         """Forget the parent's worker and its pipes in a forked child, which starts a worker of its own."""
         self._lock = threading.Lock()

@@ -59,8 +59,11 @@ class Grammars:
         self._compiling = threading.Lock()
 
     def close(self) -> None:
-        """Let threads that wait to compile a constraint end, with an EngineError, instead of compiling it."""
+        """End the worker, and threads that wait to compile a constraint, these with an EngineError."""
         self._closed = True
+        with self._compiling:
+            if "_worker" in vars(self):
+                self._worker.close()
 
     def constraint(self, params: SamplingParams, own: Constraint | None = None) -> Constraint | None:
         """The constraint of one request: a new one, or its own; None if it asks for none. Raises EngineError."""

@@ -107,10 +107,15 @@ def test_a_constraint_that_took_long_to_compile_is_not_kept_for_ever(grammars: G
     assert len(grammars._compiled) <= 2
 
 
-def test_threads_that_wait_to_compile_end_when_the_engine_closes() -> None:
+def test_nothing_is_compiled_and_no_worker_is_left_when_the_engine_has_closed() -> None:
     tokenizer = load_for_gguf(vocab.tiny_bpe())
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    grammars.constraint(SamplingParams(regex="a"))
+    worker = grammars._worker._worker
+    assert worker is not None
+    assert worker.poll() is None
     grammars.close()
+    assert worker.poll() is not None
     with pytest.raises(EngineError) as caught:
-        grammars.constraint(SamplingParams(regex="a"))
+        grammars.constraint(SamplingParams(regex="b"))
     assert caught.value.code == "closed"
