@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from model_loaders.tokenizers import Tokenizer
 
@@ -11,13 +11,14 @@ from model_loaders.tokenizers import Tokenizer
 class Detokenizer:
     """Converts ids to text incrementally; bytes of an incomplete UTF-8 character wait for the rest."""
 
-    def __init__(self, tokenizer: Tokenizer, *, at_start: bool, shown: Iterable[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, *, at_start: bool, shown: Collection[int] = ()):
         """`at_start`: the text begins here, so a SentencePiece model's leading space is not part of it.
 
         shown: control tokens whose names are part of the text.
         """
         self._tokenizer = tokenizer
-        self._names = {i: name.encode() for name, i in tokenizer.control_tokens().items() if i in set(shown)}
+        names = tokenizer.control_tokens() if shown else {}
+        self._names = {i: name.encode() for name, i in names.items() if i in shown}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = at_start and tokenizer.strips_leading_space
 
