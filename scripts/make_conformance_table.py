@@ -305,10 +305,20 @@ _PROMISES = {
             "a last message of the assistant's is continued",
             f"{_CHATS}::test_a_last_message_of_the_assistant_is_continued",
         ),
-        _different(
-            "`tools`, `reasoning_effort`, `reasoning_format`, `chat_template_kwargs`",
-            "[http-fields.md](http-fields.md) says which of their values are taken",
+        _held("`response_format` with a `schema` beside its type", f"{_OWN}::test_a_schema_may_stand_beside_its_type"),
+        _held(
+            "`tools`, `tool_choice`; calls whole and streamed",
+            "test_http_tools.py::test_required_calls_parse",
+            "test_http_tools.py::test_a_named_function_is_called",
+            "test_http_tools.py::test_a_stream_has_names_once_and_arguments_as_text",
         ),
+        _held(
+            "`reasoning_content`, `reasoning_format`",
+            "test_http_tools.py::test_reasoning_is_apart",
+            "test_http_tools.py::test_reasoning_may_stay_in_the_text_or_be_left_out",
+        ),
+        _held("`chat_template_kwargs`", "test_http_tools.py::test_variables_of_the_template_are_honoured"),
+        _refused("how much a model reasons", "reasoning_effort", "reasoning_budget_tokens"),
         _different("`timings` beside the usage", "`/completion` has them"),
     ],
     "POST /v1/chat/completions/control": [_different("ends a model's reasoning", "404")],

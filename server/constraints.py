@@ -38,6 +38,8 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
         raise wrong(f"{field}.type", "text, json_object or json_schema", kind)
     inside = f"{field}.json_schema"
     wrapped = value.get("json_schema")
+    if wrapped is None and value.get("schema") is not None:  # as llama-server's documentation has it
+        return _schema(f"{field}.schema", value["schema"])
     if not isinstance(wrapped, dict):
         raise wrong(inside, "an object with a schema", wrapped)
     return _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))

@@ -262,6 +262,17 @@ def test_a_model_without_the_tokens_refuses_infill(shared: Serving) -> None:
     assert "this model has no tokens for filling in" in error["message"]
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_may_stand_beside_its_type(shared: Serving, kind: str) -> None:
+    schema = {"enum": [7, 12]}
+    body = {"messages": [{"role": "user", "content": "he ran"}], "response_format": {"type": kind, "schema": schema}}
+    answer = shared.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]) in schema["enum"]
+    wrong = {**body, "response_format": {"type": kind, "schema": 3}}
+    assert shared.post("/v1/chat/completions", wrong).json()["error"]["param"] == "response_format.schema"
+
+
 # -- about the server --------------------------------------------------------------------------------------------
 
 
