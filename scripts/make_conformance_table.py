@@ -188,6 +188,13 @@ _PROMISES = {
         ),
         _held("a client that hangs up ends its request", f"{_OWN}::test_a_client_that_hangs_up_cancels"),
     ],
+    "POST /completions": [
+        _different(
+            "the same as `/completion`",
+            "the same as `/v1/completions`, for clients whose base URL has no `/v1`",
+            f"{_PLAIN}::test_a_client_may_leave_v1_out_of_its_base_url",
+        )
+    ],
     "POST /tokenize": [
         _held(
             "`content`, `add_special`, `parse_special`",
