@@ -17,7 +17,8 @@ QWEN3 = (Path(__file__).resolve().parents[1] / "fixtures" / "templates" / "qwen3
 TURNS = 20
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
 DAYS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
-PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": DAYS}, "required": ["days"]}
+CITY = {"enum": ["Rome", "Oslo"]}
+PARAMETERS = {"type": "object", "properties": {"days": DAYS, "city": CITY}, "required": ["city", "days"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 FAMILIES = {
     "qwen3": QWEN3,
