@@ -8,7 +8,7 @@ from typing import Any
 
 from engine import PromptOptions
 from engine.requests.prompts import Prompt
-from server.tools import Tools, read_calls
+from server.tools import Tools, check_depth, read_calls
 from server.values import LARGEST, BadRequest, count, flag, shown, text, wrong
 
 MOST_SALT = 1024  # characters
@@ -79,7 +79,8 @@ def _template_variables(value: Any) -> dict[str, Any]:
     for name in value:
         if name in _OWN_VARIABLES:
             raise BadRequest(f"{field}.{name}", f"{field}.{name} cannot be set: the server gives it its value")
-    written = text(field, json.dumps(value, ensure_ascii=False))
+    check_depth(field, value)
+    written = json.dumps(value, ensure_ascii=False)
     if len(written) > MOST_VARIABLES:
         raise BadRequest(field, f"{field} has {len(written):,} characters, but at most {MOST_VARIABLES:,} are taken")
     return value

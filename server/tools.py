@@ -75,7 +75,7 @@ def _tool(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise wrong(f"{field}.function", "an object with a name", function)
     field = f"{field}.function"
-    _check_depth(field, function)
+    check_depth(field, function)
     tool: dict[str, Any] = {"name": read_name(f"{field}.name", function.get("name"))}
     if function.get("description") is not None:
         tool["description"] = text(f"{field}.description", function["description"])
@@ -99,8 +99,8 @@ def read_name(field: str, value: Any) -> str:
     return str(value)
 
 
-def _check_depth(field: str, value: Any) -> None:
-    """Also that all of its strings are text."""
+def check_depth(field: str, value: Any) -> None:
+    """Raises BadRequest for JSON that is nested too deeply, or has strings that are not text."""
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [inner for each in level for inner in _inside(field, each)]
@@ -145,7 +145,7 @@ def _call(field: str, value: Any) -> dict[str, Any]:
         given, arguments = arguments, ""
     if not isinstance(given, dict):
         raise BadRequest(place, f"{place} must be the text of a JSON object")
-    _check_depth(place, given)
+    check_depth(place, given)
     if not arguments:
         arguments = json.dumps(given, ensure_ascii=False)
     id = value.get("id")

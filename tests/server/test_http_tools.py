@@ -210,6 +210,10 @@ def deep(levels: int) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": deep(levels - 1)} if levels else {}}
 
 
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else []
+
+
 def calls(arguments: Any) -> dict[str, Any]:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]}
@@ -254,6 +258,7 @@ def calls(arguments: Any) -> dict[str, Any]:
         ),
         ({"extra_body": {"chat_template_kwargs": {"messages": 1}}}, "chat_template_kwargs.messages", "cannot be set"),
         ({"extra_body": {"chat_template_kwargs": [1]}}, "chat_template_kwargs", "must be an object"),
+        ({"extra_body": {"chat_template_kwargs": {"a": nested(65)}}}, "chat_template_kwargs", "nested more than 64"),
         ({"extra_body": {"chat_template_kwargs": {"a": "b" * 5000}}}, "chat_template_kwargs", "at most 4,096"),
     ],
 )
