@@ -297,7 +297,7 @@ _TEXT = (
 )
 
 
-def _as_text(form: CallFormat, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
+def _as_text(format: CallFormat, messages: Sequence[Message], tools: Tools) -> list[dict[str, Any]]:
     """Messages of text alone: tools are listed first, calls stand behind an answer's text, results are a user's."""
     said: list[dict[str, Any]] = []
     for message in messages:
@@ -308,7 +308,7 @@ def _as_text(form: CallFormat, messages: Sequence[Message], tools: Tools) -> lis
             said.append({"role": "user", "content": text, "results": True})
         elif calls := message.get("tool_calls"):
             functions = [call["function"] for call in calls]
-            written = form.shown((function["name"], function["arguments"], "") for function in functions)
+            written = format.shown((function["name"], function["arguments"], "") for function in functions)
             plain = {name: value for name, value in message.items() if name != "tool_calls"}
             said.append({**plain, "content": "\n".join(filter(None, (message["content"], written)))})
         else:
@@ -321,6 +321,6 @@ def _as_text(form: CallFormat, messages: Sequence[Message], tools: Tools) -> lis
     text = _TEXT.format(tools=listed)
     if said[0]["role"] == "system":
         return [{**said[0], "content": f"{said[0]['content']}\n\n{text}"}, *said[1:]]
-    if form.takes_system:
+    if format.takes_system:
         return [{"role": "system", "content": text}, *said]
     return [{**said[0], "content": f"{text}\n\n{said[0]['content']}"}, *said[1:]]

@@ -58,18 +58,18 @@ class AnswerParser:
 
     def __init__(
         self,
-        form: CallFormat | None = None,
+        format: CallFormat | None = None,
         names: Collection[str] = (),
         control: Collection[str] = (),
         tags: Tags | None = None,
         *,
         thinks: bool = False,
     ) -> None:
-        """form: of calls, None if there are none; names: the functions that may be called; control: as for
+        """format: of calls, None if there are none; names: the functions that may be called; control: as for
         `CallFormat.marker`. tags: around reasoning; thinks: the prompt has opened it.
         """
-        self._form, self._names, self._tags = form, frozenset(names), tags
-        self._marker = "" if form is None else form.marker(control)
+        self._format, self._names, self._tags = format, frozenset(names), tags
+        self._marker = "" if format is None else format.marker(control)
         self._state = self._reasoning if thinks else self._start if tags else self._text
         self._held = ""  # text whose part is not known yet
         self._begun = ""  # the text of a call whose name is not complete
@@ -138,10 +138,10 @@ class AnswerParser:
         return [Piece(reasoning=text)] if text else []
 
     def _text(self) -> list[Piece] | None:
-        form = self._form
-        if form is None:
+        format = self._format
+        if format is None:
             return self._said_all()
-        opening = form.begin + form.opening
+        opening = format.begin + format.opening
         if not self._marker:
             return self._text_or_json(opening)
         at = self._held.find(self._marker)
@@ -193,10 +193,10 @@ class AnswerParser:
 
     def _naming(self) -> list[Piece] | None:
         """In a call, before its arguments."""
-        assert self._form is not None
+        assert self._format is not None
         name, *id, rest = self._split_head()
         if rest is None:
-            longest = max(map(len, self._names), default=0) + _LONGEST_ID + sum(map(len, self._form.middle))
+            longest = max(map(len, self._names), default=0) + _LONGEST_ID + sum(map(len, self._format.middle))
             return None if len(self._held) <= longest else self._no_call()
         if not rest:
             return None
@@ -211,10 +211,10 @@ class AnswerParser:
 
     def _split_head(self) -> tuple[str | None, ...]:
         """(name, perhaps the id, text from the arguments on); the last is None if it is not complete."""
-        assert self._form is not None
+        assert self._format is not None
         parts: list[str | None] = []
         rest: str | None = self._held
-        for literal in self._form.middle:
+        for literal in self._format.middle:
             before, found, after = (rest or "").partition(literal)
             parts.append(before)
             rest = after if found and rest is not None else None
@@ -238,8 +238,8 @@ class AnswerParser:
 
     def _closing(self) -> list[Piece] | None:
         """Behind the arguments of a call."""
-        assert self._form is not None
-        closing = self._form.closing
+        assert self._format is not None
+        closing = self._format.closing
         if self._held.startswith(closing):
             self._held, self._state = self._held[len(closing) :], self._behind
         elif closing.startswith(self._held):
@@ -251,15 +251,15 @@ class AnswerParser:
 
     def _behind(self) -> list[Piece] | None:
         """Behind a call: another one, or the end of the list that they are in."""
-        form = self._form
-        assert form is not None
-        following = form.between + form.opening
+        format = self._format
+        assert format is not None
+        following = format.between + format.opening
         if self._held.startswith(following):
             self._begin_call(self._held, following)
             return []
-        if form.end and self._held.startswith(form.end):
-            self._held = self._held[len(form.end) :]
-        elif any(literal.startswith(self._held) for literal in (following, form.end) if literal):
+        if format.end and self._held.startswith(format.end):
+            self._held = self._held[len(format.end) :]
+        elif any(literal.startswith(self._held) for literal in (following, format.end) if literal):
             return None
         self._state = self._text
         return []

@@ -79,24 +79,24 @@ def _plan(engine: Engine, asked: Asked) -> _Plan:
             opened = place == "inside" or template.tags.open in begun
             place = "inside" if opened and template.tags.close not in begun else "behind"
         reasoning = None if place == "behind" else template.tags
-        form = None if asked.tools is None else template.calls
+        format = None if asked.tools is None else template.calls
     except LoadError as error:
         raise EngineError(str(error)) from None
     tags = None if asked.reasoning == "inline" else reasoning
-    if tags is None and form is None:
+    if tags is None and format is None:
         return _Plan(asked.params)
     params = asked.params
     # A constraint is one of the answer from its first token on.
     thinks = tags is not None and place == "inside" and not params.is_constrained
     names: Sequence[str] = ()
     literals = [] if tags is None else [tags.open, tags.close]
-    if asked.tools is not None and form is not None:
+    if asked.tools is not None and format is not None:
         functions = functions_of(asked.tools.callable)
         names = [function.name for function in functions]
-        literals += [form.begin, form.opening, *form.middle, form.closing, form.between, form.end]
+        literals += [format.begin, format.opening, *format.middle, format.closing, format.between, format.end]
         if not params.is_constrained:
             text = grammar(
-                form,
+                format,
                 functions,
                 control,
                 calls=asked.tools.calls,
@@ -106,9 +106,9 @@ def _plan(engine: Engine, asked: Asked) -> _Plan:
             )
             params = replace(params, grammar=text)
         if asked.tools.calls == "none":
-            form = None
+            format = None
     shown = tuple(token for name, token in control.items() if any(name in literal for literal in literals))
-    parser = AnswerParser(form, names, control, tags, thinks=thinks)
+    parser = AnswerParser(format, names, control, tags, thinks=thinks)
     return _Plan(replace(params, shown_tokens=shown), parser)
 
 
@@ -148,7 +148,7 @@ def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
 
 
 def _keep(engine: Engine, asked: Asked, answer: Answer, ids: Sequence[int]) -> None:
-    """Let the engine keep the ids of an answer that clients send back in another form than its text."""
+    """Let the engine keep the ids of an answer that clients send back in another format than its text."""
     if not is_chat(asked.prompt) or asked.options.continue_final_message:
         return
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}

@@ -28,7 +28,7 @@ class Function:
 
 
 def grammar(
-    form: CallFormat,
+    format: CallFormat,
     functions: Sequence[Function],
     control: Mapping[str, int],
     *,
@@ -42,12 +42,12 @@ def grammar(
     control: the control tokens and their ids. several: whether there may be more than one call. tags: around
     reasoning, which may come first; thinks: the prompt has opened it.
     """
-    return _Grammar(form, functions, control, calls, several and form.several, tags, thinks).text()
+    return _Grammar(format, functions, control, calls, several and format.several, tags, thinks).text()
 
 
 @dataclass(frozen=True)
 class _Grammar:
-    form: CallFormat
+    format: CallFormat
     functions: Sequence[Function]
     control: Mapping[str, int]
     calls: Literal["may", "must", "none"]
@@ -60,7 +60,7 @@ class _Grammar:
 
     @property
     def _marker(self) -> str:
-        return self.form.marker(self.control)
+        return self.format.marker(self.control)
 
     def _start(self) -> list[str]:
         """What an answer is: reasoning, and then text or calls."""
@@ -115,22 +115,22 @@ class _Grammar:
     @property
     def _begins(self) -> str:
         """A regular expression of text that begins as a call does, where calls have no marker."""
-        return f"\\s*{_escaped(self.form.begin + self.form.opening)}(?s:.*)"
+        return f"\\s*{_escaped(self.format.begin + self.format.opening)}(?s:.*)"
 
     def _calls(self) -> list[str]:
         if self.calls == "none":
             return []
-        first = self.form.begin + self.form.opening
-        more = f" ({self._rule('more')})*" if self.several else ""
-        end = self._literal(self.form.end)
+        first = self.format.begin + self.format.opening
+        more = " (more)*" if self.several else ""
+        end = self._literal(self.format.end)
         lines = [f"calls: {self._literal(first)} call{more} {end}"]
         if self.calls == "may" and self._marker and self._marker not in self.control:
             lines.append(f"begun: {self._literal(first.removeprefix(self._marker))} call{more} {end}")
         if self.several:
-            lines.append(f"more: {self._literal(self.form.between + self.form.opening)} call")
-        middle = self.form.middle
-        id = f" /{ID}/ {self._literal(middle[1])}" if self.form.has_id else ""
-        closing = self._literal(self.form.closing)
+            lines.append(f"more: {self._literal(self.format.between + self.format.opening)} call")
+        middle = self.format.middle
+        id = f" /{ID}/ {self._literal(middle[1])}" if self.format.has_id else ""
+        closing = self._literal(self.format.closing)
         for number, function in enumerate(self.functions):
             name = self._literal(function.name + middle[0])
             lines.append(f"call{number}: {name}{id} arguments{number} {closing}")
@@ -138,11 +138,8 @@ class _Grammar:
         lines.append("call: " + " | ".join(f"call{number}" for number in range(len(self.functions))))
         return lines
 
-    def _rule(self, name: str) -> str:
-        return name
-
     def _schema(self, function: Function) -> dict[str, Any]:
-        item, key = self.form.separators
+        item, key = self.format.separators
         options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
         return {**function.schema, "x-guidance": {**options, "lenient": not function.strict}}
 

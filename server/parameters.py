@@ -93,7 +93,7 @@ def read(
 def _reasoning(body: Mapping[str, Any]) -> Literal["apart", "inline", "dropped"]:
     if not flag("include_reasoning", body.get("include_reasoning", True)):
         return "dropped"
-    form = body.get("reasoning_format", "auto")
-    if form not in ("none", "auto", "deepseek"):
-        raise wrong("reasoning_format", "none, auto or deepseek", form)
-    return "inline" if form == "none" else "apart"
+    format = body.get("reasoning_format", "auto")
+    if format not in ("none", "auto", "deepseek"):
+        raise wrong("reasoning_format", "none, auto or deepseek", format)
+    return "inline" if format == "none" else "apart"

@@ -102,19 +102,19 @@ MESSAGES = [
 
 @pytest.mark.parametrize("name", ["HERMES", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "LLAMA", "TEXT_ARGUMENTS"])
 def test_past_calls_are_shown_as_the_format_says(name: str) -> None:
-    template, form = own(name), find_call_format(own(name))
-    text = rendered(template, form.as_messages(MESSAGES, TOOLS), tools=TOOLS)
-    assert form.shown([("f", '{"a": [1, "b"]}', "abcdefgh1")]) in text
+    template, format = own(name), find_call_format(own(name))
+    text = rendered(template, format.as_messages(MESSAGES, TOOLS), tools=TOOLS)
+    assert format.shown([("f", '{"a": [1, "b"]}', "abcdefgh1")]) in text
 
 
 def test_without_tools_in_the_template_calls_are_text() -> None:
-    form = find_call_format(own("NO_TOOLS"))
-    said = form.as_messages([{"role": "system", "content": "Be kind."}, *MESSAGES, MESSAGES[2]], TOOLS)
+    format = find_call_format(own("NO_TOOLS"))
+    said = format.as_messages([{"role": "system", "content": "Be kind."}, *MESSAGES, MESSAGES[2]], TOOLS)
     assert [message["role"] for message in said] == ["system", "user", "assistant", "user"]
     assert said[0]["content"].startswith("Be kind.\n\n")
     assert json.dumps(TOOLS[0]["function"]) in said[0]["content"]
-    assert said[2]["content"] == form.shown([("f", '{"a": [1, "b"]}', "")])
+    assert said[2]["content"] == format.shown([("f", '{"a": [1, "b"]}', "")])
     assert "tool_calls" not in said[2]
     assert said[3]["content"] == "<tool_response>\nso\n</tool_response>\n<tool_response>\nso\n</tool_response>"
-    assert form.as_messages(MESSAGES[:1], TOOLS)[0]["role"] == "system"
-    assert form.as_messages(MESSAGES[:1], ()) == MESSAGES[:1]
+    assert format.as_messages(MESSAGES[:1], TOOLS)[0]["role"] == "system"
+    assert format.as_messages(MESSAGES[:1], ()) == MESSAGES[:1]

@@ -55,22 +55,22 @@ def parsed(parser: AnswerParser, *texts: str) -> list[tuple[str, str]]:
     return kinds
 
 
-def parser(form: CallFormat | None = None, tags: Tags | None = None, *, thinks: bool = False) -> AnswerParser:
-    return AnswerParser(form, NAMES, ("[TOOL_CALLS]", "[ARGS]"), tags, thinks=thinks)
+def parser(format: CallFormat | None = None, tags: Tags | None = None, *, thinks: bool = False) -> AnswerParser:
+    return AnswerParser(format, NAMES, ("[TOOL_CALLS]", "[ARGS]"), tags, thinks=thinks)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_as_each_family_writes_them(name: str) -> None:
-    form = FORMS[name]
-    calls = [("weather", ARGUMENTS[2], "aaaaaaaa1"), ("time", "{}", "bbbbbbbb2")][: 2 if form.several else 1]
-    written = replace(form, shown_closing=(form.closing,)).shown(calls)
+    format = FORMS[name]
+    calls = [("weather", ARGUMENTS[2], "aaaaaaaa1"), ("time", "{}", "bbbbbbbb2")][: 2 if format.several else 1]
+    written = replace(format, shown_closing=(format.closing,)).shown(calls)
     expected = [part for function, arguments, _ in calls for part in (("call", function), ("arguments", arguments))]
-    assert parsed(parser(form), written) == expected
-    assert parsed(parser(form), *written) == expected
+    assert parsed(parser(format), written) == expected
+    assert parsed(parser(format), *written) == expected
     if name != "LLAMA":
-        assert parsed(parser(form), f"I look.\n{written}") == [("text", "I look."), *expected]
-    assert parsed(parser(form, THINK), f"<think>\nso\n</think>\n\n{written}") == [("reasoning", "so"), *expected]
-    assert parsed(parser(form, THINK, thinks=True), f"so\n</think>\n\n{written}") == [("reasoning", "so"), *expected]
+        assert parsed(parser(format), f"I look.\n{written}") == [("text", "I look."), *expected]
+    assert parsed(parser(format, THINK), f"<think>\nso\n</think>\n\n{written}") == [("reasoning", "so"), *expected]
+    assert parsed(parser(format, THINK, thinks=True), f"so\n</think>\n\n{written}") == [("reasoning", "so"), *expected]
 
 
 def test_text_around_calls_is_kept() -> None:
