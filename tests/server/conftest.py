@@ -17,8 +17,12 @@ from server.config import ServerConfig
 from server.driver import Driver
 from server.listening import tcp_socket, unix_socket
 from server.socket_server import SocketServer
+from tests import call_templates
+from tests.server.fill_model import with_fills
+from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE
-from tests.tiny import assert_idle
+from tests.tiny import assert_idle, load_tiny
+from tests.tool_model import tool_engine
 
 
 @pytest.fixture
@@ -99,3 +103,18 @@ def start(engine: Engine) -> Iterator[Callable[..., Running]]:
 def server(start: Callable[..., Running]) -> Running:
     """A server with the usual settings."""
     return start()
+
+
+@pytest.fixture(scope="module")
+def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Serves a model that has tokens for filling in."""
+    folder = with_fills(tmp_path_factory.mktemp("filling"))
+    with load_tiny(folder, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hermes_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A model of random weights that calls tools as Hermes does."""
+    with tool_engine(tmp_path_factory.mktemp("model"), call_templates.HERMES) as engine:
+        yield engine

@@ -17,7 +17,6 @@ import ollama
 import pytest
 
 from engine import Engine
-from tests import call_templates
 from tests.server.http_server import Serving, serving
 from tests.server.test_http_fuzz import changed, has_shape
 from tests.server.test_http_tools import QWEN3, WEATHER
@@ -27,15 +26,9 @@ QUESTION = "How is it?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with tool_engine(tmp_path_factory.mktemp("model"), call_templates.HERMES) as engine:
-        yield engine
-
-
 @pytest.fixture
-def server(engine: Engine) -> Iterator[Serving]:
-    with serving(engine) as running:
+def server(hermes_engine: Engine) -> Iterator[Serving]:
+    with serving(hermes_engine) as running:
         yield running
 
 
@@ -134,9 +127,9 @@ def test_openais_client_gets_a_call_and_sends_the_result(server: Serving, stream
 # -- Ollama ------------------------------------------------------------------------------------------------------------
 
 
-def test_ollamas_client_gets_calls_of_a_model_that_wants_to(server: Serving, engine: Engine) -> None:
+def test_ollamas_client_gets_calls_of_a_model_that_wants_to(server: Serving, hermes_engine: Engine) -> None:
     """There is no way to ask for a call: the marker is made likely."""
-    (marker,) = engine.tokenize("<tool_call>")
+    (marker,) = hermes_engine.tokenize("<tool_call>")
     client = ollama.Client(f"http://127.0.0.1:{server.port}", timeout=60)
     tools = [
         {"type": "function", "function": {"name": tool["name"], "parameters": tool["input_schema"]}} for tool in TOOLS

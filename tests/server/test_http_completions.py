@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import tokenizers
 
 from engine import Engine, SamplingParams
+from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, eventually, serving
-from tests.tiny import forget, load_tiny, make_model
+from tests.tiny import forget
 
 PROMPTS = ["the rain", "he ran", "then on and on"]
 
@@ -164,34 +162,6 @@ def test_best_of_n_changes_nothing(shared: Serving) -> None:
 
 
 # -- suffix --------------------------------------------------------------------------------------------------------
-
-FILLS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
-
-
-def with_fills(folder: Path, names: tuple[str, ...] = FILLS) -> Path:
-    """The tiny model, whose digits are tokens for filling in."""
-    make_model(folder)
-    file = folder / "tokenizer.json"
-    described = json.loads(file.read_text(encoding="utf-8"))
-    vocabulary = described["model"]["vocab"]
-    for digit, name in enumerate(names):
-        vocabulary[name] = vocabulary.pop(str(digit))
-    library = tokenizers.Tokenizer.from_str(json.dumps(described))
-    library.add_special_tokens(list(names))
-    file.write_text(library.to_str(), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = with_fills(tmp_path_factory.mktemp("filling"))
-    with load_tiny(folder, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
-
-
-def token(engine: Engine, name: str) -> int:
-    (found,) = engine.tokenize(name, control=True)
-    return found
 
 
 def test_a_suffix_is_what_comes_behind_the_answer(filling: Serving) -> None:

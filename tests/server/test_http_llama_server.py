@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine import Engine, SamplingParams
+from tests.server.fill_model import FILLS, token
 from tests.server.http_server import Serving, eventually, serving
-from tests.server.test_http_completions import FILLS, token, with_fills
-from tests.tiny import CONTEXT, forget, load_tiny
+from tests.tiny import CONTEXT, forget
 
 PROMPT = "the rain"
 
@@ -19,13 +19,6 @@ PROMPT = "the rain"
 @pytest.fixture(scope="module")
 def shared(tiny_path: Any) -> Iterator[Serving]:
     with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = with_fills(tmp_path_factory.mktemp("filling"))
-    with load_tiny(folder, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
         yield running
 
 

@@ -48,12 +48,6 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield server
 
 
-@pytest.fixture(scope="module")
-def hermes_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with tool_engine(tmp_path_factory.mktemp("model"), call_templates.HERMES) as engine:
-        yield engine
-
-
 @pytest.fixture
 def hermes(hermes_engine: Engine) -> Iterator[Serving]:
     with serving(hermes_engine) as server:

@@ -67,12 +67,13 @@ class AttentionOps:
     ) -> np.ndarray:
         (rows, heads, dim), format, (attends, merges) = q.shape, cache.format, kernels
         self._prefetch(cache, table, window)
-        parts = self._partial_results(rows * heads * table.most_chunks * partial_bytes(dim))
+        arrays = table.arrays
+        parts = self._partial_results(rows * heads * arrays.most_chunks * partial_bytes(dim))
         memory, means = cache.memory, [cache.mean.get(name) for name in ("mean", "mean_scale")]
         pointers: list[Any] = [q, parts, *memory, *(0 if mean is None else mean for mean in means)]
-        pointers += [cache.full_k, cache.full_v, table.headers, table.table, table.full, table.units]
+        pointers += [cache.full_k, cache.full_v, arrays.headers, arrays.table, arrays.full, arrays.units]
         blocks = memory[0].shape[1]
-        sizes_of_tables = table.table.shape[1], table.full.shape[1], table.most_chunks
+        sizes_of_tables = arrays.table.shape[1], arrays.full.shape[1], arrays.most_chunks
         integers = (
             format.kv_heads,
             blocks,
@@ -85,9 +86,9 @@ class AttentionOps:
         out = np.empty(q.shape, np.float32)
         back = NO_ROTATION if transform is None else transform.back
         scale_back = None if transform is None else transform.scale_back
-        pointers = [parts, table.headers, table.row_sequences, 0 if scale_back is None else scale_back]
+        pointers = [parts, arrays.headers, arrays.row_sequences, 0 if scale_back is None else scale_back]
         pointers += [0 if back.before is None else back.before, back.memory, out]
-        self._launch(merges, rows * heads, pointers, (heads, table.most_chunks))
+        self._launch(merges, rows * heads, pointers, (heads, arrays.most_chunks))
         return out
 
     def _prefetch(self, cache: TileCache, table: StepTable, window: int | None) -> None:
@@ -102,10 +103,11 @@ class AttentionOps:
             assign(offers, cache.full_k, cache.full_v, table.pieces)
             return
         block_bytes = cache.full_k[0, 0].nbytes
-        count, most_full, _ = table.full.shape
+        arrays = table.arrays
+        count, most_full, _ = arrays.full.shape
         table.pieces = np.zeros(1 + count * most_full * cache.format.kv_heads * -(-block_bytes // PIECE), np.int64)
         integers = count, most_full, cache.format.kv_heads, block_bytes, block_bytes // cache.format.block_size
-        self._launch(lists, 1, (table.headers, table.full, table.pieces), (*integers, window or NO_WINDOW))
+        self._launch(lists, 1, (arrays.headers, arrays.full, table.pieces), (*integers, window or NO_WINDOW))
 
     def _partial_results(self, nbytes: int) -> np.ndarray:
         """Memory for partial results. All layers use the same: none needs it beyond its own attention."""

@@ -96,7 +96,7 @@ class HeadOps:
         if spans[0].current.buffer is None:
             table = spans if isinstance(spans, StepTable) else StepTable(spans, cache.format.block_size)
             full = cache.full_k, cache.full_v
-            return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], table.places)
+            return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], table.arrays.places)
         (span,) = spans
         first = span.position - span.current_start
         k, v = (side[:, first:] for side in cache.full(span.current))

@@ -42,12 +42,7 @@ PLACE = 2  # words of a row's place: its slot, its offset in that
 
 
 class StepTable:
-    """The spans of the B sequences of a step, int64 arrays in one piece of memory.
-
-    headers (B, HEADER): a `SpanHeader` each. table (B, W): ids of the quantized blocks. full (B, F, FULL): the blocks
-    in full precision, in order of position. row_sequences (T,): the sequence of each row. places (T, PLACE): where each
-    row's K/V go. units (B · most_chunks, UNIT): the chunks of all sequences, `unit_count` of them.
-    """
+    """The spans of the B sequences of a step, and the arrays in which kernels read them. `unit_count`: of its units."""
 
     def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
         """views: as for `engine.backends.ops.Ops.spans`; all of their new tokens go to full-precision slots."""
@@ -94,44 +89,16 @@ class StepTable:
         self._words = array("q", [*headers, *ids, *full, *sequences, *places, *units])
 
     @cached_property
-    def _arrays(self) -> _Arrays:
+    def arrays(self) -> Arrays:
         """The tables, made when they are first asked for: a recorded step copies the words into those that it has."""
-        arrays = _Arrays.of_key(*self.key)
+        arrays = Arrays.of_key(*self.key)
         arrays.memory[: len(self._words)] = self._words
         return arrays
-
-    @property
-    def headers(self) -> np.ndarray:
-        return self._arrays.headers
-
-    @property
-    def table(self) -> np.ndarray:
-        return self._arrays.table
-
-    @property
-    def full(self) -> np.ndarray:
-        return self._arrays.full
-
-    @property
-    def row_sequences(self) -> np.ndarray:
-        return self._arrays.row_sequences
-
-    @property
-    def places(self) -> np.ndarray:
-        return self._arrays.places
-
-    @property
-    def units(self) -> np.ndarray:
-        return self._arrays.units
-
-    @property
-    def most_chunks(self) -> int:
-        return len(self.units) // len(self.views)
 
     def copy_from(self, other: StepTable) -> None:
         """Take the contents of another table with the same `key`."""
         assert self.key == other.key
-        self._arrays.memory[: len(other._words)] = other._words
+        self.arrays.memory[: len(other._words)] = other._words
         self.unit_count, self.views = other.unit_count, other.views
 
     def __len__(self) -> int:
@@ -144,8 +111,13 @@ class StepTable:
         return self.views[number]
 
 
-class _Arrays(NamedTuple):
-    """The arrays of a `StepTable`, all of them in `memory`."""
+class Arrays(NamedTuple):
+    """The arrays of the T rows of B sequences, int64, all of them in `memory`.
+
+    headers (B, HEADER): a `SpanHeader` each. table (B, W): ids of the quantized blocks. full (B, F, FULL): the blocks
+    in full precision, in order of position. row_sequences (T,): the sequence of each row. places (T, PLACE): where each
+    row's K/V go. units (B · most_chunks, UNIT): the chunks of all sequences, and then zeros.
+    """
 
     memory: np.ndarray
     headers: np.ndarray
@@ -155,8 +127,13 @@ class _Arrays(NamedTuple):
     places: np.ndarray
     units: np.ndarray
 
+    @property
+    def most_chunks(self) -> int:
+        """Of a sequence."""
+        return len(self.units) // len(self.headers)
+
     @staticmethod
-    def of_key(block_size: int, count: int, rows: int, _most_rows: int, width: int) -> _Arrays:
+    def of_key(block_size: int, count: int, rows: int, _most_rows: int, width: int) -> Arrays:
         """Zeros, for `count` sequences of `rows` rows with up to `width` quantized blocks."""
         most_chunks = 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
         shapes: tuple[tuple[int, ...], ...] = (
@@ -171,7 +148,7 @@ class _Arrays(NamedTuple):
         memory = aligned(8 * sum(sizes)).view(np.int64)
         ends = itertools.accumulate(sizes)
         parts = [memory[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
-        return _Arrays(memory, *parts)
+        return Arrays(memory, *parts)
 
 
 def _most_full(block_size: int) -> int:

@@ -33,8 +33,8 @@ def test_the_pieces_are_what_a_step_attends_to(shape: Shape, window: int | None)
     table, keys = StepTable(case.views, shape.block_size), case.cache.full_k
     block_bytes = keys[0, 0].nbytes
     pieces = np.zeros(2 + keys.nbytes // min(block_bytes, PIECE), np.int64)
-    integers = len(table), table.full.shape[1], shape.kv_heads, block_bytes, block_bytes // shape.block_size
-    run(list_pieces(), best(), 1, (table.headers, table.full, pieces), (*integers, window or NO_WINDOW))
+    integers = len(table), table.arrays.full.shape[1], shape.kv_heads, block_bytes, block_bytes // shape.block_size
+    run(list_pieces(), best(), 1, (table.arrays.headers, table.arrays.full, pieces), (*integers, window or NO_WINDOW))
     count, offsets = pieces[0], pieces[1 : 1 + pieces[0]]
     assert len(set(offsets.tolist())) == count
 

@@ -1,0 +1,1 @@
+"""What llama-server's documentation promises, and how this server keeps it."""
