@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.prefix import PrefixCache
-from engine.kv.store import SequenceKV, Span
+from engine.kv.store import SequenceKV
 from engine.model.forward import Transformer
 from engine.model.prompt_readers import forward_and_read
 from engine.outputs import Status
 from engine.requests.request import Prefill, Request
 from engine.requests.scheduler import Scheduler, TokenSequence
-from engine.sampling.sample import Draw, Fetch
+from engine.requests.steps import Steps
 
 
 @dataclass(frozen=True)
@@ -28,21 +27,6 @@ class StoredSequence:
     salt: str = ""  # the cache salt that it is found with
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token.
-
-    fetch: the token of each request; None while `logits` wait for their draws, which wait for the last step's tokens.
-    known: requests whose next token is known already, and whose rows are only computed.
-    """
-
-    requests: Sequence[Request]
-    spans: dict[Request, Span]
-    fetch: Fetch | None
-    known: Collection[Request] = ()
-    logits: Any = None
-
-
 class Runner:
     """All queued and running requests, and the unit of work that comes next. The caller holds the engine's lock."""
 
@@ -51,7 +35,7 @@ class Runner:
         self._scheduler = scheduler
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
-        self._begun: _Step | None = None  # the step behind the last one whose tokens were taken
+        self._steps = Steps(model, prefixes, scheduler, self._preempt)
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -60,7 +44,7 @@ class Runner:
 
     def run_unit(self) -> None:
         """Run the next unit of work, if there is one. An error fails the requests of the unit and no other."""
-        unit = self._scheduler.schedule(in_step=self._begun is not None)
+        unit = self._scheduler.schedule(in_step=self._steps.has_begun)
         if unit is None:
             return
         requests = [self.requests[sequence] for sequence in unit.sequences]
@@ -73,7 +57,7 @@ class Runner:
                 if self._scheduler.running:
                     self._model.ops.wait()  # otherwise the device's time would be counted to the next step
             else:
-                self._step_all(requests)
+                self._steps.run(requests)
         except Exception as error:
             for request in self._affected(requests, unit.is_prefill):
                 request.fail(error)
@@ -117,9 +101,7 @@ class Runner:
 
     def _release(self, request: Request) -> None:
         """Abort the request's spans and release its K/V to the prefix cache; discard them if they are damaged."""
-        if self._begun is not None and request in self._begun.spans:
-            self._store.abort(self._begun.spans.pop(request))  # its row is computed in vain, behind its last token
-            self._begun = self._begun if self._begun.spans else None
+        self._steps.leave(request)
         prefill, kv, request.prefill, request.kv = request.prefill, request.kv, None, None
         if prefill is not None:
             self._store.abort(prefill.span)
@@ -131,6 +113,13 @@ class Runner:
             self._store.release(kv)
         else:
             self.release(request.sequence.ids, kv, request.options.cache_salt)
+
+    def _preempt(self) -> bool:
+        """Take the blocks of the youngest request away, which waits; False if only one computes."""
+        youngest = self._scheduler.preempt()
+        if youngest is not None:
+            self._release(self.requests[youngest])
+        return youngest is not None
 
     def release(self, ids: Sequence[int], kv: SequenceKV, salt: str) -> None:
         """Release a sequence, whose tokens are the first of `ids`, to the prefix cache; it becomes the newest."""
@@ -210,130 +199,3 @@ class Runner:
                 (sampled,) = self._model.choose(end.value, [request.draw()])
                 request.clock.lap()
                 request.take(sampled)
-
-    # -- steps -------------------------------------------------------------------------------------------------
-
-    def _step_all(self, requests: Sequence[Request]) -> None:
-        """Run a step: feed the newest token of each request, oldest request first, and take the next one.
-
-        Where every request allows it, the step after that begins first, with the tokens as they are on the device, so
-        that it is computed while these are taken, and the masks of constraints found. It is the next unit of work.
-        """
-        step, self._begun = self._begun or self._begin_step(requests), None
-        if step is None:
-            return
-        try:
-            fetch, known = (step.fetch, step.known) if step.fetch is not None else self._draw(step)
-            damaged = self._store.commit_steps(list(step.spans.values()))
-        except BaseException:
-            for span in step.spans.values():
-                self._store.abort(span)
-            raise
-        found = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
-        for request, span in step.spans.items():
-            self._prefixes.insert(span.sequence, request.sequence.ids)
-        try:
-            self._begun = self._begin_next(step, fetch, known)
-        finally:  # an error in the next step takes no token of this one
-            for request, token in zip(step.requests, fetch.wait(), strict=True):
-                result = found.get(request, token)
-                if request in step.spans and (request not in known or isinstance(result, EngineError)):
-                    request.take(result)
-
-    def _begin_step(self, requests: Sequence[Request]) -> _Step | None:
-        """Begin a step of `requests`, except those that are preempted for it or fail; None if none is left."""
-        spans: dict[Request, Span] = {}
-        ids: list[int] = []
-        draws: list[Draw] = []
-        ends: list[int] = []  # rows before the end of each span
-        known: set[Request] = set()
-        try:
-            for request in requests:
-                span = self._open_step(request)
-                if span is None:
-                    continue
-                spans[request] = span
-                stop = span.start + span.count
-                if stop < len(request.sequence.ids):
-                    known.add(request)
-                try:
-                    last = request.no_draw if request in known else request.draw()
-                except Exception as error:  # from the request's constraint
-                    self._store.abort(spans.pop(request))
-                    request.fail(error)
-                    continue
-                ids += request.sequence.ids[span.start : stop]
-                draws += [*[request.no_draw] * (span.count - 1), last]
-                ends.append(len(ids))
-            if not spans:
-                return None
-            may_wait = len(ids) == len(spans) and all(request.begins_ahead for request in spans)
-            if may_wait and self._model.ops.fetch_later is not None:
-                return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, draws), known)
-            rows = self._model.step(list(spans.values()), ids, draws)
-            own = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
-            tokens = [next((row for row in given if isinstance(row, EngineError)), given[-1]) for given in own]
-            return _Step([*spans], spans, Fetch(None, lambda: tokens), known)
-        except BaseException:
-            for span in spans.values():
-                self._store.abort(span)
-            raise
-
-    def _draw(self, step: _Step) -> tuple[Fetch, Collection[Request]]:
-        """Draw the tokens of a step whose rows have begun, and return the requests whose next token is known."""
-        draws: list[Draw] = []
-        known: set[Request] = set()
-        for request in step.requests:
-            draw = request.no_draw
-            if request in step.spans and len(request.sequence.ids) > step.spans[request].start + 1:
-                known.add(request)
-            elif request in step.spans:
-                try:
-                    draw = request.draw()
-                except Exception as error:  # from the request's constraint
-                    self._store.abort(step.spans.pop(request))
-                    request.fail(error)
-            draws.append(draw)
-        return self._model.draw_ahead(step.logits, draws), known
-
-    def _begin_next(self, step: _Step, fetch: Fetch, known: Collection[Request]) -> _Step | None:
-        """Begin the step after `step`, whose tokens are not known yet; None where that has to wait for them."""
-        requests = step.requests
-        if fetch.ids is None or known or self._scheduler.has_prefill:
-            return None
-        if not all(request.expects_more for request in requests):  # as none that has left the step does
-            return None
-        spans: dict[Request, Span] = {}
-        try:
-            for request in requests:
-                assert request.kv is not None
-                spans[request] = self._store.open_step(request.kv)
-            if not all(request.draws_ahead for request in requests):
-                return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
-            draws = [request.draw(ahead=True) for request in requests]
-            return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, draws))
-        except BaseException as error:
-            for span in spans.values():
-                self._store.abort(span)
-            if not isinstance(error, OutOfBlocks):  # then some request has to give up its blocks
-                raise
-            return None
-
-    def _open_step(self, request: Request) -> Span | None:
-        """A span of the newest token, for which younger requests may be preempted.
-
-        With tokens before it that no step has computed: as many of all of them as go into a step and into the current
-        block, so that each attends to the codes that it would attend to in a step of its own. None if the request was
-        preempted itself, or finishes because it runs alone and there is no room.
-        """
-        while request.kv is not None:
-            missing = len(request.sequence.ids) - request.kv.length
-            try:
-                return self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
-            except OutOfBlocks:
-                youngest = self._scheduler.preempt()
-                if youngest is None:
-                    request.finish("length")
-                    return None
-                self._release(self.requests[youngest])
-        return None

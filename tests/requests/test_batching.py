@@ -271,21 +271,22 @@ def test_a_long_prompt_gets_its_share_of_the_time(tiny_path: Path, monkeypatch, 
     now, spent = [0.0], {True: 0.0, False: 0.0}
     monkeypatch.setattr("engine.requests.runner.time.perf_counter", lambda: now[0])
     with Engine.load(tiny_path, device="cpu", block_size=BLOCK, cache_type="f16", prefill_share=share) as engine:
-        work, ticks = engine._runner, {"_prefill": 0.1, "_step_all": 1.0}
+        runner = engine._runner
+        ticks = {(runner, "_prefill"): 0.1, (runner._steps, "run"): 1.0}
 
-        def timed(name: str):
-            unit = getattr(work, name)
+        def timed(owner: Any, name: str):
+            unit = getattr(owner, name)
 
             def run(requests):
                 unit(requests)
-                now[0] += ticks[name]
+                now[0] += ticks[owner, name]
                 if not done and begun:
-                    spent[name == "_prefill"] += ticks[name]
+                    spent[name == "_prefill"] += ticks[owner, name]
 
-            monkeypatch.setattr(work, name, run)
+            monkeypatch.setattr(owner, name, run)
 
-        for name in ticks:
-            timed(name)
+        for owner, name in ticks:
+            timed(owner, name)
         monkeypatch.setattr(CpuOps, "prefill_rows", 4)  # 25 units in each of the two layers
         begun, done = [], []
         others = [engine.stream(*job(number, 100)) for number in range(3)]

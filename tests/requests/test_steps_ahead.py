@@ -78,7 +78,7 @@ def engine(tiny_path: Path, ops: Ahead) -> Iterator[Engine]:
     with load_tiny(tiny_path, ops=ops, **SETTINGS) as engine:
         yield engine
         assert_idle(engine)
-        assert engine._runner._begun is None
+        assert not engine._runner._steps.has_begun
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_the_next_prompt_waits_for_no_more_than_the_step_that_has_begun(engine: 
     engine.submit([*range(5, 25)], drawn(max_tokens=60), into=first)
     for _ in range(6):
         engine.work()
-    assert engine._runner._begun is not None
+    assert engine._runner._steps.has_begun
     engine.submit([*range(40, 60)], drawn(max_tokens=5), into=second)
     before = len(ops.events)
     engine.work()
@@ -255,7 +255,7 @@ def run(engine: Engine, rng: np.random.Generator, asked: Sequence[Asked]) -> lis
                 tickets[rng.integers(len(tickets))].cancel()
         while engine.work():
             pass
-    assert engine._runner._begun is None
+    assert not engine._runner._steps.has_begun
     return outboxes
 
 

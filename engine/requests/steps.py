@@ -1,0 +1,177 @@
+"""Steps of all running requests: their rows begin, their tokens are taken, and the rows that count are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import EngineError
+from engine.kv.blocks import OutOfBlocks
+from engine.kv.prefix import PrefixCache
+from engine.kv.store import Span
+from engine.model.forward import Transformer
+from engine.requests.request import Request
+from engine.requests.scheduler import Scheduler
+from engine.sampling.sample import Draw, Fetch
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that has begun. requests: in the order of its rows. spans: of those that still wait for their token.
+
+    fetch: the token of each request; None while `logits` wait for their draws, which wait for the last step's tokens.
+    known: requests whose next token is known already, and whose rows are only computed.
+    """
+
+    requests: Sequence[Request]
+    spans: dict[Request, Span]
+    fetch: Fetch | None
+    known: Collection[Request] = ()
+    logits: Any = None
+
+
+class Steps:
+    """The steps of a `Runner`, whose caller holds the engine's lock."""
+
+    def __init__(
+        self, model: Transformer, prefixes: PrefixCache, scheduler: Scheduler, preempt: Callable[[], bool]
+    ) -> None:
+        """preempt: takes the youngest request's blocks away; False if only one computes."""
+        self._model, self._store, self._prefixes = model, model.store, prefixes
+        self._scheduler, self._preempt = scheduler, preempt
+        self._begun: _Step | None = None  # the step behind the last one whose tokens were taken
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the next step has begun already."""
+        return self._begun is not None
+
+    def leave(self, request: Request) -> None:
+        """Abort the request's rows in the step that has begun: they are computed in vain, behind its last token."""
+        if self._begun is not None and request in self._begun.spans:
+            self._store.abort(self._begun.spans.pop(request))
+            self._begun = self._begun if self._begun.spans else None
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Run a step: feed the newest token of each request, oldest request first, and take the next one.
+
+        Where every request allows it, the step after that begins first, with the tokens as they are on the device, so
+        that it is computed while these are taken, and the masks of constraints found. It is the next unit of work.
+        """
+        step, self._begun = self._begun or self._begin(requests), None
+        if step is None:
+            return
+        try:
+            fetch, known = (step.fetch, step.known) if step.fetch is not None else self._draw(step)
+            damaged = self._store.commit_steps(list(step.spans.values()))
+        except BaseException:
+            for span in step.spans.values():
+                self._store.abort(span)
+            raise
+        found = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
+        for request, span in step.spans.items():
+            self._prefixes.insert(span.sequence, request.sequence.ids)
+        try:
+            self._begun = self._begin_next(step, fetch, known)
+        finally:  # an error in the next step takes no token of this one
+            for request, token in zip(step.requests, fetch.wait(), strict=True):
+                result = found.get(request, token)
+                if request in step.spans and (request not in known or isinstance(result, EngineError)):
+                    request.take(result)
+
+    def _begin(self, requests: Sequence[Request]) -> _Step | None:
+        """Begin a step of `requests`, except those that are preempted for it or fail; None if none is left."""
+        spans: dict[Request, Span] = {}
+        ids: list[int] = []
+        draws: list[Draw] = []
+        ends: list[int] = []  # rows before the end of each span
+        known: set[Request] = set()
+        try:
+            for request in requests:
+                span = self._open(request)
+                if span is None:
+                    continue
+                spans[request] = span
+                stop = span.start + span.count
+                if stop < len(request.sequence.ids):
+                    known.add(request)
+                try:
+                    last = request.no_draw if request in known else request.draw()
+                except Exception as error:  # from the request's constraint
+                    self._store.abort(spans.pop(request))
+                    request.fail(error)
+                    continue
+                ids += request.sequence.ids[span.start : stop]
+                draws += [*[request.no_draw] * (span.count - 1), last]
+                ends.append(len(ids))
+            if not spans:
+                return None
+            may_wait = len(ids) == len(spans) and all(request.begins_ahead for request in spans)
+            if may_wait and self._model.ops.fetch_later is not None:
+                return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, draws), known)
+            rows = self._model.step(list(spans.values()), ids, draws)
+            own = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
+            tokens = [next((row for row in given if isinstance(row, EngineError)), given[-1]) for given in own]
+            return _Step([*spans], spans, Fetch(None, lambda: tokens), known)
+        except BaseException:
+            for span in spans.values():
+                self._store.abort(span)
+            raise
+
+    def _draw(self, step: _Step) -> tuple[Fetch, Collection[Request]]:
+        """Draw the tokens of a step whose rows have begun, and return the requests whose next token is known."""
+        draws: list[Draw] = []
+        known: set[Request] = set()
+        for request in step.requests:
+            draw = request.no_draw
+            if request in step.spans and len(request.sequence.ids) > step.spans[request].start + 1:
+                known.add(request)
+            elif request in step.spans:
+                try:
+                    draw = request.draw()
+                except Exception as error:  # from the request's constraint
+                    self._store.abort(step.spans.pop(request))
+                    request.fail(error)
+            draws.append(draw)
+        return self._model.draw_ahead(step.logits, draws), known
+
+    def _begin_next(self, step: _Step, fetch: Fetch, known: Collection[Request]) -> _Step | None:
+        """Begin the step after `step`, whose tokens are not known yet; None where that has to wait for them."""
+        requests = step.requests
+        if fetch.ids is None or known or self._scheduler.has_prefill:
+            return None
+        if not all(request.expects_more for request in requests):  # as none that has left the step does
+            return None
+        spans: dict[Request, Span] = {}
+        try:
+            for request in requests:
+                assert request.kv is not None
+                spans[request] = self._store.open_step(request.kv)
+            if not all(request.draws_ahead for request in requests):
+                return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
+            draws = [request.draw(ahead=True) for request in requests]
+            return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, draws))
+        except BaseException as error:
+            for span in spans.values():
+                self._store.abort(span)
+            if not isinstance(error, OutOfBlocks):  # then some request has to give up its blocks
+                raise
+            return None
+
+    def _open(self, request: Request) -> Span | None:
+        """A span of the newest token, for which younger requests may be preempted.
+
+        With tokens before it that no step has computed: as many of all of them as go into a step and into the current
+        block, so that each attends to the codes that it would attend to in a step of its own. None if the request was
+        preempted itself, or finishes because it runs alone and there is no room.
+        """
+        while request.kv is not None:
+            missing = len(request.sequence.ids) - request.kv.length
+            try:
+                return self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
+            except OutOfBlocks:
+                if not self._preempt():
+                    request.finish("length")
+                    return None
+        return None
