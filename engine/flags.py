@@ -2,7 +2,7 @@
 
 `config.setting` stores the metadata: `flags`, `help`, and optionally `metavar`, `choices`, `bare` (the value of a flag
 that is given without one) and `text` (the value is text for the model and must be UTF-8). A field without flags is not
-on the command line.
+on the command line. One whose only name has no dash, such as `MODEL`, is a word that the command line must have.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class FlagError(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
+        if missing := re.match(r"the following arguments are required: (\w+)", message):
+            action = next(action for action in self._actions if action.metavar == missing[1])
+            raise FlagError(f"{missing[1]} is missing: {str(action.help) % {}}")
         raise FlagError(message.removeprefix("argument "))
 
 
@@ -59,6 +62,8 @@ class _Help(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(action.option_strings)
+        if not names:
+            return str(action.metavar)
         if action.nargs == 0:
             return names
         return f"{names} {self._format_args(action, action.dest.upper())}"
@@ -74,9 +79,10 @@ def parse(
 
     checks: field name → check. Raises FlagError; `--help` and `--version` print and raise SystemExit(0).
     """
+    words = [_value_name(field) for cls in groups.values() for field in _on_command_line(cls) if _is_word(field)]
     parser = _Parser(
         prog=prog,
-        usage="%(prog)s [flags]",
+        usage=" ".join(["%(prog)s", *words, "[flags]"]),
         description=description,
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
@@ -99,7 +105,7 @@ def describe(cls: type) -> Iterator[tuple[str, str]]:
     """(flag, help) of each field on the command line: ("-c, --ctx-size N", "tokens of context; … (default: 0)")."""
     for field in _on_command_line(cls):
         names = ", ".join(field.metadata["flags"])
-        if not _is_switch(field):
+        if not _is_switch(field) and not _is_word(field):
             value = _value_name(field)
             names += f" [{value}]" if "bare" in field.metadata else f" {value}"
         yield names, _explain(field)
@@ -137,7 +143,14 @@ def _is_switch(field: Field[Any]) -> bool:
     return isinstance(field.default, bool)
 
 
+def _is_word(field: Field[Any]) -> bool:
+    """Whether the command line has this field's value by itself, without a flag."""
+    return not field.metadata["flags"][0].startswith("-")
+
+
 def _value_name(field: Field[Any]) -> str:
+    if _is_word(field):
+        return str(field.metadata["flags"][0])
     if "choices" in field.metadata:
         return "{" + ",".join(field.metadata["choices"]) + "}"
     return str(field.metadata.get("metavar", field.name.upper()))
@@ -151,7 +164,8 @@ def _explain(field: Field[Any]) -> str:
 
 def _meant(word: str, groups: Mapping[str, type]) -> str:
     """A hint at the flag that is most similar to an unknown word; empty if none is similar."""
-    known = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in field.metadata["flags"]]
+    flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in field.metadata["flags"]]
+    known = [flag for flag in flags if flag.startswith("-")]
     flag = close_to(word.partition("=")[0], ["--help", "--version", *known]) if word.startswith("-") else None
     return f" (did you mean {flag}?)" if flag else ""
 
@@ -174,7 +188,7 @@ def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
         for cls in groups.values()
         for field in _on_command_line(cls)
         for flag in field.metadata["flags"]
-        if not _is_switch(field) and "bare" not in field.metadata
+        if not _is_switch(field) and not _is_word(field) and "bare" not in field.metadata
     }
     words, joined = iter(argv), []
     for word in words:
@@ -186,14 +200,15 @@ def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
 
 
 def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, check: Check | None) -> None:
-    options: dict[str, Any] = {"dest": field.name, "help": _explain(field).replace("%", "%%")}
+    options: dict[str, Any] = {"help": _explain(field).replace("%", "%%")}
+    names = (field.name,) if _is_word(field) else field.metadata["flags"]
+    if not _is_word(field):
+        options["dest"] = field.name
     if _is_switch(field):
-        group.add_argument(*field.metadata["flags"], action="store_false" if field.default else "store_true", **options)
+        group.add_argument(*names, action="store_false" if field.default else "store_true", **options)
         return
-    # argparse lists choices itself, so they need no metavar.
-    if "choices" in field.metadata:
-        options["choices"] = field.metadata["choices"]
-    else:
+    options["choices"] = field.metadata.get("choices")
+    if _is_word(field) or options["choices"] is None:  # argparse lists the choices of a flag itself
         options["metavar"] = _value_name(field)
     if "bare" in field.metadata:
         options |= {"nargs": "?", "const": field.metadata["bare"]}
@@ -201,7 +216,7 @@ def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, che
     read = _read_text if field.metadata.get("text") else read
     if container is not None:
         options["action"] = _collect(container)
-    group.add_argument(*field.metadata["flags"], type=_checked(read, check), **options)
+    group.add_argument(*names, type=_checked(read, check), **options)
 
 
 def _collect(container: type) -> type[argparse.Action]:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.chat.config import GROUPS, ChatConfig, read_command_line, read_prompt
-from engine.config import EngineConfig, SamplingParams
+from engine.config import EngineConfig, SamplingParams, setting
 from engine.errors import EngineError
-from engine.flags import FlagError, describe, in_flags
+from engine.flags import FlagError, describe, in_flags, parse, that
 
 # flag, word on the command line, group (0 engine, 1 sampling, 2 chat), field, value
 WITH_VALUE = [
@@ -269,3 +270,69 @@ def test_a_schema_comes_from_a_file(tmp_path):
     assert read_command_line(["--json-schema", str(file)])[1].schema == '{"type": "integer"}'
     with pytest.raises(FlagError, match=r"--json-schema: .*none\.json cannot be read: No such file"):
         read_command_line(["--json-schema", str(tmp_path / "none.json")])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command with a word of its own is asked."""
+
+    model: str = setting(MISSING, "MODEL", help="a folder or a 'file' of 100 % weights")
+    count: int = setting(3, "-n", "--count", metavar="N", help="how often")
+
+
+@dataclass(frozen=True)
+class Painted:
+    color: str = setting(MISSING, "COLOR", choices=("red", "blue"), help="one of two colours")
+
+
+def read_asked(*argv):
+    (asked,) = parse(
+        argv,
+        {"Asked": Asked},
+        prog="ask",
+        description="Asks.",
+        checks={"model": that(lambda text: text != "", "empty")},
+    )
+    return asked
+
+
+@pytest.mark.parametrize("argv", [("x.gguf", "-n", "4"), ("-n", "4", "x.gguf"), ("--count=4", "x.gguf")])
+def test_a_word_may_stand_before_and_behind_flags(argv):
+    assert read_asked(*argv) == Asked("x.gguf", 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ((), "MODEL is missing: a folder or a 'file' of 100 % weights"),
+        (("-n", "4"), "MODEL is missing: a folder or a 'file' of 100 % weights"),
+        (("",), "MODEL: empty"),
+        (("a", "b"), "unrecognized arguments: b"),
+        (("a", "--MODEL"), "unrecognized arguments: --MODEL"),
+        (("a", "--cuont", "4"), "unrecognized arguments: --cuont 4 (did you mean --count?)"),
+    ],
+)
+def test_a_word_that_is_missing_or_too_much_is_named(argv, sentence):
+    with pytest.raises(FlagError) as error:
+        read_asked(*argv)
+    assert str(error.value) == sentence
+
+
+def test_a_word_may_have_choices():
+    def read(*argv):
+        return parse(argv, {"Painted": Painted}, prog="paint", description="Paints.", checks={})
+
+    assert read("blue") == [Painted("blue")]
+    with pytest.raises(FlagError, match=r"^COLOR is missing: one of two colours$"):
+        read()
+    with pytest.raises(FlagError, match=r"^COLOR: invalid choice: 'green' .choose from '?red'?, '?blue'?.$"):
+        read("green")
+
+
+def test_a_word_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        read_asked("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("usage: ask MODEL [flags] Asks. ")
+    assert "Asked: MODEL a folder or a 'file' of 100 % weights -n, --count N how often (default: 3)" in shown
+    assert [names for names, _ in describe(Asked)] == ["MODEL", "-n, --count N"]
