@@ -40,6 +40,7 @@ class Engine:
         self.model = parts.source
         self.context = parts.plan.tokens
         self.cache_shape = parts.plan.shape
+        self.blocks = max(parts.plan.quantized_blocks)  # of the largest group of layers
         self._parts = parts
         self._fit_line = assembly.fit_line(parts)
         self._model = parts.model

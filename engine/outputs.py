@@ -132,6 +132,7 @@ class Status:
 
     running: int  # requests that take part in steps
     waiting: int  # requests in the queue or in prefill
+    prefilling: int  # of those: requests in prefill
     blocks: int
     blocks_used: int  # held by requests
     blocks_kept: int  # held by no request; the prefix cache can find them until they are allocated again

@@ -85,6 +85,7 @@ class Runner:
         return Status(
             running=running,
             waiting=len(self.requests) - running,
+            prefilling=self._scheduler.prefilling,
             blocks=size,
             blocks_used=size - free,
             blocks_kept=kept,

@@ -89,6 +89,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def prefilling(self) -> int:
+        """The number of sequences whose prompts are being computed."""
+        return int(self._prefilling is not None)
+
+    @property
     def has_prefill(self) -> bool:
         """Whether a prompt is being computed, or the next one may be."""
         return self._prefilling is not None or self._next_waiting() is not None

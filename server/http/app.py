@@ -117,7 +117,8 @@ class _Api:
 
     async def metrics(self, _request: Request) -> Response:
         hidden = self._config.hide_cached_tokens
-        page = exposition(self._driver.snapshot(), await self._driver.status(), without_cached=hidden)
+        now, engine = await self._driver.status(), self._driver.engine
+        page = exposition(engine, self._driver.snapshot(), now, without_cached=hidden)
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def stats(self, request: Request) -> Response:

@@ -1,13 +1,18 @@
-"""/metrics: counters of the server and its load, in Prometheus' text format."""
+"""/metrics: counters of the server and its load, in Prometheus' text format.
+
+Beside our own names stand those of vLLM that routers read by default (the model server protocol of the Gateway API's
+inference extension): requests in the queue and under way, the used part of the KV store, and the size of its blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
+from engine import Engine
 from engine.outputs import Status
 from server.counters import Totals
 
@@ -45,11 +50,38 @@ class _Numbers(Collector):
             yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
 
 
-def exposition(done: Totals, now: Status, *, without_cached: bool) -> bytes:
+class _ForRouters(Collector):
+    def __init__(self, engine: Engine, now: Status) -> None:
+        self._engine, self._now = engine, now
+
+    def collect(self) -> Iterator[Metric]:
+        engine, now = self._engine, self._now
+        for name, meaning, value in (
+            ("num_requests_waiting", "Requests in the queue", now.waiting - now.prefilling),
+            (
+                "num_requests_running",
+                "Requests that are computed: in prefill or in steps",
+                now.running + now.prefilling,
+            ),
+            (
+                "kv_cache_usage_perc",
+                "Part of the coded blocks that requests hold, 0 to 1",
+                now.blocks_used / max(1, now.blocks),
+            ),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", meaning, labels=["model_name"])
+            gauge.add_metric([engine.model.name], value)
+            yield gauge
+        blocks = {"block_size": str(engine.cache_shape.block_size), "num_gpu_blocks": str(engine.blocks)}
+        yield InfoMetricFamily("vllm:cache_config", "The KV store: tokens of a block, and blocks", value=blocks)
+
+
+def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> bytes:
     """The page that Prometheus reads; its type is prometheus_client.CONTENT_TYPE_LATEST.
 
     without_cached: whether to leave out the number of tokens that were found in the cache.
     """
     registry = CollectorRegistry()
     registry.register(_Numbers(done, now, without_cached))
+    registry.register(_ForRouters(engine, now))
     return generate_latest(registry)

@@ -50,7 +50,9 @@ class FakeEngine:
 
     def status(self) -> Status:
         threads = Threads(1, "a step took 20.0 ms with 1, 80.0 ms with 2", ("merge_8", "product_f16_1"))
-        return Status(running=0, waiting=0, blocks=2, blocks_used=0, blocks_kept=0, blocks_free=2, threads=threads)
+        return Status(
+            running=0, waiting=0, prefilling=0, blocks=2, blocks_used=0, blocks_kept=0, blocks_free=2, threads=threads
+        )
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(tokens=12, bytes=self.cache_bytes, bits_per_value=4.25, f16_bytes=12 << 20, context=128)

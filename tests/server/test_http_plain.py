@@ -257,6 +257,34 @@ def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
     eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
 
 
+def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None:
+    idle = metrics(server)
+    names = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+    assert [idle[name] for name in names] == [0, 0, 0]
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    (blocks,) = [sample for family in families for sample in family.samples if "cache_config" in sample.name]
+    assert (blocks.name, blocks.value) == ("vllm:cache_config_info", 1)
+    assert blocks.labels == {"block_size": "8", "num_gpu_blocks": str(int(idle["polarlm_kv_blocks"]))}
+    server.gate.close()
+    body = {"prompt": "the rain " * 8, "ignore_eos": True, "stream": True}
+    with ExitStack() as requests:
+        sent = [requests.enter_context(server.send("/v1/completions", body)) for _ in range(3)]
+        eventually(lambda: server.engine.status().waiting == len(sent))
+        assert [metrics(server)[name] for name in names] == [3, 0, 0]
+        server.gate.let(1)
+        eventually(lambda: metrics(server)["polarlm_kv_blocks_used"])
+        loaded = metrics(server)
+        assert [loaded[name] for name in names[:2]] == [2, 1]  # one in prefill, or in steps
+        assert loaded[names[2]] == loaded["polarlm_kv_blocks_used"] / loaded["polarlm_kv_blocks"] > 0
+
+        def all_are_computed() -> bool:
+            server.gate.let(1)
+            return [metrics(server)[name] for name in names[:2]] == [0, 3]
+
+        eventually(all_are_computed)
+    eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
+
+
 # -- tokens, as vLLM has them ------------------------------------------------------------------------------------
 
 
