@@ -14,24 +14,15 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import numpy as np
 
 import model_loaders
-from engine import codecs, weight_formats
+from engine import codecs
 from engine.backends.ops import Load, Ops, Rehearsal
 from engine.backends.select import select, without_kernels
 from engine.calibration import load_or_calibrate
-from engine.config import AS_STORED, EngineConfig
+from engine.config import EngineConfig
 from engine.encoding import WHOLE, Encoding, stored
 from engine.errors import EngineError, KernelError
 from engine.kv import cache_types
-from engine.kv.plan import (
-    CacheShape,
-    LayerShape,
-    StorePlan,
-    f16_tokens,
-    format_bytes,
-    parse_size,
-    plan_for_memory,
-    plan_for_tokens,
-)
+from engine.kv.plan import CacheShape, LayerShape, StorePlan, f16_tokens, format_bytes, parse_size
 from engine.kv.store import KVStore, Metrics
 from engine.model.forward import ModelWeights, Transformer
 from engine.model.magnitudes import Variances, variances
@@ -41,9 +32,8 @@ from engine.progress import progress_bar
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.statistics import LayerStatistics, neutral
 from engine.sampling.sample import NOT_FINITE
-from engine.weight_formats import WeightFormat
+from engine.sizes import cache_shape, store_plan, weight_format
 from model_loaders.config import ModelConfig
-from model_loaders.tensors import READABLE
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -102,27 +92,12 @@ def _check_values(config: EngineConfig) -> None:
         raise EngineError(f"kept_sequences is {config.kept_sequences}, but must be 0 or more")
     if config.kv_memory is not None:
         parse_size(config.kv_memory)
-    _weight_type(config)
+    weight_format(config)
     cache_types.check_names(config)
 
 
 def _wrong(setting: str, config: EngineConfig, advice: str) -> EngineError:
     return EngineError(f"{setting}={getattr(config, setting)}: {advice}", settings=(setting,))
-
-
-def _weight_type(config: EngineConfig) -> WeightFormat | None:
-    """The format to convert matrices to; None for as-stored. Raises EngineError."""
-    name = config.weight_type
-    if name == AS_STORED:
-        return None
-    format = weight_formats.find(name)
-    if format is None or format.quantize is None:
-        what = "there is no such type"
-        if name.upper() in READABLE:
-            what = "the package gguf reads this type but cannot make it, like all K and IQ types"
-        choices = ", ".join([AS_STORED, *weight_formats.writable()])
-        raise _wrong("weight_type", config, f"{what}; choose from {choices}")
-    return format
 
 
 def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHOLE, ops: Ops | None = None) -> Parts:
@@ -151,9 +126,11 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
     source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose)
     source = replace(source, config=source.config.for_context(config.ctx_size))
     try:
-        shape = _cache_shape(config, encoding, ops, source.config)
-        weight_type = _weight_type(config)
-        plan = _plan(config, ops, source.config, shape, weight_bytes(ops, source.weights, weight_type), say)
+        shape = cache_shape(config, encoding, ops, source.config)
+        weight_type = weight_format(config)
+        room = ops.room_beside(weight_bytes(ops, source.weights, weight_type))
+        plan = store_plan(config, ops, source.config, shape, room)
+        _warn(config, source.config, plan, say)
         if weight_type is not None and (warning := left_out(ops, source.weights, weight_type)):
             say(warning)
         rehearsal = ops.rehearsal()
@@ -217,7 +194,7 @@ def _rehearse(
         if layer not in made:
             made[layer] = stored(encoding, layer, shape, one, measured, lambda: output)
     conditioning, metrics = zip(*(made[layer] for layer in shape.layers), strict=True)
-    weights = load_weights(ops, model, source.weights, None, _weight_type(config))
+    weights = load_weights(ops, model, source.weights, None, weight_format(config))
     store = KVStore(ops, least_plan(shape, max(rehearsal.rows, default=0)), conditioning, metrics)
     rehearsed = Transformer(ops, model, weights, store)
     rehearse(rehearsed)
@@ -225,26 +202,6 @@ def _rehearse(
         partial(rehearse_rows, rehearsed, rows, in_steps=fewer < config.parallel)
         for fewer, rows in itertools.pairwise((1, *rehearsal.rows))
     ]
-
-
-def _cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
-    """The shape of all layers' caches. Raises EngineError for a cache type that does not fit the model."""
-    mean_bits = 8 if encoding.small_means else 16
-    layers = tuple(
-        LayerShape(
-            codec_k,
-            codec_v,
-            # Full precision gains nothing from centring.
-            mean_bits=mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0,
-            window=model.window(layer),
-        )
-        for layer, (codec_k, codec_v) in enumerate(cache_types.layer_codecs(config, model.layers, model.head_dim))
-    )
-    shape = CacheShape(config.block_size, model.kv_heads, model.head_dim, layers)
-    try:
-        return replace(shape, stored=tuple(ops.cache_bytes(shape.format(layer)) for layer in range(model.layers)))
-    except ValueError as error:
-        raise EngineError(str(error)) from None
 
 
 @np.errstate(invalid="ignore", over="ignore")  # damaged weights are an error of the requests that read them
@@ -280,21 +237,9 @@ def _is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
     return config.calibration and config.key_conditioning and quantized
 
 
-def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, weights: int, say: Say) -> StorePlan:
-    """The plan of the KV store: for kv_memory, else for the context, or as much of it as fits into memory beside
-    `weights` bytes and the work on a prompt of that length."""
-
-    def beside(tokens: int) -> int:
-        return ops.work_bytes(Load(model, shape.format(0), tokens, config.parallel))
-
-    room, tokens = ops.room_beside(weights), config.ctx_size or model.max_context
-    sequences = config.kept_sequences + config.parallel
-    if config.kv_memory is not None:
-        plan = plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
-    else:
-        plan = plan_for_tokens(shape, tokens, sequences)
-        if plan.bytes + beside(tokens) > room:
-            plan = plan_for_memory(shape, room, tokens, sequences, beside)
+def _warn(config: EngineConfig, model: ModelConfig, plan: StorePlan, say: Say) -> None:
+    """Say where the context is less than was asked for, or more than the model was trained on."""
+    tokens = config.ctx_size or model.max_context
     if plan.tokens < (config.ctx_size if config.kv_memory is not None else tokens):
         whose = "that were asked for" if config.ctx_size else "that the model has"
         say(f"warning: of the {tokens:,} tokens of context {whose}, {plan.tokens:,} fit in memory")
@@ -303,14 +248,13 @@ def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape,
             f"warning: the context of {plan.tokens:,} tokens goes beyond the {model.max_context:,} that this model was "
             "trained on; answers beyond that may make no sense"
         )
-    return plan
 
 
 def fit_line(parts: Parts) -> str:
     """One line for users: the model, its dtype, memory of weights and KV store, and how many tokens fit."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = "/".join(dict.fromkeys(types for _, types in cache_types.chosen(parts.config)))
-    weight_type = _weight_type(parts.config)
+    weight_type = weight_format(parts.config)
     converted = f" converted to {weight_type.name}" if weight_type else ""
     loaded = weight_type.name if weight_type else model.dtype
     on_device = ops.weight_type(loaded)

@@ -49,7 +49,8 @@ ROOMS["calibration"] = ROOMS["model"] | {"checked_file", "model", "codecs"}
 ROOMS["sessions"] = ROOMS["requests"] | {"checked_file", "requests", "backends.transfer"}
 ROOMS["flags"] = {"config", "errors"}
 ROOMS["encoding"] = ROOMS["model"] | {"model"}
-ROOMS["assembly"] = ROOMS["encoding"] | {"backends.select", "calibration", "codecs", "encoding", "progress"}
+ROOMS["sizes"] = ROOMS["encoding"] | {"codecs", "encoding"}
+ROOMS["assembly"] = ROOMS["sizes"] | {"backends.select", "calibration", "progress", "sizes"}
 ROOMS["engine"] = {"assembly", "kv", "model", "requests", "sampling", "sessions"} | TOLD
 ROOMS["chat"] = {"assembly", "backends.select", "engine", "flags", "sampling", "sessions"} | TOLD
 

@@ -22,6 +22,7 @@ from engine.kv.store import KVStore, SequenceKV
 from engine.model.forward import LayerWeights, ModelWeights, Transformer
 from engine.quantization.conditioning import Conditioning
 from engine.sampling.sample import Draw, Sampling
+from engine.sizes import cache_shape, store_plan
 from engine.weight_formats import Linear, Matrix, get
 from model_loaders.config import ModelConfig, RopeConfig
 from tests.cuda.emulated import EmulatedDevice
@@ -203,8 +204,8 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int, pa
     gate and up of a chunk, logits of a step."""
     config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
     ops, model = CudaOps(OfSize()), LLAMA_8B
-    shape = assembly._cache_shape(config, WHOLE, ops, model)
-    plan = assembly._plan(config, ops, model, shape, 2 * WEIGHTS, lambda sentence: None)
+    shape = cache_shape(config, WHOLE, ops, model)
+    plan = store_plan(config, ops, model, shape, ops.room_beside(2 * WEIGHTS))
     kv = 2 * model.kv_heads * model.head_dim * 2
     token = 4 * model.hidden_size + kv + 4 * model.head_dim
     chunk = 2048 * (3 * 4 * model.ffn_size + 2 * 4 * model.heads * model.head_dim)
@@ -219,7 +220,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int, pa
 def test_a_short_context_leaves_more_memory_to_the_store() -> None:
     """Memory is kept free only for prompts that the context admits."""
     ops, model = CudaOps(OfSize()), LLAMA_8B
-    shape = assembly._cache_shape(EngineConfig(), WHOLE, ops, model)
+    shape = cache_shape(EngineConfig(), WHOLE, ops, model)
     short, long = (ops.work_bytes(Load(model, shape.format(0), tokens, 8)) for tokens in (8192, 131072))
     assert short < 1.1 * GB < 3 * GB < long
 

@@ -19,6 +19,7 @@ from engine.backends.numpy.ops import NumpyOps
 from engine.encoding import WHOLE
 from engine.model.weights import load_weights as load_model_weights
 from engine.model.weights import weight_bytes
+from engine.sizes import cache_shape, store_plan
 from engine.weight_formats import Linear, Matrix, StoredMatrix, get
 from model_loaders import ModelConfig, families, load_weights
 from tests.conftest import FIXTURES
@@ -188,8 +189,9 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     config = EngineConfig(ctx_size=32768)
     weights = weight_bytes(ops, Shapes())
     assert 4.9 * GB < weights < 5.1 * GB
-    shape = assembly._cache_shape(config, WHOLE, ops, LLAMA_8B)
-    plan = assembly._plan(config, ops, LLAMA_8B, shape, weights, said.append)
+    shape = cache_shape(config, WHOLE, ops, LLAMA_8B)
+    plan = store_plan(config, ops, LLAMA_8B, shape, ops.room_beside(weights))
+    assembly._warn(config, LLAMA_8B, plan, said.append)
     assert plan.tokens == 32768
     assert not said
     # Of the parts, the line takes no arrays.

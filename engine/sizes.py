@@ -1,0 +1,71 @@
+"""The sizes of a model's KV store for given settings. Nothing is loaded or allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine import codecs, weight_formats
+from engine.backends.ops import Load, Ops
+from engine.config import AS_STORED, EngineConfig
+from engine.encoding import Encoding
+from engine.errors import EngineError
+from engine.kv import cache_types
+from engine.kv.plan import CacheShape, LayerShape, StorePlan, parse_size, plan_for_memory, plan_for_tokens
+from engine.weight_formats import WeightFormat
+from model_loaders.config import ModelConfig
+from model_loaders.tensors import READABLE
+
+
+def weight_format(config: EngineConfig) -> WeightFormat | None:
+    """The format to convert matrices to; None for as-stored. Raises EngineError."""
+    name = config.weight_type
+    if name == AS_STORED:
+        return None
+    format = weight_formats.find(name)
+    if format is None or format.quantize is None:
+        what = "there is no such type"
+        if name.upper() in READABLE:
+            what = "the package gguf reads this type but cannot make it, like all K and IQ types"
+        choices = ", ".join([AS_STORED, *weight_formats.writable()])
+        raise EngineError(f"weight_type={name}: {what}; choose from {choices}", settings=("weight_type",))
+    return format
+
+
+def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:
+    """The shape of all layers' caches. Raises EngineError for a cache type that does not fit the model."""
+    mean_bits = 8 if encoding.small_means else 16
+    layers = tuple(
+        LayerShape(
+            codec_k,
+            codec_v,
+            # Full precision gains nothing from centring.
+            mean_bits=mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0,
+            window=model.window(layer),
+        )
+        for layer, (codec_k, codec_v) in enumerate(cache_types.layer_codecs(config, model.layers, model.head_dim))
+    )
+    shape = CacheShape(config.block_size, model.kv_heads, model.head_dim, layers)
+    try:
+        return replace(shape, stored=tuple(ops.cache_bytes(shape.format(layer)) for layer in range(model.layers)))
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+
+
+def work_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape) -> Callable[[int], int]:
+    """From the tokens of a prompt to the bytes that the work on it needs beside the KV store."""
+    return lambda tokens: ops.work_bytes(Load(model, shape.format(0), tokens, config.parallel))
+
+
+def store_plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, room: int) -> StorePlan:
+    """The plan of the KV store: for kv_memory, else for the context, or as much of it as fits into `room` bytes beside
+    the work on a prompt of that length. Raises EngineError ("out_of_memory") if nothing fits."""
+    beside = work_bytes(config, ops, model, shape)
+    tokens = config.ctx_size or model.max_context
+    sequences = config.kept_sequences + config.parallel
+    if config.kv_memory is not None:
+        return plan_for_memory(shape, parse_size(config.kv_memory), tokens, sequences)
+    plan = plan_for_tokens(shape, tokens, sequences)
+    if plan.bytes + beside(tokens) > room:
+        plan = plan_for_memory(shape, room, tokens, sequences, beside)
+    return plan
