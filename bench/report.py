@@ -21,7 +21,7 @@ from engine.backends.native.target import VARIABLE as LEVEL_VARIABLE
 from engine.config import setting
 from engine.flags import FlagError
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results"  # in a checkout; an installed package has none
 LOCAL = RESULTS / "local"  # ignored by git
 
 
@@ -33,14 +33,17 @@ class Output:
         None,
         "--output",
         metavar="FILE",
-        help="where the JSON goes, and pictures beside it; else bench/results/local/<benchmark>-<subject>-<date>.json",
+        help="where the JSON goes, and pictures beside it; else <benchmark>-<subject>-<date>.json in the current "
+        "folder, or in a checkout's bench/results/local",
     )
     publish: bool = setting(
-        False, "--publish", help="write to bench/results, over the published figures of the same name and day"
+        False,
+        "--publish",
+        help="write to a checkout's bench/results, over the published figures of the same name and day",
     )
 
     def path(self, kind: str, subject: str) -> Path:
-        """The file of --output, or else <kind>-<subject>-<date>.json in the results folder.
+        """The file of --output, or else <kind>-<subject>-<date>.json in a checkout's results, or the current folder.
 
         Raises FlagError if it cannot be written, so that nothing is measured in vain.
         """
@@ -49,14 +52,22 @@ class Output:
                 raise FlagError("--output and --publish both say where the results go; leave one of them out")
             path = Path(self.output)
         else:
-            folder = RESULTS if self.publish else LOCAL
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{kind}-{slug(subject)}-{today()}.json"
+            path = self._folder() / f"{kind}-{slug(subject)}-{today()}.json"
         if path.is_dir():
             raise FlagError(f"--output {path} is a folder; name a file in it")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise FlagError(f"--output {path} cannot be written; name a file in a folder that exists and is yours")
         return path
+
+    def _folder(self) -> Path:
+        """Where results go that no flag gives a file. Raises FlagError."""
+        if RESULTS.is_dir():
+            folder = RESULTS if self.publish else LOCAL
+            folder.mkdir(exist_ok=True)
+            return folder
+        if self.publish:
+            raise FlagError("--publish writes to bench/results of a checkout, and there is none; --output names a file")
+        return Path.cwd()
 
 
 def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ compared with what.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -58,6 +58,9 @@ class Options:
     repeat: int = setting(3, "--repeat", metavar="N", help="runs of each kind; their median counts")
 
 
+GROUPS: Mapping[str, type] = {"Speed": Options, "Output": Output}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, writes the JSON and a picture, prints the tables; returns the exit code."""
     return run(_measure_and_report, argv)
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure_and_report(argv: Sequence[str]) -> None:
     options, destination = parse(
         argv,
-        {"Speed": Options, "Output": Output},
+        GROUPS,
         prog="python -m bench.speed",
         description="Tokens a second and memory, beside llama-cpp-python on the same file.",
         checks={"repeat": at_least(1)},
@@ -100,6 +103,7 @@ def _measure_and_report(argv: Sequence[str]) -> None:
     def keep(speed: Speed, complete: bool = False) -> None:
         report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete)
 
+    note(f"Figures are kept in {output} as they come")
     with closing(Children(subject)) as children:
         Measurement(plan, subject, speed, children, keep).run()
     keep(speed, complete=True)

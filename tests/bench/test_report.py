@@ -17,6 +17,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of published figures."""
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(report, "LOCAL", tmp_path / "results" / "local")
+    (tmp_path / "results").mkdir()
     return tmp_path / "results"
 
 
@@ -27,6 +28,19 @@ def test_file_names_describe_the_measurement(results: Path) -> None:
 
 def test_publish_writes_to_the_published_folder(results: Path) -> None:
     assert Output(publish=True).path("speed", "AMD EPYC").parent == results
+
+
+def test_without_a_checkout_results_go_to_the_current_folder(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed package has no folder of results, and none is made among the packages."""
+    results.rmdir()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert Output().path("speed", "AMD EPYC") == tmp_path / "mine" / f"speed-amd-epyc-{report.today()}.json"
+    with pytest.raises(FlagError, match="--publish writes to bench/results of a checkout"):
+        Output(publish=True).path("speed", "AMD EPYC")
+    assert not results.exists()
 
 
 def test_output_and_publish_exclude_each_other(results: Path) -> None:
