@@ -65,6 +65,8 @@ def settle(
         raise EngineError(f"There is no setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
     config = replace(config or EngineConfig(), **settings)
     if path is not None:
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            raise EngineError(f"A model is the path of a folder or a file, or None for the demonstration, not {path!r}")
         config = replace(config, weights=os.fspath(path))
     for name, kind in get_type_hints(EngineConfig).items():
         value = getattr(config, name)

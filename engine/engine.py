@@ -244,6 +244,8 @@ class Engine:
         """A request that is not queued yet. more: the other keyword arguments of `Request.create`."""
         self._check_open()
         params, options = params or SamplingParams(), options or PromptOptions()
+        if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
+            raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         more |= {"answers": self._answers, "constraint": self._grammars.constraint(params, more.pop("constraint"))}
         return Request.create(prompt, params, options, self.model, self.context, **more)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Chunk, Engine, EngineError, SamplingParams
+from engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from engine.model import score
 from engine.outputs import fold
 from tests.cpu import CpuOps
@@ -225,6 +225,12 @@ def test_generation_ends_when_the_store_is_full(tiny: Engine) -> None:
 )
 def test_an_invalid_prompt_is_refused_with_a_sentence(tiny: Engine, prompt, words) -> None:
     refused(lambda: tiny.stream(prompt), *words)
+
+
+@pytest.mark.parametrize("given", [24, {"max_tokens": 24}, PromptOptions()])
+def test_what_is_no_sampling_params_is_refused(tiny: Engine, given) -> None:
+    refused(lambda: tiny.stream("the end", given), "SamplingParams", repr(given))
+    refused(lambda: tiny.stream("the end", GREEDY, SamplingParams()), "PromptOptions", "SamplingParams(")
 
 
 @pytest.mark.parametrize(

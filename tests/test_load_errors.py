@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,13 @@ def test_a_missing_model(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"no model")
     assert refusal(tmp_path / "model.gguf").code == "model_unavailable"
+
+
+@pytest.mark.parametrize("path", [123, ["model.gguf"], b"model.gguf"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    error = refusal(path)
+    assert error.code == "invalid_request"
+    assert repr(path) in str(error)
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:
