@@ -41,6 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "records": {"codecs"},
     "sampling": TOLD,
     "backends": {"codecs", "quantization", "records", "sampling", "weight_formats"} | TOLD,
+    "tiers": {"backends.transfer", "backends.kv", "kv", "records"} | TOLD,
     "kv": {"backends.kv", "backends.ops", "codecs", "quantization", "sampling"} | TOLD,
     "model": {"backends.kv", "backends.ops", "kv", "quantization", "sampling", "weight_formats"} | TOLD,
     "requests": {"kv", "model", "sampling"} | TOLD,
