@@ -14,7 +14,7 @@ class EngineError(Exception):
     "forked" (the engine cannot be used in a child process), "model_unavailable" (its files are missing or cannot be
     used), "model_damaged", "session" (a session file is wrong), "storage" (a file cannot be read or written).
     `numbers` are for programs: with "context_length_exceeded", "n_ctx" is the context and "n_prompt_tokens" the
-    prompt's tokens, or a lower bound.
+    prompt's tokens, or a lower bound; where weights do not fit into memory, "lacking" is the bytes that they lack.
     """
 
     def __init__(

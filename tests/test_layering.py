@@ -51,6 +51,7 @@ ROOMS["sessions"] = ROOMS["requests"] | {"checked_file", "requests", "backends.t
 ROOMS["flags"] = {"config", "errors"}
 ROOMS["encoding"] = ROOMS["model"] | {"model"}
 ROOMS["sizes"] = ROOMS["encoding"] | {"codecs", "encoding"}
+ROOMS["fit"] = ROOMS["sizes"] | {"backends.select", "sizes"}
 ROOMS["assembly"] = ROOMS["sizes"] | {"backends.select", "calibration", "progress", "sizes"}
 ROOMS["engine"] = {"assembly", "kv", "model", "requests", "sampling", "sessions"} | TOLD
 ROOMS["chat"] = {"assembly", "backends.select", "engine", "flags", "sampling", "sessions"} | TOLD

@@ -95,10 +95,13 @@ class Ops(Protocol):
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         """Device bytes of `count` values of a matrix that the file stores in `format`."""
 
+    def free_memory(self) -> int:
+        """Bytes of the device's memory that are free."""
+
     def room_beside(self, weights: int) -> int:
         """Bytes that remain for the KV store and for activations once `weights` bytes of weights are loaded.
 
-        Raises EngineError if the weights alone cannot fit.
+        Raises EngineError if the weights alone cannot fit; its number "lacking" is the bytes that they lack.
         """
 
     def work_bytes(self, load: Load) -> int:

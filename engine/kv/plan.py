@@ -131,6 +131,9 @@ class CacheShape:
         )
 
 
+_SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it completes until commit
+
+
 @dataclass(frozen=True)
 class StorePlan:
     """The size of a store that holds one sequence of `tokens`, or several shorter ones."""
@@ -145,8 +148,11 @@ class StorePlan:
         """Bytes of the store."""
         return self.shape.bytes(self.quantized_blocks, self.full_slots)
 
-
-_SPARE_SLOTS = 1  # a prompt's span holds the slot of the block that it completes until commit
+    def sequences(self, tokens: int) -> int:
+        """How many sequences of `tokens` the store certainly holds at a time, whatever order they are computed in."""
+        needed = zip(self.quantized_blocks, self.shape.quantized_blocks(tokens), strict=True)
+        slots = (self.full_slots - _SPARE_SLOTS) // 2
+        return min([slots, *(blocks // each for blocks, each in needed if each)])
 
 
 def plan_for_tokens(shape: CacheShape, tokens: int, sequences: int, step_rows: int = 1) -> StorePlan:

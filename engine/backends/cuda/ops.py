@@ -112,6 +112,9 @@ class CudaOps:
     def threads(self) -> None:
         return None
 
+    def free_memory(self) -> int:
+        return self._device.memory()[0]
+
     def room_beside(self, weights: int) -> int:
         free, total = self._device.memory()
         if weights > free:
@@ -120,6 +123,7 @@ class CudaOps:
                 f"{_gib(total)} are free: choose a smaller model, or run it with device=cpu",
                 "out_of_memory",
                 ("device",),
+                lacking=weights - free,
             )
         uncounted = min(_UNCOUNTED_BYTES, int(_UNCOUNTED_SHARE * free))
         return max(0, free - uncounted - weights)

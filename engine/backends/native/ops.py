@@ -92,6 +92,7 @@ class NativeOps:
         self.to_device = plain.to_device
         self.to_host = plain.to_host
         self.wait = plain.wait
+        self.free_memory = plain.free_memory
         self.work_bytes = plain.work_bytes
         self.set_aside = plain.set_aside
 

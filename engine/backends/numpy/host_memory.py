@@ -43,6 +43,7 @@ def room_beside(weights: int, held_as: str = "") -> int:
             f"The model's weights take {weights / _GIB:.1f} GiB{held_as}, and {limit / _GIB:.1f} GiB of memory can be "
             "had here: choose a smaller model, end other programs, or raise the limit of this container",
             "out_of_memory",
+            lacking=weights - limit,
         )
     return max(0, available() - weights) // 2
 

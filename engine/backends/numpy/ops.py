@@ -80,6 +80,9 @@ class NumpyOps:
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         return 4 * count
 
+    def free_memory(self) -> int:
+        return host_memory.available()
+
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights, " as float32")
 

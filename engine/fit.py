@@ -1,0 +1,260 @@
+"""What of a model fits into a device's memory: its weights, the longest context, and how many sequences at a time.
+
+Only the model's configuration and the table of its tensors are read. Sizes come from the functions that `Engine.load`
+plans with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine import codecs, weight_formats
+from engine.backends.ops import Ops
+from engine.backends.select import select
+from engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig
+from engine.encoding import WHOLE
+from engine.errors import EngineError
+from engine.kv.cache_types import PRESETS
+from engine.kv.plan import CacheShape, StorePlan, format_bytes, plan_for_tokens
+from engine.model.weights import weight_bytes
+from engine.sizes import cache_shape, store_plan, weight_format, work_bytes
+from model_loaders.config import ModelConfig
+from model_loaders.weights import WeightSource
+
+CACHE_TYPES = ("f16", "q8_0", *PRESETS)
+
+
+@dataclass(frozen=True)
+class ContextFit:
+    """How many sequences of `tokens` tokens fit at a time."""
+
+    tokens: int
+    sequences: int
+    lacking: int  # bytes that one sequence lacks; 0 if it fits
+
+
+@dataclass(frozen=True)
+class CacheFit:
+    """What fits with one cache type."""
+
+    cache_type: str
+    problem: str = ""  # a sentence about why the device or the model cannot have this type; the rest is 0 then
+    bits_per_value: float = 0.0  # of complete encoded blocks
+    bytes_per_token: float = 0.0  # of complete encoded blocks, all layers, as the device stores them
+    tokens: int = 0  # the longest context that fits, of at most the model's own or ctx_size
+    store_bytes: int = 0  # of the KV store for that context
+    contexts: tuple[ContextFit, ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightFit:
+    """What fits beside the weights as one type."""
+
+    weight_type: str  # a value of EngineConfig.weight_type
+    bytes: int
+    room: int  # bytes for the KV store and for activations
+    lacking: int  # bytes by which the weights alone are too large; 0 if they fit
+    caches: tuple[CacheFit, ...]
+
+    def cache(self, cache_type: str) -> CacheFit:
+        return next(one for one in self.caches if one.cache_type == cache_type)
+
+
+@dataclass(frozen=True)
+class DeviceFit:
+    """What fits on one device. The first weight type is the one that was asked for."""
+
+    device: str  # a value of EngineConfig.device
+    name: str
+    free: int  # bytes of its memory
+    weights: tuple[WeightFit, ...]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The settings to load a model with; none if it does not fit. sentence: why, for the user."""
+
+    sentence: str
+    settings: dict[str, str | int] | None
+
+
+def devices(device: str, threads: int = 0) -> list[tuple[str, Ops]]:
+    """(value of EngineConfig.device, its ops), the one that `Engine.load` takes first: with "auto", a GPU if there is
+    one, and the CPU. Raises EngineError."""
+    first, _ = select(device, threads)
+    cpu = select("cpu", threads)[0] if first.name != "cpu" and device == "auto" else None
+    return [("cpu" if first.name == "cpu" else "cuda", first), *([("cpu", cpu)] if cpu is not None else [])]
+
+
+def fit_device(
+    config: EngineConfig,
+    device: str,
+    ops: Ops,
+    model: ModelConfig,
+    source: WeightSource,
+    cache_types: Sequence[str] = CACHE_TYPES,
+    contexts: Sequence[int] = (),
+) -> DeviceFit:
+    """What fits on a device with `config`, whose weight type comes first, and with every other weight type.
+
+    contexts: tokens of sequences to count, with the first weight type.
+    """
+    others = [AS_STORED, *sorted(weight_formats.writable(), key=lambda name: -_bits(name))]
+    found = []
+    for weight_type in dict.fromkeys((config.weight_type, *others)):
+        settings = replace(config, weight_type=weight_type)
+        size = weight_bytes(ops, source, weight_format(settings))
+        asked = contexts if weight_type == config.weight_type else ()
+        found.append(fit_weights(settings, ops, model, size, cache_types, asked))
+    return DeviceFit(device, ops.name, ops.free_memory(), tuple(found))
+
+
+def _bits(weight_type: str) -> float:
+    format = weight_formats.get(weight_type)
+    return 8 * format.nbytes / format.values
+
+
+def fit_weights(
+    config: EngineConfig,
+    ops: Ops,
+    model: ModelConfig,
+    size: int,
+    cache_types: Sequence[str] = CACHE_TYPES,
+    contexts: Sequence[int] = (),
+) -> WeightFit:
+    """What fits beside weights of `size` bytes."""
+    room, lacking = 0, 0
+    try:
+        room = ops.room_beside(size)
+    except EngineError as error:
+        lacking = error.numbers["lacking"]
+    caches = [_fit_cache(config, ops, model, room, lacking, cache_type, contexts) for cache_type in cache_types]
+    return WeightFit(config.weight_type, size, room, lacking, tuple(caches))
+
+
+def _fit_cache(
+    config: EngineConfig,
+    ops: Ops,
+    model: ModelConfig,
+    room: int,
+    lacking: int,
+    cache_type: str,
+    contexts: Sequence[int],
+) -> CacheFit:
+    config = replace(config, cache_type=cache_type)
+    try:
+        shape = cache_shape(config, WHOLE, ops, model)
+    except EngineError as error:
+        return CacheFit(cache_type, str(error))
+    plan = None if lacking else _plan(config, ops, model, shape, room)
+    return CacheFit(
+        cache_type,
+        bits_per_value=shape.bits_per_value,
+        bytes_per_token=shape.bytes_per_token,
+        tokens=plan.tokens if plan else 0,
+        store_bytes=plan.bytes if plan else 0,
+        contexts=tuple(_fit_context(config, ops, model, shape, room, lacking, tokens) for tokens in contexts),
+    )
+
+
+def _plan(config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, room: int) -> StorePlan | None:
+    """The plan of `Engine.load`; None if it would fail for want of memory."""
+    try:
+        return store_plan(config, ops, model, shape, room)
+    except EngineError:
+        return None
+
+
+def _fit_context(
+    config: EngineConfig, ops: Ops, model: ModelConfig, shape: CacheShape, room: int, lacking: int, tokens: int
+) -> ContextFit:
+    def holds(count: int) -> bool:
+        """Whether a store for `count` sequences at a time fits, and holds them."""
+        settings = replace(config, ctx_size=count * tokens, parallel=count, kv_memory=None)
+        plan = _plan(settings, ops, model, shape, room)
+        return plan is not None and plan.tokens == count * tokens and plan.sequences(tokens) >= count
+
+    if lacking or not holds(1):
+        one = replace(config, ctx_size=tokens, parallel=1)
+        needed = plan_for_tokens(shape, tokens, 1 + config.kept_sequences).bytes + work_bytes(one, ops, model, shape)(
+            tokens
+        )
+        return ContextFit(tokens, 0, lacking + needed - room)
+    low, high = 1, 1 + room // max(1, shape.sequence_bytes(tokens))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return ContextFit(tokens, low, 0)
+
+
+def steps_to(context: int) -> list[int]:
+    """Contexts to show up to a model's own: powers of two from 4,096, and the whole.
+
+    >>> steps_to(40960)
+    [4096, 8192, 16384, 32768, 40960]
+    """
+    found, step = [], 4096
+    while step < context:
+        found.append(step)
+        step *= 2
+    return [*found, context][-5:]
+
+
+_LEAST_CONTEXT = 4096  # tokens; converting the weights is worth it for that
+_SMALLEST = "take a smaller model, or a file of fewer bits"
+
+
+def advise(found: Sequence[DeviceFit], config: EngineConfig, model: ModelConfig) -> Advice:
+    """The settings to load the model with, of what was found on each device for `config`.
+
+    Weights are converted only if they leave no room for 4,096 tokens on any device.
+    """
+    target = config.ctx_size or model.max_context
+    least = min(target, _LEAST_CONTEXT)
+    for number in range(max(len(device.weights) for device in found)):
+        for device in found:
+            weights = device.weights[number]
+            if weights.bytes > device.weights[0].bytes or max(one.tokens for one in weights.caches) < least:
+                continue
+            cache, sentence = _best_cache(weights, target)
+            if number:
+                first = device.weights[0]
+                sentence = f"The weights are converted: {_type(first)}, they leave too little room. {sentence}"
+            changed: dict[str, str | int] = {}
+            if device is not found[0]:
+                changed["device"] = device.device
+            if weights.weight_type != AS_STORED:
+                changed["weight_type"] = weights.weight_type
+            if cache.cache_type != DEFAULT_CACHE_TYPE:
+                changed["cache_type"] = cache.cache_type
+            if cache.tokens < target or config.ctx_size:
+                changed["ctx_size"] = cache.tokens
+            return Advice(sentence, changed)
+    smallest = min(found[0].weights, key=lambda one: one.bytes)
+    if smallest.lacking:
+        lack = f"{format_bytes(smallest.bytes)} as {smallest.weight_type}, {format_bytes(smallest.lacking)} too much"
+        return Advice(f"This model does not fit here: its weights take {lack}; {_SMALLEST}.", None)
+    most = max(one.tokens for one in smallest.caches)
+    return Advice(f"This model does not fit here: {most:,} tokens of context are left beside it; {_SMALLEST}.", None)
+
+
+def _type(weights: WeightFit) -> str:
+    return "as the file has them" if weights.weight_type == AS_STORED else f"as {weights.weight_type}"
+
+
+def _best_cache(weights: WeightFit, target: int) -> tuple[CacheFit, str]:
+    """The default preset if it holds `target` tokens, else the one that holds most; and why."""
+    presets = [one for one in weights.caches if one.cache_type in PRESETS and not one.problem]
+    best = next((one for one in presets if one.cache_type == DEFAULT_CACHE_TYPE), presets[0])
+    if best.tokens < target:
+        best = max(presets, key=lambda one: one.tokens)
+    rest = f"{best.cache_type} takes {format_bytes(best.store_bytes)} for its KV store"
+    f16 = next((one for one in weights.caches if one.cache_type == codecs.FULL), None)
+    if f16 is not None and f16.tokens == best.tokens:
+        rest += f", f16 {format_bytes(f16.store_bytes)}"
+    elif f16 is not None:
+        rest += f"; with f16, {f16.tokens:,} tokens fit"
+    if best.tokens >= target:
+        return best, f"A context of {target:,} tokens fits: {rest}."
+    return best, f"Of {target:,} tokens of context, {best.tokens:,} fit: {rest}."

@@ -1,0 +1,223 @@
+"""What fits on a machine, beside what loading really allocates there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import model_loaders
+from engine import Engine, EngineConfig, EngineError
+from engine.backends.cuda.ops import CudaOps
+from engine.backends.numpy import host_memory
+from engine.backends.ops import Ops
+from engine.backends.select import select
+from engine.config import AS_STORED
+from engine.fit import (
+    Advice,
+    CacheFit,
+    DeviceFit,
+    WeightFit,
+    advise,
+    devices,
+    fit_device,
+    fit_weights,
+    steps_to,
+)
+from engine.model.weights import load_weights, weight_bytes
+from engine.sizes import weight_format
+from tests.cuda.emulated import EmulatedDevice
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch):
+    """A function that sets the bytes of memory that the CPU has available."""
+
+    def have(size: int) -> None:
+        monkeypatch.setattr(host_memory, "available", lambda: size)
+        monkeypatch.setattr(host_memory, "most", lambda: size)
+
+    return have
+
+
+def fits(path: Path, ops: Ops, contexts=(), **settings) -> DeviceFit:
+    config, source, _ = model_loaders.load_weights(path)
+    try:
+        return fit_device(EngineConfig(**settings), "cpu", ops, config, source, contexts=contexts)
+    finally:
+        source.close()
+
+
+def cpu() -> Ops:
+    ((name, ops),) = devices("cpu")
+    assert name == "cpu"
+    return ops
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "quality", "balanced", "compact"])
+@pytest.mark.parametrize("size", [6 * MIB, 1024 * MIB])
+def test_the_longest_context_is_what_an_engine_gets(tiny_path: Path, memory, cache_type: str, size: int) -> None:
+    """With too little memory for the model's own context, and with plenty."""
+    memory(size)
+    found = fits(tiny_path, cpu(), kept_sequences=0, parallel=1).weights[0]
+    with Engine.load(tiny_path, device="cpu", cache_type=cache_type, kept_sequences=0, parallel=1) as engine:
+        stats, loaded = engine.cache_stats(), engine._model.weights.bytes
+        assert found.bytes == loaded
+        cache = found.cache(cache_type)
+        assert cache.tokens == engine._store.plan.tokens
+        assert cache.bits_per_value == stats.bits_per_value
+
+
+def test_a_demonstration_model_in_little_memory(demo_path: Path, memory) -> None:
+    memory(160 * MIB)
+    cache = fits(demo_path, cpu()).weights[0].cache("balanced")
+    with Engine.load(demo_path, device="cpu", calibration=False) as engine:
+        assert cache.tokens == engine._store.plan.tokens
+        assert cache.store_bytes == engine._store.plan.bytes
+    assert 0 < cache.tokens < 8192
+
+
+@pytest.mark.parametrize("weight_type", [AS_STORED, "q8_0", "q4_0", "f32"])
+def test_weights_take_what_loading_takes(demo_path: Path, weight_type: str) -> None:
+    ops = cpu()
+    found = next(one for one in fits(demo_path, ops).weights if one.weight_type == weight_type)
+    config, source, _ = model_loaders.load_weights(demo_path)
+    loaded = load_weights(ops, config, source, None, weight_format(EngineConfig(weight_type=weight_type)))
+    source.close()
+    assert found.bytes == loaded.bytes
+
+
+def test_as_many_sequences_fit_as_can_be_loaded(tiny_path: Path, memory) -> None:
+    """One more has no blocks of its own."""
+    memory(24 * MIB)
+    (context,) = fits(tiny_path, cpu(), contexts=[200]).weights[0].cache("balanced").contexts
+    assert context.sequences > 1
+    assert context.lacking == 0
+    for count, fit in ((context.sequences, True), (context.sequences + 1, False)):
+        with Engine.load(tiny_path, device="cpu", ctx_size=200 * count, parallel=count) as engine:
+            assert (engine._store.plan.sequences(200) >= count) == fit
+
+
+def test_what_does_not_fit_says_by_how_much(tiny_path: Path, memory) -> None:
+    """With so much more room, and not with less, one sequence fits."""
+    ops, size = cpu(), 2 * MIB
+    memory(size)
+    (context,) = fits(tiny_path, ops, contexts=[20_000]).weights[0].cache("f16").contexts
+    assert context.sequences == 0
+    assert context.lacking > 0
+    memory(size + 2 * context.lacking)
+    assert fits(tiny_path, ops, contexts=[20_000]).weights[0].cache("f16").contexts[0].sequences == 1
+    memory(size + context.lacking)
+    assert fits(tiny_path, ops, contexts=[20_000]).weights[0].cache("f16").contexts[0].sequences == 0
+
+
+def test_weights_that_are_too_large_say_by_how_much(tiny_path: Path, memory) -> None:
+    memory(1000)
+    for weights in fits(tiny_path, cpu()).weights:
+        assert weights.lacking == weights.bytes - 1000
+        assert weights.room == 0
+        assert all(one.tokens == 0 for one in weights.caches)
+
+
+def test_a_type_that_does_not_fit_the_model_says_why(tiny_path: Path) -> None:
+    assert "multiple of 32" in fits(tiny_path, cpu()).weights[0].cache("q8_0").problem
+
+
+def test_a_gpu_says_which_types_it_lacks(tiny_path: Path) -> None:
+    ops = CudaOps(EmulatedDevice())
+    found = fits(tiny_path, ops)
+    assert found.free == ops.free_memory() > 0
+    assert "q8_0" in found.weights[0].cache("q8_0").problem
+    assert found.weights[0].cache("balanced").tokens == 256
+
+
+def test_a_size_in_bytes_is_enough_for_the_weights(tiny_path: Path, memory) -> None:
+    """As for a file that has not been fetched yet."""
+    memory(64 * MIB)
+    config, source, _ = model_loaders.load_weights(tiny_path)
+    size = weight_bytes(cpu(), source)
+    source.close()
+    assert fit_weights(EngineConfig(), cpu(), config, size) == fits(tiny_path, cpu()).weights[0]
+    assert fit_weights(EngineConfig(), cpu(), config, 65 * MIB).lacking == MIB
+
+
+def test_without_a_gpu_there_is_one_device() -> None:
+    assert [name for name, _ in devices("auto")] == ["cpu"] or select("auto", 0)[0].name != "cpu"
+    with pytest.raises(EngineError, match="device=tpu"):
+        devices("tpu")
+
+
+# -- advice --------------------------------------------------------------------------------------------------------
+
+MODEL = model_loaders.ModelConfig("llama", 2, 8, 8, 2, 1, 8, 96, 32_768, 1e-5, model_loaders.RopeConfig(10_000.0))
+
+
+def weight_fit(weight_type: str, size: int, lacking: int = 0, **tokens: int) -> WeightFit:
+    caches = tuple(CacheFit(name, tokens=count, store_bytes=MIB) for name, count in tokens.items())
+    return WeightFit(weight_type, size, 0, lacking, caches)
+
+
+def advice(*weights: WeightFit, ctx_size: int = 0, gpu: tuple[WeightFit, ...] = ()) -> Advice:
+    found = [DeviceFit("cpu", "cpu", MIB, weights)]
+    if gpu:
+        found.insert(0, DeviceFit("cuda", "a GPU", MIB, gpu))
+    return advise(found, EngineConfig(ctx_size=ctx_size), MODEL)
+
+
+ALL = {"f16": 32_768, "quality": 32_768, "balanced": 32_768, "compact": 32_768}
+NONE = dict.fromkeys(ALL, 0)
+
+
+def test_what_fits_needs_no_flags() -> None:
+    found = advice(weight_fit(AS_STORED, 100, **ALL), weight_fit("q4_0", 50, **ALL))
+    assert found.settings == {}
+    assert "32,768 tokens fits" in found.sentence
+
+
+def test_a_context_that_was_asked_for_stays() -> None:
+    assert advice(weight_fit(AS_STORED, 100, **ALL), ctx_size=32_768).settings == {"ctx_size": 32_768}
+
+
+def test_the_preset_that_holds_most_is_taken_if_the_default_holds_too_little() -> None:
+    some = {"f16": 5_000, "quality": 17_000, "balanced": 20_000, "compact": 25_000}
+    found = advice(weight_fit(AS_STORED, 100, **some), weight_fit("q4_0", 50, **ALL))
+    assert found.settings == {"cache_type": "compact", "ctx_size": 25_000}
+    assert "25,000 fit" in found.sentence
+    assert "with f16, 5,000" in found.sentence
+
+
+def test_weights_are_converted_where_they_do_not_fit_otherwise() -> None:
+    none = weight_fit(AS_STORED, 100, lacking=3, **NONE)
+    found = advice(none, weight_fit("f32", 400, 303, **NONE), weight_fit("q8_0", 90, **ALL))
+    assert found.settings == {"weight_type": "q8_0"}
+    assert "as the file has them" in found.sentence
+
+
+def test_a_cpu_is_taken_before_weights_are_converted() -> None:
+    none = weight_fit(AS_STORED, 100, lacking=3, **NONE)
+    gpu = (none, weight_fit("q8_0", 50, **ALL))
+    found = advice(weight_fit(AS_STORED, 100, **ALL), weight_fit("q8_0", 50, **ALL), gpu=gpu)
+    assert found.settings == {"device": "cpu"}
+
+
+def test_a_model_that_is_too_large_is_said_to_be() -> None:
+    found = advice(weight_fit(AS_STORED, 3 * MIB, 2 * MIB, **NONE), weight_fit("q4_0", 2 * MIB, MIB, **NONE))
+    assert found.settings is None
+    assert "2.0 MiB as q4_0, 1.0 MiB too much" in found.sentence
+    found = advice(weight_fit(AS_STORED, MIB, **{**NONE, "compact": 300}))
+    assert "300 tokens" in found.sentence
+
+
+def test_a_store_of_windows_holds_fewer_sequences_than_its_longest_context_would() -> None:
+    """The blocks of a window are for one sequence."""
+    model = replace(MODEL, head_dim=64, windows=(512, None))
+    found = fit_weights(EngineConfig(), cpu(), model, 0, ["balanced"], [4096])
+    assert found.caches[0].contexts[0].sequences == 1
+
+
+def test_steps_end_at_the_model_s_context() -> None:
+    assert steps_to(2048) == [2048]
+    assert steps_to(131_072) == [8192, 16_384, 32_768, 65_536, 131_072]
