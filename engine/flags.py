@@ -72,15 +72,15 @@ class _Help(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def parse(
-    argv: Sequence[str], groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
-) -> list[Any]:
-    """One instance per dataclass of `groups` (title: class), with the values in `argv`, else the fields' defaults.
+def parser(
+    groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
+) -> argparse.ArgumentParser:
+    """The parser of the flags and words of `groups` (title: class); fields that are not given are not in its result.
 
-    checks: field name → check. Raises FlagError; `--help` and `--version` print and raise SystemExit(0).
+    checks: field name → check. Its errors are FlagErrors.
     """
     words = [_value_name(field) for cls in groups.values() for field in _on_command_line(cls) if _is_word(field)]
-    parser = _Parser(
+    made = _Parser(
         prog=prog,
         usage=" ".join(["%(prog)s", *words, "[flags]"]),
         description=description,
@@ -88,13 +88,24 @@ def parse(
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=_version(), help="show the version and exit")
+    made.add_argument("--version", action="version", version=_version(), help="show the version and exit")
     for title, cls in groups.items():
-        group = parser.add_argument_group(title)
+        group = made.add_argument_group(title)
         types = typing.get_type_hints(cls)
         for field in _on_command_line(cls):
             _add(group, field, types[field.name], checks.get(field.name))
-    namespace, unknown = parser.parse_known_args(_join_values(argv, groups))
+    return made
+
+
+def parse(
+    argv: Sequence[str], groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
+) -> list[Any]:
+    """One instance per dataclass of `groups` (title: class), with the values in `argv`, else the fields' defaults.
+
+    checks: field name → check. Raises FlagError; `--help` and `--version` print and raise SystemExit(0).
+    """
+    made = parser(groups, prog=prog, description=description, checks=checks)
+    namespace, unknown = made.parse_known_args(_join_values(argv, groups))
     if unknown:
         raise FlagError(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown[0], groups)}")
     given = vars(namespace)
@@ -163,10 +174,13 @@ def _explain(field: Field[Any]) -> str:
 
 
 def _meant(word: str, groups: Mapping[str, type]) -> str:
-    """A hint at the flag that is most similar to an unknown word; empty if none is similar."""
+    """A hint at the flag that is most similar to an unknown word, or that a model's path needs; else empty."""
     flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in field.metadata["flags"]]
     known = [flag for flag in flags if flag.startswith("-")]
-    flag = close_to(word.partition("=")[0], ["--help", "--version", *known]) if word.startswith("-") else None
+    if not word.startswith("-"):
+        is_path = "/" in word or os.sep in word or word.endswith(".gguf") or os.path.exists(word)
+        return f" (did you mean --weights {word}?)" if is_path and "--weights" in known else ""
+    flag = close_to(word.partition("=")[0], ["--help", "--version", *known])
     return f" (did you mean {flag}?)" if flag else ""
 
 

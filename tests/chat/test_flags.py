@@ -216,6 +216,15 @@ def test_a_mistyped_flag_is_answered_with_the_one_that_was_meant(words, meant):
     assert str(error.value) == f"unrecognized arguments: {' '.join(words)} (did you mean {meant}?)"
 
 
+@pytest.mark.parametrize("word", ["./llama3", "model.gguf", "a folder"])
+def test_a_path_without_a_flag_is_answered_with_the_flag_that_it_needs(word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a folder").mkdir()
+    with pytest.raises(FlagError) as error:
+        read_command_line(["-n", "3", word])
+    assert str(error.value) == f"unrecognized arguments: {word} (did you mean --weights {word}?)"
+
+
 @pytest.mark.parametrize("word", ["--no-such-thing-at-all", "stray", "temprature"])
 def test_a_word_that_is_similar_to_no_flag_gets_no_suggestion(word):
     with pytest.raises(FlagError) as error:
