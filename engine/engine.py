@@ -40,7 +40,6 @@ class Engine:
         self.model = parts.source
         self.context = parts.plan.tokens
         self.cache_shape = parts.plan.shape
-        self.blocks = max(parts.plan.quantized_blocks)  # of the largest group of layers
         self._parts = parts
         self._fit_line = assembly.fit_line(parts)
         self._model = parts.model
@@ -48,6 +47,7 @@ class Engine:
         self._identity = sessions.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
         self._prefixes = PrefixCache(self._store, json.dumps(self._identity).encode(), enabled=keeps)
+        self.watch_blocks = self._prefixes.watch  # for servers: before the first request
         self._scheduler = Scheduler(parts.config.parallel, parts.config.prefill_share, parts.plan.shape.block_size)
         self._runner = Runner(parts.model, self._prefixes, self._scheduler)
         self._lock = FairLock(forkable=parts.model.ops.forkable)

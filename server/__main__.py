@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -78,11 +79,14 @@ def _run(argv: Sequence[str]) -> None:
         listeners = 1 if lines is None else 2
         if warning := allow_open_files(listeners * (config.max_connections + BACKLOG)):
             _note(warning)
+        events = bound.enter_context(_kv_events(config))
         sessions = None
         if config.sessions is not None:
             sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
         with Engine.load(model.weights, config=model, verbose=_note) as engine:
             _note(engine.fit_line())
+            if events is not None:
+                events.watch(engine)
             journal.set_up()
             asyncio.run(_serve(Driver(engine, config, sessions), make_web, http, lines))
 
@@ -95,6 +99,19 @@ def _web() -> MakeWeb:
     except ImportError as error:
         raise _Missing(f"{error}: the server needs the packages of polarlm[serve]") from None
     return lambda driver, config, bound: Web(journal.Journaled(create_app(driver, config)), config, bound)
+
+
+def _kv_events(config: ServerConfig) -> AbstractContextManager[Any]:
+    """What publishes an engine's blocks; None without --kv-events. Raises _Missing and ListenError."""
+    if config.kv_events is None:
+        return nullcontext()
+    try:
+        from server.kv_events import kv_events
+    except ImportError as error:
+        raise _Missing(f"{error}: --kv-events needs the packages of polarlm[kv-events]") from None
+    if re.match(r"tcp://(127\.|localhost:|\[::1\])|ipc://", config.kv_events) is None:
+        _note(f"warning: --kv-events {config.kv_events} sends tokens of prompts to any program that connects to it")
+    return kv_events(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
 
 async def _serve(driver: Driver, make_web: MakeWeb, http: socket.socket, lines: socket.socket | None) -> None:

@@ -84,6 +84,17 @@ class ServerConfig:
     hide_cached_tokens: bool = setting(
         False, "--hide-cached-tokens", help="do not tell clients how much of a prompt was in the cache"
     )
+    kv_events: str | None = setting(
+        None,
+        "--kv-events",
+        metavar="ADDRESS",
+        help="tell routers which blocks are in the cache, by ZeroMQ and in vLLM's format, as in tcp://127.0.0.1:5557. "
+        "Messages have the tokens of prompts, and any program that reaches the address reads them; extra kv-events",
+    )
+    kv_events_replay: str | None = setting(
+        None, "--kv-events-replay", metavar="ADDRESS", help="where routers get such messages that they have missed"
+    )
+    kv_events_topic: str = setting("", "--kv-events-topic", metavar="TOPIC", help="first part of such messages")
     log_prompts: bool = setting(False, "--log-prompts", help="write prompts and answers into the log")
 
 
@@ -105,6 +116,8 @@ def read_command_line(
     settle(None, engine, {})
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
+    if server.kv_events is None and (server.kv_events_replay is not None or server.kv_events_topic):
+        raise FlagError("--kv-events-replay and --kv-events-topic are for messages that only --kv-events publishes")
     key = environment.get(KEY_VARIABLE)
     if server.api_key is None and key is not None:
         if complaint := _CHECKS["api_key"](key):
@@ -121,6 +134,11 @@ def _is_key(text: str) -> bool:
 def _is_name(text: str) -> bool:
     """Whether `text` is a host name or address as in a Host header, without a port."""
     return re.fullmatch(r"[A-Za-z0-9._-]+", text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))
+
+
+def _is_zmq_address(text: str) -> bool:
+    """Whether ZeroMQ can bind to `text`: a TCP address with a port, or a file name."""
+    return re.fullmatch(r"tcp://[^\s/]+:([0-9]{1,5})|ipc://[^\s\0]+", text) is not None
 
 
 def _is_address(text: str) -> bool:
@@ -148,6 +166,8 @@ _PORT = that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 6553
 _POSITIVE = that(lambda count: count >= 1, "this has to be 1 or more")
 _PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
+_ZMQ_ADDRESS = that(_is_zmq_address, "an address is tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc://PATH")
+
 _CHECKS: Mapping[str, Check] = {
     "host": that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
     "port": _PORT,
@@ -155,6 +175,8 @@ _CHECKS: Mapping[str, Check] = {
     "unix": _PATH,
     "sessions": _PATH,
     "max_sessions_size": _size,
+    "kv_events": _ZMQ_ADDRESS,
+    "kv_events_replay": _ZMQ_ADDRESS,
     "api_key": that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
     "allowed_host": that(_is_name, "this needs a host name alone, as in chat.example.com"),
     "cors_origin": that(

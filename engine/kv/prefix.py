@@ -21,6 +21,7 @@ from functools import partial
 import numpy as np
 
 from engine.backends.kv import Place
+from engine.kv.block_events import BlockRemoved, BlockStored, Watch
 from engine.kv.blocks import BlockAllocator, OutOfBlocks
 from engine.kv.store import KVStore, SequenceKV
 
@@ -46,6 +47,15 @@ class PrefixCache:
         self._enabled = enabled
         self._quantized: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._full: dict[bytes, list[_Full]] = {}  # by the hash before the block
+        self._watch: Watch | None = None
+
+    def watch(self, watch: Watch) -> None:
+        """Call `watch` from now on for every complete block of a group that becomes findable, or no longer is.
+
+        Blocks with a salt are only reported when they are removed. `watch`, under the engine's lock, must neither
+        wait nor raise.
+        """
+        self._watch = watch
 
     def salted(self, kv: SequenceKV, salt: str) -> SequenceKV:
         """`kv`, none of whose blocks is in the cache yet, with the root for `salt`."""
@@ -68,9 +78,12 @@ class PrefixCache:
             own = ids[number * n : (number + 1) * n]
             kv.hashes.append(_hash(before, own))
             if number == 0:
-                self._add_full(before, own, [table.sink for table in kv.tables])
+                added = self._add_full(before, own, [table.sink for table in kv.tables])
             else:
-                self._add_quantized(kv.hashes[-1], [table.block(number) for table in kv.tables])
+                added = self._add_quantized(kv.hashes[-1], [table.block(number) for table in kv.tables])
+            if self._watch is not None and not kv.root:
+                for group in added:
+                    self._watch(BlockStored(group, kv.hashes[-1], before if number else None, tuple(own)))
 
     def release(self, kv: SequenceKV, ids: Sequence[int]) -> None:
         """Add the complete blocks and the current block of a sequence, and release it."""
@@ -87,40 +100,55 @@ class PrefixCache:
             for entry in list(self._full.get(before, ())):
                 self._drop(entry)
         for key in kv.hashes:
-            for group, block in zip(self._store.groups, self._quantized.pop(key, ()), strict=False):
+            for index, block in enumerate(self._quantized.pop(key, ())):
                 if block is not None:
-                    group.quantized.drop(block)
+                    self._store.groups[index].quantized.drop(block)
+                    self._report_removed(index, key)
         self._store.release(kv)
 
     def _before(self, root: bytes, hashes: Sequence[bytes]) -> bytes:
         """The hash before the next block."""
         return hashes[-1] if hashes else root or self._root
 
-    def _add_quantized(self, key: bytes, blocks: Blocks) -> None:
+    def _report_removed(self, group: int, key: bytes) -> None:
+        if self._watch is not None:
+            self._watch(BlockRemoved(group, key))
+
+    def _report_full_removed(self, group: int, entry: _Full) -> None:
+        if self._watch is not None and len(entry.ids) == self._store.shape.block_size:
+            self._watch(BlockRemoved(group, _hash(entry.before, entry.ids)))
+
+    def _add_quantized(self, key: bytes, blocks: Blocks) -> list[int]:
+        """Add a block; returns the groups that had none."""
         allocators = [group.quantized for group in self._store.groups]
         known = self._quantized.setdefault(key, [None] * len(blocks))
-        _add(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
+        added = _add(known, blocks, allocators, lambda index: partial(self._forget_quantized, key, index))
         if known == [None] * len(blocks):
             del self._quantized[key]
+        return added
 
-    def _add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> None:
+    def _add_full(self, before: bytes, ids: Sequence[int], slots: Blocks) -> list[int]:
+        """Add a full-precision block; returns the groups that had none."""
         entries, ids = self._full.setdefault(before, []), tuple(ids)
         known = next((entry for entry in entries if entry.ids == ids), None)
         if known is None:
             known = _Full(before, ids, [None] * len(slots))
             entries.append(known)
         allocators = [group.full for group in self._store.groups]
-        _add(known.slots, slots, allocators, lambda index: partial(self._forget_full, known, index))
+        added = _add(known.slots, slots, allocators, lambda index: partial(self._forget_full, known, index))
         self._remove_if_empty(known)
+        return added
 
     def _forget_quantized(self, key: bytes, index: int) -> None:
         blocks = self._quantized[key]
         blocks[index] = None
+        self._report_removed(index, key)
         if blocks == [None] * len(blocks):
             del self._quantized[key]
 
     def _forget_full(self, entry: _Full, index: int) -> None:
         entry.slots[index] = None
+        self._report_full_removed(index, entry)
         self._remove_if_empty(entry)
 
     def _drop(self, entry: _Full) -> None:
@@ -129,6 +157,7 @@ class PrefixCache:
             if slot is not None:
                 group.full.drop(slot)
                 entry.slots[index] = None
+                self._report_full_removed(index, entry)
         self._remove_if_empty(entry)
 
     def _remove_if_empty(self, entry: _Full) -> None:
@@ -251,16 +280,20 @@ def _set_current_slots(kv: SequenceKV, slots: Sequence[int]) -> None:
 
 def _add(
     known: Blocks, blocks: Blocks, allocators: Sequence[BlockAllocator], forget: Callable[[int], Callable[[], None]]
-) -> None:
-    """Put `blocks` into `known` in place of None and of blocks that no sequence holds."""
+) -> list[int]:
+    """Put `blocks` into `known` in place of None and of blocks that no sequence holds; returns where None was."""
+    added = []
     for index, (allocator, block) in enumerate(zip(allocators, blocks, strict=True)):
         old = known[index]
         if block is None or (old is not None and allocator.references(old)):
             continue
         if old is not None:
             allocator.drop(old)
+        else:
+            added.append(index)
         known[index] = block
         allocator.keep(block, forget(index))
+    return added
 
 
 def _allocate_each(allocators: Sequence[BlockAllocator]) -> list[int] | None:

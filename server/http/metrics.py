@@ -72,7 +72,9 @@ class _ForRouters(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", meaning, labels=["model_name"])
             gauge.add_metric([engine.model.name], value)
             yield gauge
-        blocks = {"block_size": str(engine.cache_shape.block_size), "num_gpu_blocks": str(engine.blocks)}
+        shape = engine.cache_shape
+        most = max(shape.quantized_blocks(engine.context))  # of the groups of layers
+        blocks = {"block_size": str(shape.block_size), "num_gpu_blocks": str(most)}
         yield InfoMetricFamily("vllm:cache_config", "The KV store: tokens of a block, and blocks", value=blocks)
 
 
