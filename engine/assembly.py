@@ -171,6 +171,16 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Enc
     return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
 
 
+def with_cache(parts: Parts, config: EngineConfig, verbose: Say | None = None) -> Parts:
+    """The same weights with a KV store of their own for `config`, whose model, weight type and device are those of
+    `parts`. Closing one of both closes the files. Raises EngineError."""
+    ops, source, weights = parts.model.ops, parts.source, parts.model.weights
+    shape = cache_shape(config, WHOLE, ops, source.config)
+    plan = store_plan(config, ops, source.config, shape, ops.room_beside(0))
+    store = _store(config, WHOLE, ops, source, weights, plan, verbose or (lambda sentence: None))
+    return Parts(config, source, plan, Transformer(ops, source.config, weights, store))
+
+
 def _give_back_freed_memory() -> None:
     """Give the system back what the vocabulary, or the slabs of weights, took for a while: glibc keeps it."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:

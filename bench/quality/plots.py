@@ -105,7 +105,7 @@ def _frontier(ax: Axes, points: Sequence[Result]) -> None:
 def attention(result: Result, name: str) -> Figure | None:
     """A line over layers for each type, a panel for each way of scoring."""
     rows = _conditioned(result["rows"])
-    rows = [row for row in rows if max(row["attention_error"]) > 1e-5 and row["bits_per_value"] < _BEYOND]
+    rows = [row for row in rows if max(row["attention_error"], default=0) > 1e-5 and row["bits_per_value"] < _BEYOND]
     if not rows:
         return None
     from matplotlib.ticker import MaxNLocator

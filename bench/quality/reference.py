@@ -61,6 +61,10 @@ class Reference:
     def model(self) -> model_loaders.Model:
         return self._engine.model
 
+    @property
+    def transformer(self) -> Transformer:
+        return self._recorder.model
+
     def tokenize(self, text: str) -> list[int]:
         return self._engine.tokenize(text)
 

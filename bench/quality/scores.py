@@ -13,9 +13,10 @@ from tqdm import tqdm
 from bench import report
 from bench.command import CacheType
 from bench.quality.attention_error import Recording, Replay
-from bench.quality.divergence import Divergence, compare, perplexity
+from bench.quality.divergence import perplexity
 from bench.quality.reference import Reference
-from engine import Engine, Score
+from bench.quality.states import Scored, exact_logprobs, exact_states, scored, served_states
+from engine import Score
 
 _KEPT_LOGITS = 2 << 30  # bytes
 
@@ -34,8 +35,9 @@ class Row:
     nll_per_token: float
     kl_mean: float  # nats
     kl_99th_percentile: float
+    kl_999th_percentile: float | None  # None below 1,000 positions
     same_top1: float  # share of positions
-    attention_error: list[float]  # for each layer, relative, over the first window
+    attention_error: list[float]  # for each layer, relative, over the first window; empty if it was not measured
 
 
 @dataclass(frozen=True)
@@ -71,23 +73,22 @@ def measure(
     on_progress: called after each type with all results so far.
 
     Each type has its own engine, one after another, so that two copies of the weights are in memory. The reference's
-    logits, (window, V) float32 for each window, are kept for all types if they take at most 2 GiB, and otherwise
-    computed again for each. Raises FlagError or EngineError.
+    hidden states, (window, E) float32 for each window, are kept for all types. Raises FlagError or EngineError.
     """
     for cache_type in types:
         cache_type.check(reference.model.config.head_dim)
     recording = recording or reference.record(cut[0])
     rows: list[Row] = []
+    logprobs: list[np.ndarray] = []
 
-    reference_score = kept_scores(reference, cut)
+    exact = functools.cache(lambda window: exact_states(reference.transformer, cut[window]))
     with tqdm(total=len(types) * passes(len(cut)), desc="Scoring", unit="window") as bar:
         for cache_type in types:
             bar.set_postfix_str(cache_type.label)
-            reference_logprobs, type_rows = _measure_type(
-                reference, reference_score, cache_type, cut, recording, bar.update
-            )
-            rows += type_rows
-            quality = Quality(len(reference_logprobs), perplexity(reference_logprobs), list(rows))
+            rows += _measure_type(reference, exact, cache_type, cut, recording, bar.update)
+            if not logprobs:
+                logprobs = [exact_logprobs(reference.transformer, exact(i), ids) for i, ids in enumerate(cut)]
+            quality = Quality(sum(map(len, logprobs)), perplexity(np.concatenate(logprobs)), list(rows))
             on_progress(quality)
     return quality
 
@@ -113,57 +114,41 @@ def one_line(row: Row, exact_perplexity: float) -> str:
     return f"{row.type}, {row.scored_as}: perplexity {change:+.2f} %, KL {small(row.kl_mean)}"
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """The result of one window, scored in one way."""
-
-    logprobs: np.ndarray  # (T − 1,) float32
-    divergence: Divergence
-
-
 def _measure_type(
     reference: Reference,
-    reference_score: Callable[[int], Score],
+    exact: Callable[[int], np.ndarray],
     cache_type: CacheType,
     cut: Sequence[Sequence[int]],
     recording: Recording,
     progress: Callable[[], Any],
-) -> tuple[np.ndarray, list[Row]]:
-    """The reference's log-probabilities of every predicted token, and the rows of the type."""
-    reference_logprobs: list[np.ndarray] = []
-    scored: dict[str, list[_Scored]] = {name: [] for name in SCORINGS}
+) -> list[Row]:
+    """The rows of the type. exact: the reference's hidden states of a window."""
+    found: dict[str, list[Scored]] = {name: [] for name in SCORINGS}
     attention: dict[str, list[float]] = {}
     replay = Replay()
     longest = max(map(len, cut))
     settings = {"ctx_size": longest, "kept_sequences": 0, **cache_type.settings()}
     with reference.open(replay.install, encoding=cache_type.encoding, **settings) as engine:
         for window, ids in enumerate(cut):
-            expected = reference_score(window)
-            reference_logprobs.append(expected.logprobs)
+            expected = exact(window)
             progress()
-            for name in SCORINGS:
-                scored[name].append(_score(engine, ids, name, expected.logits))
+            for name, coded in SCORINGS.items():
+                hidden = served_states(replay.model, ids, every_token_coded=coded)
+                found[name].append(scored(reference.transformer, expected, replay.model, hidden, ids))
                 progress()
-            del expected  # frees its logits before the next ones
         for name, coded in SCORINGS.items():
             attention[name] = replay.errors(engine, cut[0], recording, every_token_coded=coded)
             progress()
         bits = engine.cache_stats().bits_per_value
-    rows = [_row(cache_type, bits, name, scored[name], attention[name]) for name in SCORINGS]
-    return np.concatenate(reference_logprobs), rows
+    return [row_of(cache_type, bits, name, found[name], attention[name]) for name in SCORINGS]
 
 
-def _score(engine: Engine, ids: Sequence[int], scoring: str, reference_logits: np.ndarray) -> _Scored:
-    """The score of one window; logits after the last id predict nothing of the text and are left out."""
-    score = engine.score(ids, every_token_coded=SCORINGS[scoring], logits=True)
-    return _Scored(score.logprobs, compare(reference_logits[:-1], score.logits[:-1]))
-
-
-def _row(
-    cache_type: CacheType, bits_per_value: float, scoring: str, scored: Sequence[_Scored], attention: list[float]
+def row_of(
+    cache_type: CacheType, bits_per_value: float, scoring: str, windows: Sequence[Scored], attention: list[float]
 ) -> Row:
-    logprobs = np.concatenate([window.logprobs for window in scored])
-    kl = np.concatenate([window.divergence.kl for window in scored])
+    """The figures of a type over all windows."""
+    logprobs = np.concatenate([window.logprobs for window in windows])
+    kl = np.concatenate([window.divergence.kl for window in windows])
     return Row(
         type=cache_type.label,
         bits_per_value=bits_per_value,
@@ -172,7 +157,8 @@ def _row(
         nll_per_token=float(-np.mean(logprobs, dtype=np.float64)),
         kl_mean=float(kl.mean()),
         kl_99th_percentile=float(np.quantile(kl, 0.99)),
-        same_top1=float(np.mean(np.concatenate([window.divergence.same_top1 for window in scored]))),
+        kl_999th_percentile=float(np.quantile(kl, 0.999)) if len(kl) >= 1000 else None,
+        same_top1=float(np.mean(np.concatenate([window.divergence.same_top1 for window in windows]))),
         attention_error=[float(f"{error:.4g}") for error in attention],
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from engine.backends.ops import Array
 from engine.errors import EngineError
 from engine.kv.blocks import OutOfBlocks
 from engine.kv.store import SequenceKV
@@ -21,13 +22,32 @@ def score(
 ) -> Score:
     """Feed `ids` (T,) to the empty sequence `kv` and score every next id. Raises OutOfBlocks.
 
-    The ids are fed in chunks of one block, so that attention reads what it reads in a step: the first and the current
-    block in full precision, all others as codes. With `every_token_coded`, it reads the current block as it is after
-    encoding and decoding, whose codes may depend on later tokens of the block. logits: return the logits as well.
+    every_token_coded: see `states`. logits: return the logits as well.
     """
-    size = model.store.shape.block_size
     logprobs = np.empty(len(ids) - 1, np.float32)
     kept = np.empty((len(ids) if logits else 0, model.config.vocab_size), np.float32)
+    for start, hidden in states(model, kv, ids, every_token_coded=every_token_coded):
+        for first in range(0, len(hidden), _ROWS):
+            rows = model.logits(hidden[first : first + _ROWS])
+            at = start + first
+            if logits:
+                kept[at : at + len(rows)] = rows
+            following = ids[at + 1 : at + 1 + len(rows)]
+            logprobs[at : at + len(following)] = logprobs_of(rows[: len(following)], following)
+    return Score(logprobs, kept)
+
+
+def states(
+    model: Transformer, kv: SequenceKV, ids: Sequence[int], *, every_token_coded: bool = False
+) -> Iterator[tuple[int, Array]]:
+    """Feed `ids` (T,) to the empty sequence `kv` → (position, hidden states (rows, E) from there on) of each chunk,
+    valid until the next. Raises OutOfBlocks.
+
+    The ids are fed in chunks of one block, so that attention reads what it reads in a step: the first and the current
+    block in full precision, all others as codes. With `every_token_coded`, it reads the current block as it is after
+    encoding and decoding, whose codes may depend on later tokens of the block.
+    """
+    size = model.store.shape.block_size
     for start in range(0, len(ids), size):
         chunk = ids[start : start + size]
         span = model.store.open(kv, len(chunk), round_trip=every_token_coded)
@@ -37,14 +57,7 @@ def score(
             model.store.abort(span)
             raise
         model.store.commit(span)
-        for first in range(0, len(chunk), _ROWS):
-            rows = model.logits(hidden[first : first + _ROWS])
-            at = start + first
-            if logits:
-                kept[at : at + len(rows)] = rows
-            following = ids[at + 1 : at + 1 + len(rows)]
-            logprobs[at : at + len(following)] = logprobs_of(rows[: len(following)], following)
-    return Score(logprobs, kept)
+        yield start, hidden
 
 
 def score_alone(model: Transformer, ids: Sequence[int], *, every_token_coded: bool, logits: bool) -> Score:

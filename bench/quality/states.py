@@ -1,0 +1,82 @@
+"""Hidden states of a text, in full precision and with a cache type, and what follows from comparing them.
+
+Logits are computed from hidden states some rows at a time, so memory does not depend on the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.quality.divergence import Divergence, compare
+from engine.model.forward import Transformer
+from engine.model.score import logprobs_of, states
+
+_ROWS = 64  # of logits at a time
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text whose every id after the first was predicted from those before it."""
+
+    logprobs: np.ndarray  # (T − 1,) float32, of the ids
+    divergence: Divergence  # of T − 1 distributions from full precision
+
+
+def exact_states(model: Transformer, ids: Sequence[int]) -> np.ndarray:
+    """Hidden states (T, E) of ids (T,) in one prefill, which reads its own keys and values in full precision."""
+    sequence = model.store.new_sequence()
+    try:
+        span = model.store.open(sequence, len(ids))
+        try:
+            hidden = model.forward([span], ids)
+        except BaseException:
+            model.store.abort(span)
+            raise
+        model.store.commit(span)
+        return np.array(model.ops.to_host(hidden))
+    finally:
+        model.store.release(sequence)
+
+
+def served_states(model: Transformer, ids: Sequence[int], *, every_token_coded: bool = False) -> np.ndarray:
+    """Hidden states (T, E) of ids (T,) as steps compute them; every_token_coded: see `engine.model.score.states`."""
+    sequence = model.store.new_sequence()
+    try:
+        chunks = states(model, sequence, ids, every_token_coded=every_token_coded)
+        return np.concatenate([np.array(model.ops.to_host(hidden)) for _, hidden in chunks])
+    finally:
+        model.store.release(sequence)
+
+
+def exact_logprobs(model: Transformer, hidden: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+    """Log-probabilities (T − 1,) of the ids after the first, from hidden states (T, E)."""
+    found = np.empty(len(ids) - 1, np.float32)
+    for first in range(0, len(found), _ROWS):
+        rows = slice(first, min(first + _ROWS, len(found)))
+        found[rows] = logprobs_of(_logits(model, hidden[rows]), ids[rows.start + 1 : rows.stop + 1])
+    return found
+
+
+def scored(
+    reference: Transformer, exact: np.ndarray, model: Transformer, hidden: np.ndarray, ids: Sequence[int]
+) -> Scored:
+    """The score of ids (T,) from their hidden states (T, E) in `model`, beside `exact` ones of `reference`.
+
+    States of the last id predict nothing of the text and are left out.
+    """
+    count = len(ids) - 1
+    logprobs, kl, same = np.empty(count, np.float32), np.empty(count), np.empty(count, bool)
+    for first in range(0, count, _ROWS):
+        rows = slice(first, min(first + _ROWS, count))
+        logits = _logits(model, hidden[rows])
+        divergence = compare(_logits(reference, exact[rows]), logits)
+        kl[rows], same[rows] = divergence.kl, divergence.same_top1
+        logprobs[rows] = logprobs_of(logits, ids[rows.start + 1 : rows.stop + 1])
+    return Scored(logprobs, Divergence(kl, same))
+
+
+def _logits(model: Transformer, hidden: np.ndarray) -> np.ndarray:
+    return model.logits(model.ops.to_device(hidden))
