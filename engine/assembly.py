@@ -32,7 +32,7 @@ from engine.progress import progress_bar
 from engine.quantization.conditioning import Conditioning
 from engine.quantization.statistics import LayerStatistics, neutral
 from engine.sampling.sample import NOT_FINITE
-from engine.sizes import cache_shape, store_plan, weight_format
+from engine.sizes import cache_shape, fits_beside, store_plan, weight_format
 from model_loaders.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def assemble(config: EngineConfig, verbose: Say | None, encoding: Encoding = WHO
 
 def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None, encoding: Encoding) -> Parts:
     say = verbose or (lambda sentence: None)
-    source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose)
+    fits = fits_beside(config, encoding, ops)
+    source = model_loaders.load(config.weights, mmap=config.mmap, verbose=verbose, fits=fits)
     source = replace(source, config=source.config.for_context(config.ctx_size))
     try:
         shape = cache_shape(config, encoding, ops, source.config)

@@ -65,7 +65,7 @@ class Engine:
         verbose: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> Engine:
-        """Load a folder of safetensors, a .gguf file, or, for None, the demonstration model.
+        """Load a folder of safetensors, a .gguf file, "hf:user/repo" of the hub, or, for None, a demonstration.
 
         `settings` are fields of EngineConfig and override `config`; `verbose` is called with sentences about progress.
         Raises EngineError with a sentence for the user: "model_unavailable" for a model that is missing or cannot be

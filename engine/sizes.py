@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,8 +14,11 @@ from engine.errors import EngineError
 from engine.kv import cache_types
 from engine.kv.plan import CacheShape, LayerShape, StorePlan, parse_size, plan_for_memory, plan_for_tokens
 from engine.weight_formats import WeightFormat
+from model_loaders import families
 from model_loaders.config import ModelConfig
 from model_loaders.tensors import READABLE
+
+_CONTEXT_TO_CHOOSE_BY = 16_384  # tokens, of models with more
 
 
 def weight_format(config: EngineConfig) -> WeightFormat | None:
@@ -30,6 +34,36 @@ def weight_format(config: EngineConfig) -> WeightFormat | None:
         choices = ", ".join([AS_STORED, *weight_formats.writable()])
         raise EngineError(f"weight_type={name}: {what}; choose from {choices}", settings=("weight_type",))
     return format
+
+
+def fits_beside(config: EngineConfig, encoding: Encoding, ops: Ops) -> Callable[[ModelConfig | None, int], bool]:
+    """A function that tells whether a model, whose file has so many bytes, fits in memory beside its KV store.
+
+    The store is for the context that was asked for, else for the model's own, of which 16,384 tokens count at most.
+    Nothing is known of a model without a configuration: its file has to fit alone.
+    """
+
+    def fits(model: ModelConfig | None, size: int) -> bool:
+        try:
+            room = ops.room_beside(size if model is None else _loaded_bytes(config, ops, model, size))
+            if model is None:
+                return True
+            context = config.ctx_size or min(model.max_context, _CONTEXT_TO_CHOOSE_BY)
+            asked = replace(config, ctx_size=context)
+            return store_plan(asked, ops, model, cache_shape(asked, encoding, ops, model), room).tokens >= context
+        except EngineError:
+            return False
+
+    return fits
+
+
+def _loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> int:
+    """Bytes of the weights of a file of `size` bytes, once they are loaded."""
+    format = weight_format(config)
+    if format is None and ops.weight_type("Q8_0") == "Q8_0":
+        return size
+    count = sum(math.prod(spec.shape) for spec in families.tensors(model).specs())
+    return 4 * count if format is None else count * format.nbytes // format.values
 
 
 def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: ModelConfig) -> CacheShape:

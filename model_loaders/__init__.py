@@ -15,6 +15,8 @@ from model_loaders.fields import read_json
 from model_loaders.folder import generation_defaults, open_folder
 from model_loaders.gguf_file import GgufFile
 from model_loaders.gguf_source import open_gguf
+from model_loaders.hub import PREFIX as HUB_PREFIX
+from model_loaders.hub import Fits, HubName, fetch, parse
 from model_loaders.rope import rope_frequencies
 from model_loaders.weights import WeightSource, main_dtype
 
@@ -34,7 +36,7 @@ __all__ = [
     "rope_frequencies",
 ]
 
-_HUB_ID = re.compile(r"(\w[\w.-]*)/\w[\w.-]*")
+_HUB_ID = re.compile(r"(\w[\w.-]*)/\w[\w.-]*(@[^\s:@]+)?(:\w[\w.-]*)?")
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)$", re.IGNORECASE)
 
 
@@ -57,18 +59,29 @@ class Model:
         return range(min(self.config.vocab_size, self.tokenizer.vocab_size))
 
 
-def load(path: str | Path | None, *, mmap: bool = True, verbose: Callable[[str], None] | None = None) -> Model:
-    """Loads a folder in Hugging Face's layout, a .gguf file, or (None) the demonstration model.
+def load(
+    path: str | Path | None,
+    *,
+    mmap: bool = True,
+    verbose: Callable[[str], None] | None = None,
+    fits: Fits | None = None,
+) -> Model:
+    """Loads a folder in Hugging Face's layout, a .gguf file, "hf:user/repo" from the hub, or (None) the demonstration
+    model.
 
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. With `mmap` it maps the files,
-    otherwise it reads them piece by piece. `verbose` receives lines of progress. Raises LoadError.
+    otherwise it reads them piece by piece. `verbose` receives lines of progress. `fits` chooses among GGUF files on the
+    hub. Raises LoadError.
     """
     from model_loaders.demo import DEMO_GENERATION, demo_model
 
-    where = _existing(demo_model(verbose) if path is None else path)
+    name = _hub_name(path)
+    where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where, mmap) if where.is_dir() else _load_gguf(where, mmap)
     if path is None:
         model = replace(model, generation=DEMO_GENERATION)
+    if name is not None and where.is_dir():
+        model = replace(model, name=name.short)  # the folder is called after a commit
     if verbose is not None:
         verbose(f"{model.name}: {model.config.family}, {model.config.layers} layers, {model.dtype} weights")
     return model
@@ -76,7 +89,8 @@ def load(path: str | Path | None, *, mmap: bool = True, verbose: Callable[[str],
 
 def load_weights(path: str | Path, mmap: bool = True) -> tuple[ModelConfig, WeightSource, str]:
     """Configuration, weights and the type of most of them; reads no tokenizer. Raises LoadError."""
-    where = _existing(path)
+    name = _hub_name(path)
+    where = _existing(path) if name is None else fetch(name)
     if where.is_dir():
         config, weights = open_folder(where, mmap)
         return config, weights, main_dtype(weights)
@@ -147,8 +161,8 @@ def _existing(path: str | Path) -> Path:
     if not os.path.exists(where):  # never raises, unlike Path.exists
         if _looks_like_a_hub_name(path):
             raise LoadError(
-                f"{path} is not a folder here but looks like a model's name on a hub; download its files into a folder "
-                f"(hf download {path} --local-dir {where.name}) and give that."
+                f"{path} is not a folder here but looks like a model's name on the hub: to download it, write "
+                f"-hf {path} on a command line, and {HUB_PREFIX}{path} in Python."
             )
         raise LoadError(
             f"{shown} does not exist; give a folder with config.json and safetensors files, or a .gguf file."
@@ -161,6 +175,12 @@ def _existing(path: str | Path) -> Path:
     if where.suffix == ".safetensors":
         raise LoadError(f"{where} is only the weights; give its folder, {where.parent}, with config.json beside it.")
     return where
+
+
+def _hub_name(path: str | Path | None) -> HubName | None:
+    """The model on the hub that is meant; None for a path."""
+    is_name = isinstance(path, str) and path.startswith(HUB_PREFIX) and not os.path.exists(path)
+    return parse(str(path)) if is_name else None
 
 
 def _looks_like_a_hub_name(path: str | Path) -> bool:

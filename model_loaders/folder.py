@@ -18,19 +18,24 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 def open_folder(folder: Path, mmap: bool) -> tuple[ModelConfig, StoredWeights]:
     """Configuration and weights of a folder. Raises LoadError unless it is a plain checkpoint of a supported family."""
     _refuse_other_layouts(folder)
-    fields = Fields(read_json(folder / "config.json"), folder / "config.json")
-    if fields.has("quantization_config"):
-        raise LoadError(
-            f"{fields.where} has a quantization_config, and weights quantized this way are not supported; "
-            "use the model's F16 or BF16 weights, or a GGUF file."
-        )
-    config = configure(fields)
+    config = read_configuration(folder)
     weights = open_safetensors(folder, mmap)
     try:
         return fit(config, weights.renamed(lambda name: table_name(config, name)))
     except BaseException:
         weights.close()
         raise
+
+
+def read_configuration(folder: Path) -> ModelConfig:
+    """The configuration in config.json. Raises LoadError unless it is of a supported family, and not quantized."""
+    fields = Fields(read_json(folder / "config.json"), folder / "config.json")
+    if fields.has("quantization_config"):
+        raise LoadError(
+            f"{fields.where} has a quantization_config, and weights quantized this way are not supported; "
+            "use the model's F16 or BF16 weights, or a GGUF file."
+        )
+    return configure(fields)
 
 
 def generation_defaults(folder: Path) -> GenerationDefaults:

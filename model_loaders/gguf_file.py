@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -81,21 +82,12 @@ class GgufFile:
         self.bytes.close()
 
     def _parse(self, cursor: _Cursor) -> None:
-        magic, version = cursor.take(4), cursor.number("<u4")
-        if magic != b"GGUF":
-            raise LoadError(f"{self.path} is not a GGUF file: it does not begin with the letters GGUF.")
-        if version not in (2, 3):
-            raise LoadError(
-                f"{self.path} is a GGUF file of a version that is not supported (version field {version:#x}); "
-                "convert it to little-endian GGUF version 3."
-            )
-        tensor_count, entry_count = cursor.count(_SMALLEST_TENSOR), cursor.count(_SMALLEST_ENTRY)
+        tensor_count, entry_count = _counts(cursor)
         metadata: dict[str, object] = {}
-        for _ in range(entry_count):
-            key = cursor.string(_MAX_KEY)
+        for key, value in _entries(cursor, entry_count):
             if key in metadata:
                 raise LoadError(f"{self.path} has the metadata key {key!r} twice; download it again.")
-            metadata[key] = cursor.value(cursor.number("<u4"))
+            metadata[key] = value
         self.metadata = MappingProxyType(metadata)
         entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
         self._place(entries, cursor.position)
@@ -118,6 +110,36 @@ class GgufFile:
                 )
             tensors[tensor.name] = tensor
         self.tensors = MappingProxyType(tensors)
+
+
+def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:
+    """The metadata that the beginning of a file holds completely. Raises LoadError if it is not that of a GGUF file.
+
+    where: the file's name, for errors.
+    """
+    cursor, metadata = _Cursor(_Beginning(Path(where), content)), dict[str, object]()
+    _, entry_count = _counts(cursor)
+    with suppress(LoadError):  # the end of `content`
+        metadata.update(_entries(cursor, entry_count))
+    return metadata
+
+
+def _counts(cursor: _Cursor) -> tuple[int, int]:
+    """The numbers of tensors and of metadata entries. Raises LoadError for a file of another format."""
+    magic, version = cursor.take(4), cursor.number("<u4")
+    if magic != b"GGUF":
+        raise LoadError(f"{cursor.path} is not a GGUF file: it does not begin with the letters GGUF.")
+    if version not in (2, 3):
+        raise LoadError(
+            f"{cursor.path} is a GGUF file of a version that is not supported (version field {version:#x}); "
+            "convert it to little-endian GGUF version 3."
+        )
+    return cursor.count(_SMALLEST_TENSOR), cursor.count(_SMALLEST_ENTRY)
+
+
+def _entries(cursor: _Cursor, count: int) -> Iterator[tuple[str, object]]:
+    for _ in range(count):
+        yield cursor.string(_MAX_KEY), cursor.value(cursor.number("<u4"))
 
 
 @dataclass(frozen=True)
@@ -160,10 +182,25 @@ def _tensor_entry(cursor: _Cursor) -> _Entry:
     return _Entry(name, dims, int(cursor.number("<u4")), int(cursor.number("<u8")))
 
 
+@dataclass(frozen=True)
+class _Beginning:
+    """The first bytes of a file that is elsewhere."""
+
+    path: Path
+    content: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.content)
+
+    def read(self, offset: int, count: int) -> bytes:
+        return self.content[offset : offset + count]
+
+
 class _Cursor:
     """Reads the header from front to back; every length is checked against the file before memory is allocated."""
 
-    def __init__(self, source: FileBytes) -> None:
+    def __init__(self, source: FileBytes | _Beginning) -> None:
         self.path = source.path
         self.position = 0
         self._source = source

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from model_loaders.errors import LoadError
 from model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from model_loaders.families._unsupported import why_not
 from model_loaders.fields import Fields
-from model_loaders.gguf_file import GgufFile
+from model_loaders.gguf_file import GgufFile, GgufTensor, beginning_of_metadata
 from model_loaders.tensors import StoredTensor, StoredWeights
 from model_loaders.weights import fit
 
@@ -44,15 +45,7 @@ _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fa
 
 def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     """Configuration and weights. Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
-    arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
-    if not isinstance(arch, str) or arch not in layouts:
-        reason = why_not(arch) if isinstance(arch, str) else None
-        raise LoadError(
-            f"{gguf.path} holds a model of architecture {arch!r}, {reason or 'which is not supported'}; "
-            f"supported are {', '.join(layouts)} (Mistral's files call themselves llama)."
-        )
-    family, layout = layouts[arch]
-    _refuse_unsupported(gguf, f"{arch}.")
+    arch, family, layout = _family(gguf.metadata, gguf.path)
     config = configure(_fields(gguf, f"{arch}.", family, layout))
     _check_head_channels(gguf, f"{arch}.", config)
     if _ROPE_DIVISORS in gguf.tensors:
@@ -61,28 +54,66 @@ def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
     return fit(config, weights, interleaved=layout.interleaved, offsets=False)
 
 
-def _refuse_unsupported(gguf: GgufFile, prefix: str) -> None:
+def sizes_from_beginning(content: bytes, where: str) -> ModelConfig | None:
+    """The configuration in the first bytes of a file, good for its sizes alone; None if the bytes do not say.
+
+    where: the file's name, for errors. Raises LoadError for an unsupported architecture or feature.
+    """
+    metadata = beginning_of_metadata(content, where)
+    if "general.architecture" not in metadata:
+        return None
+    arch, family, layout = _family(metadata, where)
+    rows, columns = (metadata.get(f"{arch}.{key}") for key in ("vocab_size", _KEYS["hidden_size"]))
+    shape = tuple(number if isinstance(number, int) else 1 for number in (rows, columns))
+    embedding = GgufTensor("token_embd.weight", shape, "F32", 0, 0)
+    try:
+        return configure(_fields(_Head(where, metadata, {embedding.name: embedding}), f"{arch}.", family, layout))
+    except LoadError:
+        return None  # the file as a whole may have what its beginning lacks
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The header of a GGUF file."""
+
+    path: str | Path
+    metadata: Mapping[str, object]
+    tensors: Mapping[str, GgufTensor]
+
+
+def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str, GgufLayout]:
+    """(architecture, family, layout). Raises LoadError for an unsupported architecture or feature."""
+    arch, layouts = metadata.get("general.architecture"), gguf_layouts()
+    if not isinstance(arch, str) or arch not in layouts:
+        reason = why_not(arch) if isinstance(arch, str) else None
+        raise LoadError(
+            f"{where} holds a model of architecture {arch!r}, {reason or 'which is not supported'}; "
+            f"supported are {', '.join(layouts)} (Mistral's files call themselves llama)."
+        )
+    _refuse_unsupported(metadata, where, f"{arch}.")
+    return arch, *layouts[arch]
+
+
+def _refuse_unsupported(metadata: Mapping[str, object], where: str | Path, prefix: str) -> None:
     def given(key: str) -> object:
         """The value, or None if it is 0, false or empty: the feature is switched off."""
-        return gguf.metadata.get(key) or None
+        return metadata.get(key) or None
 
-    if prefix + "expert_count" in gguf.metadata and given(prefix + "expert_count"):
-        raise LoadError(f"{gguf.path} holds a mixture of experts, which is not supported; use a dense model.")
-    if gguf.metadata.get(prefix + "attention.causal") is False:
+    if prefix + "expert_count" in metadata and given(prefix + "expert_count"):
+        raise LoadError(f"{where} holds a mixture of experts, which is not supported; use a dense model.")
+    if metadata.get(prefix + "attention.causal") is False:
         raise LoadError(
-            f"{gguf.path} holds an embedding model, whose tokens attend to later ones ({prefix}attention.causal is "
+            f"{where} holds an embedding model, whose tokens attend to later ones ({prefix}attention.causal is "
             "false): it cannot generate text; use a generative model."
         )
     if given(prefix + "rope.scaling.yarn_log_multiplier"):
-        raise LoadError(f"{gguf.path} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
+        raise LoadError(f"{where} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
     parts = given("split.count")
     if isinstance(parts, int) and parts > 1:
-        raise LoadError(
-            f"{gguf.path} is one of {parts} parts; join them into one file with `llama-gguf-split --merge`."
-        )
+        raise LoadError(f"{where} is one of {parts} parts; join them into one file with `llama-gguf-split --merge`.")
 
 
-def _fields(gguf: GgufFile, prefix: str, family: str, layout: GgufLayout) -> Fields:
+def _fields(gguf: GgufFile | _Head, prefix: str, family: str, layout: GgufLayout) -> Fields:
     """The metadata under Hugging Face's keys, with the file's own keys for error messages."""
     metadata, keys = gguf.metadata, {**_KEYS, **layout.keys}
     names = {ours: prefix + theirs for ours, theirs in {**keys, **_ROPE_KEYS}.items()}
@@ -91,7 +122,7 @@ def _fields(gguf: GgufFile, prefix: str, family: str, layout: GgufLayout) -> Fie
     names["model_type"] = "general.architecture"
     values["model_type"] = family
     values["rope_parameters"] = _rope_parameters(metadata, prefix)
-    if gguf.tensors.keys() >= set(_LONGROPE.values()):
+    if isinstance(gguf, GgufFile) and gguf.tensors.keys() >= set(_LONGROPE.values()):
         names |= _LONGROPE
         values["rope_parameters"] = _longrope(gguf, prefix)
     values["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,6 +17,9 @@ from engine import Engine, calibration
 from model_loaders.demo import demo_model
 from model_loaders.errors import LoadError
 from model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
+
+if TYPE_CHECKING:
+    from tests.model_loaders.hub_server import Hub
 
 # Reproducible, and without time limits: the machine may be busy.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
@@ -79,3 +84,50 @@ def tiny(tiny_path: Path) -> Iterator[Engine]:
         yield engine
         if not engine._closed:
             assert_idle(engine)
+
+
+@pytest.fixture(scope="session")
+def small_folder(tiny_path: Path) -> dict[str, bytes]:
+    """The files of a small model of safetensors: name → content."""
+    return {path.name: path.read_bytes() for path in tiny_path.iterdir()}
+
+
+@pytest.fixture(scope="session")
+def small_ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A small model in two quantizations: name of the file → content."""
+    from scripts.make_random_model import write
+    from tests.random_model import TINY, random_model, tokenizer_file
+
+    folder = tmp_path_factory.mktemp("ggufs")
+    write(small := folder / "tiny-Q4_K_M.gguf", "tiny", TINY, "q4_k", tokenizer_file(folder))
+    return {"tiny-Q8_0.gguf": random_model(folder).read_bytes(), small.name: small.read_bytes()}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on this machine, an empty cache, no token; no connection may go elsewhere, and no attempt waits."""
+    from huggingface_hub import constants, utils
+
+    from model_loaders.hub import transfer
+    from tests.model_loaders.hub_server import hub_server
+
+    connect = socket.socket.connect
+
+    def only_here(self: socket.socket, address: object) -> None:
+        assert isinstance(address, tuple), f"a connection to {address}"
+        assert address[0] == "127.0.0.1", f"a connection to {address}"
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", only_here)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(transfer, "_WAITS", (0, 0))
+    utils.close_session()
+    with hub_server() as started:
+        monkeypatch.setenv("HF_ENDPOINT", started.url)
+        yield started
+    utils.close_session()

@@ -1,0 +1,207 @@
+"""Models of the Hugging Face hub, fetched into the cache that its own programs use."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from model_loaders.config import ModelConfig
+from model_loaders.errors import LoadError
+from model_loaders.fields import Fields, read_json
+from model_loaders.folder import read_configuration
+from model_loaders.gguf_source import sizes_from_beginning
+from model_loaders.hub.choice import (
+    BESIDE_WEIGHTS,
+    CONFIG,
+    HubFile,
+    choose_gguf,
+    has_safetensors,
+    quantizations,
+    size_text,
+)
+from model_loaders.hub.client import Client, Listing
+from model_loaders.hub.names import PREFIX, HubName, parse
+from model_loaders.hub.problems import cannot_be_reached, sentence
+from model_loaders.hub.transfer import fetch_file, partial_file
+from model_loaders.safetensors_source import INDEX, SINGLE
+
+__all__ = ["PREFIX", "Fits", "HubName", "fetch", "parse"]
+
+Fits = Callable[[ModelConfig | None, int], bool]
+"""Whether a model of this configuration (None: unknown), whose files have so many bytes, fits in memory here."""
+
+_WORTH_SAYING = 1 << 20  # bytes; configurations are fetched silently
+_HEAD_BYTES = 1 << 18  # of a GGUF file: its sizes, which come before its vocabulary
+
+
+def fetch(name: HubName, fits: Fits | None = None, verbose: Callable[[str], None] | None = None) -> Path:
+    """The path of the model in the hub's cache, which is downloaded if need be: a folder, or a .gguf file.
+
+    fits: chooses among GGUF files where `name` does not; None takes the best. verbose: gets lines of progress; with it
+    a progress bar is shown on a terminal. Raises LoadError.
+    """
+    client = Client()
+    fetching = _Fetching(client, name, fits or (lambda config, size: True), verbose)
+    try:
+        return fetching.run()
+    except (client.http_error, OSError) as error:
+        raise sentence(client, name, error) from error
+    except KeyboardInterrupt:
+        fetching.say("Stopped. The next attempt goes on from what has been downloaded.")
+        raise
+
+
+class _Fetching:
+    """One model on its way into the cache."""
+
+    def __init__(self, client: Client, name: HubName, fits: Fits, verbose: Callable[[str], None] | None) -> None:
+        self._client, self._name, self._fits, self._verbose = client, name, fits, verbose
+        self._listing = Listing(name.repo, "", {})
+        self._is_cut_off = False  # from the hub: the listing is that of the cache
+
+    def say(self, text: str) -> None:
+        if self._verbose is not None:
+            self._verbose(text)
+
+    def run(self) -> Path:
+        """The path of the model."""
+        try:
+            self._listing = self._client.listing(self._name)
+        except (self._client.http_error, OSError) as error:
+            kept = self._client.cached_listing(self._name) if cannot_be_reached(self._client, error) else None
+            if kept is None:
+                raise
+            self._listing = kept
+            why = "HF_HUB_OFFLINE is set" if self._client.is_offline else "The hub cannot be reached"
+            self.say(f"{why}: using {self._name.repo} as it is in the cache (commit {kept.commit[:8]}).")
+            self._is_cut_off = True
+            try:
+                return self._model()
+            except LoadError as problem:
+                raise LoadError(
+                    f"{problem} This is about what the cache has; with a connection to the hub there may be more."
+                ) from error
+        if self._listing.repo.lower() != self._name.repo.lower():
+            self.say(f"{self._name.repo} is called {self._listing.repo} today.")
+        path = self._model()
+        self._client.remember(self._name, self._listing.commit)
+        return path
+
+    def _model(self) -> Path:
+        files = self._listing.files
+        if self._name.quantization is None and has_safetensors(files):
+            return self._folder()
+        if quantizations(files.values()):
+            return self._gguf()
+        raise LoadError(self._no_model())
+
+    def _no_model(self) -> str:
+        files, name = self._listing.files, self._name
+        if has_safetensors(files):
+            return (
+                f"{name.repo} has safetensors and no GGUF files: leave out :{name.quantization}; weights can be "
+                "converted while they are loaded (--weight-type)."
+            )
+        if "adapter_config.json" in files:
+            return f"{name.repo} holds an adapter (LoRA), not a model: choose its base model."
+        if any(path.endswith((".bin", ".pth", ".pt")) for path in files):
+            return (
+                f"{name.repo} holds its weights as pickles, which can run any code when opened and are not read: "
+                "choose a repository with safetensors or GGUF files."
+            )
+        return f"{name.repo} has neither {SINGLE} with a {CONFIG} nor GGUF files: choose a repository that has."
+
+    def _folder(self) -> Path:
+        """The path of a folder of safetensors. Its configuration comes first, since it may not be supported."""
+        files = self._listing.files
+        config = self._fetch([files[CONFIG]])[0]
+        read_configuration(config.parent)
+        wanted = [files[path] for path in BESIDE_WEIGHTS if path in files]
+        if SINGLE in files:
+            shards = [files[SINGLE]]
+        else:
+            (index,) = self._fetch([files[INDEX]])
+            named = Fields(read_json(index), index).section("weight_map")
+            paths = sorted({named.text(tensor) for tensor in named.names()}) if named is not None else []
+            if missing := [path for path in paths if path not in files]:
+                raise LoadError(
+                    f"{self._name.repo} lacks {missing[0]}, which its {INDEX} names: choose another repository of this "
+                    "model."
+                )
+            shards = [files[path] for path in paths]
+        self._fetch([*wanted, *shards])
+        return config.parent
+
+    def _gguf(self) -> Path:
+        """The path of a GGUF file. The beginning of one comes first, since its model may not be supported."""
+        files = list(self._listing.files.values())
+        models = quantizations(files)
+        whole = [model for model in models if model.parts == 1]
+        config = self._configuration(whole[0].files[0]) if whole and not self._is_cut_off else None
+        chosen = choose_gguf(self._name, files, lambda size: self._fits(config, size))
+        if self._name.quantization is None and len(models) > 1:
+            self.say(
+                f"Taking {chosen.label} of {self._name.repo}, the best that fits in memory here; "
+                f"{self._name.repo}:NAME takes another."
+            )
+        return self._fetch(chosen.files)[0]
+
+    def _configuration(self, file: HubFile) -> ModelConfig | None:
+        """The configuration of a GGUF file, from its beginning; None if that does not say. Raises LoadError for a model
+        that is not supported."""
+        head = bytearray()
+        url = self._client.url(self._name.repo, self._listing.commit, file.path)
+        with self._client.stream(url, f"bytes=0-{_HEAD_BYTES - 1}") as response:
+            for part in response.iter_bytes(_HEAD_BYTES):
+                head += part
+                if len(head) >= _HEAD_BYTES:
+                    break
+        return sizes_from_beginning(bytes(head), f"{file.name} of {self._name.repo}")
+
+    def _fetch(self, files: Sequence[HubFile]) -> list[Path]:
+        """The paths of these files, in order. Raises LoadError if the disk has no room for them."""
+        client, repo, commit = self._client, self._name.repo, self._listing.commit
+        missing = [file for file in files if client.cached(repo, commit, file.path) is None]
+        total, begun = 0, 0
+        for file in missing:
+            blob = client.blob(repo, file)
+            if not blob.exists():
+                total += file.size
+                partial = partial_file(blob)
+                begun += min(partial.stat().st_size, file.size) if partial.exists() else 0
+        self._check_disk(total - begun)
+        with self._bar(files, total, begun) as bar:
+            return [fetch_file(client, repo, commit, file, bar.update, self.say) for file in files]
+
+    def _check_disk(self, size: int) -> None:
+        folder = self._client.cache
+        while not folder.exists():
+            folder = folder.parent
+        if size > (free := shutil.disk_usage(folder).free):
+            raise LoadError(
+                f"{self._name} takes {size_text(size)} more on the disk, and {self._client.cache} has room for "
+                f"{size_text(free)}: free some space, set HF_HOME to a folder elsewhere, or choose a smaller model."
+            )
+
+    def _bar(self, files: Sequence[HubFile], total: int, begun: int) -> Any:
+        """A progress bar over `total` bytes, `begun` of them already there; it is shown on a terminal."""
+        from tqdm import tqdm  # imported only to download: it takes 2 MB
+
+        if total > _WORTH_SAYING:
+            rest = f", {size_text(begun)} of them already there" if begun else ""
+            self.say(
+                f"Downloading {self._name} ({size_text(total)}{rest}) to {self._client.repo_folder(self._name.repo)}"
+            )
+        return tqdm(
+            total=total,
+            initial=begun,
+            desc=f"Downloading {files[-1].name}" if len(files) == 1 else f"Downloading {self._name.short}",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            leave=False,
+            delay=0.3,
+            disable=None if self._verbose is not None else True,
+        )

@@ -1,0 +1,151 @@
+"""Which files of a repository are the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from model_loaders.errors import LoadError
+from model_loaders.hub.names import HubName
+from model_loaders.safetensors_source import INDEX, SINGLE
+
+CONFIG = "config.json"
+BESIDE_WEIGHTS = (  # what a folder of safetensors is read with; the configuration alone must be there
+    CONFIG,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+# From the best down; others, such as Q4_1 or UD-Q4_K_XL, come after them by size, and weights of 16 bits or more last.
+_PREFERRED = (
+    "Q8_0",
+    "Q6_K",
+    "Q5_K_M",
+    "Q5_K_S",
+    "Q4_K_M",
+    "Q4_K_S",
+    "IQ4_XS",
+    "IQ4_NL",
+    "Q4_0",
+    "Q3_K_L",
+    "Q3_K_M",
+    "Q3_K_S",
+    "Q2_K",
+)
+_WIDE = ("F16", "FP16", "BF16", "F32", "FP32")
+_NO_MODEL = re.compile(r"mmproj|imatrix|ggml-vocab", re.IGNORECASE)
+_GGUF = re.compile(r"(?P<stem>.+?)(-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf", re.IGNORECASE)
+_LABEL = re.compile(
+    r"(?:^|[._-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*|NVFP4))$", re.IGNORECASE | re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository. digest: its SHA-256, or, of a file without `lfs`, Git's hash; empty if not known."""
+
+    path: str
+    size: int  # bytes
+    digest: str = ""
+    lfs: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name without folders."""
+        return self.path.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A model as GGUF: one file, or several parts."""
+
+    label: str  # as in the file's name: "Q4_K_M"; the whole name where none is found in it
+    files: tuple[HubFile, ...]
+    parts: int  # that there should be
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(file.size for file in self.files)
+
+
+def quantizations(files: Iterable[HubFile]) -> list[Quantization]:
+    """The models among GGUF files, the best first. Projectors for images and importance matrices are none."""
+    groups: dict[tuple[str, int], list[HubFile]] = {}
+    for file in files:
+        found = _GGUF.fullmatch(file.path)
+        if found is not None and not _NO_MODEL.search(file.name):
+            groups.setdefault((found["stem"], int(found["parts"] or 1)), []).append(file)
+    made = [
+        Quantization(_label(stem), tuple(sorted(group, key=lambda file: file.path)), parts)
+        for (stem, parts), group in groups.items()
+    ]
+    return sorted(made, key=_rank)
+
+
+def _label(stem: str) -> str:
+    name = stem.rpartition("/")[2]
+    found = _LABEL.search(name)
+    return found[1] if found else name
+
+
+def _rank(model: Quantization) -> tuple[int, int, str]:
+    label = model.label.upper()
+    if label in _PREFERRED:
+        return _PREFERRED.index(label), 0, model.files[0].path
+    return len(_PREFERRED) + (label in _WIDE), -model.size, model.files[0].path
+
+
+def has_safetensors(files: Mapping[str, HubFile]) -> bool:
+    """Whether these are a folder that the loader reads."""
+    return CONFIG in files and (SINGLE in files or INDEX in files)
+
+
+def choose_gguf(name: HubName, files: Iterable[HubFile], fits: Callable[[int], bool]) -> Quantization:
+    """The quantization that `name` asks for, else the best one that fits. Raises LoadError with those that are there.
+
+    fits: whether a file of so many bytes fits in memory.
+    """
+    models = quantizations(files)
+    listed = ", ".join(f"{model.label} ({size_text(model.size)})" for model in models)
+    if name.quantization is not None:
+        wanted = name.quantization.lower()
+        found = [m for m in models if wanted in (m.label.lower(), *(file.name.lower() for file in m.files))]
+        if not found:
+            raise LoadError(f"{name.repo} has no {name.quantization}; there are {listed}.")
+    else:
+        whole = [model for model in models if model.parts == 1] or models
+        found = [model for model in whole if fits(model.size)][:1]
+        if not found:
+            raise LoadError(
+                f"Of {name.repo}, no file fits in memory here beside its KV store; there are {listed}. Choose a "
+                f"smaller model or context, or name a file to load it all the same: {name.repo}:{whole[-1].label}."
+            )
+        found = [model for model in whole if model.label == found[0].label]
+    if len(found) > 1:
+        names = ", ".join(file.name for model in found for file in model.files)
+        raise LoadError(
+            f"{name.repo} has several files of {found[0].label}: name one of them, as in "
+            f"{name.repo}:{found[0].files[0].name}; there are {names}."
+        )
+    (chosen,) = found
+    if chosen.parts > 1:
+        others = [model.label for model in models if model.parts == 1]
+        instead = f"choose {' or '.join(others)}, or " if others else ""
+        raise LoadError(
+            f"{chosen.label} of {name.repo} is split into {chosen.parts} parts, which are not read: {instead}download "
+            f"them (hf download {name.repo} --include '*{chosen.label}*') and join them (llama-gguf-split --merge)."
+        )
+    return chosen
+
+
+def size_text(size: int) -> str:
+    """Bytes as text.
+
+    >>> size_text(5 << 30), size_text(300_000)
+    ('5.00 GiB', '0.3 MiB')
+    """
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

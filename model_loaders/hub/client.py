@@ -1,0 +1,154 @@
+"""The package huggingface_hub, as far as it is used here: what a repository has, and where its cache keeps it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_loaders.errors import LoadError
+from model_loaders.hub.choice import HubFile
+from model_loaders.hub.names import HubName
+
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_LEAST_VERSION = 1
+_SECONDS = 10.0  # to wait for an answer
+_IS_FREE = 0.2  # seconds after which a lock counts as taken
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of one commit of a repository, by their paths."""
+
+    repo: str  # its name today, which is another one if it was renamed
+    commit: str
+    files: dict[str, HubFile]
+
+
+class Client:
+    """The hub and its cache, with the settings and the token of the package: HF_HOME, HF_ENDPOINT, HF_TOKEN and so on.
+
+    The methods that need the network raise `http_error`, OSError, or the errors of the package, which are among them.
+    """
+
+    def __init__(self) -> None:
+        """Raises LoadError if the package is not installed."""
+        try:
+            import huggingface_hub
+            from huggingface_hub import constants, errors, utils
+            from huggingface_hub.file_download import repo_folder_name
+
+            if int(huggingface_hub.__version__.partition(".")[0]) < _LEAST_VERSION:
+                raise ImportError(f"this is version {huggingface_hub.__version__}")
+        except ImportError as error:
+            raise LoadError(
+                f"Models on the hub need the Python package huggingface_hub in version {_LEAST_VERSION} or newer "
+                f"({error}): pip install 'polarlm[hub]'."
+            ) from error
+        self.errors = errors
+        # The base class of all errors of the HTTP library, whichever it is: httpx, or httpx2 from version 2 on.
+        self.http_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+        # Looked up at each call, so that a program may set them after the import of huggingface_hub.
+        self.endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+        self.cache = Path(constants.HF_HUB_CACHE)
+        self.is_offline = bool(constants.HF_HUB_OFFLINE)
+        self._hub, self._utils = huggingface_hub, utils
+        self._folder_name = repo_folder_name
+
+    @property
+    def has_token(self) -> bool:
+        """Whether requests carry a token."""
+        return self._hub.get_token() is not None
+
+    def listing(self, name: HubName) -> Listing:
+        """The files of the wanted revision, in one request."""
+        api = self._hub.HfApi(endpoint=self.endpoint)
+        info = api.model_info(name.repo, revision=name.revision, files_metadata=True, timeout=_SECONDS)
+        files = [
+            HubFile(entry.rfilename, entry.lfs.size, entry.lfs.sha256, lfs=True)
+            if entry.lfs
+            else HubFile(entry.rfilename, entry.size or 0, entry.blob_id or "")
+            for entry in info.siblings or ()
+        ]
+        if info.sha is None or not _HASH.fullmatch(info.sha):
+            raise LoadError(f"{self.endpoint} does not say which commit {name} is at: set HF_ENDPOINT to a hub.")
+        # Paths and hashes become names of files in the cache.
+        safe = (file for file in files if _HASH.fullmatch(file.digest) and ".." not in file.path.split("/"))
+        return Listing(info.id, info.sha, {file.path: file for file in safe})
+
+    def cached_listing(self, name: HubName) -> Listing | None:
+        """The files in the cache of the commit that the revision was at when they were fetched; None without any."""
+        revision = name.revision or "main"
+        try:
+            commit = (self.repo_folder(name.repo) / "refs" / revision).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            commit = revision
+        snapshot = self.repo_folder(name.repo) / "snapshots" / commit
+        found = [path for path in snapshot.rglob("*") if path.is_file()]
+        files = [HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in found]
+        return Listing(name.repo, commit, {file.path: file for file in files}) if files else None
+
+    def remember(self, name: HubName, commit: str) -> None:
+        """Note in the cache which commit the revision is at, for times without a connection."""
+        revision = name.revision or "main"
+        if revision != commit:
+            ref = self.repo_folder(name.repo) / "refs" / revision
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            ref.write_text(commit, encoding="ascii")
+
+    def repo_folder(self, repo: str) -> Path:
+        return self.cache / self._folder_name(repo_id=repo, repo_type="model")
+
+    def blob(self, repo: str, file: HubFile) -> Path:
+        """Where the cache keeps the content of a file."""
+        return self.repo_folder(repo) / "blobs" / file.digest
+
+    def cached(self, repo: str, commit: str, path: str) -> Path | None:
+        """A file's path in the cache; None if it is not there."""
+        found = self.repo_folder(repo) / "snapshots" / commit / path
+        return found if found.is_file() else None
+
+    def placed(self, repo: str, commit: str, path: str) -> Path:
+        """The path in the cache of a file whose blob is there."""
+        return Path(
+            self._hub.hf_hub_download(repo, path, revision=commit, cache_dir=self.cache, endpoint=self.endpoint)
+        )
+
+    @contextmanager
+    def lock(self, repo: str, file: HubFile, waiting: Callable[[], None]) -> Iterator[None]:
+        """The lock that all programs take which write this blob. `waiting` is called if another one has it."""
+        from filelock import Timeout  # comes with huggingface_hub
+
+        path = self.cache / ".locks" / self.repo_folder(repo).name / f"{file.digest}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._utils.WeakFileLock(path, timeout=_IS_FREE):
+                yield
+            return
+        except Timeout:
+            waiting()
+        with self._utils.WeakFileLock(path):
+            yield
+
+    def url(self, repo: str, commit: str, path: str) -> str:
+        return str(self._hub.hf_hub_url(repo, path, revision=commit, endpoint=self.endpoint))
+
+    @contextmanager
+    def stream(self, url: str, byte_range: str | None) -> Iterator[Any]:
+        """The response to a GET for a file, or for a range of it; its bytes are not yet read."""
+        headers = {**self._utils.build_hf_headers(), "Accept-Encoding": "identity"}
+        if byte_range is not None:
+            headers["Range"] = byte_range
+        session = self._utils.get_session()
+        with session.stream("GET", url, headers=headers, timeout=_SECONDS, follow_redirects=True) as response:
+            self._utils.hf_raise_for_status(response)
+            yield response
+
+    @staticmethod
+    def status(error: Exception) -> int | None:
+        """The HTTP status that an error is about; None if no answer came."""
+        return getattr(getattr(error, "response", None), "status_code", None)

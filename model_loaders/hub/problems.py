@@ -1,0 +1,84 @@
+"""What went wrong with the hub, in a sentence that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from model_loaders.errors import LoadError
+from model_loaders.hub.client import Client
+from model_loaders.hub.names import HubName
+
+_TOKENS = "https://huggingface.co/settings/tokens"
+_LOG_IN = f"run `hf auth login`, or set HF_TOKEN, with a token of {_TOKENS}"
+
+
+def cannot_be_reached(client: Client, error: Exception) -> bool:
+    """Whether the hub gave no usable answer, so that what the cache has is the best there is."""
+    status = client.status(error)
+    if status is not None:
+        return status >= 500 or status == 429
+    return isinstance(error, (client.http_error, ConnectionError, TimeoutError))
+
+
+def sentence(client: Client, name: HubName, error: Exception) -> LoadError:
+    """The error for the user."""
+    return LoadError(_problem(client, name, error))
+
+
+def _problem(client: Client, name: HubName, error: Exception) -> str:
+    hub, page, status = client.errors, f"{client.endpoint}/{name.repo}", client.status(error)
+    message = _header(error, "X-Error-Message")
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        return f"{name} is not in the cache {client.cache}, and HF_HUB_OFFLINE is set: unset it to download the model."
+    if isinstance(error, hub.GatedRepoError):
+        first = f"{name.repo} is open only to users who accept its conditions: accept them at {page}"
+        if client.has_token:
+            return f"{first}, with the account that your token belongs to; some owners then have to agree."
+        return f"{first}, then {_LOG_IN}."
+    if status == 401 and message is not None and "credentials" in message.lower():
+        return f"The hub does not accept your token: make a new one at {_TOKENS}, and {_LOG_IN.partition(', with')[0]}."
+    if isinstance(error, hub.RevisionNotFoundError):
+        return f"{name.repo} has no revision {name.revision or 'main'!r}: choose one of those at {page}/tree/main."
+    if isinstance(error, hub.DisabledRepoError):
+        return f"The hub has disabled {name.repo}: choose another model."
+    if isinstance(error, hub.RepositoryNotFoundError):
+        private = "it may be private for another account than yours" if client.has_token else f"if private, {_LOG_IN}"
+        return f"There is no model {name.repo} on the hub ({page}): check the name; {private}."
+    if status == 403:
+        return f"The hub refuses access to {name.repo} ({message or 'forbidden'}): look at {page}, or {_LOG_IN}."
+    if status == 429:
+        seconds = _seconds(error)
+        when = f"in {seconds} seconds" if seconds else "in some minutes"
+        more = "" if client.has_token else f"; with a token the limit is higher ({_LOG_IN})"
+        return f"The hub answers that there were too many requests (429): try again {when}{more}."
+    if status is not None:
+        return f"The hub answers with an error ({status}) about {name.repo}: try again later, or look at {page}."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"The disk with {client.cache} is full: free some space, or set HF_HOME to a folder on another disk. The "
+            "part that has been downloaded stays."
+        )
+    if cannot_be_reached(client, error):
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        return (
+            f"The hub at {client.endpoint} cannot be reached ({reason}), and {name} is not in the cache as a whole: "
+            "check the network connection and the proxy. The next attempt goes on from what has been downloaded."
+        )
+    if isinstance(error, OSError):
+        return f"{name} cannot be stored in {client.cache} ({error.strerror or error}): set HF_HOME to another folder."
+    return f"{name} cannot be fetched ({type(error).__name__}: {error}): look at {page}."
+
+
+def _header(error: Exception, key: str) -> str | None:
+    value = getattr(getattr(error, "response", None), "headers", {}).get(key)
+    return None if value is None else str(value)
+
+
+def _seconds(error: Exception) -> int | None:
+    """Seconds until the hub answers again; None if it does not say."""
+    after = _header(error, "Retry-After") or ""
+    if after.isdecimal():
+        return int(after)
+    reset = re.search(r"\bt\s*=\s*(\d+)", _header(error, "RateLimit") or "")
+    return int(reset[1]) if reset else None

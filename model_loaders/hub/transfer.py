@@ -1,0 +1,138 @@
+"""Files of a repository into the hub's cache: transfers that go on where an earlier one stopped, and are checked.
+
+The package huggingface_hub finds the files, and places them in its cache. It does not transfer them here: its newer
+versions begin an interrupted file anew, and no version compares checksums.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from model_loaders.errors import LoadError
+from model_loaders.hub.choice import HubFile
+
+if TYPE_CHECKING:
+    from model_loaders.hub.client import Client
+
+Moved = Callable[[int], Any]
+_PART_BYTES = 1 << 20
+_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before each attempt after one that brought nothing
+_TROUBLE = (500, 502, 503, 504)  # of the server, which may have gone at the next attempt
+
+
+class _WrongContentError(Exception):
+    """The bytes that came are not those of the file."""
+
+
+def fetch_file(client: Client, repo: str, commit: str, file: HubFile, moved: Moved, say: Callable[[str], None]) -> Path:
+    """The path of `file` in the hub's cache, where it is downloaded to if need be.
+
+    moved: gets the number of bytes that arrived; negative for bytes that have to come again. Raises LoadError for a
+    file with another checksum, and the errors of the transfer, after which the bytes that came are kept.
+    """
+    if (found := client.cached(repo, commit, file.path)) is not None:
+        return found
+    blob = client.blob(repo, file)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    with client.lock(repo, file, lambda: say(f"Waiting for another process, which downloads {file.name}.")):
+        if not blob.exists():
+            _download(client, client.url(repo, commit, file.path), repo, file, blob, moved)
+    return client.placed(repo, commit, file.path)
+
+
+def partial_file(blob: Path) -> Path:
+    """Where the bytes of `blob` are that have arrived."""
+    return blob.with_name(f"{blob.name}.http.incomplete")
+
+
+def _download(client: Client, url: str, repo: str, file: HubFile, blob: Path, moved: Moved) -> None:
+    partial = partial_file(blob)
+    with partial.open("a+b") as sink:
+        content = _Content(sink, file, moved)
+        try:
+            _fill(client, url, content)
+            content.check()
+        except _WrongContentError:
+            content.restart()
+            raise LoadError(
+                f"{file.name} of {repo} arrived with another checksum than the hub names, and was deleted: try again, "
+                "and if that does not help, look whether a proxy changes downloads."
+            ) from None
+    os.replace(partial, blob)
+
+
+class _Content:
+    """The bytes of a file that have arrived, and their hash."""
+
+    def __init__(self, sink: BinaryIO, file: HubFile, moved: Moved) -> None:
+        """sink: open for appending and reading; its bytes of an earlier attempt are kept."""
+        self.file, self._sink, self._moved = file, sink, moved
+        self.size = 0
+        self._hash = self._new_hash()
+        sink.seek(0)
+        while part := sink.read(_PART_BYTES):
+            self._hash.update(part)
+            self.size += len(part)
+        if self.size > file.size:
+            self.restart()
+
+    def append(self, part: bytes) -> None:
+        """Raises _WrongContentError for more bytes than the file has, OSError if the disk is full."""
+        if self.size + len(part) > self.file.size:
+            raise _WrongContentError
+        self._sink.write(part)
+        self._hash.update(part)
+        self.size += len(part)
+        self._moved(len(part))
+
+    def restart(self) -> None:
+        """Drop all bytes."""
+        self._moved(-self.size)
+        self._sink.truncate(0)
+        self.size, self._hash = 0, self._new_hash()
+
+    def check(self) -> None:
+        """Raises _WrongContentError if the hash is not that of the file."""
+        if self._hash.hexdigest() != self.file.digest:
+            raise _WrongContentError
+
+    def _new_hash(self) -> Any:
+        if self.file.lfs:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)  # Git's hash of a file
+
+
+def _fill(client: Client, url: str, content: _Content) -> None:
+    """Fetch the bytes that are missing, in as many attempts as it takes while each brings some."""
+    waits = iter(_WAITS)
+    while (begin := content.size) < content.file.size:
+        error: Exception = ConnectionError(errno.ECONNRESET, "the hub closed the connection early")
+        try:
+            _receive(client, url, content)
+        except client.http_error as problem:
+            status = client.status(problem)
+            if status is not None and status not in _TROUBLE:
+                raise
+            error = problem
+        if content.size > begin:
+            waits = iter(_WAITS)
+        elif (wait := next(waits, None)) is not None:
+            time.sleep(wait)
+        else:
+            raise error
+
+
+def _receive(client: Client, url: str, content: _Content) -> None:
+    """One attempt."""
+    begin = content.size
+    with client.stream(url, f"bytes={begin}-" if begin else None) as response:
+        if begin and response.status_code != 206:
+            content.restart()  # the server does not know ranges
+        for part in response.iter_bytes(_PART_BYTES):
+            content.append(part)

@@ -1,0 +1,524 @@
+"""Models of the hub: which files are fetched, how a transfer goes on, and a sentence for everything that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+from huggingface_hub import constants, utils
+
+import model_loaders
+from model_loaders import hub as hub_package
+from model_loaders.errors import LoadError
+from model_loaders.hub import parse, transfer
+from model_loaders.hub.choice import HubFile, quantizations
+from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
+from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
+from tests.small_disk import small_disk
+from tests.tiny import make_model
+
+BEGINNING = "bytes=0-262143"  # of a GGUF file, whose sizes are there
+
+
+def fetch(name: str, **settings: object) -> Path:
+    return hub_package.fetch(parse(name), **settings)
+
+
+def refusal(name: str, **settings: object) -> str:
+    with pytest.raises(LoadError) as caught:
+        fetch(name, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "repo", "revision", "quantization"),
+    [
+        ("user/repo", "user/repo", None, None),
+        ("hf:user/repo", "user/repo", None, None),
+        ("hf:Qwen/Qwen2.5-0.5B:q4_k_m", "Qwen/Qwen2.5-0.5B", None, "q4_k_m"),
+        ("user/repo@refs/pr/1", "user/repo", "refs/pr/1", None),
+        ("user/repo@v1.0:Q8_0", "user/repo", "v1.0", "Q8_0"),
+    ],
+)
+def test_a_name_has_a_repository_a_revision_and_a_quantization(
+    text: str, repo: str, revision: str | None, quantization: str | None
+) -> None:
+    name = parse(text)
+    assert (name.repo, name.revision, name.quantization) == (repo, revision, quantization)
+
+
+@pytest.mark.parametrize("text", ["hf:", "repo", "hf:a/b/c", "a/b:", "a/b@", "../b", "a/b:c:d", "https://hub/a/b"])
+def test_another_name_is_refused_with_the_ways_to_write_it(text: str) -> None:
+    with pytest.raises(LoadError, match="user/repo:Q4_K_M"):
+        parse(text)
+
+
+def test_a_folder_gets_the_files_that_it_is_read_with_and_no_others(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    others = ("pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx")
+    more = dict.fromkeys(("README.md", *others, "model-Q8_0.gguf"), b"not needed")
+    hub.repositories["user/tiny"] = Repository({**small_folder, **more})
+    where = fetch("user/tiny")
+    assert {path.name for path in where.iterdir()} == set(small_folder) & {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+    assert all((where / path.name).read_bytes() == small_folder[path.name] for path in where.iterdir())
+    assert not [seen for seen in hub.seen if seen.path.endswith(tuple(more))]
+    assert len([seen for seen in hub.seen if seen.path.startswith("/api/")]) == 1
+
+
+def test_it_lies_in_the_cache_as_the_hubs_own_client_puts_it(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_folder)
+    where = fetch("user/tiny")
+    assert where == Path(constants.HF_HUB_CACHE, "models--user--tiny", "snapshots", f"{COMMIT}1")
+    assert (where / "config.json").resolve().name == git_hash(small_folder["config.json"])
+    assert (where / "model.safetensors").resolve().name == sha256(small_folder["model.safetensors"])
+    found = huggingface_hub.try_to_load_from_cache("user/tiny", "model.safetensors")
+    assert found == str(where / "model.safetensors")
+
+
+def test_it_is_fetched_once(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_folder)
+    where = fetch("user/tiny")
+    before = len(hub.seen)
+    assert fetch("user/tiny") == where
+    assert [seen.path for seen in hub.seen[before:]] == ["/api/models/user/tiny"]
+
+
+def test_an_index_says_which_shards_there_are(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    weights = small_folder["model.safetensors"]
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    files = {path: content for path, content in small_folder.items() if path != "model.safetensors"}
+    shards = {"model-00001-of-00002.safetensors": weights[:1000], "model-00002-of-00002.safetensors": weights[1000:]}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    hub.repositories["user/tiny"] = Repository({**files, **shards, "model-00003-of-00003.safetensors": b"another"})
+    where = fetch("user/tiny")
+    assert {path.name for path in where.glob("*.safetensors")} == set(shards)
+    del hub.repositories["user/tiny"].files["model-00002-of-00002.safetensors"]
+    hub.repositories["user/tiny"].commit = f"{COMMIT}2"
+    assert "lacks model-00002-of-00002.safetensors" in refusal("user/tiny")
+
+
+def test_all_files_are_of_one_commit(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_folder, tags={"v1": f"{COMMIT}0"})
+    assert fetch("user/tiny").name == f"{COMMIT}1"
+    assert fetch("user/tiny@v1").name == f"{COMMIT}0"
+    resolved = {seen.path.split("/")[4] for seen in hub.seen if "/resolve/" in seen.path}
+    assert resolved == {f"{COMMIT}0", f"{COMMIT}1"}
+
+
+def test_the_model_is_named_after_the_repository_or_the_file(
+    hub: Hub, small_folder: dict[str, bytes], small_ggufs: dict[str, bytes]
+) -> None:
+    hub.repositories["user/Tiny-Chat"] = Repository(small_folder)
+    hub.repositories["user/tiny-GGUF"] = Repository(small_ggufs)
+    for name, shown in (("hf:user/Tiny-Chat", "Tiny-Chat"), ("hf:user/tiny-GGUF:q4_k_m", "tiny")):
+        model = model_loaders.load(name)
+        model.weights.close()
+        assert model.name == shown
+
+
+def test_a_path_stays_a_path(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model(Path("hf:user").joinpath("repo").mkdir(parents=True) or Path("hf:user/repo"))
+    model_loaders.load("hf:user/repo").weights.close()
+    assert hub.seen == []
+
+
+@pytest.mark.parametrize("name", ["user/repo", "user/repo:Q4_K_M", "user/repo@main"])
+def test_a_name_without_the_prefix_is_told_how_to_fetch_it(name: str) -> None:
+    with pytest.raises(LoadError, match=f"-hf {name} on a command line, and hf:{name} in Python"):
+        model_loaders.load(name)
+
+
+# -- the quantization ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", ["Q4_K_M", "q4_k_m", "tiny-Q4_K_M.gguf"])
+def test_the_wanted_quantization_is_fetched_alone(hub: Hub, small_ggufs: dict[str, bytes], wanted: str) -> None:
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    assert fetch(f"user/tiny:{wanted}").name == "tiny-Q4_K_M.gguf"
+    assert hub.fetched("tiny-Q8_0.gguf") == [BEGINNING]
+
+
+def test_without_a_wish_the_best_one_that_fits_is_fetched(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    asked = []
+
+    def fits(config: model_loaders.ModelConfig | None, size: int) -> bool:
+        assert config is not None
+        asked.append((config.layers, config.kv_heads, config.head_dim, size))
+        return size < len(small_ggufs["tiny-Q8_0.gguf"])
+
+    said: list[str] = []
+    assert fetch("user/tiny", fits=fits, verbose=said.append).name == "tiny-Q4_K_M.gguf"
+    assert asked == [(2, 2, 64, len(small_ggufs[name])) for name in ("tiny-Q8_0.gguf", "tiny-Q4_K_M.gguf")]
+    assert "Taking Q4_K_M of user/tiny" in said[0]
+    assert fetch("user/tiny").name == "tiny-Q8_0.gguf"
+
+
+def test_nothing_is_fetched_if_nothing_fits(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    problem = refusal("user/tiny", fits=lambda config, size: False)
+    assert "no file fits in memory" in problem
+    assert "Q4_K_M (0." in problem
+    assert problem.endswith("user/tiny:Q4_K_M.")
+    assert hub.fetched("tiny-Q8_0.gguf") == [BEGINNING]
+    assert hub.fetched("tiny-Q4_K_M.gguf") == []
+
+
+def test_a_quantization_that_is_missing_is_told_with_the_others(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    problem = refusal("user/tiny:Q5_K_M")
+    sizes = [len(small_ggufs[f"tiny-{label}.gguf"]) / (1 << 20) for label in ("Q8_0", "Q4_K_M")]
+    assert problem == f"user/tiny has no Q5_K_M; there are Q8_0 ({sizes[0]:.1f} MiB), Q4_K_M ({sizes[1]:.1f} MiB)."
+
+
+def test_quantizations_come_in_the_order_of_preference() -> None:
+    names = ["m-F16", "m-Q2_K", "m-Q4_K_M", "m-q8_0", "m-Q6_K", "m-UD-Q4_K_XL", "m-IQ4_XS", "m-Q4_1", "sub/m-Q5_K_M"]
+    files = [HubFile(f"{name}.gguf", 100 + len(name)) for name in [*names, "mmproj-m-F16", "m-imatrix", "odd"]]
+    parts = [HubFile(f"big/m-BF16-0000{part}-of-00002.gguf", 1000) for part in (2, 1)]
+    found = quantizations([*files, *parts, HubFile("config.json", 1), HubFile("m.imatrix", 1)])
+    labels = ["q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q2_K", "UD-Q4_K_XL", "Q4_1", "odd", "BF16", "F16"]
+    assert [model.label for model in found] == labels
+    assert [model.size for model in found if model.label == "BF16"] == [2000]
+
+
+def test_a_file_in_parts_is_told_what_to_do_with(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
+    parts = {f"tiny-F16-0000{part}-of-00002.gguf": b"GGUF" for part in (1, 2)}
+    hub.repositories["user/tiny"] = Repository({**small_ggufs, **parts})
+    assert "split into 2 parts" in refusal("user/tiny:F16")
+    assert "choose Q8_0 or Q4_K_M" in refusal("user/tiny:F16")
+    assert fetch("user/tiny").name == "tiny-Q8_0.gguf"
+    hub.repositories["user/parts"] = Repository(parts)
+    assert "split into 2 parts" in refusal("user/parts")
+
+
+def test_two_files_of_a_quantization_are_not_guessed_between(hub: Hub, small_ggufs: dict[str, bytes]) -> None:
+    twice = {"a-Q8_0.gguf": small_ggufs["tiny-Q8_0.gguf"], "b-Q8_0.gguf": small_ggufs["tiny-Q8_0.gguf"]}
+    hub.repositories["user/tiny"] = Repository(twice)
+    assert "user/tiny:a-Q8_0.gguf" in refusal("user/tiny:Q8_0")
+    assert "user/tiny:a-Q8_0.gguf" in refusal("user/tiny")
+    assert fetch("user/tiny:b-Q8_0.gguf").name == "b-Q8_0.gguf"
+
+
+# -- transfers that are interrupted --------------------------------------------------------------------------------
+
+CONTENT = random.Random(0).randbytes(3 << 20)
+
+
+@pytest.fixture
+def large(hub: Hub, small_folder: dict[str, bytes]) -> Hub:
+    """A hub with a model whose weights are 3 MiB of noise."""
+    hub.repositories["user/large"] = Repository({**small_folder, "model.safetensors": CONTENT})
+    return hub
+
+
+def test_a_transfer_goes_on_behind_the_bytes_that_came(large: Hub) -> None:
+    large.trouble.drop["model.safetensors"] = 2_000_000
+    assert (fetch("user/large") / "model.safetensors").read_bytes() == CONTENT
+    first, second = large.fetched("model.safetensors")
+    assert first is None
+    assert second is not None
+    begin = int(second.removeprefix("bytes=").removesuffix("-"))
+    assert 0 < begin <= 2_000_000
+
+
+def test_a_later_attempt_goes_on_behind_the_bytes_that_came(large: Hub) -> None:
+    large.trouble.drop["model.safetensors"] = 2_000_000
+    large.trouble.then.append(("cdn", 404, {}))
+    assert "answers with an error (404)" in refusal("user/large")
+    (partial,) = Path(constants.HF_HUB_CACHE).rglob("*.incomplete")
+    begun = partial.stat().st_size
+    assert 0 < begun <= 2_000_000
+    said: list[str] = []
+    assert (fetch("user/large", verbose=said.append) / "model.safetensors").read_bytes() == CONTENT
+    assert large.fetched("model.safetensors")[-1] == f"bytes={begun}-"
+    assert any("of them already there" in sentence for sentence in said)
+    assert not partial.exists()
+
+
+def test_a_server_without_ranges_sends_the_whole_file_again(large: Hub) -> None:
+    large.trouble.drop["model.safetensors"] = 2_000_000
+    large.trouble.no_ranges = True
+    assert (fetch("user/large") / "model.safetensors").read_bytes() == CONTENT
+
+
+def test_trouble_of_the_server_that_passes_is_waited_for(large: Hub) -> None:
+    large.trouble.refuse = [("cdn", 503, {}), ("cdn", 502, {})]
+    assert (fetch("user/large") / "model.safetensors").read_bytes() == CONTENT
+
+
+def test_a_connection_that_always_breaks_is_given_up(large: Hub) -> None:
+    large.trouble.drop_always.add("model.safetensors")
+    problem = refusal("user/large")
+    assert "cannot be reached" in problem
+    assert "The next attempt goes on" in problem
+    assert len(large.fetched("model.safetensors")) == 3  # the first attempt, and one after each wait
+
+
+@pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json"])
+def test_wrong_bytes_are_noticed_and_deleted(large: Hub, path: str) -> None:
+    large.trouble.wrong.add(path)
+    assert f"{path} of user/large arrived with another checksum" in refusal("user/large")
+    assert utils.scan_cache_dir(constants.HF_HUB_CACHE).size_on_disk < len(CONTENT)
+    large.trouble.wrong.clear()
+    content = large.repositories["user/large"].files[path]
+    assert (fetch("user/large") / path).read_bytes() == content
+    assert large.fetched(path) == [None, None]
+
+
+def test_wrong_bytes_of_an_earlier_attempt_are_noticed(large: Hub) -> None:
+    blob = Path(constants.HF_HUB_CACHE, "models--user--large", "blobs", sha256(CONTENT))
+    blob.parent.mkdir(parents=True)
+    transfer.partial_file(blob).write_bytes(b"x" * 1000)
+    assert "another checksum" in refusal("user/large")
+    assert (fetch("user/large") / "model.safetensors").read_bytes() == CONTENT
+    assert large.fetched("model.safetensors") == ["bytes=1000-", None]
+
+
+def test_ctrl_c_keeps_what_came_and_says_so(large: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = transfer._Content.append
+
+    def interrupted(content: transfer._Content, part: bytes) -> None:
+        append(content, part)
+        if content.file.path == "model.safetensors":
+            raise KeyboardInterrupt
+
+    said: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer._Content, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fetch("user/large", verbose=said.append)
+    assert said[-1] == "Stopped. The next attempt goes on from what has been downloaded."
+    fetch("user/large")
+    assert (large.fetched("model.safetensors")[-1] or "").startswith("bytes=")
+
+
+def test_two_at_once_fetch_it_once(large: Hub) -> None:
+    go_on = large.trouble.hold["model.safetensors"] = threading.Event()
+    said: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(fetch, "user/large")
+        assert large.trouble.held.wait(60)
+
+        def note(sentence: str) -> None:
+            said.append(sentence)
+            if sentence.startswith("Waiting"):
+                go_on.set()
+
+        second = pool.submit(fetch, "user/large", verbose=note)
+        assert first.result(60) == second.result(60)
+    assert large.fetched("model.safetensors") == [None]
+    assert "Waiting for another process, which downloads model.safetensors." in said
+
+
+# -- sentences -----------------------------------------------------------------------------------------------------
+
+
+def test_a_gated_repository(hub: Hub, small_folder: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repositories["meta/llama"] = Repository(small_folder, gated=True)
+    problem = refusal("meta/llama")
+    assert f"accept them at {hub.url}/meta/llama, then run `hf auth login`, or set HF_TOKEN" in problem
+    hub.tokens |= {"stranger", "reader"}
+    hub.readers.add("reader")
+    monkeypatch.setenv("HF_TOKEN", "stranger")
+    assert "with the account that your token belongs to" in refusal("meta/llama")
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    assert "does not accept your token" in refusal("meta/llama")
+    monkeypatch.setenv("HF_TOKEN", "reader")
+    assert (fetch("meta/llama") / "config.json").is_file()
+    assert {seen.token for seen in hub.seen if seen.server == "cdn"} == {None}  # tokens stay with the hub
+
+
+def test_the_token_of_hf_auth_login_is_used(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/private"] = Repository(small_folder, private=True)
+    hub.tokens.add("stored")
+    hub.readers.add("stored")
+    Path(constants.HF_TOKEN_PATH).write_text("stored")
+    assert (fetch("user/private") / "config.json").is_file()
+
+
+def test_a_repository_that_is_missing_or_private(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"There is no model user/none on the hub ({hub.url}/user/none): check the name" in refusal("user/none")
+    hub.tokens.add("token")
+    monkeypatch.setenv("HF_TOKEN", "token")
+    assert "it may be private for another account" in refusal("user/none")
+
+
+def test_a_revision_that_is_missing(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_folder)
+    assert "user/tiny has no revision 'v9': choose one of those at" in refusal("user/tiny@v9")
+
+
+def test_a_repository_that_was_renamed(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/new"] = Repository(small_folder)
+    hub.renamed["user/old"] = "user/new"
+    said: list[str] = []
+    assert (fetch("user/old", verbose=said.append) / "config.json").is_file()
+    assert said[0] == "user/old is called user/new today."
+
+
+@pytest.mark.parametrize(
+    ("headers", "when"),
+    [
+        ({"Retry-After": "17"}, "in 17 seconds"),
+        ({"RateLimit": '"api";r=0;t=55'}, "in 55 seconds"),
+        ({}, "in some minutes"),
+    ],
+)
+@pytest.mark.parametrize("server", ["hub", "cdn"])
+def test_too_many_requests(large: Hub, headers: dict[str, str], when: str, server: str) -> None:
+    large.trouble.refuse = [(server, 429, headers)]
+    problem = refusal("user/large")
+    assert "too many requests (429)" in problem
+    assert when in problem
+    assert "with a token the limit is higher" in problem
+
+
+def test_an_error_of_the_server(large: Hub) -> None:
+    large.trouble.refuse = [("hub", 500, {})]
+    assert "answers with an error (500) about user/large: try again later" in refusal("user/large")
+    large.trouble.refuse = [("cdn", 403, {})]
+    assert "refuses access to user/large" in refusal("user/large")
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"pytorch_model.bin": b""}, "as pickles"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "an adapter (LoRA)"),
+        ({"README.md": b""}, "neither model.safetensors with a config.json nor GGUF files"),
+    ],
+)
+def test_a_repository_without_a_model(hub: Hub, files: dict[str, bytes], reason: str) -> None:
+    hub.repositories["user/other"] = Repository(files)
+    assert reason in refusal("user/other")
+
+
+def test_a_quantization_of_a_repository_of_safetensors(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_folder)
+    assert "leave out :Q4_K_M" in refusal("user/tiny:Q4_K_M")
+
+
+def test_an_architecture_is_refused_before_the_weights_are_fetched(hub: Hub, small_folder: dict[str, bytes]) -> None:
+    config = {**json.loads(small_folder["config.json"]), "model_type": "mamba"}
+    hub.repositories["user/mamba"] = Repository({**small_folder, "config.json": json.dumps(config).encode()})
+    assert "a model of type 'mamba', which has recurrent layers" in refusal("user/mamba")
+    assert not [seen for seen in hub.seen if seen.server == "cdn"]
+
+
+def test_an_architecture_in_gguf_is_refused_before_the_file_is_fetched(hub: Hub, tmp_path: Path) -> None:
+    path = tmp_path / "mamba-Q8_0.gguf"
+    config = replace(model_loaders.load_weights(MODELS / "llama_mha")[0], layers=1)
+    writer = gguf_header(path, "mamba", config)
+    writer.add_tensor("token_embd.weight", np.zeros((1 << 18, 4), np.float32))
+    finish(writer)
+    hub.repositories["user/mamba"] = Repository({path.name: path.read_bytes()})
+    assert "mamba-Q8_0.gguf of user/mamba holds a model of architecture 'mamba', which has" in refusal("user/mamba")
+    assert hub.fetched(path.name) == [BEGINNING]
+
+
+def test_a_disk_without_room_is_told_before_the_weights_are_fetched(
+    large: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(hub_package.shutil, "disk_usage", lambda folder: usage._replace(free=1 << 20))
+    problem = refusal("user/large")
+    assert "takes 3.0 MiB more on the disk" in problem
+    assert "has room for 1.0 MiB" in problem
+    assert large.fetched("model.safetensors") == []
+
+
+def test_a_disk_that_becomes_full(large: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(disk / "cache"))
+    monkeypatch.setattr(hub_package._Fetching, "_check_disk", lambda self, size: None)
+    with small_disk(disk, 2 << 20):
+        problem = refusal("user/large")
+        assert f"The disk with {disk / 'cache'} is full: free some space" in problem
+
+
+def test_a_cache_that_cannot_be_written(large: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
+    assert "set HF_HOME to another folder" in refusal("user/large")
+
+
+def test_without_the_package_it_is_told_what_to_install(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "huggingface_hub", None)
+        assert "pip install 'polarlm[hub]'" in refusal("user/tiny")
+    monkeypatch.setattr(huggingface_hub, "__version__", "0.36.0")
+    assert "this is version 0.36.0" in refusal("user/tiny")
+
+
+# -- without a connection ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["no connection", "offline mode", "error of the hub"])
+def cut_off(request: pytest.FixtureRequest, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function that cuts the connection."""
+
+    def cut() -> None:
+        if request.param == "offline mode":
+            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        elif request.param == "error of the hub":
+            hub.trouble.refuse = [("hub", 503, {})] * 9
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+
+    return cut
+
+
+def is_about_the_connection(problem: str) -> bool:
+    return any(part in problem for part in ("network connection", "HF_HUB_OFFLINE is set", "try again later"))
+
+
+def test_a_folder_in_the_cache_is_used(hub: Hub, small_folder: dict[str, bytes], cut_off: Callable[[], None]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_folder, tags={"v1": f"{COMMIT}0"})
+    where, tagged = fetch("user/tiny"), fetch("user/tiny@v1")
+    cut_off()
+    said: list[str] = []
+    assert fetch("user/tiny", verbose=said.append) == where
+    assert f"using user/tiny as it is in the cache (commit {COMMIT[:8]})" in said[0]
+    assert fetch("user/tiny@v1") == tagged
+    assert fetch(f"user/tiny@{COMMIT}0") == tagged
+
+
+def test_a_file_in_the_cache_is_used(hub: Hub, small_ggufs: dict[str, bytes], cut_off: Callable[[], None]) -> None:
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    where = fetch("user/tiny:Q4_K_M")
+    cut_off()
+    assert fetch("user/tiny") == fetch("user/tiny:Q4_K_M") == where
+    problem = refusal("user/tiny:Q8_0")
+    assert "has no Q8_0; there are Q4_K_M" in problem
+    assert "with a connection to the hub there may be more" in problem
+
+
+def test_what_is_not_in_the_cache_needs_a_connection(hub: Hub, cut_off: Callable[[], None]) -> None:
+    cut_off()
+    assert is_about_the_connection(refusal("user/tiny"))
+
+
+def test_a_transfer_that_did_not_end_is_not_used_without_a_connection(large: Hub, cut_off: Callable[[], None]) -> None:
+    large.trouble.drop["model.safetensors"] = 2_000_000
+    large.trouble.then.append(("cdn", 404, {}))
+    refusal("user/large")
+    cut_off()
+    assert is_about_the_connection(refusal("user/large"))
